@@ -12,7 +12,6 @@ import tensorstore_ck.integrations.titan as _titan
 import tensorstore_ck.integrations.wandb as _wandb
 
 from .backend.staging import Staging as Staging
-from .engine.write.quota_check import QuotaWarning as QuotaWarning
 from .engine.write.suspicious_save import SuspiciousSaveWarning as SuspiciousSaveWarning
 from .errors import (
     AlreadyExistsError as AlreadyExistsError,
@@ -64,7 +63,7 @@ from .integrations.importing import (
 )
 from .integrations.torch_checkpointing import CheckpointManager as CheckpointManager
 from .log import LogChangedWarning as LogChangedWarning
-from .log.quota import Quota as Quota
+from .log.quota import Quota as Quota, QuotaWarning as QuotaWarning
 from .log.run_outcome import RunOutcome as RunOutcome
 from .log.snapshot import Snapshot as Snapshot, SnapshotDetails as SnapshotDetails
 from .maintenance.copy_store import copy as copy

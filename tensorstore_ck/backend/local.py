@@ -280,7 +280,7 @@ class LocalBackend:
         if self._within is not None:
             with os_errors("list", prefix or self.url):
                 for path, status in self._within.files(f"{self._root}/{prefix}".removesuffix("/")):
-                    yield ObjectInfo(path.removeprefix(f"{self._root}/"), status.st_size, status.st_mtime_ns)
+                    yield ObjectInfo(path.removeprefix(f"{self._root}/"), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
             return
         folders = [prefix]
         while folders:
@@ -293,7 +293,7 @@ class LocalBackend:
                         continue
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
-                        yield ObjectInfo(folder + entry.name, status.st_size, status.st_mtime_ns)
+                        yield ObjectInfo(folder + entry.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def _entries(self, folder: str) -> Collection[os.DirEntry[str]]:
         with os_errors("list", folder or self._root):

@@ -93,7 +93,7 @@ class StoreChoice:
 
         engine = self.open_engine(codec, read_only=read_only)
         if bar is not None:
-            engine.backend = cast(Backend, CountingBackend(engine.backend, bar))
+            engine = replace(engine, backend=cast(Backend, CountingBackend(engine.backend, bar)))
         return Store(engine)
 
     def open_engine(self, codec: CodecName = "auto", *, read_only: bool = False, **options: Any) -> Engine:
@@ -135,15 +135,15 @@ class StoreChoice:
         found = {name: value for name, value in options.items() if value}
         return {**found, "places": list(self.allowed_places())} if self.allowed_places() else found
 
-    def make_portable(self, engine: Engine) -> None:
-        """Gives an engine a backend that can be pickled, for workers on other hosts."""
+    def portable(self, engine: Engine) -> Engine:
+        """The engine with a backend that can be pickled, for workers on other hosts."""
         own = cast(Backend, PicklableBackend(self.require_url(), self.storage_options, self.no_sync))
         if engine.read_only:
             own = cast(Backend, ReadOnlyBackend(own))
         with suppress(StoreError):  # the command reports a log that cannot be read
             engine.log.sync()
         placed = ColdTierBackend(own, self.place_opener(own.url, read_only=engine.read_only), engine.log.view, store=engine.config.uuid)
-        engine.placed, engine.backend = placed, cast(Backend, placed)
+        return replace(engine, placed=placed, backend=cast(Backend, placed))
 
     def place_opener(self, url: str, *, read_only: bool = False) -> LocationOpener:
         """Opens the locations to which packs of the store at `url` were moved."""

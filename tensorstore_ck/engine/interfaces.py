@@ -52,6 +52,10 @@ class SampledBytes(NamedTuple):
 class DeviceBlocks(Protocol):
     """What devices compute over the tensors in their memory."""
 
+    @property
+    def must_agree(self) -> bool:
+        """Whether a block that is written must have the id that a device computed, even if the save verifies nothing."""
+
     def ids(self, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> Sequence[Digest | None]:
         """The ids of these blocks as they are now; None for those that no device can hash."""
 

@@ -5,6 +5,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
@@ -110,16 +111,14 @@ def open_engine(
             find_process=this_process,
             require_store=partial(require_same_store, backend, config) if backend.is_local and not is_given else lambda: None,
         )
-        backend, engine.observers = engine.backend, observers
-        engine.limit, engine.min_free, engine.codecs = limit, kept, codecs
+        backend = engine.backend
+        engine = replace(engine, observers=observers, limit=limit, min_free=kept, codecs=codecs)
         guard = kept if kept != MinFree() else None
         if folder is None or options is None:
-            engine.backend = throttled(backend, writes=limit, min_free=guard)
-        else:
-            tiered = ReadThroughBackend(folder, throttled(backend, min_free=guard))
-            uploader = Uploader(folder, tiered.store, max_parallel_requests=options.max_parallel_requests, limit=limit)
-            engine.backend, engine.tier = tiered, StagingTier(folder, uploader, tiered, options)
-        return engine
+            return replace(engine, backend=throttled(backend, writes=limit, min_free=guard))
+        tiered = ReadThroughBackend(folder, throttled(backend, min_free=guard))
+        uploader = Uploader(folder, tiered.store, max_parallel_requests=options.max_parallel_requests, limit=limit)
+        return replace(engine, backend=tiered, tier=StagingTier(folder, uploader, tiered, options))
     except BaseException:
         backend.close()
         raise
@@ -155,11 +154,20 @@ def make_engine(
         return apart.newest_view()  # a table that holds only notes must not be filled by a fold: a later sync would clear the notes
 
     placed = ColdTierBackend(backend, open_place or LocationOpener(backend.url), log.view, newest_view, store=config.uuid)
-    engine = Engine(cast(Backend, placed), config, log.table, log, BlockIndex(log.table), clock, new_id, placed, single_writer, read_only)
-    if find_process is not None:
-        engine.find_process = find_process
-        engine.put_ids = None if read_only else ObjectIds(backend, new_id, clock, find_process)
-    return engine
+    return Engine(
+        backend=cast(Backend, placed),
+        config=config,
+        table=log.table,
+        log=log,
+        index=BlockIndex(log.table),
+        clock=clock,
+        new_id=new_id,
+        placed=placed,
+        single_writer=single_writer,
+        read_only=read_only,
+        put_ids=ObjectIds(backend, new_id, clock, find_process) if find_process is not None and not read_only else None,
+        find_process=find_process or (lambda: None),
+    )
 
 
 def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, config: StoreConfig) -> HeadFile | None:

@@ -17,6 +17,7 @@ quota.py                                 quotas, and how much of them is used
 block_index.py                           where blocks lie, as far as this host knows
 checkpoint.py                            a dump of the table, so that no reader begins at the log's first entry
 contents.py                              what lies at a store's root, where other programs may keep their own
+lost_log.py                              signs that a log which looks empty was lost
 entry_reader.py                          entries read from the backend
 watermark.py, head_file.py               the highest entry that was seen, to notice a log that goes back or forks
 follow.py                                brings a table to the log's head; writes checkpoints
@@ -31,6 +32,7 @@ from tensorstore_ck.log.entry_reader import EntryReader, chain_break
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.head_file import HeadFile
 from tensorstore_ck.log.log import Appended, Log
+from tensorstore_ck.log.lost_log import ChildRecord, lost_log, sign_of_lost_log, without_named_parent
 from tensorstore_ck.log.object_set import ObjectKey, Objects, pieces
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_names import validate_ref_name
@@ -43,6 +45,7 @@ __all__ = [
     "Appended",
     "BranchHead",
     "BranchMove",
+    "ChildRecord",
     "Entry",
     "EntryReader",
     "Head",
@@ -65,8 +68,11 @@ __all__ = [
     "foreign_object",
     "holds_snapshots",
     "logs_in",
+    "lost_log",
     "pieces",
+    "sign_of_lost_log",
     "store_folders",
     "store_objects",
     "validate_ref_name",
+    "without_named_parent",
 ]

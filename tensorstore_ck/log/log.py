@@ -24,6 +24,7 @@ from tensorstore_ck.log.entry import Entry, seal_entry
 from tensorstore_ck.log.entry_reader import EntryReader
 from tensorstore_ck.log.follow import EmptiedError, Follower
 from tensorstore_ck.log.head_view import HeadView
+from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_table import RefTable, SnapshotInfo
 from tensorstore_ck.log.row_kind import PREFIX
@@ -106,6 +107,8 @@ class Log:
         self._is_strict = False
         """Whether a table that was filled from a checkpoint is compared with the log before it is used: see `verify`."""
         self._backend = backend
+        self._may_begin = may_begin
+        self._prefix = prefix
         self._clock = clock
         self._actor = actor
         self._new_id = new_id
@@ -119,6 +122,7 @@ class Log:
         self._undecided: UndecidedError | None = None
         self._written: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED_WRITES)
         """The numbers and write ids of the entries that this object tried to append."""
+        self._own: set[int] = set()
 
     # --- read ---------------------------------------------------------------------------------------------------------
 
@@ -329,6 +333,10 @@ class Log:
             self._sleep(delay)
         raise AssertionError("unreachable")
 
+    def is_own(self, n: int) -> bool:
+        """Whether this object appended entry `n`, and knows it: after a lost reply or an interrupt it may not. See `wrote`."""
+        return n in self._own
+
     def wrote(self, n: int) -> bool:
         """Whether this object appended entry `n`, even if an interrupt or a lost reply hid the success.
 
@@ -351,12 +359,11 @@ class Log:
             StoreError: an earlier entry decided it, and the log could not be read.
         """
         info = appended.published(snapshot)
-        try:
-            return self.view().snapshot(snapshot) or info  # with earlier notes on its root
-        except StoreError:
-            if info is None:
-                raise
-            return info
+        if info is None:
+            return self.view().snapshot(snapshot)
+        with suppress(StoreError):  # of the cache, or of the log that replaces it: the notes are not worth an error
+            return RefTable(self.table).with_note(info)
+        return info
 
     def _append_once(self, build: Build, write_id: bytes | None) -> Appended | None:
         """Fold to the head, check and build, create the next entry; None when another writer was faster."""
@@ -373,6 +380,11 @@ class Log:
             return None  # gc may have freed meanwhile what it read
         if not ops:
             return Appended(head.n, ())
+        sign = self._sign_of_lost_log(ops) if head.n == 0 and not self._may_begin else None
+        if sign is not None:
+            if self.sync() != head:
+                return None  # a save after the first one has left it
+            raise lost_log(self.chain.name(1), self._backend.url, sign)
         sealed, entry = seal_entry(
             head.n + 1, head.hash, ops, write_id=write_id or self._new_id(), time_ns=self._clock(), actor=self._actor
         )
@@ -380,6 +392,14 @@ class Log:
             return None
         self._remember(entry)
         return Appended(entry.n, entry.ops, entry.time_ns)
+
+    def _sign_of_lost_log(self, ops: Sequence[Op]) -> str | None:
+        """Why an empty log may not get its first entry."""
+        seen = self._watermark.last_seen()
+        if seen is not None and self._watermark.is_changed:
+            return f"this user has seen its entry {seen.n} (`tsck accept-log` accepts that it is gone)"
+        own = [op.fields["snapshot"] for op in ops if op.name in ("put", "staged")]
+        return sign_of_lost_log(self._backend, self._prefix, own=own)
 
     def _create(self, sealed: bytes, entry: Entry) -> bool:
         """Creates the entry; returns whether the number is ours. Sends the same bytes until the number is taken.
@@ -437,6 +457,7 @@ class Log:
 
     def _remember(self, entry: Entry) -> None:
         """Folds an appended entry. Errors of the cache, and warnings that are errors, do not change that it was appended."""
+        self._own.add(entry.n)
         with suppress(StoreError, Warning):
             self._watermark.appended(Head(entry.n, entry.hash))
             try:

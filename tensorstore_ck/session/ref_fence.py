@@ -164,9 +164,10 @@ class RefFence:
         Raises:
             InvalidOptionError: the step is lower than that of the head, which this handle restored, and it has not saved there yet.
         """
-        seen, branch = self._refs.get(asked.ref), view.branch(asked.ref)
+        seen = self._refs.get(asked.ref)
         if asked.any_step or seen is None or seen.least_step is None or asked.step is None or asked.step >= seen.least_step:
             return
+        branch = view.branch(asked.ref)
         if branch is None or branch.root != seen.head or not isinstance(asked.expect, LastSeen):
             return  # `check_expected` reports that
         root = branch.root.hex()[:16]
@@ -191,11 +192,8 @@ class RefFence:
             return Digest(bytes.fromhex(expect.root))
         return resolve(view, str(expect)).info.root
 
-    def at_head(self, engine: Engine, asked: "SaveOptions", *, sync: bool = True) -> SaveRequest:
-        """A save as of now; with `sync` by the newest entry of the log, else by what this host knows."""
-        if sync:
-            engine.log.sync()
-        view = engine.log.view()
+    def request_at(self, engine: Engine, view: RefTable, asked: "SaveOptions") -> SaveRequest:
+        """The save that its caller `asked` for, as of `view`."""
         self.settle(engine, view, asked.ref)
         self.check_step(engine, view, asked)
         parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)

@@ -3,6 +3,7 @@
 read_only_store.py  `ReadOnlyStore`: restores, and looks
 store.py            `Store`: saves, refs, what stays and what goes, upkeep
 opening.py          `open`
+internals.py        what the areas above need of a store beyond its public methods
 
 What takes long to import, such as torch, is imported only by the methods that need it, so that a command starts fast.
 """

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from tensorstore_ck.common.ids import derived_hash
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.session.group import Participant
+from tensorstore_ck.store.internals import groups_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,7 +60,7 @@ class Agreements:
         """
         if group.size() == 1:
             return SINGLE
-        place = store.session.groups.of(group)[0]
+        place = groups_of(store).of(group)[0]
         attempt = place.begin(_TITLE, object_id=_TITLE, timeout=timeout_seconds)
         names: dict[bytes, str] = {}
 

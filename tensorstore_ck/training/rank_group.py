@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
+from tensorstore_ck.store.internals import groups_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,4 +57,4 @@ def ask_first_rank(
     """
     if group is None:
         return answer()
-    return store.session.groups.broadcast(group, title, answer, timeout_seconds=timeout_seconds)
+    return groups_of(store).broadcast(group, title, answer, timeout_seconds=timeout_seconds)

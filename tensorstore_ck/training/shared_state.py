@@ -46,6 +46,11 @@ class SharedState:
         """Those of one part, by name."""
         return next((each.objects for each in (*self._others, self._models, self._optimizers) if each.name == part), self._extra)
 
+    def optimizers_with_hooks(self) -> list[torch.optim.Optimizer]:
+        """Those that say when they begin a step."""
+        every = self._optimizers.objects.values()
+        return [each for each in every if isinstance(each, torch.optim.Optimizer) and hasattr(each, "_optimizer_step_pre_hooks")]
+
     def names(self) -> ParameterNames:
         """The names of the models' parameters."""
         return ParameterNames(self._named)

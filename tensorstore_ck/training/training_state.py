@@ -198,11 +198,15 @@ class TrainingState:
     def put_async(
         self, store: Store, *, ref: str, group: "ProcessGroup | DeviceMesh | None" = None, gradients: bool = False, **options: Any
     ) -> PendingSnapshot:
-        """Like `put`, but in the background: the next step may begin when it returns. `options`: see `Store.put_snapshot_async`."""
+        """Like `put`, but in the background: the next step may begin when it returns. `options`: see `Store.put_snapshot_async`.
+
+        By default ``changed_by`` is the optimizers: what they update on CUDA devices is copied beside the next forward and backward passes.
+        """
         timeout = options.get("timeout_seconds", TIMEOUT_SECONDS)
         group = require_group(group)
         state, rank_state = self._sides(store, group, timeout, with_gradients=gradients)
-        return store.put_snapshot_async(state, ref=ref, group=group, rank_state=rank_state, **{"frozen": tuple(self._frozen), **options})
+        defaults = {"frozen": tuple(self._frozen), "changed_by": self._shared.optimizers_with_hooks()}
+        return store.put_snapshot_async(state, ref=ref, group=group, rank_state=rank_state, **{**defaults, **options})
 
     @renamed_argument(allow_bad="allow_marked")
     def restore(

@@ -11,7 +11,6 @@ delta_bases.py       which blocks may be encoded against others
 rank_parts.py        what each rank has written and checked; the record of all
 failed_save.py       deletes what a save has written that failed for space
 publish.py           the log entry that publishes
-quota_check.py       refuses a save whose branch has no quota left
 branch_conflict.py   the error for a branch that another process moved
 sampled_checks.py    a sample of the state: changes during the capture, numbers that are not finite
 compare_parent.py    compares a part with those of earlier snapshots

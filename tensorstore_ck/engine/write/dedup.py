@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
@@ -45,17 +45,21 @@ class DedupIndex:
         for number, (part, _) in enumerate(self._parts):
             self._rows |= {block: (number, row) for row, block in enumerate(part.block_ids())}
 
-    def __call__(self, block: Digest) -> Location | None:
-        """Where a block lies, if it may be relied on."""
-        found = self._rows.get(block)
-        if found is not None:
-            part, places = self._parts[found[0]]
-            with contextlib.suppress(DamageError):  # the bases in a part may be invalid
-                location = location_of(part, places.packs, places.extents, found[1])
-                if self._is_usable(location):
-                    return location
-        elsewhere = self._engine.index.get(block) if self._elsewhere else None
-        return elsewhere if elsewhere is not None and self._is_usable(elsewhere) else None
+    def find(self, blocks: Sequence[Digest]) -> dict[Digest, Location]:
+        """See `BlockLookup`."""
+        known: dict[Digest, Location] = {}
+        for block in blocks:
+            if block in self._rows:
+                number, row = self._rows[block]
+                part, places = self._parts[number]
+                with contextlib.suppress(DamageError):  # the bases in a part may be invalid
+                    location = location_of(part, places.packs, places.extents, row)
+                    if self._is_usable(location):
+                        known[block] = location
+        if self._elsewhere and len(known) < len(blocks):
+            others = self._engine.index.find([block for block in blocks if block not in known])
+            known |= {block: location for block, location in others.items() if self._is_usable(location)}
+        return known
 
     @property
     def parts(self) -> "list[tuple[Part, BlockLocations]]":

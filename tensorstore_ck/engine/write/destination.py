@@ -8,12 +8,12 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart
 from tensorstore_ck.engine.write.publish import MAX_TRIES, check_expected
-from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.rank_parts import RankParts, publish_parts
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.errors import SnapshotExpiredError, StoreError
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log.quota import check_quotas, quotas_of
 
 
 class Destination(Protocol):
@@ -35,11 +35,8 @@ class Destination(Protocol):
     def is_staging(self) -> bool:
         """Whether the entry says "staged", and not "put"."""
 
-    def admit(self, request: SaveRequest) -> None:
+    def admit(self, request: SaveRequest, view: RefTable) -> None:
         """Refuses a save whose ref is not where it must be, or has no quota left; checked again when the entry is appended."""
-
-    def begin(self, request: SaveRequest) -> None:
-        """Finds the snapshot with which the save may share blocks."""
 
     def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:
         """Which blocks of part `number` need not be written, by a `view` whose head is the anchor."""
@@ -75,23 +72,17 @@ class StoreDestination:
         self._is_alone = is_alone
         self._tries = 1
 
-    def admit(self, request: SaveRequest) -> None:
+    def admit(self, request: SaveRequest, view: RefTable) -> None:
         """Checks quotas on rank 0, and of a process alone the ref. Both are checked again when the entry is appended.
 
         Raises:
             ConflictError: the ref is not where it must be.
             QuotaExceededError: the quota of the ref is used up.
         """
-        if self._rank == 0:
-            self.engine.log.look(lambda view: self._check(view, request))
-
-    def _check(self, view: RefTable, request: SaveRequest) -> None:
         if self._is_alone:
             check_expected(self.engine, view, request.ref, request.expect)
-        check_quotas(view, request.ref)
-
-    def begin(self, request: SaveRequest) -> None:
-        """Does nothing: `request` names the snapshot with which the save may share blocks."""
+        if self._rank == 0:
+            check_quotas(quotas_of(view, request.ref), request.ref)
 
     def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:
         """See `Destination`."""

@@ -47,8 +47,8 @@ class BlockLookup(Protocol):
     def parts(self) -> Sequence[tuple[Part, BlockLocations]]:
         """Parts of the snapshot before that are most like the new one, and where their blocks are."""
 
-    def __call__(self, block: Digest, /) -> Location | None:
-        """Where a block is, if it may be relied on."""
+    def find(self, blocks: Sequence[Digest], /) -> Mapping[Digest, Location]:
+        """The locations of those `blocks` that may be relied on."""
 
 
 class PartSlot(NamedTuple):
@@ -160,7 +160,7 @@ def write_part(
 def open_packs(engine: Engine, known: BlockLookup, meter: PutMeter | None = None) -> Iterator[PackWriter]:
     """A writer of blocks that are not `known`; every pack is durable when the block ends."""
     open_at_once = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
-    packs = PackWriter(engine.backend, engine.put_id, known, open_packs=open_at_once, meter=meter)
+    packs = PackWriter(engine.backend, engine.put_id, known.find, open_packs=open_at_once, meter=meter)
     try:
         yield packs
         packs.close()
@@ -228,6 +228,7 @@ def write_tensors(
                 ids[row] = block
 
     computed: Mapping[int, Digest] = {}
+    must_agree = captured.device_blocks is not None and captured.device_blocks.must_agree
     if captured.device_blocks is not None:
         computed = skip_unchanged(captured, [block for block in blocks if ids[block.row] is ZERO_DIGEST], ids, packs, sample)
 
@@ -255,7 +256,7 @@ def write_tensors(
 
         for block, found in zip(run, packs.add(buffers, encode), strict=True):
             ids[block.row] = found
-            if sampling.verify_share and computed.get(block.row, found) != found:
+            if computed.get(block.row, found) != found and (sampling.verify_share or must_agree):
                 require_unchanged(captured, {block.tensor})
 
     masters = Fp32Masters(captured, blocks) if coding.mode != "raw" else None

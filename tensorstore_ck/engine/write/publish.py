@@ -13,11 +13,11 @@ from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import condemned_among, locate_blocks
 from tensorstore_ck.engine.write.branch_conflict import moved_away
-from tensorstore_ck.engine.write.quota_check import check_quotas, warn_of_quotas
 from tensorstore_ck.errors import ConflictError, InvalidOptionError, MissingObjectError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, SnapshotInfo
+from tensorstore_ck.log.quota import Quota, check_quotas, quotas_of, warn_of_quotas
 from tensorstore_ck.log.retention import expire_at_put
 
 T = TypeVar("T")
@@ -118,15 +118,18 @@ def at_branch(engine: Engine, record: Record, expect: Expected, mark: tuple[str,
 
     def arrange(view: RefTable, put: Op) -> list[Op]:
         check_expected(engine, view, record.ref, expect)
-        check_quotas(view, record.ref)
-        return moving(engine, view, put, record, mark)
+        quotas = quotas_of(view, record.ref)
+        check_quotas(quotas, record.ref)
+        return moving(engine, view, put, record, quotas=quotas, mark=mark)
 
     return arrange
 
 
-def moving(engine: Engine, view: RefTable, put: Op, record: Record, mark: tuple[str, str] | None = None) -> list[Op]:
-    """What an entry does that moves a branch to a new snapshot."""
-    warn_of_quotas(engine, view, record)
+def moving(
+    engine: Engine, view: RefTable, put: Op, record: Record, *, quotas: Sequence[Quota], mark: tuple[str, str] | None = None
+) -> list[Op]:
+    """The operations of an entry that moves a branch, which has these `quotas`, to a new snapshot."""
+    warn_of_quotas(quotas, record.ref, record.new_bytes, engine.warned_quotas)
     marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
     return [put, *marks, *expire_at_put(view, put, engine.clock())]
 

@@ -9,6 +9,7 @@ from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveClaim, SaveFindings, judge
 from tensorstore_ck.format.codec import Coding
 from tensorstore_ck.format.record import SaveOrigin, with_store_metadata
+from tensorstore_ck.log import RefTable
 
 
 class SaveRequest(NamedTuple):
@@ -44,13 +45,13 @@ class SaveRequest(NamedTuple):
         """What the save claims of its place in the training."""
         return SaveClaim(self.ref, self.step, self.parent)
 
-    def judged(self, engine: Engine, found: SaveFindings) -> "SaveRequest":
+    def judged(self, engine: Engine, view: RefTable, found: SaveFindings) -> "SaveRequest":
         """Judges what all ranks found; returns the same request, with the share of numbers that are not finite in its metadata.
 
         Raises:
             SuspiciousSaveError: it must not be published.
         """
-        judge(engine, found, self.checks, self.claim)
+        judge(engine, view, found, self.checks, self.claim)
         if not found.non_finite:
             return self
         return self._replace(metadata=with_store_metadata(self.metadata, {"non_finite": found.finiteness.share}))

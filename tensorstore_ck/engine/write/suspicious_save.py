@@ -126,7 +126,7 @@ def merged(several: Sequence[SaveFindings]) -> SaveFindings:
     return found
 
 
-def judge(engine: Engine, found: SaveFindings, checks: SaveChecks, claim: SaveClaim) -> None:
+def judge(engine: Engine, view: RefTable, found: SaveFindings, checks: SaveChecks, claim: SaveClaim) -> None:
     """Warns of findings, or raises; nothing is published yet.
 
     Raises:
@@ -135,7 +135,7 @@ def judge(engine: Engine, found: SaveFindings, checks: SaveChecks, claim: SaveCl
     if found.has_moved and not found.counts and not found.non_finite_moved:
         return  # nothing to compare with the save before
     ref, step, _ = claim
-    before = snapshot_before(engine.log.view(), claim)
+    before = snapshot_before(view, claim)
     doubts = "; ".join([] if checks.unchanged == "ok" else _doubts(found, before, step))
     if doubts and checks.unchanged == "error":
         raise SuspiciousSaveError(

@@ -24,6 +24,7 @@ from tensorstore_ck.session.save_options import LAST_SEEN, LastSeen
 from tensorstore_ck.state import capture
 from tensorstore_ck.state.select import listed
 from tensorstore_ck.store import Store
+from tensorstore_ck.store.internals import put_captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +185,3 @@ def opened(
             found.missing,
         )
         yield Opened(contents, captured, files, state)
-
-
-def put_captured(store: Store, captured: CapturedState, *, ref: str, step: int | None, **options: Any) -> Snapshot:
-    """`Store.put_snapshot` of a captured state; its content and step are the checkpoint's, and are not doubted."""
-    return store.session.put(captured, ref, step=step, any_step=True, unchanged="ok", verify_capture=0.0, **options)

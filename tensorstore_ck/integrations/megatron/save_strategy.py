@@ -34,11 +34,13 @@ from tensorstore_ck.integrations.megatron.snapshot_folder import (
 from tensorstore_ck.integrations.megatron.version import has_registry, keeps_common_state_as_object
 from tensorstore_ck.integrations.megatron_layout import COMMON, COMMON_OBJECT
 from tensorstore_ck.integrations.trainer.pointers import read_pointer
+from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import one_line
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.session.save.ranks import UnpreparedState
 from tensorstore_ck.store import Store
+from tensorstore_ck.store.internals import continue_ref, knows_ref, log_of
 from tensorstore_ck.training.rank_group import ask_first_rank
 
 _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
@@ -107,16 +109,15 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
 
     def _continue_ref(self, checkpoint_dir: Path, state: dict[str, Any] | UnpreparedState) -> None:
         """At the first save: see `head_before_local_checkpoint`. The first rank decides."""
-        fence = self._store.session.fence
 
         def head() -> bytes:
-            if fence.knows(self._ref) or isinstance(state, UnpreparedState):
+            if knows_ref(self._store, self._ref) or isinstance(state, UnpreparedState):
                 return b""
             return head_before_local_checkpoint(self._store, self._ref, checkpoint_dir.parent, state[COMMON]) or b""
 
         root = ask_first_rank(self._store, dist.group.WORLD, f"the first save to {self._ref!r}", head)
         if root:
-            fence.note(self._ref, Digest(root), Digest(root))
+            continue_ref(self._store, self._ref, Digest(root))
 
     def _finish(self, folder: Path, pending: PendingSnapshot) -> None:
         """Called by Megatron before it writes ``metadata.json``.
@@ -202,7 +203,7 @@ def head_before_local_checkpoint(store: Store, ref: str, parent: Path, common_st
         pointer = read_pointer(latest)
         if pointer is None:
             return None
-        resolved = store.session.resolve(pointer.address_in(store, str(latest)))
+        resolved = resolve(log_of(store).newest_view(), pointer.address_in(store, str(latest)))
     except StoreError:
         return None  # the save meets the same, and says so
     is_head = resolved.branch == ref and resolved.info.root == resolved.branch_root

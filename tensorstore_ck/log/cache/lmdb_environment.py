@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -22,9 +22,8 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 import lmdb
 
 from tensorstore_ck.log.cache.batch_lock import BatchLock
-from tensorstore_ck.log.cache.lmdb_rows import get_row, protect, read_page
-from tensorstore_ck.log.cache.lmdb_view import LmdbView
-from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, TableError, check_key, scan_pages
+from tensorstore_ck.log.cache.lmdb_view import LmdbView, get_row, get_rows, protect, read_page
+from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, TableError, scan_pages
 
 with suppress(ImportError):  # some versions import it at the first `lmdb.open`: a child forked during that would hang
     import_module("lmdb._envid")
@@ -86,6 +85,10 @@ class Environment:
     def get(self, key: bytes) -> bytes | None:
         """The value of `key`."""
         return self._read(get_row, key)
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """See `Table.get_many`."""
+        return self._read(get_rows, keys)
 
     def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
         """See `scan_pages`."""
@@ -304,7 +307,6 @@ class _LmdbBatch:
         return scan_pages(self._page, prefix, start, reverse)
 
     def put(self, key: bytes, value: bytes) -> None:
-        check_key(key)
         self._write(key, protect(key, value))
 
     def delete(self, key: bytes) -> None:

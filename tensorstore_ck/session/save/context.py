@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tensorstore_ck.session.peers import Replicator
+    from tensorstore_ck.state.device.step_gates import StepGates
 
 T = TypeVar("T")
 
@@ -46,6 +47,8 @@ class SaveContext:
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
     """For groups whose ranks keep copies of each other's staged files."""
+    step_gates: "StepGates | None" = None
+    """Of optimizers whose tensors are copied from devices until the next step; made at the first such save."""
 
     def note_speed(self, status: SaveStatus) -> None:
         """Notes how long the store took to write a save, so that the next ones can choose a codec.

@@ -84,6 +84,11 @@ def copies_of(device: torch.device) -> WindowCopies:
     return WindowCopies(device, _windows())
 
 
+def out_stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The stream that reads tensors of a device."""
+    return copies_of(device).out_stream
+
+
 def follow(tensor: Any) -> None:
     """If it is on a CUDA device: `WindowCopies.follow` for that device."""
     if isinstance(tensor, torch.Tensor) and tensor.is_cuda:

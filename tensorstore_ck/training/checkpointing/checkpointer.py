@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from tensorstore_ck.common.ids import Ulid, new_ulid, parse_ulid, ulid_text
+from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, SnapshotDroppedError, StoreError
@@ -12,11 +12,12 @@ from tensorstore_ck.format.record import MAX_TRIGGER_CHARS, MAX_TRIGGERS
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.maintenance.advise import NOTE, note_costs, note_of
+from tensorstore_ck.maintenance.advise import NOTE, note_costs
 from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, SaveCosts
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
+from tensorstore_ck.store.internals import groups_of
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
 from tensorstore_ck.training.checkpointing.exception_save import CAUSE, ExceptionSave
@@ -42,14 +43,17 @@ def _run(began_ns: object, resumes: object) -> str:
     return f"{began_ns}-{resumes}"
 
 
-def _note_of(store: "ReadOnlyStore", found: Snapshot) -> dict[str, Any]:
-    info = store.engine.log.view().snapshot(parse_ulid(found.id) or Ulid(b""))
-    return {} if info is None else note_of(store.engine, info)
+def _note_of(store: "ReadOnlyStore", snapshot: Snapshot) -> dict[str, Any]:
+    try:
+        note = store.metadata(snapshot.root).get(NOTE)
+    except NotFoundError:
+        return {}
+    return note if isinstance(note, dict) else {}
 
 
-def saved_by(store: "ReadOnlyStore", found: Snapshot) -> str:
+def saved_by(store: "ReadOnlyStore", snapshot: Snapshot) -> str:
     """The `Checkpointer.run` that saved a snapshot."""
-    note = _note_of(store, found)
+    note = _note_of(store, snapshot)
     return _run(note.get("began_ns"), note.get("resumes"))
 
 
@@ -148,8 +152,8 @@ class Checkpointer:
         """The start of the run: equal on all ranks, since the metadata contains it."""
         self._flag: StepFlag | None = None
         if group is not None:
-            run, renew, prefix = store.session.groups.runner(group), store.session.groups.of(group)[0].renew, f"tsck/{run_id}/"
-            self._flag = StepFlag(run, renew, rank=group.rank(), prefix=prefix, lead_steps=lead_steps, clock=clock)
+            own = groups_of(store).of(group)[0]
+            self._flag = StepFlag(own.run, own.renew, rank=group.rank(), prefix=f"tsck/{run_id}/", lead_steps=lead_steps, clock=clock)
         self._pending = PendingSaves(
             store, ref, group, self._unsaved, self._flag, run_id=run_id, timeout_seconds=timeout_seconds, clock=clock
         )

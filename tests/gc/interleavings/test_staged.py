@@ -56,7 +56,7 @@ def stage(engine: Engine, disk: Disk, ref: str, labels: str) -> Manifest:
         engine.log.sync()
         branch = engine.log.view().branch(ref)
         request = SaveRequest(ref, None, branch.root if branch else None, ANY, encode_metadata({"labels": words}), {})
-        write_and_commit(destination, captured(words), request, PutMeter())
+        write_and_commit(destination, captured(words), request, PutMeter(), engine.log.view())
     assert destination.manifest is not None
     return destination.manifest
 
