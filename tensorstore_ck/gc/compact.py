@@ -99,14 +99,9 @@ def compact(
     read: Callable[[Ulid, Footer, list[int]], list[StoredBlock]] | None = None,
     url: str | None = None,
 ) -> Compacted:
-    """Copies the given entries of each pack.
+    """Copies the given entries of each pack to `url`, by default the store's own location.
 
-    Args:
-        engine: The store.
-        packs: What to copy.
-        progress: Called with each number of bytes copied.
-        read: Reads verified blocks, given neighbouring entries; by default from the pack itself.
-        url: Where the copies go; None: the store's own location.
+    `progress` is called with each number of bytes copied. `read` returns verified blocks of neighbouring entries; by default from the pack.
     """
     backend = engine.placed.at(url) if url is not None else engine.backend
     writer = PackWriter(backend, engine.new_id, lambda _: {}, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if backend.is_local else 1)

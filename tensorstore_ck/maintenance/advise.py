@@ -71,17 +71,7 @@ def advise(
     bytes_per_second: float | None = None,
     bytes_per_day: float | None = None,
 ) -> Advice:
-    """Advice for a branch.
-
-    Args:
-        engine: The store.
-        address: The branch.
-        stall: How long a save blocks training; None: what `Checkpointer` measured and noted with the newest snapshot.
-        lag: From then until it is published; None: as measured, or 0.
-        restart: From a failure until training continues; None: the restore time as measured, or five minutes.
-        mtbf: Mean time between failures; None: from the number of resumes that `Checkpointer` notes, or four hours.
-        bytes_per_second: Bandwidth of the store.
-        bytes_per_day: How much the store may grow.
+    """Advice for a branch: see `ReadOnlyStore.advise`.
 
     Raises:
         NotFoundError: no such branch.

@@ -169,14 +169,9 @@ def retain(
     rules: Mapping[str, object] | None = None,
     glob: str | None = None,
 ) -> RetentionReport:
-    """Removes from histories what the policies do not keep, in one log entry for all branches.
+    """Removes from histories what the policies do not keep, in one log entry for all branches: see `Store.apply_policies`.
 
-    Args:
-        engine: The store.
-        refs: These branches; empty: all.
-        dry_run: Changes nothing.
-        rules: Rules to try instead of the policies that are set; needs `dry_run`.
-        glob: With `rules`: as if they were set for this glob; other policies stay. `refs` are then the branches that it matches.
+    With `glob`, `rules` are tried as if they were set for this glob; other policies stay. `refs` are then the branches that it matches.
 
     Raises:
         NotFoundError: there is no such branch, or none matches `glob`.

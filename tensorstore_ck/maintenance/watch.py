@@ -31,21 +31,7 @@ def watch(
     sleep: Callable[[float], object] = time.sleep,
     until: Callable[[], bool] = lambda: False,
 ) -> Generator[SnapshotInfo]:
-    """Snapshots that are put to a branch from now on, each pinned until the next one is requested.
-
-    The branch need not exist yet. Snapshots that expire before they are pinned are skipped. It waits while the store does not answer.
-
-    Args:
-        engine: The store.
-        ref: The branch.
-        since_step: Also yields existing snapshots from this step on.
-        newest_only: Of several new snapshots, yields only the newest.
-        owner: Owner of the pins; by default unique to this watch, so that another watch does not remove them.
-        pin_for: Expiry of a pin; None: pins nothing, and does not change the store.
-        poll_seconds: Polling interval.
-        sleep: For tests.
-        until: Ends the watch, tested before each poll.
-    """
+    """See `Store.watch`. `sleep` is for tests."""
     if pin_for is not None:
         engine.require_writable("watch() with pins (pin_for=None has none)")
     owner = owner or f"watch {ulid_text(engine.new_id())}"

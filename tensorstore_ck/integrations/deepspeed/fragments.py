@@ -121,13 +121,7 @@ def _of_partition(
 ) -> Iterator[Fragment]:
     """ZeRO 1 and 2, and the optimizer for bfloat16: each rank has all weights, and updates its part of a flat group.
 
-    Args:
-        names: The names of parameters.
-        parameters: Of the group.
-        offsets: Where each begins in the flat group.
-        rank: The number of this rank's part.
-        flat: This rank's part, which is as large as any.
-        group: The number of the group.
+    `offsets`: where each parameter begins in the flat group. `flat`: the part of rank number `rank`, which is as large as any.
     """
     begin = rank * flat.numel()
     for parameter, offset in zip(parameters, offsets, strict=True):

@@ -106,17 +106,11 @@ class SnapshotMixin(ExceptionSaveMixin):
     # --- resume -------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> TrainOutput:
-        """As transformers' Trainer.
+        """As transformers' Trainer, but for `resume_from_checkpoint`.
 
-        Args:
-            resume_from_checkpoint: True: the newest intact snapshot of the ref; an address in the store, such as ``runs/x@10``, or a
-                branch, of which it is the newest intact snapshot; or a folder, of this Trainer or of transformers. A folder whose save was
-                never published means the newest, with a warning.
-            trial: See transformers.
-            ignore_keys_for_eval: See transformers.
-
-        Returns:
-            See transformers.
+        True is the newest intact snapshot of the ref. An address in the store, such as ``runs/x@10``, is that snapshot, and a branch its
+        newest intact one. A folder may be of this Trainer or of transformers; if its save was never published, the newest snapshot is
+        taken, with a warning.
 
         Raises:
             ConflictError: the ref has snapshots of another run, and `resume_from_checkpoint` is not given.
@@ -360,18 +354,10 @@ def attach(
     frozen_base: bool = False,
     on_exception: bool = True,
 ) -> None:
-    """Makes an existing Trainer, of any subclass, save into a store.
-
-    Args:
-        trainer: The Trainer.
-        store: See `SnapshotMixin`.
-        ref: See `SnapshotMixin`.
-        asynchronous: See `SnapshotMixin`.
-        frozen_base: See `SnapshotMixin`.
-        on_exception: See `SnapshotMixin`.
+    """Makes an existing Trainer, of any subclass, save into a store. The other arguments and the errors are those of `SnapshotMixin`.
 
     Raises:
-        InvalidOptionError: it saves into a store already; or see `SnapshotMixin`.
+        InvalidOptionError: it saves into a store already.
     """
     begin = partial(
         SnapshotMixin._use_store, trainer, store, ref, asynchronous=asynchronous, frozen_base=frozen_base, on_exception=on_exception

@@ -203,12 +203,9 @@ Load = Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
 
 
 def install(strategy: Any, load: Load, before_training: Callable[[], None]) -> None:
-    """Makes a Strategy call these two. Methods of the object are replaced, not of its class.
+    """Makes a Strategy call these two; replaces methods of the object, not of its class.
 
-    Args:
-        strategy: The Strategy.
-        load: Called with a path, and a function that lets Lightning load it.
-        before_training: Called when all hooks of the start of the training have run.
+    `load` gets a path, and a function that lets Lightning load it. `before_training` is called after all hooks of its start.
     """
     load_natively, start = strategy.load_checkpoint, strategy.on_train_start
 

@@ -186,11 +186,7 @@ def head_before_local_checkpoint(store: Store, ref: str, parent: Path, common_st
     have loaded, were there no local checkpoint. So a job that was given up for dead does not move the ref of its successor, whose saves
     came after.
 
-    Args:
-        store: The store.
-        ref: The branch.
-        parent: The folder of the checkpoint folder that the job saves to.
-        common_state: Of the save.
+    `parent`: the folder of the checkpoint folder that the job saves to. `common_state`: that of the save.
     """
     arguments = common_state.get("args") if isinstance(common_state, dict) else None
     load, began_with = getattr(arguments, "load", None), getattr(arguments, "iteration", None)

@@ -227,12 +227,7 @@ class CheckpointManager:
     ) -> tuple[str, Mapping[str, Any]] | None:
         """Loads the newest checkpoint that is neither marked nor damaged, as `load` does; a warning names each one that is skipped.
 
-        torch_checkpointing has no such method: its users look for folders.
-
-        Args:
-            into: See `load`.
-            map_location: See `load`.
-            strict: See `load`.
+        torch_checkpointing has no such method: its users look for folders. The arguments are those of `load`.
 
         Returns:
             The checkpoint's id, on all ranks the same, and the loaded items; None: there is none yet.

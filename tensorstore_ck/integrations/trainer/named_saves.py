@@ -42,15 +42,9 @@ class NamedSaves:
     def name(
         self, saved: Snapshot | PendingSnapshot, paths: Sequence[Place], store_url: str, ref: str, *, run: str, latest: Path | None = None
     ) -> None:
-        """Writes pointers that name a save.
+        """Writes pointers at `paths` that name a save of a `Checkpointer.run`.
 
-        Args:
-            saved: The save.
-            paths: Where to.
-            store_url: The store.
-            ref: The branch.
-            run: The `Checkpointer.run`.
-            latest: A file for the name of the last path, written once the save is published.
+        `latest` is a file for the name of the last path, written once the save is published.
         """
         if isinstance(saved, Snapshot):
             self._write(SnapshotPointer(store_url, saved.root), paths, latest)

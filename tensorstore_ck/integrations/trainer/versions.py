@@ -38,16 +38,9 @@ class Package(NamedTuple):
             )
 
     def require_unchanged(self, installed: str, changed: Iterable[str], *, owner: str = "", module: str = "") -> None:
-        """Checks that no name has changed.
+        """Raises `MissingExtraError` if a name has `changed`.
 
-        Args:
-            installed: The version.
-            changed: The names that have.
-            owner: Whose they are, for the message, such as "the Trainer of".
-            module: What to put in front of a name in the error's `object_id`.
-
-        Raises:
-            MissingExtraError: one has.
+        `owner`, such as "the Trainer of", says in the message whose the names are; `module` is put in front of a name as the `object_id`.
         """
         name = next(iter(changed), None)
         if name is not None:

@@ -56,17 +56,9 @@ def copy_refs(
     progress: Progress = lambda done, total: None,
     executor: Executor | None = None,
 ) -> CopyReport:
-    """Copies branches with their histories, and tags; only blocks that the target lacks are transferred, each verified.
+    """See `copy`. The report has the error of a ref that cannot be copied; the others are copied.
 
-    The report has the error of a ref that cannot be copied; the others are copied.
-
-    Args:
-        source: The store to copy from.
-        target: The store to copy to.
-        refs: Globs over names of branches and tags; all of them by default.
-        pace: Rate limits; none by default.
-        progress: Receives the progress of the copied content.
-        executor: Where pieces of up to `PIECE_BYTES` are copied; by default here, one after another.
+    `executor` copies pieces of up to `PIECE_BYTES`; without one they are copied here, one after another.
 
     Raises:
         NotFoundError: a glob matches no ref.

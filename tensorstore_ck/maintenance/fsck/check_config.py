@@ -55,15 +55,9 @@ def confirmed(backend: Backend, data: bytes, config: StoreConfig) -> StoreConfig
 
 
 def find_config(backend: Backend, other: StoreConfig | None, *, is_writable: bool) -> FoundConfig:
-    """What a damaged store.json should contain.
+    """What a damaged store.json should contain; `other` is the configuration of a possible copy of this store.
 
-    Args:
-        backend: Where the store is.
-        other: The configuration of a possible copy of this store.
-        is_writable: Whether a probe may be written, to find out whether the backend creates exclusively.
-
-    Raises:
-        NotAStoreError: there is no store.
+    `is_writable`: a probe may be written, to find out whether the backend creates exclusively. Raises `NotAStoreError` if there is none.
     """
     data, is_newer = b"", False
     try:

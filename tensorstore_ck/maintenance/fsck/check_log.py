@@ -84,16 +84,9 @@ class LogCheck:
 
 
 def check_log(backend: Backend, *, prefix: str, uuid: bytes | None, fill: Mapping[int, Sequence[Entry]] | None = None) -> LogCheck:
-    """Reads the log under `prefix`.
+    """Reads the log under `prefix`. Raises `BackendUnavailableError` if the backend does not answer.
 
-    Args:
-        backend: The store's backend.
-        prefix: The folder of the log.
-        uuid: The store's UUID; None: entry 1 is not compared with it.
-        fill: Entries to fold instead of lost ones, and after the last one, by number.
-
-    Raises:
-        BackendUnavailableError: the backend does not answer.
+    Without `uuid`, entry 1 is not compared with it. `fill`: entries to fold instead of lost ones, and after the last one, by number.
     """
     return _LogChecker(backend, prefix, uuid, fill or {}).run()
 

@@ -74,12 +74,7 @@ class RepairReport:
 
 
 def run_repair(engine: Engine, options: FsckOptions | None = None, *, other: Engine | None = None) -> RepairReport:
-    """Checks a store as `options` say, and repairs it.
-
-    Args:
-        engine: The store.
-        options: How much data is read to find damage.
-        other: A copy of this store, or another store with some of its snapshots.
+    """Checks a store as `options` say, and repairs it, with objects from `other`: a copy of it, or a store with some of its snapshots.
 
     Raises:
         UnsafeBackendError: the backend does not support several writers.

@@ -75,16 +75,7 @@ def ep_size_of(group: Mapping[Any, Any], ranks: int) -> int:
 
 
 def read_experts(names: Sequence[str], numbers: object, read: Callable[[str], dict[str, Any]]) -> Experts:
-    """Reads the files of all experts.
-
-    Args:
-        names: Of the files in the folder.
-        numbers: How many experts each layer has, as DeepSpeed says.
-        read: Reads a file.
-
-    Raises:
-        MalformedError: one is missing or malformed.
-    """
+    """Reads the files of all experts among `names`, of which each layer has `numbers`. Raises `MalformedError` if one is missing or bad."""
     files = {(int(match[1]), int(match[2])): name for name in names if (match := FILE.fullmatch(name))}
     if not files and not numbers and not any(OPTIMIZER_FILE.fullmatch(name) for name in names):
         return Experts()

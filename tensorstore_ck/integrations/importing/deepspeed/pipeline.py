@@ -22,15 +22,9 @@ _TIED: Final = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 def model_of_layers(
     layers: Mapping[int, Mapping[str, Any]], parameters: Iterable[FoundParameter], buffers: Collection[str]
 ) -> dict[str, Any]:
-    """The weights of the whole model.
+    """The weights of the whole model. `layers`: by number, and the names in them. `parameters`: those that are trained.
 
-    Args:
-        layers: By number, and the names in them.
-        parameters: Those that are trained.
-        buffers: Their names.
-
-    Raises:
-        MalformedError: the layer of a parameter is missing, or more than one may be meant.
+    Raises `MalformedError` if the layer of a parameter is missing, or more than one may be meant.
     """
     trained = {parameter.name: parameter for parameter in parameters}
     tied: dict[str, dict[str, FoundParameter]] = {}
