@@ -83,11 +83,9 @@ def _holder_of(loader: DataLoader[Any]) -> Any:
 
 
 def capture(loader: Any, active: Any) -> State:
-    """The position of a loader's order.
+    """The position of a prepared loader's order.
 
-    Args:
-        loader: A prepared loader.
-        active: The loader that is in the middle of a pass of the same sampler, which `skip_first_batches` may have made; None: no pass.
+    `active` is the loader that is in the middle of a pass of the same sampler, which `skip_first_batches` may have made; None: no pass.
     """
     sampler = sampler_of(loader)
     is_in_pass = active is not None and not active.end_of_dataloader

@@ -65,13 +65,7 @@ def write_dcp(job: ExportJob) -> WrittenExport:
 
 
 def write_checkpoint(job: ExportJob, meta: MetaState, state: dict[Any, Any], planner: DefaultSavePlanner) -> list[LeafForm]:
-    """Writes the files of a checkpoint; returns its tensors.
-
-    Args:
-        job: The export.
-        meta: The tensors of `state`.
-        state: As DCP would get it.
-        planner: Names and describes its items.
+    """Writes the files of a checkpoint of `state`, as DCP would get it; returns its tensors. `planner` names and describes its items.
 
     Raises:
         UnsupportedValueError: DCP cannot distinguish two of its names, or cannot hold a tensor.

@@ -66,16 +66,9 @@ def digest(path: Path, leaf: object) -> bytes:
 
 
 def find_own(store: "Store", group: "ProcessGroup", prepare: Callable[[], tuple[Leaves, Any]], timeout: float) -> tuple[set[Path], Any]:
-    """The paths of this rank's own leaves. All ranks call it.
+    """The paths of this rank's own leaves, and what rank 0 says to all. All ranks call it, and wait `timeout` seconds for the others.
 
-    Args:
-        store: The store.
-        group: The ranks.
-        prepare: Returns the leaves of this rank that may be its own, and what rank 0 says to all; an error in it is raised on all ranks.
-        timeout: How long to wait for the other ranks.
-
-    Returns:
-        The paths, and what rank 0 said.
+    `prepare` returns the leaves of this rank that may be its own, and what it says; an error in it is raised on all ranks.
     """
     place = groups_of(store).of(group)[0]
     attempt = place.begin(_TITLE, object_id=_TITLE, timeout=timeout)
@@ -142,16 +135,10 @@ def without(value: Any, paths: Collection[Path]) -> Any:
 
 
 def put_back(target: Any, restored: Any, own: Mapping[Path, Any], path: Path = ()) -> Any:
-    """What a load returns: `target`, filled.
+    """What a load returns: `target`, which is at `path`, filled; or everything if it is None.
 
-    Args:
-        target: What the caller wants to have filled; None: everything.
-        restored: What `without` left of it, restored.
-        own: The wanted leaves of this rank below `path`, by their paths from there.
-        path: Where `target` is.
-
-    Raises:
-        MismatchError: a leaf does not fit the target.
+    `restored` is what `without` left of it, restored. `own`: the wanted leaves of this rank below `path`, by their paths from there. Raises
+    `MismatchError` if a leaf does not fit the target.
     """
     if () in own:
         return _fill(target, own[()], path)

@@ -25,12 +25,7 @@ IN_ORDER = "numbers of parameters, read as their names in the model's order"
 
 
 def optimizer_without_names(saved: Mapping[str, Any], weights: Mapping[str, torch.Tensor], origin: str) -> FoundOptimizer:
-    """The optimizer of a checkpoint without ZeRO.
-
-    Args:
-        saved: Its state dict.
-        weights: The model's parameters, each once.
-        origin: The name of the checkpoint in messages.
+    """The optimizer of a checkpoint without ZeRO, from its state dict. `weights`: the model's parameters, each once.
 
     Raises:
         UnsupportedValueError: more than one parameter may be meant.
