@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from sqlalchemy import Connection, delete, func, select
 
@@ -173,8 +173,9 @@ class Catalog:
             InvalidOptionError: the condition is wrong; the message says where.
             NotFoundError: there is no catalog, or no snapshot has that metric.
         """
-        options: dict[str, Any] = {"order_by": order_by, "descending": descending, "limit": limit, "offset": offset, "state": state}
-        query = CheckedQuery.of(condition, **options, now_ns=self._clock())
+        query = CheckedQuery.of(
+            condition, order_by=order_by, descending=descending, limit=limit, offset=offset, state=state, now_ns=self._clock()
+        )
         with self.reading() as connection:
             return find(connection, query)
 

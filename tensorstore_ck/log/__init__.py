@@ -22,6 +22,7 @@ entry_reader.py                          entries read from the backend
 watermark.py, head_file.py               the highest entry that was seen, to notice a log that goes back or forks
 follow.py                                brings a table to the log's head; writes checkpoints
 create_entry.py                          creates the object of an entry, on a full disk in the reserve
+entry_writer.py                          creates the next entry, and finds out whether it is there after a lost reply
 log.py                                   sync and append: the commit protocol
 """
 

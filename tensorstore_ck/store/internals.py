@@ -63,9 +63,9 @@ def require_location(store: ReadOnlyStore, url: str) -> None:
 # --- one snapshot by its row in the log --------------------------------------------------------------------------------
 
 
-def open_content(store: ReadOnlyStore, info: SnapshotInfo, *, place: float = 0.0) -> SnapshotContent:
-    """The tables of a snapshot, and its blocks on demand. `place`: see `SnapshotReader`."""
-    return open_snapshot(store.engine, info, place=place)
+def open_content(store: ReadOnlyStore, info: SnapshotInfo, *, position: float = 0.0) -> SnapshotContent:
+    """The tables of a snapshot, and its blocks on demand. `position`: see `SnapshotReader`."""
+    return open_snapshot(store.engine, info, position=position)
 
 
 def read_record(store: ReadOnlyStore, info: SnapshotInfo) -> Record:
@@ -95,9 +95,9 @@ def knows_ref(store: ReadOnlyStore, ref: str) -> bool:
     return store.session.fence.knows(ref)
 
 
-def note_restored(store: ReadOnlyStore, found: Resolved) -> None:
+def note_restored(store: ReadOnlyStore, resolved: Resolved) -> None:
     """The state in memory is this snapshot: saves to its ref continue from it."""
-    store.session.fence.note_restored(found)
+    store.session.fence.note_restored(resolved)
 
 
 def continue_ref(store: ReadOnlyStore, ref: str, root: Digest) -> None:

@@ -375,9 +375,9 @@ class Store(ReadOnlyStore):
             addresses: ``ref@step``, ``ref~n`` or a root for one snapshot; a ref for all of it. Tags, pins and other branches keep
                 what they hold.
         """
-        found = forgetting.forget(self.engine, addresses)
-        self.session.fence.drop(each.ref for each in found if each.kind == "branch")
-        return found
+        forgotten = forgetting.forget(self.engine, addresses)
+        self.session.fence.drop(removed.ref for removed in forgotten if removed.kind == "branch")
+        return forgotten
 
     @_changes
     def undo(self, address: str | None = None, *, entry: int | None = None) -> "tuple[Forgotten, ...]":
@@ -516,7 +516,7 @@ class Store(ReadOnlyStore):
             bad=bad,
             pin_for=pin_for,
             unpinned_unsafe=unpinned_unsafe,
-            tested=tested or (lambda each: None),
+            tested=tested or (lambda test: None),
         )
 
     @_changes

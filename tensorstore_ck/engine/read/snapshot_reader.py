@@ -37,10 +37,10 @@ ReadPart = Callable[[Record, int], Part]
 
 
 def open_snapshot(
-    engine: Engine, info: SnapshotInfo, read: ReadBlocks = read_blocks, *, place: float = 0.0, read_part: ReadPart | None = None
+    engine: Engine, info: SnapshotInfo, read: ReadBlocks = read_blocks, *, position: float = 0.0, read_part: ReadPart | None = None
 ) -> "SnapshotReader | MergedSnapshot":
     """The snapshot, whatever layouts its ranks had. For the other parameters see `SnapshotReader`."""
-    first = SnapshotReader(engine, info, 0, read, place=place, read_part=read_part)
+    first = SnapshotReader(engine, info, 0, read, position=position, read_part=read_part)
     others = first_ranks(first.part.layout_of or b"")[1:]
     if not others:
         return first
@@ -90,7 +90,7 @@ class SnapshotReader:
         rank: int = 0,
         read: ReadBlocks = read_blocks,
         *,
-        place: float = 0.0,
+        position: float = 0.0,
         read_part: ReadPart | None = None,
         record: Record | None = None,
         budget: ParseBudget | None = None,
@@ -102,7 +102,7 @@ class SnapshotReader:
             info: The snapshot.
             rank: Of the part to begin with, the first one with its layout; that of a rank state stands alone.
             read: Reads tensors.
-            place: Position of this reader among all readers, from 0 to 1: ranks at the same position most likely saved what it wants.
+            position: Where this reader is among all readers, from 0 to 1: ranks at the same position most likely saved what it wants.
             read_part: Reads parts; None: the engine does.
             record: The snapshot's, if it was read already.
             budget: Of another reader of the snapshot, whose results are kept as well.
@@ -110,7 +110,7 @@ class SnapshotReader:
         self.info = info
         self._engine = engine
         self._read_blocks = read
-        self._place = place
+        self._position = position
         self._read_part = engine.read_part if read_part is None else read_part
         self._parts: dict[int, OpenPart] = {}
         self._plans: dict[int, PartIndex] = {}
@@ -130,7 +130,7 @@ class SnapshotReader:
                 f"{self.name} is one of {self.world_size}, but there are {len(self.record.parts)}", object_id=self.name
             )
         self._alike = (rank,) if self.part.layout_of is None else ranks_with_layout(self.part.layout_of, rank, self.world_size)
-        nearest = sorted(self._alike, key=lambda other: abs(other + 0.5 - place * self.world_size))
+        nearest = sorted(self._alike, key=lambda other: abs(other + 0.5 - position * self.world_size))
         self._nearest = [*dict.fromkeys([nearest[0], rank, *nearest])]  # this one is open already
         self._blob_first = np.concatenate(([0], np.cumsum(self.part.blobs["blocks"], dtype=np.int64)))
         encoded = self._blob(0)
@@ -149,7 +149,7 @@ class SnapshotReader:
             self.info,
             rank,
             self._read_blocks,
-            place=self._place,
+            position=self._position,
             read_part=self._read_part,
             record=self.record,
             budget=self.budget,

@@ -1,7 +1,8 @@
 """Where the bytes of a save become durable: a store, or a staging disk in front of it. Knows no torch."""
 
+import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
@@ -14,6 +15,8 @@ from tensorstore_ck.errors import SnapshotExpiredError, StoreError
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.log.quota import check_quotas, quotas_of
+
+_logger: Final = logging.getLogger("tensorstore_ck.engine")
 
 
 class Destination(Protocol):
@@ -113,5 +116,6 @@ class StoreDestination:
         if not isinstance(error, SnapshotExpiredError) or self._tries == MAX_TRIES:
             return False
         self._tries += 1
+        _logger.debug("written again: %s", error)
         self.engine.log.sync()
         return True
