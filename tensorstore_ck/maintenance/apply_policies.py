@@ -188,7 +188,7 @@ def retain(
         of_branch = _policies_of(view, refs, instead, glob)
         now_ns = engine.clock()
         judged = {
-            ref: verdicts(view, ref, own.values(), now_ns, added_bytes=ExclusiveBytes(engine, view) if _has_limit(own) else None)
+            ref: verdicts(view, ref, own.values(), now_ns, added_bytes=ExclusiveBytes(engine, view))
             for ref, own in of_branch.items()
             if own
         }
@@ -226,10 +226,6 @@ def _policies_of(view: RefTable, refs: Sequence[str], instead: Policy | None, gl
         return {"(given)": instead} if glob is None else {**policies_of(view, ref), glob: instead}
 
     return {ref: policies_for(ref) for ref in refs or view.branches()}
-
-
-def _has_limit(own: Mapping[str, Policy]) -> bool:
-    return any(policy.max_bytes for policy in own.values())
 
 
 def _report(

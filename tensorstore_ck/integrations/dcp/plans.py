@@ -38,13 +38,8 @@ class Role(NamedTuple):
 
     @property
     def slot(self) -> PartSlot:
-        """For the part writer."""
-        return part_slot(self.part, self.parts)
-
-
-def part_slot(part: int, parts: int) -> PartSlot:
-    """The slot of one of `parts` parts with a common layout."""
-    return PartSlot(part, parts, tuple(range(parts)), b"")
+        """For the part writer: all parts have a common layout."""
+        return PartSlot(self.part, self.parts, tuple(range(self.parts)), b"")
 
 
 class Tiny(NamedTuple):

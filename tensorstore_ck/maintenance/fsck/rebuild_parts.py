@@ -223,7 +223,12 @@ class PartRebuilder:
         """Where the part's distinct blocks are, in the order of its extents."""
         ids = list(dict.fromkeys(part.block_id(row) for row in range(part.block_count)))
         known = find_copies(self._packs, ids, unless={})
-        safe = {block: copy for block, copies in known.items() for copy in copies if copy.pack in self._safe and _is_plain(copy)}
+        safe = {
+            block: copy
+            for block, copies in known.items()
+            for copy in copies
+            if copy.pack in self._safe and int(copy.row[0]["codec"]) not in CODECS_WITH_BASES
+        }
         source = BlockSource(self._engine.backend, self._packs, self._other, [block for block in ids if block not in safe])
         writer = PackWriter(self._engine.backend, self._engine.new_id, lambda _: {})
         try:
@@ -238,10 +243,6 @@ class PartRebuilder:
             writer.abort()
             raise
         return {block: _location(safe[block]) if block in safe else writer.location(block) for block in ids}
-
-
-def _is_plain(copy: BlockCopy) -> bool:
-    return int(copy.row[0]["codec"]) not in CODECS_WITH_BASES
 
 
 def _location(copy: BlockCopy) -> Location:

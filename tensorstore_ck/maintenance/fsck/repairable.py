@@ -76,11 +76,6 @@ def blocks_in(packs: Collection[Ulid], parts: Iterable[tuple[Part, BlockLocation
     return tables
 
 
-def as_written(part: Part) -> BlockLocations:
-    """The locations of a part's blocks when it was written."""
-    return BlockLocations(list(part.packs), part.extents, frozenset())
-
-
 def relocations_in_force(view: RefTable) -> dict[Ulid, Relocation]:
     """The relocations in force, by the names of their maps."""
     packs = {pack for pack, _ in view.all_relocations()}
@@ -120,5 +115,6 @@ def rebuild_moved(packs: Packs, relocation: Relocation, parts: Iterable[tuple[Ul
 
 
 def _entries_from_parts(pack: Ulid, parts: Iterable[tuple[Ulid, Part]]) -> Entries:
-    tables = blocks_in({pack}, ((part, as_written(part)) for _, part in parts))
+    as_written = ((part, BlockLocations(list(part.packs), part.extents, frozenset())) for _, part in parts)
+    tables = blocks_in({pack}, as_written)
     return tables.packs.get(pack, np.zeros(0, ENTRY_DTYPE))

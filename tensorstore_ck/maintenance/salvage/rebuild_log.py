@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid, ulid_text
-from tensorstore_ck.log import BranchMove, Entry, Op, Pin, RefTable, Relocation, SnapshotInfo, UndoWindow, fold
+from tensorstore_ck.log import BranchMove, Entry, Op, RefTable, Relocation, SnapshotInfo, UndoWindow, fold
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.table_rows import HEAD, NOTES, TagRow
 
@@ -168,7 +168,7 @@ class _EventReplay:
         for pin in self._old.pins():
             info = self._old.snapshot(pin.ulid)
             if info is not None and pin.ulid in self._held:
-                yield _pin_event(pin, info)
+                yield _Event(pin.n, pin.time_ns, False, _fixed(Op.pin(info.root, pin.owner, pin.reason, pin.expires_ns)))
 
     def _windows(self) -> Iterator[_Event]:
         for window in self._old.windows():
@@ -208,10 +208,6 @@ def _move_branch(name: str, root: Digest, view: RefTable, _n: int) -> list[Op]:
 
 def _tag_event(name: str, tag: TagRow) -> _Event:
     return _Event(tag.n, tag.time_ns, False, _fixed(Op.tag(name, tag.root)))
-
-
-def _pin_event(pin: Pin, info: SnapshotInfo) -> _Event:
-    return _Event(pin.n, pin.time_ns, False, _fixed(Op.pin(info.root, pin.owner, pin.reason, pin.expires_ns)))
 
 
 def _untag(window: UndoWindow, view: RefTable, _n: int) -> list[Op]:

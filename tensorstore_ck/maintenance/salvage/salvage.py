@@ -151,15 +151,10 @@ class _Salvage:
             return self._report("", filled.view, held, [])
         config = replace(config, log=f"log-{ulid_text(self._new_id()).lower()}")
         if not dry_run:
-            self._write(
-                config,
-                rebuild_log(
-                    filled.table,
-                    KeptHistory(held, doubtful, in_use, self._locations_of(packs), are_entries_lost, self._roots_left()),
-                    self._put,
-                    self._clock(),
-                ),
-            )
+            at_locations = {pack: url for pack, url in self._placed.locations().items() if pack in packs.listed}
+            unpublished = [Digest(bytes.fromhex(left.root)) for left in (*self._lost.values(), *self._left_out) if left.root]
+            kept = KeptHistory(held, doubtful, in_use, at_locations, are_entries_lost, unpublished)
+            self._write(config, rebuild_log(filled.table, kept, self._put, self._clock()))
             self._backend.replace(CONFIG_NAME, config.encode())
             if genesis_uuid is None:  # store.json was lost, and with it the UUID in the marks of locations
                 self._placed.claim_all(config.uuid)
@@ -227,10 +222,6 @@ class _Salvage:
             raise FormatVersionError(f"{newer[0]}: salvage with the newer tensorstore_ck that wrote it", object_id=config.log)
         return log
 
-    def _locations_of(self, packs: Packs) -> dict[Ulid, str]:
-        """The listed packs at other locations -> URL."""
-        return {pack: url for pack, url in self._placed.locations().items() if pack in packs.listed}
-
     def _read_strays(self, view: RefTable) -> Iterator[_Stray]:
         """Records that the log does not name, without expired and freed ones."""
         for name in sorted(info.name for info in self._backend.list("snapshots/")):
@@ -296,10 +287,6 @@ class _Salvage:
             put = Op.put(info.ref, ulid, stray.record, stray.data, anchor=0, txn=ulid)
             fill.setdefault(n, []).append(Entry(n, Digest(bytes(32)), bytes(16), info.time_ns, "", (put, *back), Digest(bytes(32)), 0))
         return fill
-
-    def _roots_left(self) -> list[Digest]:
-        """The roots of records that the new log does not publish."""
-        return [Digest(bytes.fromhex(left.root)) for left in (*self._lost.values(), *self._left_out) if left.root]
 
     # --- the new log --------------------------------------------------------------------------------------------------
 
