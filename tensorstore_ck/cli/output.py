@@ -73,7 +73,7 @@ def clear_line() -> None:
 
 def _escaped(document: str) -> str:
     """JSON without control characters."""
-    return _NOT_ASCII.sub(lambda found: found[0] if found[0].isprintable() else _json_escape(found[0]), document)
+    return _NOT_ASCII.sub(lambda match: match[0] if match[0].isprintable() else _json_escape(match[0]), document)
 
 
 def _json_escape(char: str) -> str:

@@ -41,7 +41,7 @@ class _Arranged(ShellComplete):
         leading, rest = split_leading(args)
         if leading and not rest and leading[-1] in LEADING:
             return [CompletionItem(incomplete, type="dir")]
-        leading = [each for each in leading if each != NO_PAGER]
+        leading = [option for option in leading if option != NO_PAGER]
         return super().get_completions([*rest[:1], *leading, *rest[1:]] if rest else [], incomplete)
 
     def source(self) -> str:
