@@ -7,7 +7,6 @@ row_kind.py                              how a row is encoded, and decoded stric
 field_checks.py                          what the fields of operations and rows may hold
 fold.py                                  how an entry changes the table
 ref_table.py                             typed reads of the table
-head_view.py                             the table at one head
 address.py                               how a user names a snapshot
 snapshot.py                              what users see of a snapshot
 snapshot_log.py                          what users see of a history

@@ -22,10 +22,9 @@ from tensorstore_ck.log.entry import Entry, seal_entry
 from tensorstore_ck.log.entry_reader import EntryReader
 from tensorstore_ck.log.entry_writer import EntryWriter
 from tensorstore_ck.log.follow import EmptiedError, Follower
-from tensorstore_ck.log.head_view import HeadView
 from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log
 from tensorstore_ck.log.operations import Op
-from tensorstore_ck.log.ref_table import RefTable, SnapshotInfo
+from tensorstore_ck.log.ref_table import HeadView, RefTable, SnapshotInfo
 from tensorstore_ck.log.row_kind import PREFIX
 from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.log.watermark import Watermark

@@ -12,12 +12,11 @@ from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.branch_conflict import branch_command
 from tensorstore_ck.engine.write.publish import AnyHead, Expected
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen, SaveOptions, SaveRequest
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log import BranchHead, RefTable
 from tensorstore_ck.log.address import Resolved, resolve
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save_options import LAST_SEEN, LastSeen, SaveOptions
 from tensorstore_ck.session.staging.staged_chain import StagedChain
 
 _logger: Final = logging.getLogger("tensorstore_ck.session")

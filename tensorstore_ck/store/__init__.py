@@ -9,7 +9,7 @@ What takes long to import, such as torch, is imported only by the methods that n
 """
 
 from tensorstore_ck.engine.write.publish import ANY
-from tensorstore_ck.session.save_options import LAST_SEEN
+from tensorstore_ck.engine.write.request import LAST_SEEN
 from tensorstore_ck.store.opening import open_store
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
 from tensorstore_ck.store.store import Store

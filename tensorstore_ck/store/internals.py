@@ -12,6 +12,7 @@ from tensorstore_ck.engine.interfaces import CapturedState, SnapshotContent
 from tensorstore_ck.engine.opening import read_config
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.engine.write.publish import AnyHead
+from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.store_config import StoreConfig
 from tensorstore_ck.log import Log, SnapshotInfo
@@ -20,7 +21,6 @@ from tensorstore_ck.log.snapshot import GroupCost, Snapshot, SnapshotDetails
 from tensorstore_ck.session.group.process_groups import ProcessGroups
 from tensorstore_ck.session.save import SaveQueue
 from tensorstore_ck.session.save.context import SaveContext
-from tensorstore_ck.session.save_options import LAST_SEEN, LastSeen
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
 from tensorstore_ck.store.store import Store
 

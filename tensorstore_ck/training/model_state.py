@@ -11,9 +11,9 @@ from torch import nn
 from tensorstore_ck.training.parameter_names import wrapping
 
 
-def get_state(model: nn.Module) -> dict[str, Any]:
-    """The entries of ``model.state_dict()``, not copied, by their own names."""
-    return {_own_name(model, key): value for key, value in model.state_dict().items()}
+def get_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
+    """The entries of ``model.state_dict()``, not copied, by their own names. `keep_vars`: the parameters themselves."""
+    return {_own_name(model, key): value for key, value in model.state_dict(keep_vars=keep_vars).items()}
 
 
 def state_dict_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 It fits any number of ranks. Knows no ranks and no store.
 """
 
+import copy
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,15 +32,24 @@ class SharedState:
         self._optimizers = optimizers
         self._others = others
         self._extra = extra
+        self._left_out: Collection[str] = ()
         self._named = models.objects
         """The models whose parameters the optimizers update."""
         self._restores_gradients = True
 
     def only(self, parts: Collection[str]) -> "SharedState":
         """The same objects, of which only `parts` are restored."""
-        others = [part.only(parts) for part in self._others]
-        limited = SharedState(self._models.only(parts), self._optimizers.only(parts), others, self._extra if "extra" in parts else {})
-        limited._named, limited._restores_gradients = self._named, "gradients" in parts
+        limited = copy.copy(self)
+        limited._models, limited._optimizers = self._models.only(parts), self._optimizers.only(parts)
+        limited._others = [part.only(parts) for part in self._others]
+        limited._extra = self._extra if "extra" in parts else {}
+        limited._restores_gradients = "gradients" in parts
+        return limited
+
+    def leaving_out(self, names: Collection[str]) -> "SharedState":
+        """The same objects; snapshots do not contain these tensors of the only model."""
+        limited = copy.copy(self)
+        limited._left_out = names
         return limited
 
     def objects(self, part: str) -> Mapping[str, Any]:
@@ -71,7 +81,7 @@ class SharedState:
     def capture(self, get_optimizer: GetOptimizer = optimizers.get_state) -> State:
         """All of it as it is now, not copied, without gradients."""
         names = self.names()
-        state = self._models.states(lambda _, model: model_state.get_state(model))
+        state = self._models.states(self._get_model)
         state |= self._optimizers.states(lambda path, optimizer: get_optimizer(path, optimizer, names))
         for part in self._others:
             state |= part.states(lambda _, stateful: stateful.state_dict())
@@ -94,7 +104,7 @@ class SharedState:
         """What a snapshot is restored into."""
         stored = [*snapshot.names(), *snapshot.state_values]
         names = self.names()
-        target = self._models.states(lambda _, model: model_state.get_state(model))
+        target = self._models.states(self._get_model)
         target |= self._optimizers.states(lambda path, optimizer: optimizers.get_target(path, optimizer, names, stored))
         for part in self._others:
             target |= part.states(lambda _, __: None)
@@ -124,6 +134,9 @@ class SharedState:
                 load(path, stateful.load_state_dict, stored)
         extras.put_back(self._extra, self._plain_extra(), state)
         gradients.set_gradients(names, {**state.get("gradients", {}), **own_gradients})
+
+    def _get_model(self, _: str, model: nn.Module) -> State:
+        return {name: value for name, value in model_state.get_state(model).items() if name not in self._left_out}
 
     def _plain_extra(self) -> StatefulPart:
         """Without generators, which are a rank's own."""

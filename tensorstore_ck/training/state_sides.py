@@ -72,6 +72,12 @@ class StateSides:
         except Exception as exc:  # noqa: BLE001 - the save raises it
             return UnpreparedState(exc), None
 
+    def leaving_out(self, names: Collection[str]) -> Self:
+        """The same objects; snapshots do not contain these tensors of the only model."""
+        limited = copy.copy(self)
+        limited.shared = self.shared.leaving_out(names)
+        return limited
+
     def only(self, parts: Collection[str]) -> Self:
         """The same objects, of which only `parts` are restored."""
         unknown = [parts] if isinstance(parts, str) else [part for part in parts if part not in PARTS]

@@ -4,6 +4,7 @@ The state has two sides. The shared one (model, optimizer, schedule ...) fits an
 positions) fits the number of ranks that saved it. One process stores its own side with the rest, under `OWN`.
 """
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from tensorstore_ck.engine.write.publish import AnyHead
-    from tensorstore_ck.session.save_options import LastSeen
+    from tensorstore_ck.engine.write.request import LastSeen
     from tensorstore_ck.store import ReadOnlyStore
 
 TIMEOUT_SECONDS: Final = 600.0
@@ -122,6 +123,12 @@ class TrainingState:
         state = cls.__new__(cls)
         state._sides, state._frozen = StateSides(shared, own, StatefulPart.of("dataloader", None)), ()
         return state
+
+    def leaving_out(self, names: Collection[str]) -> Self:
+        """For an adapter: the same objects, whose snapshots lack these tensors of the only model, since the script loads them itself."""
+        limited = copy.copy(self)
+        limited._sides = self._sides.leaving_out(names)
+        return limited
 
     # --- put and restore ----------------------------------------------------------------------------------------------
 

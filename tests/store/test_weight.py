@@ -51,14 +51,14 @@ MOST_LINES = {
     "events": 300,
     "format": 4000,
     "gc": 3100,
-    "integrations": 19900,
+    "integrations": 20200,
     "log": 6200,
     "maintenance": 7100,
     "redaction": 200,
     "session": 10300,
     "state": 6700,
     "store": 1500,
-    "training": 4600,
+    "training": 4700,
     "ui": 4000,
 }
 """Of the Python files of each area, rounded up to hundreds."""

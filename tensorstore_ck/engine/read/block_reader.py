@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
@@ -127,7 +128,7 @@ def _where_it_is_now(block: WantedBlock) -> WantedBlock:
 def _read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
     local = engine.backend.is_local
     threads = cpu_threads() + DISK_QUEUE if local else REMOTE_THREADS
-    wanted.sort(key=lambda block: (block.pack, block.offset))
+    wanted.sort(key=attrgetter("pack", "offset"))
     run_bytes = min(len(wanted) * engine.config.block_bytes // (RUNS_A_THREAD * threads), RUN_BYTES) if local else 0
     runs = list(_merge([block for block in wanted if block.codec not in CODECS_WITH_BASES], direct=local, run_bytes=run_bytes))
     runs += [[block] for block in wanted if block.codec == Codec.DELTA]
@@ -162,16 +163,16 @@ def _fetch(engine: Engine, run: list[WantedBlock], buffers: threading.local) -> 
         buffer = buffers.buffer = bytearray(max(size, MERGE_BYTES if len(run) > 1 else size))
     fetched = memoryview(buffer)[:size]
     engine.backend.read_into(name, first.offset, fetched)
-    for _, same in groupby(run, key=lambda block: block.offset):
+    for _, same in groupby(run, key=attrgetter("offset")):
         blocks = list(same)
         at = blocks[0].offset - first.offset
         whole = blocks[0].target.memory()
         into = blocks[0].target.window(blocks[0].raw) if whole is None else whole[blocks[0].start : blocks[0].start + blocks[0].raw]
         raw = decode(blocks[0].codec, fetched[at : at + blocks[0].stored], blocks[0].raw, name, into)
         _verify(engine, blocks[0], raw, name)
-        expected = blocks[0].source.part.block_id(blocks[0].row)
+        expected = blocks[0].source.part.block_id(blocks[0].row) if len(blocks) > 1 else None
         for block in blocks[whole is not None and raw is into :]:
-            if block.raw != blocks[0].raw or block.source.part.block_id(block.row) != expected:
+            if block.raw != blocks[0].raw or (expected and block.source.part.block_id(block.row) != expected):
                 raise CorruptObjectError(f"{block.source.name}: two blocks claim one place in {name}", object_id=block.source.name)
             deliver(block.target, block.start, raw)
 

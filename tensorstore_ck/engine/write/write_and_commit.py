@@ -12,7 +12,6 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.destination import Destination, StoreDestination
-from tensorstore_ck.engine.write.failed_save import deleted_if_full
 from tensorstore_ck.engine.write.part_writer import WrittenPart, slot_of_one, write_part
 from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, record_of
 from tensorstore_ck.engine.write.request import SaveRequest
@@ -113,8 +112,8 @@ def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest,
         UndecidedError: the backend went away in the middle of the commit.
     """
     engine.require_writable()
-    with deleted_if_full(engine) as engine_of_save:
-        return write_and_commit(StoreDestination(engine_of_save), captured, request, meter or PutMeter(), engine.log.view())
+    with StoreDestination(engine) as destination:
+        return write_and_commit(destination, captured, request, meter or PutMeter(), engine.log.view())
 
 
 def write_and_commit(

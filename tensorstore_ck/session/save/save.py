@@ -18,9 +18,8 @@ from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.destination import Destination, StoreDestination
-from tensorstore_ck.engine.write.failed_save import deleted_if_full
 from tensorstore_ck.engine.write.publish import check_expected
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.request import SaveOptions, SaveRequest, check_options
 from tensorstore_ck.engine.write.unchanged_blocks import held_blocks
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
 from tensorstore_ck.log import RefTable, SnapshotInfo
@@ -31,7 +30,6 @@ from tensorstore_ck.session.save.ranks import Ranks, UnpreparedState
 from tensorstore_ck.session.save.save_status import SaveStatus
 from tensorstore_ck.session.save.staged_save import StagedSave
 from tensorstore_ck.session.save.staged_upload import StagedUpload
-from tensorstore_ck.session.save_options import SaveOptions, check_options
 from tensorstore_ck.session.staging.staging_destination import StagingDestination
 from tensorstore_ck.state.capture import capture
 from tensorstore_ck.state.capture_copy import Slot, copy_captured, slot_bytes
@@ -116,7 +114,9 @@ class Save:
             if isinstance(state, CapturedState):
                 captured = state
             else:
-                captured = self._context.frozen.mark(capture(state, self._ranks.describer()), frozen, self._ranks.scope)
+                captured = capture(state, self._ranks.describer())
+                if frozen or self._context.frozen.known:
+                    captured = self._context.frozen.mark(captured, frozen, self._ranks.scope)
             self._captured = captured if rank_state is None else captured._replace(own=capture(rank_state))
             self._state = None  # the caller's containers may be freed
         return self._captured
@@ -177,8 +177,8 @@ class Save:
         with context.explains_full_disk():
             if tier is not None:
                 return self._stage(tier, status)
-            with deleted_if_full(self._engine) as engine:
-                info = self._write_and_commit(StoreDestination(engine, self.rank, is_alone=self._ranks.is_alone), status)
+            with StoreDestination(self._engine, self.rank, is_alone=self._ranks.is_alone) as destination:
+                info = self._write_and_commit(destination, status)
         context.note_speed(status)
         context.fence.note(self.ref, info.root, info.root)
         return info
