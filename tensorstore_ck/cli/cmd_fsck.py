@@ -95,7 +95,7 @@ def fsck(
                 repaired = recorded_repair(engine, options, other=source)
             else:  # the log may be another store's: write nothing
                 checked = run_fsck(engine, options)
-                repaired = RepairReport(checked, (), (), (), checked)
+                repaired = RepairReport(before=checked, mended=(), marked=(), unmarked=(), after=checked)
             repaired = replace(repaired, before=_completed(repaired.before, choice), after=_completed(repaired.after, choice))
             report = repaired.after
         else:

@@ -169,22 +169,22 @@ class Planner:
         doomed += [ObjectKey("pack", pack.pack) for pack in packs if not options.grace_seconds]
         unnamed = self._unnamed(unneeded)
         return GcPlan(
-            self._view,
-            self._ends,
-            listed,
-            garbage,
-            frozenset(young),
-            packs,
-            frozenset(doomed),
-            [*self._view.snapshots(live=False)],
-            writers.useless(ended, self._now_ns, options.min_age_seconds),
-            unnamed,
-            Freeable(0, "", ())
+            view=self._view,
+            ending=self._ends,
+            listed=listed,
+            garbage=garbage,
+            young=frozenset(young),
+            sparse=packs,
+            doomed=frozenset(doomed),
+            expired=[*self._view.snapshots(live=False)],
+            useless_records=writers.useless(ended, self._now_ns, options.min_age_seconds),
+            unnamed=unnamed,
+            freeable=Freeable(0, "", ())
             if unnamed
             else self._freeable(
                 states, unneeded, young, doomed=doomed, sparse=[level.packs for level in sparse], rewritable_bytes=rewritable_bytes
             ),
-            options,
+            options=options,
         )
 
     def _unnamed(self, unneeded: Iterable[ObjectKey]) -> list[ChildRecord]:
@@ -263,7 +263,11 @@ class Planner:
         def add(why: str, then_bytes: int, count: int, *, due_ns: int | None, options: GcOptions, before: Iterable[str] = ()) -> None:
             nonlocal freed
             if then_bytes > freed:
-                later.append(FreedLater(why, then_bytes - freed, count, due_ns, (*before, command(options, then_bytes))))
+                later.append(
+                    FreedLater(
+                        why=why, bytes=then_bytes - freed, objects=count, due_ns=due_ns, commands=(*before, command(options, then_bytes))
+                    )
+                )
             freed = max(freed, then_bytes)
 
         at_once = replace(self._options, grace_seconds=0.0)
@@ -290,7 +294,15 @@ class Planner:
             add(level.why, then_bytes, len(more), due_ns=due_ns, options=options, before=unpins)
         if rewritable_bytes:
             every = replace(at_once, compact_below=1.0)
-            later.append(FreedLater("packs in use", rewritable_bytes, 0, None, (command(every, now_bytes + rewritable_bytes),)))
+            later.append(
+                FreedLater(
+                    why="packs in use",
+                    bytes=rewritable_bytes,
+                    objects=0,
+                    due_ns=None,
+                    commands=(command(every, now_bytes + rewritable_bytes),),
+                )
+            )
         forget = self._forget_command() if now_bytes <= 0 and not later else ""
         return Freeable(now_bytes, command(self._options, now_bytes), tuple(later), forget)
 
@@ -329,7 +341,19 @@ def simulate(view: RefTable, ops: Sequence[Op]) -> RefTable:
     with table.batch() as batch:
         for key, value in view.items():
             batch.put(key, value)
-        fold(Entry(head.n if head else 0, ZERO_DIGEST, bytes(16), 0, "", tuple(ops), ZERO_DIGEST, 0), batch)
+        fold(
+            Entry(
+                n=head.n if head else 0,
+                prev=ZERO_DIGEST,
+                write_id=bytes(16),
+                time_ns=0,
+                actor="",
+                ops=tuple(ops),
+                hash=ZERO_DIGEST,
+                size_bytes=0,
+            ),
+            batch,
+        )
     return RefTable(table)
 
 

@@ -19,6 +19,10 @@ from tensorstore_ck.log.entry_reader import EntryReader
 from tensorstore_ck.log.operations import Op
 
 _logger: Final = logging.getLogger("tensorstore_ck.log")
+_LONGEST_DELAY_TRIES: Final = 3
+"""The first pause after a lost race, in multiples of a try. Pauses must not grow: a winner never pauses, so losers would starve."""
+_LEAST_TRY_SECONDS: Final = 0.001
+_MOST_TRY_SECONDS: Final = 1.0
 _REMEMBERED_WRITES: Final = 1000
 RESEND_DELAYS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 10, 10, 10, 10, 10, 10, 10, 10)
 """Seconds between tries to find out whether an entry was written: about 100 in all."""
@@ -127,6 +131,12 @@ class EntryWriter:
         tried = [write_id for number, write_id in list(self._written) if number == n]
         entry = self._chain.read(n) if tried else None
         return entry is not None and entry.write_id in tried
+
+
+def race_delay(lost: int, try_ns: int) -> float:
+    """Seconds until the next try, after `lost` lost races before this one: shorter for those that have waited longer."""
+    try_seconds = min(max(try_ns * 1e-9, _LEAST_TRY_SECONDS), _MOST_TRY_SECONDS)
+    return try_seconds * max(_LONGEST_DELAY_TRIES - lost, 1)
 
 
 def _create_entry(backend: Backend, name: str, sealed: bytes, ops: Sequence[Op]) -> Created:

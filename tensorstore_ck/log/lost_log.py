@@ -1,4 +1,4 @@
-"""Signs that a log which looks empty was lost: a store must not begin anew over its snapshots, which gc would then free.
+"""Signs that a log which looks empty was lost: a store must not begin again over its snapshots, which gc would then free.
 
 A first save that was killed, or that runs now, leaves a record too (FORMAT.md, "Commits"), but one without a parent.
 """

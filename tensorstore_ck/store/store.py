@@ -200,8 +200,8 @@ class Store(ReadOnlyStore):
             on_full: What to do when the buffers of earlier saves leave no memory: ``block`` until there is; ``skip`` this save; or
                 ``replace`` the oldest save that waits in the queue. With `group`, rank 0 decides for all. The returned object, a
                 warning in the log and an event report a dropped save.
-            changed_by: Optimizers that alone change their parameters and states, in ``step``. Then those on CUDA devices are copied beside
-                the next forward and backward passes, which do not wait, and the next ``step`` comes after the copy. An optimizer that has
+            changed_by: Optimizers that alone change their parameters and states, in ``step``. Then those on CUDA devices are copied while
+                the next forward and backward passes run, and the next ``step`` comes after the copy. An optimizer that has
                 not stepped since the last save, or whose tensors changed between that and its next step, waits as without this. If
                 anything else changes such a tensor while it is copied, the save fails with `CaptureChangedError`.
             timeout_seconds: As in `put_snapshot`; time in the queue does not count.
@@ -218,7 +218,7 @@ class Store(ReadOnlyStore):
             group=group,
             rank_state=rank_state,
             frozen=frozen,
-            changed_by=changed_by,
+            optimizers=changed_by,
             timeout_seconds=timeout_seconds,
             step=step,
             metrics=metrics,

@@ -80,7 +80,19 @@ def wanted_blocks(source: OpenPart, rows: range, start: int, target: ByteTarget)
     places = source.places
     for row, extent in zip(rows, places.extents[rows.start : rows.stop].tolist(), strict=True):
         pack, _, offset, stored, raw, _, codec, _ = extent
-        wanted.append(WantedBlock(source, row, places.packs[pack], offset, stored, raw, codec, start, target))
+        wanted.append(
+            WantedBlock(
+                source=source,
+                row=row,
+                pack=places.packs[pack],
+                offset=offset,
+                stored=stored,
+                raw=raw,
+                codec=codec,
+                start=start,
+                target=target,
+            )
+        )
         start += raw
     return wanted
 

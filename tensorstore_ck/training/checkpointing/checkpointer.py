@@ -155,7 +155,14 @@ class Checkpointer:
             own = groups_of(store).of(group)[0]
             self._flag = StepFlag(own.run, own.renew, rank=group.rank(), prefix=f"tsck/{run_id}/", lead_steps=lead_steps, clock=clock)
         self._pending = PendingSaves(
-            store, ref, group, self._unsaved, self._flag, run_id=run_id, timeout_seconds=timeout_seconds, clock=clock
+            store=store,
+            ref=ref,
+            group=group,
+            unsaved=self._unsaved,
+            flag=self._flag,
+            run_id=run_id,
+            timeout_seconds=timeout_seconds,
+            clock=clock,
         )
 
     def __enter__(self) -> Self:
@@ -185,9 +192,9 @@ class Checkpointer:
     def resume(self, *, drift: OnDrift | None = None) -> Snapshot | None:
         """Restores the newest snapshot that is not marked and whose blocks verify, as far as this job reads them.
 
-        All ranks skip, with a warning, a snapshot that is marked ``bad`` or ``damaged``, or found damaged on any rank. Transient failures,
-        such as of a read, are retried a few times. All ranks restore the same snapshot, or raise the same error. `TrainingState.restore`
-        does the same.
+        All ranks skip a snapshot that is marked ``bad`` or ``damaged``, or that any rank finds damaged; a warning names it. Transient
+        failures, such as of a read, are retried a few times. All ranks restore the same snapshot, or raise the same error.
+        `TrainingState.restore` does the same.
 
         Args:
             drift: How to treat a snapshot that is marked ``drift``, or that the same run saved after such a one: replicas differed, so a
@@ -224,7 +231,7 @@ class Checkpointer:
         return snapshot
 
     def note_resumed(self, snapshot: Snapshot) -> None:
-        """For a job that has restored a snapshot by itself: the triggers count from its step on. All ranks call it."""
+        """Tells the triggers that the job restored a snapshot by itself: they count from its step on. All ranks call it."""
         read = lambda: json.dumps(_note_of(self._store, snapshot)).encode()  # noqa: E731
         note: dict[str, Any] = json.loads(self._from_first(f"the notes of {snapshot.root}", lambda: with_retries(read)))
         epoch, resumes, began_ns = note.get("epoch"), note.get("resumes"), note.get("began_ns")
