@@ -23,7 +23,7 @@ SKIP_EXIT: Final = 125
 MAX_BAD_EXIT: Final = 127
 _COLOURS: Final[dict[str, Callable[[str], str]]] = {"good": green, "bad": red, "skip": str}
 _Test = Callable[[Snapshot], tuple[bool | None, str]]
-"""Whether a snapshot is bad, and what is printed of it."""
+"""Whether a snapshot is bad, and why."""
 
 
 @command(

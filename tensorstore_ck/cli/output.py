@@ -121,7 +121,7 @@ def printable(text: object) -> str:
 
 
 def metrics_text(metrics: Mapping[str, float], width: int | None = None) -> str:
-    """``name=number``, sorted by name. What `width` has no room for is counted; losses come first then."""
+    """``name=number``, sorted by name. Metrics that do not fit into `width` are counted; losses come first then."""
     words = {name: f"{printable(name)}={short_number(value)}" for name, value in sorted(metrics.items())}
     text = " ".join(words.values())
     if width is None or len(text) <= width:
@@ -181,7 +181,7 @@ def table(
 def shortened_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Set[str] = frozenset(), limit: int = MAX_SHOWN, rest: str = "more"
 ) -> list[str]:
-    """The first rows of a table, indented, and how many there are besides."""
+    """The first rows of a table, indented, and how many more there are."""
     more = [f"... and {len(rows) - limit:,} {rest}"] if len(rows) > limit else []
     return indented([*table(header, rows[:limit], right=right), *more])
 

@@ -79,7 +79,7 @@ def log_snapshot(store: Store | ReadOnlyStore, snapshot: str | Snapshot, *, run_
 def find_snapshot(run_id: str | None = None, address: str | None = None) -> TrackedSnapshot:
     """The snapshot that a run logged last; or at `address`.
 
-    The result is as trustworthy as the tracking server: whoever can write there can name another store.
+    The result is as trustworthy as the tracking server: anyone who can write there can name another store.
 
     Args:
         run_id: The run; by default the active one.

@@ -11,7 +11,7 @@ from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import ReadOnlyStore, Store
 
 Pin = bool | str | float
-"""True: until it is unpinned; ``"30d"`` or seconds: for so long; False: no pin."""
+"""True: until it is unpinned; ``"30d"`` or seconds: for that time; False: no pin."""
 
 _ROOT: Final = re.compile(r"[0-9a-f]{64}")
 _REFERENCE: Final = re.compile(r"tsck://(?P<root>[^:/]*)::(?P<store>.*)", re.DOTALL)

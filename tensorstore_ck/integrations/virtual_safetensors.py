@@ -52,7 +52,7 @@ class VirtualFile(Protocol):
     size: int
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """Fills `target` with the bytes from `start` on, all of which lie within the file."""
+        """Fills `target` with the bytes from `start` on. All of them lie within the file."""
 
     def window(self, position: int) -> tuple[int, int]:
         """The bytes [start, stop) around a position that should be read together."""

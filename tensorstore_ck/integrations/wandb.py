@@ -49,7 +49,7 @@ def log_snapshot(
         run: The `wandb.Run`; by default the active one.
         name: The artifact; by default the ref, with - in place of /.
         artifact_type: Its type.
-        aliases: Of this version, besides ``latest`` and ``step-N``.
+        aliases: More aliases of this version, in addition to ``latest`` and ``step-N``.
         pin: Keeps the snapshot, whatever a policy or `Store.forget` drops, until ``store.unpin(root, owner="wandb:RUN_PATH")``; or for so
             long, such as ``"30d"``. False, and in a disabled run: does not.
 
@@ -87,7 +87,7 @@ def log_snapshot(
 def find_snapshot(artifact: Any) -> TrackedSnapshot:
     """The snapshot that an artifact refers to, such as one from ``run.use_artifact("runs-gpt:latest")``.
 
-    The result is as trustworthy as the project in W&B: whoever can write there can name another store.
+    The result is as trustworthy as the project in W&B: anyone who can write there can name another store.
 
     Args:
         artifact: A `wandb.Artifact`.

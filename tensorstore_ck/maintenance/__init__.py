@@ -1,7 +1,7 @@
 """Operations of people on a store, offline or while jobs use it. No torch.
 
 fsck/                checks and repairs a store
-salvage/             makes a new log from what is left of a store
+salvage/             makes a new log from the remaining objects of a store
 copy_store/          copies refs and their blocks to another store
 describe/            shows and compares snapshots
 refs.py              moves, tags, pins, marks and annotates

@@ -176,7 +176,7 @@ def _raise_if_name_taken(view: RefTable, window: UndoWindow) -> None:
 
 
 def _other_holders(view: RefTable, windows: Sequence[UndoWindow]) -> Mapping[Ulid, Sequence[str]]:
-    """What holds the snapshots of undo windows; computes the roots only if something besides these windows holds one."""
+    """What holds the snapshots of undo windows; computes the roots only if something else holds one, too."""
     within = Counter(move.ulid for window in windows for move in window.moves)
     return roots(view) if any(view.holds(ulid) > count for ulid, count in within.items()) else {}
 

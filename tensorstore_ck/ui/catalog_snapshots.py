@@ -69,7 +69,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class CatalogFacts:
-    """A snapshot, and what is around it."""
+    """A snapshot with its branch, parents, children and holders."""
 
     snapshot: CatalogSnapshot
     parent: CatalogSnapshot | None

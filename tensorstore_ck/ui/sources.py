@@ -1,7 +1,7 @@
 """The stores and their catalog. Opens a store read-only, and once more for actions; reads its log again before each page.
 
-One thread per store reads its log. A page waits a short time for them and shows what is still being read, so neither a store that does not
-answer nor the first read of a long log blocks the pages of other stores.
+One thread per store reads its log. A page waits a short time for them and shows which stores are still being read, so neither a store that
+does not answer nor the first read of a long log blocks the pages of other stores.
 """
 
 import os
@@ -94,7 +94,7 @@ class Sources:
         self.catalog = Catalog(db)
         self.background = Background()
         self.looks = Background(LOOKS, ABANDONED_SECONDS)
-        """Reads of single snapshots, of which there may be many."""
+        """Reads of single snapshots; there may be many at once."""
         self._open_store = open_store
         self._open_writable = open_writable
         self._writable: dict[str, Store] = {}

@@ -20,7 +20,7 @@ State = dict[str, Any]
 
 
 class NotedSampler(Sampler[Any]):
-    """A sampler, and what is known of its passes. Everything else is the sampler's."""
+    """A sampler that notes its passes. All other attributes are those of the sampler."""
 
     def __init__(self, sampler: Any) -> None:
         self.noted = sampler
@@ -120,7 +120,7 @@ def _loader_state(loader: Any, sampler: NotedSampler | None, *, has_order: bool)
 
 
 def restore(loader: Any, state: State) -> bool:
-    """Restores it, after the process's generators; whether the next pass continues an interrupted one, of which batches are skipped."""
+    """Restores it, after the process's generators. Returns whether the next pass continues an interrupted one and skips its batches."""
     loader.iteration = state["iteration"]
     if state["loader"] is not None:
         loader.load_state_dict(state["loader"])

@@ -28,7 +28,7 @@ _SAFE_GLOBALS: Final = [
     np._core.multiarray.scalar,  # type: ignore[attr-defined]
     *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type) and issubclass(kind, np.dtype)),
 ]
-"""Types that torch must be told to accept with ``weights_only=True``."""
+"""Types that must be registered with torch to be accepted with ``weights_only=True``."""
 _loading: Final = threading.Lock()
 """torch's list of safe globals is one per process."""
 _ZIPPING: Final = ("resolve_data", "transform_object")

@@ -48,7 +48,7 @@ class EngineState(SharedState):
         """Whether the stored weights must be exactly those of the model."""
 
     def only(self, parts: Collection[str]) -> "EngineState":
-        """The same engine, of which only `parts` are restored."""
+        """The same engine; a restore fills only `parts`."""
         limited = EngineState(self._engine, self._parts & frozenset(parts), schedulers=self._schedulers, extra=self._given_extra)
         limited.saves_frozen, limited.strict = self.saves_frozen, self.strict
         return limited
@@ -247,7 +247,7 @@ def _counters(states: Iterable[tuple[tuple[int, ...], Mapping[str, Any]]]) -> se
 
 
 def _is_whole_number(value: torch.Tensor) -> bool:
-    """Whether it may be a counter, and so the same on all ranks; a norm, of which each rank of ZeRO has another, hardly is one."""
+    """Whether it may be a counter, which is the same on all ranks. A norm, which differs between ranks of ZeRO, hardly is one."""
     return value.numel() == 1 and float(value).is_integer()
 
 

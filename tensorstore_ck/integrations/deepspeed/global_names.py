@@ -50,7 +50,7 @@ def _experts_of(model: nn.Module) -> Iterator[tuple[int, nn.ModuleList]]:
 def _renamed(module: nn.Module, first: dict[int, int]) -> nn.Module:
     """`first`: id of a list of experts -> the global number of its first expert."""
     shell, start = nn.Module(), first.get(id(module))
-    same = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # the same objects: what is assigned later is seen
+    same = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # the same objects, so that later assignments show
     vars(shell).update({name: vars(module)[name] for name in same})
     for name, child in module._modules.items():
         key = name if start is None else str(start + int(name))

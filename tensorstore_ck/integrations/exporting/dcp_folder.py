@@ -191,7 +191,7 @@ def _notes(tree: Tree) -> list[str]:
 
 
 def _containers(tree: Tree) -> Iterator[Container]:
-    """Those of which DCP saves each item for itself."""
+    """The containers whose items DCP saves one by one."""
     if isinstance(tree, Container) and tree.node[0] not in _BY_VALUE:
         yield tree
         for child in tree.children:

@@ -144,7 +144,7 @@ def _parameter(state: Any, name: str, left_out: dict[str, str]) -> _Parameter:
 def _model_states(
     state: Mapping[str, Any], groups: list[dict[str, Any]], counters: Mapping[str, int], client: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What DeepSpeed reads besides the optimizer."""
+    """The state that DeepSpeed reads in addition to the optimizer's."""
     model = state["model"]
     trained = {name for group in groups for name in group["params"]}
     first: dict[int, str] = {}

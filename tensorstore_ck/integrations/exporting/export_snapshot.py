@@ -176,7 +176,7 @@ def _plan(  # noqa: PLR0917 - of `export_snapshot`
     prefix: str | None,
     config_from: str | None,
 ) -> tuple[Tree, Writer]:
-    """What is exported, and what writes it."""
+    """The content to export, and the function that writes it."""
     tree = parse(content.layout, len(content.values))
     if format != "hf":
         return without_prefix(_chosen(tree, select, exclude), prefix or ""), _writer(format)

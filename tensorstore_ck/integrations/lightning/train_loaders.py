@@ -2,7 +2,7 @@
 
 A loader's order depends on the random numbers that it draws when an iteration begins. A snapshot has the generators of that moment; after a
 resume the loader begins from them once more, the batches that were trained on are read and dropped, and the generators get their values
-back. That happens when the first batch is asked for: Lightning has told the sampler its epoch by then, but has not when it makes the
+back. That happens when the first batch is asked for: Lightning has set the epoch of the sampler by then, but has not when it makes the
 iterator. Loaders that save their own position (StatefulDataLoader) get it back from Lightning, but not always their order: with several
 ranks Lightning wraps their sampler in one that shows no state, so that a run that it resumes has another order: there they are treated as
 the others.

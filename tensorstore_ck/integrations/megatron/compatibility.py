@@ -33,7 +33,7 @@ USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
         ("async_fn", "async_fn_args", "finalize_fns", "async_fn_kwargs", "preload_fn", "is_frozen", "call_idx"),
     ),
 )
-"""What is called or made here, or calls what is here -> the parameters that it must have."""
+"""Functions and classes of Megatron that this package calls or overrides -> the parameters that they must have."""
 
 
 def request_class(async_strategy: str) -> Any:

@@ -32,7 +32,7 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """True: no file is needed besides the snapshot."""
+        """True: the snapshot needs no other file."""
         return True
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:

@@ -58,7 +58,7 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """True: no file is needed besides the snapshot."""
+        """True: the snapshot needs no other file."""
         return True
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:

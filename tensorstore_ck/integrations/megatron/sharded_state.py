@@ -1,6 +1,6 @@
 """A sharded state dict of Megatron as this rank's side of a state of the store.
 
-`megatron_layout` says how it is laid out. What is a replica (``replica_id`` other than 0) is left out.
+`megatron_layout` says how it is laid out. Replicas (``replica_id`` other than 0) are left out.
 """
 
 from typing import Any

@@ -23,7 +23,7 @@ _CPU: Final = torch.device("cpu")
 
 
 class NotAsStoredError(MismatchError, CheckpointingException):  # type: ignore[misc]
-    """What is to be loaded does not fit the snapshot."""
+    """The state to load does not fit the snapshot."""
 
 
 class StoredState:

@@ -1,7 +1,7 @@
 """`LocalCheckpointManager`: NVRx's manager of local checkpoints, which keeps them in a store instead of pickled files.
 
-NVRx decides what is complete on all ranks, replicates and retrieves. Its own manager loads pickles, renames files that are not durable yet,
-and fails where one file is damaged, although another rank has a replica.
+NVRx decides which checkpoints are complete on all ranks, replicates them and retrieves them. Its own manager loads pickles,
+renames files that are not durable yet, and fails where one file is damaged, although another rank has a replica.
 """
 
 import os
@@ -34,7 +34,7 @@ USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (ExchangePlan.required_ids, ("self", "rank")),
     (GroupWrapper.all_gather_object, ("self", "my_obj")),
 )
-"""What is called here, or calls what is here -> the parameters that it must have."""
+"""Functions of NVRx that this module calls or overrides -> the parameters that they must have."""
 
 
 def require_supported() -> None:

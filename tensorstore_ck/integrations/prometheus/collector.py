@@ -20,7 +20,7 @@ OUTCOMES: Final = (OK, FINDINGS, REFUSED, FAILED)
 OTHER: Final = "other"
 """An outcome that this build does not know: it may be any text, and each would be a series of its own."""
 MAX_SERIES: Final = 1000
-"""Branches of a store that have metrics, those that were saved to last, and quotas: whoever saves names them."""
+"""The most branches of a store that have metrics (those with the newest saves), and the most quotas. Users choose their names."""
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from tensorstore_ck.integrations.prometheus.watched_store import WatchedStore
 INTERVAL_SECONDS: Final = 30.0
 MEASURE_SECONDS: Final = 3600.0
 CLOSE_SECONDS: Final = 5.0
-"""How long `Exporter.close` waits for what is being read; a dead store may hang longer."""
+"""How long `Exporter.close` waits for reads in progress; a read of an unreachable store may hang longer."""
 _TURN_SECONDS: Final = 600.0
 """A measurement waits this long for that of another store: one at a time needs less memory, but one may hang."""
 

@@ -62,7 +62,7 @@ class WatchedStore:
         return self._is_read and (since is None or self._monotonic() - since <= self._overdue_seconds)
 
     def refresh(self) -> None:
-        """Reads what is new in the log into the catalog; an error is counted, and reported unless it is the same as before."""
+        """Reads new log entries into the catalog. Counts an error, and reports it unless it is the same as before."""
         self._running_since = begun = self._monotonic()
         error: Exception | None
         try:

@@ -1,4 +1,4 @@
-"""The versions of Ray that are supported, and what is used of its private and alpha names."""
+"""The supported versions of Ray, and the private and alpha names that this package uses."""
 
 from typing import Any, Final
 

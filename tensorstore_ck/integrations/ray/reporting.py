@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 UNPINNED: Final = 2
-"""The policy of the ref keeps so many: the newest snapshot is pinned when Ray has its folder."""
+"""How many snapshots the policy of the ref keeps: the newest one is pinned when Ray has its folder."""
 OPTIONS: Final = ("checkpoint_dir_name", "validation")
 DROPPED: Final = 4
 """The store frees dropped snapshots when there are at least this many."""
@@ -40,7 +40,7 @@ def report(metrics: Mapping[str, Any], state: object, *, store: Store, ref: str,
     """In place of `ray.train.report`, on all workers: saves a snapshot of `state`, and reports a checkpoint that names it.
 
     With `CheckpointConfig.num_to_keep`, the snapshots of all checkpoints that Ray has are pinned, and unpinned at a report after Ray has
-    deleted them; a ref without a policy gets one that drops what is not pinned. What it drops is freed while the run goes on.
+    deleted them; a ref without a policy gets one that drops snapshots without a pin. gc frees them while the run continues.
 
     Args:
         metrics: As for `ray.train.report`; the first worker's numbers are stored with the snapshot.
@@ -106,7 +106,7 @@ def restore(state: object, *, store: Store, ref: str) -> Snapshot | None:
         ref: The branch.
 
     Returns:
-        The snapshot, whose `step` tells where to continue; None: there is none yet.
+        The snapshot, whose `step` is where to continue; None: there is none yet.
 
     Raises:
         InputError: the checkpoint that Ray has was not reported by `report`.

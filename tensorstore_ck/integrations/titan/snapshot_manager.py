@@ -128,7 +128,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
         return all_ranks(also_one=True)
 
     def _training(self, *, restores: bool = False) -> TrainingState:
-        """What is saved. `restores`: for a restore, without what is excluded."""
+        """The state to save; with `restores`, the state to restore, without excluded parts."""
         optimizers, own = self.states[OPTIMIZER], {TRAIN_STATE: self.states.get(TRAIN_STATE)}
         is_container = isinstance(optimizers, Iterable)
         others = {key: held for key, held in self.states.items() if key not in {MODEL, TRAIN_STATE} and held is not None}

@@ -1,4 +1,4 @@
-"""Which items a payload may, and must, have: what is used of a `Config` of torch_checkpointing, which is not imported."""
+"""Which items a payload may, and must, have: from a `Config` of torch_checkpointing, which this module does not import."""
 
 import os
 import re

@@ -4,7 +4,7 @@ torch_checkpointing writes a file for each item and rank. Here the ranks save on
 whatever is equal on all of them, are stored once and fit any number of ranks; the rest is each rank's own. Ranks find out by comparing
 digests at each save.
 
-The unit is a *leaf*: what is below dicts. A list is one leaf, with everything in it.
+The unit is a *leaf*: a value below dicts. A list is one leaf, with everything in it.
 """
 
 import copy

@@ -22,7 +22,7 @@ class ConvertedSnapshot(NamedTuple):
     content: "ConvertedContent"
     tree: Tree
     left_out: list[str]
-    """Paths of what is no tensor."""
+    """Paths of the values that are not tensors."""
 
 
 def convert_content(names: WeightNames, content: SnapshotContent, tree: Tree) -> ConvertedSnapshot:

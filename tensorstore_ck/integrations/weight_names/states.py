@@ -17,7 +17,7 @@ class ConvertedState(NamedTuple):
 
     state: dict[str, torch.Tensor | Boxes]
     left_out: list[str]
-    """Paths of what is no tensor."""
+    """Paths of the values that are not tensors."""
 
 
 def convert_state(names: WeightNames, state: Any) -> ConvertedState:

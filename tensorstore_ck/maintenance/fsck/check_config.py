@@ -1,6 +1,6 @@
 """Checks and repairs store.json, with what the log confirms.
 
-The first entry of a log continues a hash that is derived from the store's UUID. So the log tells for any UUID whether it is the
+The first entry of a log continues a hash that is derived from the store's UUID. So the log shows for any UUID whether it is the
 store's, and only a UUID that the log confirms is used.
 """
 

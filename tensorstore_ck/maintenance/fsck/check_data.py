@@ -103,7 +103,7 @@ class PieceResult(NamedTuple):
     piece: PackPiece
     read_bytes: int
     bad: Sequence[tuple[int, str, str]]
-    """(entry, kind of finding, what is wrong with it)."""
+    """(entry, kind of finding, description of the damage)."""
 
 
 def check_piece(backend: Backend, piece: PackPiece) -> PieceResult:
@@ -143,7 +143,7 @@ class DataCheck:
         self.chosen = self._choose(options, suspects) if chosen is None else chosen
         """Packs to read, in order."""
         self.read: set[Ulid] = set()
-        """Packs of which every block was read."""
+        """Packs whose blocks were all read."""
         self.read_bytes = 0
         """Bytes of blocks that were read."""
         self.packs = 0

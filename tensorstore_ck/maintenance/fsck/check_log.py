@@ -1,4 +1,4 @@
-"""Reads a whole log, damaged or not, for fsck and salvage: checks every entry and checkpoint, and folds what is readable.
+"""Reads a whole log, damaged or not, for fsck and salvage: checks every entry and checkpoint, and folds the readable entries.
 
 After a gap the fold continues with the next entries, and with a trusted checkpoint after the gap. It uses no cache of a host, and never
 raises for damage.

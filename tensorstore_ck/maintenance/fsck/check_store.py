@@ -133,7 +133,7 @@ class Fsck:
         self.damaged: dict[Ulid, SnapshotCheck] = {}
         """Damaged snapshots."""
         self.read: Collection[Ulid] = ()
-        """Packs of which every block was read."""
+        """Packs whose blocks were all read."""
 
     def run(self) -> FsckReport:
         """Runs all checks.
@@ -242,7 +242,7 @@ class Fsck:
         infos = {info.ulid: info for info in self.log.view.snapshots()}
         suspects = self._check_all(infos.values())
         met = {damage.object for checked in suspects.values() for damage in checked.damages if damage.blocks is None}
-        if unread := self.packs.unread(met):  # damage in a layout: reading the whole pack tells which of its blocks are damaged
+        if unread := self.packs.unread(met):  # damage in a layout: a read of the whole pack shows which blocks are damaged
             self._data.read_also(unread)
             suspects = self._check_all(infos.values())
         while suspects and self.log.follow(self.engine.log.chain):

@@ -1,4 +1,4 @@
-"""Findings of fsck: the object, what is wrong with it, and the affected refs, steps and tensors.
+"""Findings of fsck: the object, the problem, and the affected refs, steps and tensors.
 
 Damage to one object is one finding; it names the first few affected snapshots and counts the rest.
 """

@@ -24,7 +24,7 @@ def packs_of(engine: Engine, info: SnapshotInfo) -> set[Ulid]:
 def check_marks(engine: Engine, findings: Findings, *, damaged: Collection[Ulid], read: Collection[Ulid]) -> None:
     """Adds findings for marked snapshots: damaged, unless this check read all their data.
 
-    `engine` is at the log that was checked. `damaged`: snapshots that this check found damaged. `read`: packs of which it read every block.
+    `engine` is at the log that was checked. `damaged`: snapshots that this check found damaged. `read`: packs whose blocks it read all.
     """
     for info in _marked_damaged(engine):
         if info.ulid in damaged:

@@ -52,7 +52,7 @@ class Repaired:
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What was damaged, what was repaired, and what is left."""
+    """The damage before, the repairs, and the damage after."""
 
     before: FsckReport
     mended: tuple[Repaired, ...]
@@ -103,7 +103,7 @@ class _Repair:
         self._bad: dict[Ulid, BadBlocks] = {}
         """Blocks that were found bad; packs are never rewritten in place, so they stay bad."""
         self._read: Collection[Ulid] = ()
-        """Packs of which every block was read."""
+        """Packs whose blocks were all read."""
 
     def run(self) -> RepairReport:
         seen = host_head(self._engine.log)

@@ -1,6 +1,6 @@
 """Whether damage can be repaired from the store itself: other copies of blocks, and rebuilt relocation maps.
 
-It reads footers and parts, no data, and only if something is damaged. fsck reports what is found here, and repair does it.
+It reads footers and parts, no data, and only if something is damaged. fsck reports these repairs, and `repair` does them.
 """
 
 from collections.abc import Collection, Iterable, Iterator

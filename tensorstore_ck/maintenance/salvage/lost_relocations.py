@@ -51,7 +51,7 @@ def read_lost_relocations(backend: Backend, view: RefTable) -> list[LostRelocati
 
 
 def learn_locations(view: RefTable, unknown: Iterable[LostRelocation], placed: ColdTierBackend) -> None:
-    """Tells `placed` the locations of packs: from the log, from relocation maps, and by listing."""
+    """Adds the locations of packs to `placed`: from the log, from relocation maps, and by listing."""
     placed.add_locations(view.locations())
     for relocation in unknown:
         if relocation.moved.location is not None:

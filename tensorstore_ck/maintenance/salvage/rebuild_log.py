@@ -1,4 +1,4 @@
-"""The new log: operations that fold to the same state as the old log, without what is lost. Pure: it folds in memory.
+"""The new log: operations that fold to the same state as the old log, without lost snapshots. Pure: it folds in memory.
 
 It replays the effects of the old entries, in their order and with their times: moves of branches (undoable ones followed by their
 `expire`), tags and pins; policies, quotas last. Relocations come first; then snapshots whose own put is no longer a move of a branch,

@@ -1,4 +1,4 @@
-"""Finds what is left of a store, and writes a new log from it. Offline: no other process may write meanwhile.
+"""Finds the remaining objects of a store, and writes a new log from them. Offline: no other process may write meanwhile.
 
 A snapshot is kept if something holds it, and its record, parts, layout and packs are intact. Surviving entries and checkpoints tell what
 holds it. A record that none of them names takes the place of its lost entry, found by its ref and the anchor of its parts. Swept objects

@@ -39,7 +39,7 @@ class Experts:
         return f"{begin}{ep_rank * count + int(number)}{rest}"
 
     def buffers(self, names: Iterable[str]) -> set[str]:
-        """The buffers of all experts, of which the first rank has `names`."""
+        """The buffers of all experts; the first rank has those in `names`."""
         ends = {(match[1], match[3]) for name in names if (match := _NAME.fullmatch(name))}
         return {name for name in self.weights if (match := _NAME.fullmatch(name)) and (match[1], match[3]) in ends}
 
@@ -75,7 +75,7 @@ def ep_size_of(group: Mapping[Any, Any], ranks: int) -> int:
 
 
 def read_experts(names: Sequence[str], numbers: object, read: Callable[[str], dict[str, Any]]) -> Experts:
-    """Reads the files of all experts among `names`, of which each layer has `numbers`. Raises `MalformedError` if one is missing or bad."""
+    """Reads the files of all experts among `names`; each layer has `numbers`. Raises `MalformedError` if one is missing or bad."""
     files = {(int(match[1]), int(match[2])): name for name in names if (match := FILE.fullmatch(name))}
     if not files and not numbers and not any(OPTIMIZER_FILE.fullmatch(name) for name in names):
         return Experts()

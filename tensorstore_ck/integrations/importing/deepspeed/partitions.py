@@ -319,7 +319,7 @@ def _with_states(
 
 
 def groups_of(saved: object, parameters: Sequence[Sequence[Sequence[FoundParameter]]]) -> list[dict[str, Any]]:
-    """The groups of the optimizer, of which each has some of DeepSpeed's flat tensors.
+    """The groups of the optimizer. Each has some of DeepSpeed's flat tensors.
 
     `parameters`: in each flat tensor; of experts for each of the ranks that have others, which have groups of their own.
     """
