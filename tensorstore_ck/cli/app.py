@@ -63,7 +63,7 @@ class Program(click.Group):
     """The group of all commands."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of `COMMANDS`."""
+        """The names in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -151,7 +151,7 @@ def _lost_output(exc: OSError) -> int:
 
 
 def _store_among(arguments: list[str]) -> str:
-    """What to type instead, if a store stands where no command takes one: each takes it as ``-s``. No other argument is repeated."""
+    """The command to type instead, if a store stands where no command takes one: each takes it as ``-s``. Repeats no other argument."""
     for at, word in enumerate(arguments[1:], 1):
         is_option = word.startswith("-") or arguments[at - 1].startswith("-")
         if not is_option and os.path.isfile(os.path.join(word, "store.json")):

@@ -36,7 +36,7 @@ class LoadedFile(NamedTuple):
 
     state: Any
     metadata: dict[str, str]
-    """Of a .safetensors file."""
+    """The metadata of a .safetensors file."""
 
     @property
     def tensor_bytes(self) -> int:

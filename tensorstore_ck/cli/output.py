@@ -259,7 +259,7 @@ def snapshot_line(what: str, snapshot: "Snapshot") -> str:
 
 
 def put_sizes(snapshot: "Snapshot") -> str:
-    """What a save added. A small state can add more than its own size: packs and parts have an index."""
+    """The bytes that a save added. A small state can add more than its own size: packs and parts have an index."""
     return f"  ({human_bytes(snapshot.logical_bytes)}; the store grew by {human_bytes(snapshot.new_bytes)})"
 
 

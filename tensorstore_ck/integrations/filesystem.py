@@ -49,7 +49,7 @@ Info = dict[str, Any]
 
 
 class _PathTarget(NamedTuple):
-    """What a path names: a folder, a snapshot, or a file of a snapshot."""
+    """The target of a path: a folder, a snapshot, or a file of a snapshot."""
 
     path: str
     info: SnapshotInfo | None

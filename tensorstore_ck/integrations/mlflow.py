@@ -34,7 +34,7 @@ except ImportError as exc:
 
 PACKAGE: Final = Package("mlflow", "mlflow-skinny", (3, 6), (4, 0))
 FOLDER: Final = "snapshots"
-"""Of the run's artifacts."""
+"""The folder among the run's artifacts."""
 _ROOT: Final = re.compile("[0-9a-f]{64}")
 
 

@@ -27,7 +27,7 @@ _OTHER_FILES: Final = re.compile(
     r"README.*|requirements.*\.txt"
 )
 MAX_FILE_BYTES: Final = 256 << 20
-"""Of one file; the largest tokenizers have some 30 MB."""
+"""The most bytes of one file; the largest tokenizers have some 30 MB."""
 
 
 def is_model_file(name: str) -> bool:

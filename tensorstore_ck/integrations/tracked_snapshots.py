@@ -1,4 +1,4 @@
-"""What an experiment tracker notes of a snapshot, and the pin that keeps the snapshot for as long as the note exists.
+"""The note on a snapshot in an experiment tracker, and the pin that keeps the snapshot for as long as the note exists.
 
 A tracker stores no tensors, only where the snapshot is: ``tsck://ROOT::STORE``, which fsspec opens too.
 """
@@ -18,7 +18,7 @@ _REFERENCE: Final = re.compile(r"tsck://(?P<root>[^:/]*)::(?P<store>.*)", re.DOT
 
 
 class TrackedSnapshot(NamedTuple):
-    """What a tracker names."""
+    """A snapshot that a tracker names."""
 
     store: str
     """URL, without credentials."""
@@ -56,7 +56,7 @@ def reference_to(store: Store | ReadOnlyStore, snapshot: Snapshot) -> str:
 
 
 def decode_reference(reference: str, where: str) -> TrackedSnapshot:
-    """What such a URL names. Raises `InputError` if it names no snapshot; the message says `where` it was found."""
+    """The snapshot that such a URL names. Raises `InputError` if it names none; the message says `where` it was found."""
     match = _REFERENCE.fullmatch(reference)
     return checked_pointer(match["store"] if match else "", match["root"] if match else "", where)
 

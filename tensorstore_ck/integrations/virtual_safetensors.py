@@ -35,7 +35,7 @@ MODEL_KEY: Final = "model"
 WINDOW_BYTES: Final = 32 << 20
 """The size of a sequential read: enough for all cores and connections."""
 ALIGNMENT_BYTES: Final = 8
-"""Of the first tensor."""
+"""The alignment of the first tensor."""
 
 _ITEM_BYTES: Final = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 """Dtype of safetensors -> bytes of an element; of all others 1."""
@@ -79,14 +79,14 @@ class _FileTensor(NamedTuple):
 
     leaf: Leaf
     start: int
-    """In the file."""
+    """The position in the file."""
     size: int
     shape: tuple[int, ...]
     item_bytes: int
     offset: int
     """Its start in the bytes of its base, if it is contiguous there."""
     strides: tuple[int, ...] | None
-    """In bytes, of a view that is not contiguous."""
+    """The strides in bytes of a view that is not contiguous."""
 
 
 class SafetensorsFile:

@@ -129,7 +129,7 @@ def note_of(engine: Engine, info: SnapshotInfo) -> dict[str, Any]:
 
 
 def _measured(engine: Engine, info: SnapshotInfo) -> dict[str, float]:
-    """What `Checkpointer` measured until a snapshot, by name of the cost."""
+    """The costs that `Checkpointer` measured until a snapshot, by name."""
     costs, mtbf = note_costs(note_of(engine, info)), mtbf_of(engine, info)
     return costs if mtbf is None else {**costs, "mtbf": mtbf}
 

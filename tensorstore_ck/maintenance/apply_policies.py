@@ -55,7 +55,7 @@ class BranchVerdicts:
 
 @dataclass(frozen=True, slots=True)
 class RetentionReport:
-    """What was removed from histories; in a dry run, what would be."""
+    """The snapshots that were removed from histories; in a dry run, those that would be."""
 
     dry_run: bool
     branches: tuple[BranchVerdicts, ...]

@@ -49,7 +49,7 @@ def _fraction(missed: int) -> float:
 PIN_SECONDS: Final = 86_400.0
 """How long a test may take: pins are renewed between tests, and those of a bisect that was killed expire."""
 _OPERATIONS: Final = 1000
-"""In one log entry."""
+"""The most operations in one log entry."""
 _logger: Final = logging.getLogger("tensorstore_ck")
 
 IsBad = Callable[[Snapshot], bool | None]
@@ -72,7 +72,7 @@ class Bisection:
     skipped: tuple[Snapshot, ...]
     """Between the two, oldest first: these could not be tested, and one of them may be the first bad one."""
     tested: tuple[Tested, ...]
-    """In the order of the tests."""
+    """The tests in their order."""
 
     def __repr__(self) -> str:
         between = f", {len(self.skipped)} not tested between them" if self.skipped else ""

@@ -23,7 +23,7 @@ MIN_ROOT_DIGITS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What one log entry removed from one ref."""
+    """The snapshots that one log entry removed from one ref."""
 
     entry: int
     ref: str
@@ -98,7 +98,7 @@ def undo(engine: Engine, address: str | None = None, *, entry: int | None = None
 
 
 def forgotten(engine: Engine) -> tuple[Forgotten, ...]:
-    """What can be undone, newest first."""
+    """The removals that can be undone, newest first."""
     view = engine.log.newest_view()
     windows = list(view.windows(newest_first=True))
     return _forgotten(view, windows, _other_holders(view, windows))
@@ -176,7 +176,7 @@ def _raise_if_name_taken(view: RefTable, window: UndoWindow) -> None:
 
 
 def _other_holders(view: RefTable, windows: Sequence[UndoWindow]) -> Mapping[Ulid, Sequence[str]]:
-    """What holds the snapshots of undo windows; computes the roots only if something else holds one, too."""
+    """The holders of the snapshots in undo windows; computes the roots only if something else holds one, too."""
     within = Counter(move.ulid for window in windows for move in window.moves)
     return roots(view) if any(view.holds(ulid) > count for ulid, count in within.items()) else {}
 

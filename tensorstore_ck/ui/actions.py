@@ -1,4 +1,4 @@
-"""What pages may change, if `tsck ui --allow` says so: tags, metrics, marks, pins, and undo. Nothing here frees or repairs."""
+"""The changes that pages may make, if `tsck ui --allow` says so: tags, metrics, marks, pins, and undo. Nothing here frees or repairs."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
@@ -17,7 +17,7 @@ from tensorstore_ck.ui.pages import Pages, asked
 MAX_BODY_BYTES: Final = 1 << 16
 MAX_FIELDS: Final = 20
 MAX_FORM_CHARS: Final = 1000
-"""Of a field."""
+"""The most characters of a field."""
 
 Form = Mapping[str, str]
 Action = Callable[[Store, Form], str]

@@ -1,4 +1,4 @@
-"""What all pages share: templates, the stores behind them, links."""
+"""The common parts of all pages: templates, the stores behind them, links."""
 
 import re
 import shlex

@@ -39,7 +39,7 @@ HEADERS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a request must have."""
+    """The conditions that a request must fulfil."""
 
     base: str = ""
     """The path under which a proxy offers the pages, without a slash at its end."""
@@ -49,7 +49,7 @@ class Access:
     cookie: str = "tsck_ui"
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     allow: frozenset[str] = frozenset()
-    """What pages may change; see `actions`. Empty: nothing, so only reading methods are answered."""
+    """The changes that pages may make; see `actions`. Empty: none, so only reading methods are answered."""
     folder: str = ""
     """A secret first part of all paths: a browser sends the cookies of a path to every port of the host, but to no other path."""
 

@@ -1,4 +1,4 @@
-"""What the charts of a branch draw, as JSON: metrics by step, and what happened at which step.
+"""The data of the charts of a branch, as JSON: metrics by step, and what happened at which step.
 
 As in plots of the terminal and of matplotlib, a snapshot without a step is at its number in the log, and a line has a gap where a value is
 NaN or infinite; these are in a list of their own.

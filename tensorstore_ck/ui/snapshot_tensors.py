@@ -26,7 +26,7 @@ class Entries:
     """Some of the groups and tensors in a group; or some of the tensors that a text matches."""
 
     path: str
-    """Of the group; empty: the whole tree."""
+    """The path of the group; empty: the whole tree."""
     filter: str
     groups: tuple[tuple[str, TensorGroup], ...]
     tensors: tuple[tuple[str, TensorRow], ...]

@@ -50,7 +50,7 @@ class SnapshotMixin:
     _asynchronous: bool
     _checkpointer: Checkpointer | None
     _saved: list[Any]
-    """What the Checkpointer saves."""
+    """The objects that the Checkpointer saves."""
     _named: NamedSaves
     _values: dict[str, Any]
     _interrupted: list[Any]

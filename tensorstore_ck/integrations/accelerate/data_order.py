@@ -107,7 +107,7 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def _loader_state(loader: Any, sampler: NotedSampler | None, *, has_order: bool) -> State | None:
-    """Of a `StatefulDataLoader`: where it is in its pass; ``{}``: it begins another one; None: it keeps its state.
+    """The state of a `StatefulDataLoader`: its position in its pass; ``{}``: it begins another pass; None: it keeps its state.
 
     From the state of a pass that ended it would begin that pass again, and draw from the process's generator once more.
     """

@@ -50,7 +50,7 @@ class Begun(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """What the coordinator publishes."""
+    """The content that the coordinator publishes."""
 
     captured: CapturedState
     """Its own state, with the values of all ranks."""
@@ -141,7 +141,7 @@ class DcpSave:
         return begun, WriterReport(role.part, layout_id(role.layout), parts.record(), findings.record())
 
     def _prepare(self, role: Role, captured: CapturedState, meter: PutMeter) -> None:
-        """What every save does before it writes: its share of the job's write rate, and enough space for a ref's first save."""
+        """Prepares a save before its first write: takes its share of the job's write rate, and checks the space for a ref's first save."""
         engine, size = self._engine, sum(source.size_bytes for source in captured.sources)
         meter.expect("hash", size)
         if engine.limit is not None:

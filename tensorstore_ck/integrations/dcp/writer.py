@@ -220,7 +220,7 @@ class Writer(StorageWriter):
     # --- the work -----------------------------------------------------------------------------------------------------
 
     def _gather(self, put: DcpSave, metadata: Metadata, results: list[list[WriteResult]]) -> Gathered:
-        """What the ranks have written, checked against DCP's metadata; warns of differing copies."""
+        """Collects the parts that the ranks have written, checked against DCP's metadata; warns of differing copies."""
         parts: dict[int, WriterReport] = {}
         values: dict[str, OpaqueItem] = {}
         tiny: list[Tiny] = []
@@ -277,7 +277,7 @@ class Writer(StorageWriter):
         saving.queued = save_queue(store).begin(make)
 
     def _stored(self, write: Callable[[DcpSave, PutMeter], T]) -> T:
-        """What `write` returns; if it raises, the save has failed."""
+        """Returns the result of `write`; if it raises, the save has failed."""
         put, queued = self._saving.save, self._saving.queued
         assert put is not None
         assert queued is not None

@@ -42,7 +42,7 @@ def require_supported(engine: Any) -> None:
 
 
 def _problem(engine: Any) -> str | None:
-    """What cannot be saved; None: everything can."""
+    """The reason why an engine cannot be saved; None: it can."""
     optimizer: Any = engine.optimizer
     if engine.has_moe_layers and has_other_experts(engine.module):
         return "experts outside deepspeed.moe.layer.MoE, such as those of AutoEP"

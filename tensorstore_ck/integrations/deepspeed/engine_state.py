@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "extra")
-"""Of an engine's shared state."""
+"""The parts of an engine's shared state."""
 
 
 class EngineState(SharedState):
@@ -127,7 +127,7 @@ class EngineState(SharedState):
     # --- restored ---------------------------------------------------------------------------------------------------------
 
     def target(self, stored: "LazySnapshot") -> State:
-        """What a snapshot is restored into: the engine's own memory, and new tensors for moments that it does not have yet."""
+        """The state to restore a snapshot into: the engine's own memory, and new tensors for moments that it does not have yet."""
         fragments = self._fragments()
         target = super().target(stored)
         if "model" in self._parts:
@@ -220,7 +220,7 @@ class EngineState(SharedState):
 
 
 class _Counters:
-    """What an engine counts."""
+    """The counters of an engine."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -252,7 +252,7 @@ def _is_whole_number(value: torch.Tensor) -> bool:
 
 
 def _own_options(group: State) -> Collection[str]:
-    """What belongs to the layout of ranks: the name of a group of experts is that of their process group."""
+    """The options that belong to the layout of ranks: the name of a group of experts is that of their process group."""
     return {"params", "name"} if group.get("moe") else {"params"}
 
 

@@ -37,7 +37,7 @@ class Fragment:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """The shape of the whole parameter."""
     start: int
     """Its first element in the flattened parameter."""
     weights: torch.Tensor
@@ -61,7 +61,7 @@ class Fragment:
         return isinstance(value, torch.Tensor) and self.flat is not None and value.shape == self.flat.shape and value.dim() > 0
 
     def piece(self, of: torch.Tensor) -> "torch.Tensor | FlatShard":
-        """What to save of these elements, and what to restore them into; `of`: the model's elements, or a tensor like `flat`."""
+        """The piece to save for these elements, and to restore them into; `of`: the model's elements, or a tensor like `flat`."""
         if of is not self.weights:
             of = of.detach().view(-1).narrow(0, self.offset, self.weights.numel())
         return of.view(self.shape) if self.is_whole else FlatShard(of, self.shape, self.start)

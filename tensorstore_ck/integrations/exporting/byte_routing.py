@@ -25,7 +25,7 @@ from tensorstore_ck.state.allocate import LeafForm, dtype_of, form_of, view_of
 from tensorstore_ck.state.byte_sources import CopySource
 
 WINDOW_BYTES: Final = 32 << 20
-"""Of one sharded tensor."""
+"""The bytes of one sharded tensor that are in memory at once."""
 BATCH_BYTES: Final = 64 << 20
 """Windows that are read together."""
 

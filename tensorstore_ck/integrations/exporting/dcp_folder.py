@@ -163,7 +163,7 @@ def _write_file(job: ExportJob, file: OutputFile, items: Sequence[tuple[int, _Te
 
 
 def _dropped(tree: Tree) -> Iterator[tuple[str, str]]:
-    """What DCP drops: empty dicts, and attributes of an OrderedDict."""
+    """The items that DCP drops: empty dicts, and attributes of an OrderedDict."""
     for container in _containers(tree):
         if container.node[0] in _DICTS and not container.children:
             yield container.path or ".", "an empty dict, which DCP drops"

@@ -35,7 +35,7 @@ VERSION: Final = "0.19.8"
 """The version of DeepSpeed whose files these are like."""
 _STEP: Final = "step"
 _EXPERTS: Final = "deepspeed_moe.experts."
-"""In the names of experts."""
+"""A part of the names of experts."""
 _OPEN_FILES: Final = 64
 _PER_FILE_BYTES: Final = 4096
 """For the disk space that is checked: a file without its tensors."""
@@ -173,7 +173,7 @@ def _model_states(
 
 
 def _optimizer_state(groups: list[dict[str, Any]], parameters: list[_Parameter]) -> dict[str, Any]:
-    """What ZeRO 1 and 2 take from ``param_groups``, and ZeRO 3 from ``optimizer_state_dict``."""
+    """The state that ZeRO 1 and 2 take from ``param_groups``, and ZeRO 3 from ``optimizer_state_dict``."""
     step = {parameter.name: parameter.step for parameter in parameters}
     options = [{**group, "params": [number]} for number, group in enumerate(groups)]
     states = {number: {_STEP: step[group["params"][0]]} for number, group in enumerate(groups) if group["params"]}

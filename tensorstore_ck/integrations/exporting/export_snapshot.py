@@ -46,7 +46,7 @@ class ExportedFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was written. Every byte was read back and compared, and is durable."""
+    """The files that an export wrote. Every byte was read back and compared, and is durable."""
 
     format: str
     path: str
@@ -62,7 +62,7 @@ class ExportReport:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         return sum(file.size_bytes for file in self.files)
 
 
@@ -143,7 +143,7 @@ def export_snapshot(
 
 
 def _first_rank_state(store: ReadOnlyStore, root: str) -> Any:
-    """What the first rank saved as its own; an empty dict if there is none."""
+    """The state that the first rank saved as its own; an empty dict if there is none."""
     try:
         return store.rank_state(root, 0)
     except NotFoundError:

@@ -80,7 +80,7 @@ def without_model_files(tree: Tree) -> Tree:
 
 
 def weights_globs(tree: Tree) -> list[str] | None:
-    """What to select if the user does not say: the dict that trainers put weights into. None: everything.
+    """The selection if the user gives none: the dict that trainers put weights into. None: everything.
 
     Raises:
         MismatchError: several dicts may be that.

@@ -28,7 +28,7 @@ class StorageGap(NamedTuple):
 
     @property
     def region(self) -> range:
-        """In the file."""
+        """Its bytes in the file."""
         return range(self.offset, self.offset + self.storage.nbytes())
 
 

@@ -1,4 +1,4 @@
-"""What ``train(resume_from_checkpoint=...)`` means: a snapshot of the store, a folder that transformers wrote, or the beginning."""
+"""The meaning of ``train(resume_from_checkpoint=...)``: a snapshot of the store, a folder that transformers wrote, or the beginning."""
 
 import os
 from pathlib import Path

@@ -120,7 +120,7 @@ class SnapshotMixin(ExceptionSaveMixin):
 
     @property
     def _base(self) -> AdapterBase:
-        """Of the present model, which transformers may make itself."""
+        """The base of the present model, which transformers may make itself."""
         if self._known_base is None or self._known_base.model is not self._native.model:
             self._known_base = AdapterBase(self._native.model)
         return self._known_base

@@ -1,4 +1,4 @@
-"""What transformers keeps in memory only, or in a checkpoint folder's small files, and a resume needs.
+"""The values that a resume needs, and that transformers keeps in memory only, or in a checkpoint folder's small files.
 
 transformers does not save the losses since the last log: the first loss that it logs after a resume is of fewer steps.
 """
@@ -42,7 +42,7 @@ def restore(trainer: NativeTrainer, values: dict[str, Any]) -> None:
 
 
 def target() -> dict[str, Any]:
-    """What `capture` returned is restored into a dict with these keys."""
+    """A dict with the keys that `capture` returned, to restore them into."""
     return dict.fromkeys((STATE, TRAINER_LOSS, TRAINER_LOGGED))
 
 

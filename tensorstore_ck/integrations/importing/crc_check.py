@@ -30,9 +30,9 @@ class ExpectedCrc(NamedTuple):
     size: int
     checksum: int
     path: str
-    """Of the file, for the message."""
+    """The path of the file, for the message."""
     start: int
-    """In the file."""
+    """The position in the file."""
 
     def compare(self, checksum: int) -> None:
         """Raises CorruptObjectError if the sum differs."""
@@ -134,7 +134,7 @@ def _power(size: int) -> int:
 
 
 def _product(one: int, other: int) -> int:
-    """Of two polynomials over GF(2), modulo the CRC's; the highest bit is the lowest power."""
+    """The product of two polynomials over GF(2), modulo the CRC's; the highest bit is the lowest power."""
     product, bit = 0, 1 << 31
     while bit:
         if one & bit:

@@ -50,9 +50,9 @@ _ENUMS: Final = (
 )
 """Their members are not needed."""
 MAX_PIECES: Final = 1 << 16
-"""Of one tensor: each is compared with the others."""
+"""The most pieces of one tensor: each is compared with the others."""
 MAX_PADDING: Final = 10_000_000
-"""Of all lists together: a path in the metadata can have any position."""
+"""The most padding of all lists together: a path in the metadata can have any position."""
 
 
 class _Fields:

@@ -45,7 +45,7 @@ class ImportedStep:
     path: str
     snapshot: Snapshot
     was_there: bool
-    """It was already on the branch, with the same content."""
+    """Whether it was on the branch before, with the same content."""
 
 
 @renamed_argument(leave_out="exclude")
@@ -105,7 +105,7 @@ def import_history(
 def inspect_history(
     paths: Paths, *, step_from: str, metrics: Mapping[str, str | float] | None = None, exclude: Sequence[str] = ()
 ) -> tuple[PlannedImport, ...]:
-    """What `import_history` would import, in order, with the same errors; reads no tensors."""
+    """Returns what `import_history` would import, in order, with the same errors; reads no tensors."""
     _check_arguments(step_from, metrics)
     origins = _expanded(paths)
     step_of = _steps_of_names(origins) if step_from == "name" else {}

@@ -12,7 +12,7 @@ from tensorstore_ck.integrations.importing.malformed import MalformedError
 from tensorstore_ck.integrations.importing.placeholders import Unstorable
 
 MAX_KEY_DEPTH: Final = 8
-"""Of nested tuples, whose hash recurses."""
+"""The depth of nested tuples, whose hash recurses."""
 MAX_KEY_ITEMS: Final = 4096
 """Items in a key. A nested tuple counts each time it occurs."""
 

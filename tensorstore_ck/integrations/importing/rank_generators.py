@@ -10,7 +10,7 @@ from tensorstore_ck.integrations.importing.malformed import MalformedError, prin
 from tensorstore_ck.integrations.importing.resolve_placeholders import finished
 
 _WORDS: Final = 624
-"""Of a Mersenne Twister."""
+"""The words of a Mersenne Twister's state."""
 
 
 class GeneratorKeys(NamedTuple):

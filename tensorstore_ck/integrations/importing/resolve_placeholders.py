@@ -24,7 +24,7 @@ FREE_ITEMS: Final = 1 << 17
 ITEMS_PER_BYTE: Final = 16
 """Additional items per byte of the pickles; a shared list counts each time."""
 BYTES_PER_ITEM: Final = 16
-"""Of text and bytes: one more item for each 16 bytes."""
+"""Text and bytes count as one more item for each 16 bytes."""
 
 _MAPPINGS: Final = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES: Final = (list, tuple)

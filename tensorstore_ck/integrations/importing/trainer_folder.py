@@ -17,12 +17,12 @@ STATE: Final = "trainer_state.json"
 ARGUMENTS: Final = "training_args.bin"
 SKIPPED_ARGUMENTS: Final = "the TrainingArguments, a pickled object; nothing in a checkpoint is run"
 POINTER: Final = "snapshot.json"
-"""In the folders that tensorstore_ck.hf.Trainer writes, which have no weights."""
+"""A file in the folders that tensorstore_ck.hf.Trainer writes, which have no weights."""
 _CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")
 
 
 class TrainerValues(NamedTuple):
-    """What its JSON says."""
+    """The values in its JSON."""
 
     state: dict[str, Any]
     step: int

@@ -65,7 +65,7 @@ def attach(
 
 
 class FabricSnapshots:
-    """What a Strategy of Fabric calls in place of its own methods."""
+    """The methods that a Strategy of Fabric calls in place of its own."""
 
     def __init__(self, strategy: Any, store: Store, ref: str, step: str | None, keep: Mapping[str, object] | None) -> None:
         self._strategy, self._store, self._ref, self._step, self._keep = strategy, store, ref, step, keep
@@ -191,7 +191,7 @@ def _fill(state: State, checkpoint: State, *, strict: bool, into: State | None =
 
 
 def _checkpoint(stored: StoredTraining) -> State:
-    """What Fabric would have read from a file."""
+    """The dict that Fabric would have read from a file."""
     optimizers = {name: numbered(states) for name, states in stored.shared.get("optimizer", {}).items()}
     modules = {name: {**weights, **stored.buffers.get(name, {})} for name, weights in stored.shared.get("model", {}).items()}
     return {**modules, **optimizers, **stored.rank_values}

@@ -1,4 +1,4 @@
-"""What a snapshot has of a Trainer, and the checkpoint dict that Lightning loads from it.
+"""The state of a Trainer in a snapshot, and the checkpoint dict that Lightning loads from it.
 
 Weights and optimizers are stored by parameter name, as by every adapter, so that another strategy can restore them. What else Lightning
 dumps is each rank's own, and so is what it loses: positions of loaders and logged values. Generators are part of every `TrainingState`.

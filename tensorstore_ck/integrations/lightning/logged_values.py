@@ -15,7 +15,7 @@ STATES: Final = ("value", "cumulated_batch_size", "_forward_cache", "has_reset",
 
 
 def capture(trainer: Any) -> State:
-    """What `restore` needs."""
+    """The state that `restore` needs."""
     connector = trainer._logger_connector
     return {
         "newest": {name: dict(getattr(connector, name)) for name in NEWEST},

@@ -190,7 +190,7 @@ class SnapshotMixin:
             self._checkpointer.note_resumed(self._resume.loaded)
 
     def _policy(self) -> Mapping[str, object] | None:
-        """What `save_top_k` means for the ref."""
+        """The policy of the ref that does what `save_top_k` says."""
         native = self._native
         if self._keep is not None or native.save_top_k == -1 or (native.save_top_k == 0 and not native.save_last):
             return self._keep

@@ -55,7 +55,7 @@ class OpenedStore:
 
 
 class SnapshotResume:
-    """Of one callback: from its store and ref."""
+    """The resume of one callback, from its store and ref."""
 
     def __init__(self, store: "OpenedStore", ref: str) -> None:
         self._opened, self._ref = store, ref
@@ -128,7 +128,7 @@ class SnapshotResume:
             raise
 
     def _load_from(self, trainer: Any, address: str) -> State:
-        """Of a branch: of its newest intact snapshot, on all ranks the same."""
+        """The state at an address. A branch means its newest intact snapshot, the same on all ranks."""
         search = ResumeSearch(
             self._store,
             address,

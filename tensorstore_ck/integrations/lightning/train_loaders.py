@@ -127,7 +127,7 @@ class LoaderPosition:
         return begun
 
     def _generators(self) -> State:
-        """Of the process, and those that the loader and its samplers hold."""
+        """The states of the process's generators, and of those that the loader and its samplers hold."""
         return {"process": rng.get_process_states(), "own": [rng.get_state(generator) for generator in self._own_generators()]}
 
     def _set_generators(self, states: State) -> None:
@@ -182,7 +182,7 @@ class TrainLoaders:
 
     @classmethod
     def of(cls, trainer: Any) -> "TrainLoaders":
-        """Those of this Trainer."""
+        """The loaders of this Trainer."""
         loaders: TrainLoaders | None = getattr(trainer.strategy, LOADERS, None)
         if loaders is None:
             loaders = cls(trainer)

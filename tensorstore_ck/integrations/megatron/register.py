@@ -21,12 +21,12 @@ else:
 
 
 class Strategies(NamedTuple):
-    """What `register` has added; `close`, or the end of a with statement, waits for saves and closes the store."""
+    """The strategies that `register` has added; `close`, or the end of a with statement, waits for saves and closes the store."""
 
     save: SaveStrategy
     """For ``dist_checkpointing.save(..., sharded_strategy=)``; in Megatron-core 0.16 ``("tsck", 1)`` means the same."""
     load: LoadStrategy
-    """What ``dist_checkpointing.load`` takes for a folder that `save` wrote."""
+    """The strategy that ``dist_checkpointing.load`` takes for a folder that `save` wrote."""
     store: Store
     ref: str
 

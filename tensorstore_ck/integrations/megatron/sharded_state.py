@@ -14,7 +14,7 @@ from tensorstore_ck.state import Box, Boxes
 
 
 def state_of(sharded_state_dict: Any) -> dict[str, Any]:
-    """What this rank stores of a sharded state dict, not copied.
+    """The state that this rank stores of a sharded state dict, not copied.
 
     Raises:
         UnsupportedValueError: two different things have one key, or a key means something else here.

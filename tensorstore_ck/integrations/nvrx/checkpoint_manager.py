@@ -22,7 +22,7 @@ from tensorstore_ck.integrations.trainer.versions import Package, changed_functi
 
 PACKAGE: Final = Package("NVRx", "nvidia-resiliency-ext", (0, 4), (0, 8), "nvidia-resiliency-ext>=0.4.1,<=0.7.0")
 ABSTRACT: Final = frozenset({"_cleanup", "_cleanup_failed_save", "_load", "_my_ckpt_ids", "_save"})
-"""What a manager must define."""
+"""The methods that a manager must define."""
 USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (BaseCheckpointManager, ("session_id", "repl_strategy")),
     (BaseCheckpointManager.find_latest, ("self",)),
@@ -56,7 +56,7 @@ class LocalCheckpointUnavailableError(NotFoundError, CheckpointingException):  #
 
 
 class LocalCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
-    """In place of NVRx's `LocalCheckpointManager`, with its arguments; `save`, `find_latest` and `load` keep their meaning::
+    """Replaces NVRx's `LocalCheckpointManager`, with its arguments; `save`, `find_latest` and `load` keep their meaning::
 
         manager = tsck.nvrx.LocalCheckpointManager("/nvme/local", repl_strategy=LazyCliqueReplicationStrategy(8, 2))
 
@@ -132,7 +132,7 @@ class LocalCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return self.repl_strategy.retrieve_execute(plan, held)[wanted], wanted
 
     def _read(self, wanted: CkptID) -> tuple[dict[CkptID, TensorAwareStateDict], ExchangePlan | None, tuple[bool, str] | None]:
-        """What this rank needs of its store, for itself or to send it; the plan of the exchange; whether it is damaged, and the reason."""
+        """The parts of its store that this rank needs, or sends; the plan of the exchange; whether it is damaged, and the reason."""
         plan: ExchangePlan | None = None
         try:
             if self.repl_strategy is not None:

@@ -1,4 +1,4 @@
-"""What the catalog knows of each store and branch. What has not changed since the last reading is not read again."""
+"""The catalog's facts on each store and branch. Reads again only what has changed since the last reading."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What the exporter knows -> metrics. A scrape reads nothing: neither a store nor the catalog."""
+"""The exporter's facts -> metrics. A scrape reads nothing: neither a store nor the catalog."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -25,7 +25,7 @@ class Measured:
     by_state: Mapping[str, int]
     unreferenced_bytes: int
     freeable_bytes: int
-    """What gc frees now."""
+    """The bytes that gc frees now."""
     time_ns: int
     seconds: float
 

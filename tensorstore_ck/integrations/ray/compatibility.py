@@ -39,7 +39,7 @@ def num_to_keep() -> int | None:
 
 
 def reported_checkpoints() -> list[Any]:
-    """What Ray keeps, without waiting for the newest reports. Raises `MissingExtraError` if an alpha name is not what it was."""
+    """The checkpoints that Ray keeps, without waiting for the newest reports. Raises `MissingExtraError` if an alpha name has changed."""
     try:
         from ray.train import CheckpointConsistencyMode, get_all_reported_checkpoints  # noqa: PLC0415 - alpha names
     except ImportError as exc:

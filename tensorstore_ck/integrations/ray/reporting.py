@@ -37,7 +37,7 @@ DROPPED: Final = 4
 
 
 def report(metrics: Mapping[str, Any], state: object, *, store: Store, ref: str, step: int, **options: Any) -> Snapshot:
-    """In place of `ray.train.report`, on all workers: saves a snapshot of `state`, and reports a checkpoint that names it.
+    """Replaces `ray.train.report`, on all workers: saves a snapshot of `state`, and reports a checkpoint that names it.
 
     With `CheckpointConfig.num_to_keep`, the snapshots of all checkpoints that Ray has are pinned, and unpinned at a report after Ray has
     deleted them; a ref without a policy gets one that drops snapshots without a pin. gc frees them while the run continues.

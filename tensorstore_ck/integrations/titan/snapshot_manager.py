@@ -33,7 +33,7 @@ from tensorstore_ck.training.state_sides import PARTS
 IN_STORE: Final = "tsck://"
 """`initial_load_path` of a snapshot in the store: ``tsck://runs/base@1000``."""
 _NOTE: Final = "torchtitan"
-"""In a snapshot's metadata: what it holds."""
+"""The key of a snapshot's metadata under which its kind is: weights only, or all."""
 _WEIGHTS_ONLY: Final = {"weights_only": True}
 
 
@@ -257,7 +257,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
         return step, is_weights_only
 
     def _ask(self, title: str, look: Callable[[], Any]) -> Any:
-        """What the first rank sees."""
+        """The first rank's result of `look`."""
         return json.loads(ask_first_rank(self._store, self._group, title, lambda: json.dumps(look()).encode()))
 
     def _restore(self, address: str, *, weights_only: bool) -> None:
@@ -277,7 +277,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             loader.generator, self._lent = torch.Generator(), loader
 
     def _load_initial(self, step: int) -> bool:
-        """What torchtitan loads while it has no checkpoint; or a snapshot of another run."""
+        """Loads what torchtitan loads while it has no checkpoint, or a snapshot of another run."""
         path = self.initial_load_path
         if step != -1 or not (path and path.startswith(IN_STORE)):
             loaded: bool = super()._load(step)

@@ -56,7 +56,7 @@ class ClosedManagerError(InvalidOptionError, RuntimeError):
 
 
 class CheckpointManager:
-    """In place of `torch_checkpointing.CheckpointManager`::
+    """Replaces `torch_checkpointing.CheckpointManager`::
 
         manager = tsck.CheckpointManager(store="./ckpt", ref="runs/gpt")
         manager.load("step_1000", into={"model": model.state_dict(), "step": 0})
@@ -155,7 +155,7 @@ class CheckpointManager:
         return future_of(self._pending)
 
     def _sides(self, checkpoint_id: str, checkpoint: Mapping[str, Any], group: "ProcessGroup | None") -> tuple[Any, Any, int | None]:
-        """What all ranks have in common, and this rank's own; a failure here is raised on all ranks. With the step."""
+        """The items that all ranks have in common, and this rank's own, with the step. A failure here is raised on all ranks."""
 
         def step() -> int | None:
             number, head = _NUMBER.search(checkpoint_id), self._store.branches().get(self._ref)
@@ -263,7 +263,7 @@ class CheckpointManager:
         return str(self._note(root).get("id", root))
 
     def _begin_load(self, into: Mapping[str, Any] | None, map_location: object) -> Mapping[str, Any]:
-        """What to load into, once the previous save has ended."""
+        """The target of a load, once the previous save has ended."""
         self._require_open("load")
         self._finish_pending()
         if not (map_location is None or isinstance(map_location, str | torch.device)):

@@ -31,7 +31,7 @@ class ItemSpecs(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> "ItemSpecs":
-        """What a `Config` says; None: its defaults.
+        """The specs in a `Config`; None: its defaults.
 
         Raises:
             InvalidOptionError: it is no `Config`, or has an option that a store cannot honour.

@@ -135,7 +135,7 @@ def without(value: Any, paths: Collection[Path]) -> Any:
 
 
 def put_back(target: Any, restored: Any, own: Mapping[Path, Any], path: Path = ()) -> Any:
-    """What a load returns: `target`, which is at `path`, filled; or everything if it is None.
+    """The result of a load: `target`, which is at `path`, filled; or everything if it is None.
 
     `restored` is what `without` left of it, restored. `own`: the wanted leaves of this rank below `path`, by their paths from there. Raises
     `MismatchError` if a leaf does not fit the target.

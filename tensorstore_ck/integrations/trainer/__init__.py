@@ -1,4 +1,4 @@
-"""What the adapters of trainers have in common; each trainer's folder says what that trainer is like.
+"""The common parts of the adapters of trainers; each trainer's folder says what that trainer is like.
 
 versions.py             which versions of a trainer's package are supported, and whether the names that are used are as they were
 attach.py               makes an object of a trainer save into a store

@@ -33,7 +33,7 @@ class _Unfinished(NamedTuple):
 
 
 class NamedSaves:
-    """Of one run, in the process that writes its files."""
+    """The saves of one run, in the process that writes its files."""
 
     def __init__(self, files: PointerFiles = FOLDERS) -> None:
         self._files = files

@@ -41,7 +41,7 @@ def _dataset_loader(loader: Any) -> Any:
 
 
 def _generators(loader: Any) -> Iterator[torch.Generator]:
-    """Those of the loader and its samplers."""
+    """The generators of the loader and its samplers."""
     generator = getattr(loader, "generator", None)
     if isinstance(generator, torch.Generator):
         yield generator

@@ -23,7 +23,7 @@ MAX_BYTES: Final = 1 << 16
 
 
 class SnapshotPointer(NamedTuple):
-    """What a pointer file names."""
+    """The snapshot that a pointer file names."""
 
     store: str
     """URL, without credentials."""
@@ -38,7 +38,7 @@ class SnapshotPointer(NamedTuple):
 
     @classmethod
     def decode(cls, text: str | bytes, path: str) -> "SnapshotPointer":
-        """What the text of the file at `path` names. Raises `InputError` if it names no snapshot."""
+        """The snapshot that the text of the file at `path` names. Raises `InputError` if it names none."""
         try:
             fields = json.loads(text)
             return cls(str(fields["store"]), str(fields["address"]), str(fields.get("run", "")))
@@ -97,7 +97,7 @@ POINTER: Final = "snapshot.json"
 
 
 def read_pointer(folder: str | os.PathLike[str]) -> SnapshotPointer | None:
-    """What a folder names; None if the trainer wrote it. Raises `InputError` if the file cannot be read."""
+    """The snapshot that a folder names; None if the trainer wrote the folder. Raises `InputError` if the file cannot be read."""
     path = Path(folder) / POINTER
     try:
         return SnapshotPointer.decode(path.read_bytes(), str(path))

@@ -64,7 +64,7 @@ def new_checkpointer(
 
 
 def published_or_newest(store: Store, given: str | bool | None, ref: str, group: "ProcessGroup | None") -> str | bool | None:
-    """What a trainer was given to resume from; True, the newest snapshot, for a folder that a kill left before its save was published.
+    """Returns `given`, or True, which means the newest snapshot, for a folder that a kill left before its save was published.
 
     Only if the newest is of an earlier step: else the folder is of a part of the run that was trained again.
     """

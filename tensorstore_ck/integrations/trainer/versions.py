@@ -17,16 +17,16 @@ class Package(NamedTuple):
     title: str
     """For messages."""
     name: str
-    """What pip installs, with extras."""
+    """The name for pip, with extras."""
     lowest: Version
     above: Version
     """The first version that is not supported."""
     tested: str = ""
-    """What pip installs to get the version with which the adapter was tested."""
+    """The requirement for pip of the version with which the adapter was tested."""
 
     @property
     def requirement(self) -> str:
-        """What pip installs to get a supported version."""
+        """The requirement for pip of a supported version."""
         (major, minor), (above, above_minor) = self.lowest, self.above
         return f"{self.name}>={major}.{minor},<{above}" + (f".{above_minor}" if above_minor else "")
 

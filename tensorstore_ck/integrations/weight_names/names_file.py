@@ -55,7 +55,7 @@ class Pattern(NamedTuple):
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """In their order."""
+        """The variables in their order."""
         return tuple(dict.fromkeys(filter(_is_variable, self.text.split("."))))
 
 

@@ -11,7 +11,7 @@ from tensorstore_ck.log import BranchMove
 
 
 class BranchPlan(NamedTuple):
-    """What a branch of the target lacks."""
+    """The snapshots that a branch of the target lacks."""
 
     name: str
     head: Digest | None

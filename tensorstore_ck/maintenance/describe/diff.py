@@ -67,9 +67,9 @@ class SnapshotDiff:
     unchanged_tensors: int
     unchanged_values: int
     changed_bytes: int
-    """Of all tensors that were added or changed."""
+    """The changed bytes of all tensors that were added or changed."""
     tensor_bytes: int
-    """Of all tensors of the new snapshot."""
+    """The size of all tensors of the new snapshot."""
     layout_changed: bool
     """Names, dtypes, shapes, order, containers or ``requires_grad`` differ."""
 

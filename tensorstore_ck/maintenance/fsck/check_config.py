@@ -24,7 +24,7 @@ _UUID: Final = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class FoundConfig(NamedTuple):
-    """What store.json should contain."""
+    """The content that store.json should have."""
 
     config: StoreConfig
     is_sure: bool
@@ -55,7 +55,7 @@ def confirmed(backend: Backend, data: bytes, config: StoreConfig) -> StoreConfig
 
 
 def find_config(backend: Backend, other: StoreConfig | None, *, is_writable: bool) -> FoundConfig:
-    """What a damaged store.json should contain; `other` is the configuration of a possible copy of this store.
+    """The content that a damaged store.json should have; `other` is the configuration of a possible copy of this store.
 
     `is_writable`: a probe may be written, to find out whether the backend creates exclusively. Raises `NotAStoreError` if there is none.
     """
@@ -87,7 +87,7 @@ class ConfigProblem(NamedTuple):
     is_repairable: bool
     """From this store alone."""
     is_kept: bool = False
-    """It may still be right, and is never overwritten."""
+    """Whether it may still be right; then it is never overwritten."""
 
 
 def config_problem(engine: Engine) -> ConfigProblem | None:

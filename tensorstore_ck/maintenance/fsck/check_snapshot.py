@@ -255,7 +255,7 @@ def _not_in_footer(footer: Footer, extents: Extents, ids: npt.NDArray[np.uint8])
 
 
 def _unreachable(packs: Packs, pack: Ulid, extents: Extents, ids: npt.NDArray[np.uint8], *, read_data: bool) -> npt.NDArray[np.bool_]:
-    """In a pack without a usable footer: blocks beyond its end; with `read_data`, also damaged ones."""
+    """The blocks beyond the end of a pack without a usable footer; with `read_data`, also damaged ones."""
     listed = packs.listed.get(pack)
     if listed is None:
         return np.ones(len(extents), np.bool_)

@@ -110,7 +110,7 @@ class Fsck:
         self._lock = threading.Lock()
         self._done_bytes = self._total_bytes = 0
         self.needed: set[ObjectKey] = set()
-        """What the snapshots need, as far as they could be read."""
+        """The objects that the snapshots need, as far as they could be read."""
         self._broken: list[str] = []
         """Missing or damaged log entries."""
         self._rebuilt: dict[Ulid, bytes | None] = {}

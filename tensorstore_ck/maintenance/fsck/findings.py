@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class FsckReport:
-    """What fsck checked and found."""
+    """The checks and findings of fsck."""
 
     findings: tuple[Finding, ...]
     """Errors first."""
@@ -68,7 +68,7 @@ class FsckReport:
     out_of_time: bool = False
     """Whether time ran out before all chosen data was read."""
     freeable: Freeable | None = None
-    """What gc can free, if something unreferenced was found and gc can run."""
+    """The objects that gc can free, if something unreferenced was found and gc can run."""
     not_recorded: str = ""
     """Why the log does not say that this check took place; empty if it does, or should not."""
 
@@ -168,7 +168,7 @@ class Findings:
             return any(name == object_name for name, _ in self._found)
 
     def also_damaged(self) -> str:
-        """What was found damaged, to add to the message of an error that ends the check; empty if nothing was."""
+        """The damaged objects, to add to the message of an error that ends the check; empty if there are none."""
         errors = [f"{finding.object}: {finding.message}" for finding in self.all() if finding.severity == "error"]
         return f"; also damaged: {'; '.join(errors[:MAX_HITS])}" if errors else ""
 

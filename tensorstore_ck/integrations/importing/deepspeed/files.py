@@ -32,11 +32,11 @@ MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_
 OPTIMIZER: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 LAYER: Final = re.compile(r"layer_(\d{2,6})-model_states\.pt")
 _OF_SLICES: Final = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
-"""Of a pipeline with tensor parallelism."""
+"""Files of a pipeline with tensor parallelism."""
 _OF_OLD_EXPERTS: Final = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
-"""Of versions of DeepSpeed that knew one layer of experts."""
+"""Files of versions of DeepSpeed that knew one layer of experts."""
 _EQUAL: Final = ("global_steps", "skipped_steps", "dp_world_size", "ds_version")
-"""What the files of all ranks must say alike."""
+"""Keys that are equal in the files of all ranks."""
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -49,15 +49,15 @@ class DeepSpeedFiles:
     models: list[dict[str, Any]]
     """With ZeRO 3 of each rank; else one."""
     optimizers: list[dict[str, Any]]
-    """Of each rank; none without ZeRO, and in a universal checkpoint."""
+    """The optimizer of each rank; none without ZeRO, and in a universal checkpoint."""
     is_universal: bool
     experts: Experts = field(default_factory=Experts)
     expert_optimizers: list[dict[str, Any]] = field(default_factory=list)
     """Without ZeRO: of each rank that has other experts."""
     layers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Of a pipeline: by number, and the names in them."""
+    """The layers of a pipeline: by number, and the names in them."""
     stages: "list[DeepSpeedFiles]" = field(default_factory=list)
-    """Of a pipeline: each with its own model and optimizers."""
+    """The stages of a pipeline: each with its own model and optimizers."""
     unknown: dict[str, str] = field(default_factory=dict)
     """Names in the pickles that are not allowed -> the file."""
     skipped: tuple[tuple[str, str], ...] = ()

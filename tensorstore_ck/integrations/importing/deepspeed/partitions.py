@@ -34,7 +34,7 @@ from tensorstore_ck.training.optimizers import is_same, named_groups
 _STAGE_3: Final = "fp32_flat_groups"
 """The key of masters in files of ZeRO 3."""
 _MAX_DEPTH: Final = 3
-"""Of an optimizer's options: groups, options, pairs such as ``betas``."""
+"""The depth of an optimizer's options: groups, options, pairs such as ``betas``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +177,9 @@ class _Place(NamedTuple):
     name: str
     rank: int
     start: int
-    """In the parameter."""
+    """The position in the parameter."""
     offset: int
-    """In the flat tensor."""
+    """The position in the flat tensor."""
     size: int
 
 

@@ -128,7 +128,7 @@ class _Folder:
         self._skipped: dict[str, str] = {}
 
     def load(self, name: str) -> Any:
-        """What torch.save put into a file."""
+        """The value that torch.save wrote into a file."""
         self.taken.add(name)
         return load_file(self._files, self._folder, name, self._known, self._unknown)
 

@@ -26,7 +26,7 @@ from tensorstore_ck.state.sourced_tensor import ElementRun
 _FP32: Final = "fp32.pt"
 _STEP: Final = "step"
 _KEYS: Final = {"param", "cat_dim"}
-"""In a file of a parameter that is whole."""
+"""The keys in a file of a whole parameter."""
 
 
 class UniversalReader:
