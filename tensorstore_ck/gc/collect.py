@@ -16,8 +16,9 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import GcRefusedError, NoSpaceError, StoreError, UnsafeBackendError
 from tensorstore_ck.gc.compact import SparsePack, commit_relocations, compact, live_bytes
 from tensorstore_ck.gc.free_objects import DELETE_BATCH, OBJECTS_AN_ENTRY, changed_log, condemn, delete, truncate_tombstones
+from tensorstore_ck.gc.live_set import LiveSet
 from tensorstore_ck.gc.options import GcOptions
-from tensorstore_ck.gc.plan import GcPlan, Planner, written_bytes
+from tensorstore_ck.gc.plan import GcPlan, Planner, simulate, written_bytes
 from tensorstore_ck.gc.report import GcReport, GoneSnapshot, Progress, ProgressSum, RewrittenPack, ignore_progress
 from tensorstore_ck.log import FOLDERS, ObjectKey, Objects, Op, RefTable
 
@@ -51,6 +52,8 @@ class _Gc:
         self._progress = progress
         self._planner = Planner(engine, options, progress)
         self._notes = self._planner.notes
+        self._accepted: set[tuple[object, ...]] = set()
+        """The planned ends of undo windows and pins."""
         self._deleted: set[ObjectKey] = set()
 
     def run(self) -> GcReport:
@@ -70,6 +73,7 @@ class _Gc:
         if refusal is not None:
             raise refusal
         self._engine.placed.require_owner()
+        self._accepted = {tuple(op.fields.values()) for op in plan.ending}
         self._delete(plan.listed)  # frees what earlier runs swept: on a full disk, the entries of this run need the space
         self._condemn(plan)
         self._delete(plan.listed)
@@ -148,24 +152,29 @@ class _Gc:
         Writes one entry on a full disk. Elsewhere each step is an entry: if one is lost, salvage still learns from the others what was
         freed.
         """
-        accepted = {tuple(op.fields.values()) for op in plan.ending}
-
-        def ending(view: RefTable) -> list[Op]:
-            return [op for op in self._planner.ending(view) if tuple(op.fields.values()) in accepted] if accepted else []
-
         space = self._engine.backend.space()
         is_full = space is not None and space.free_bytes < SPARE_BYTES
-        if len(accepted) > (ENDINGS_AN_ENTRY if is_full else 0):
-            while len(self._engine.log.append(lambda view: ending(view)[:ENDINGS_AN_ENTRY]).ops) == ENDINGS_AN_ENTRY:
+        if len(self._accepted) > (ENDINGS_AN_ENTRY if is_full else 0):
+            while len(self._engine.log.append(lambda view: self._ending(view)[:ENDINGS_AN_ENTRY]).ops) == ENDINGS_AN_ENTRY:
                 pass
         condemn(
             self._engine,
             self._planner.live,
             plan.garbage,
-            ending=ending,
+            ending=self._ending,
             due=self._due if is_full and not self._options.grace_seconds else None,
         )
         self._sweep()
+
+    def _ending(self, view: RefTable) -> list[Op]:
+        """The planned ends of undo windows and pins that are still to come."""
+        return [op for op in self._planner.ending(view) if tuple(op.fields.values()) in self._accepted] if self._accepted else []
+
+    def _live_at(self, view: RefTable) -> LiveSet:
+        """What is needed at `view`, as if what is planned to end had ended."""
+        ending = self._ending(view)
+        self._planner.live.update(simulate(view, ending) if ending else view)
+        return self._planner.live
 
     def _compact(self, packs: Sequence[SparsePack]) -> tuple[list[SparsePack], int]:
         """Copies the live entries of packs, each within its own location; returns the packs that were replaced, and the bytes written.
@@ -205,7 +214,8 @@ class _Gc:
         return packs[: sum(written_bytes(packs[:count]) <= free_bytes for count in range(1, len(packs) + 1))]
 
     def _due(self, view: RefTable) -> list[ObjectKey]:
-        return [key for key, state in view.objects() if not state.swept and self._planner.is_due(state.n)]
+        live = self._live_at(view)  # others may have condemned what is needed
+        return [key for key, state in view.objects() if not state.swept and self._planner.is_due(state.n) and not live.needs(key)]
 
     def _sweep(self) -> None:
         left = True
@@ -220,10 +230,11 @@ class _Gc:
             self._engine.log.append(build)
 
     def _delete(self, keys: Iterable[ObjectKey]) -> None:
-        """Deletes the objects among `keys` that this run or another one has swept."""
+        """Deletes the objects among `keys` that the log calls swept, and that nothing needs: a sweep alone proves nothing."""
         view = self._engine.log.view()
+        live = self._live_at(view)
         states = ((key, view.object_state(key)) for key in keys if key not in self._deleted)
-        dead = sorted(key for key, state in states if state is not None and state.swept)
+        dead = sorted(key for key, state in states if state is not None and state.swept and not live.needs(key))
         _logger.debug("delete %s", ", ".join(key.name for key in dead) or "nothing")
         delete(self._engine, dead, ProgressSum(self._progress, "deleting objects", len(dead)).add)
         self._deleted.update(dead)

@@ -23,6 +23,7 @@ from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
 from tensorstore_ck.gc.live_set import LiveSet, RootNeeds
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.pack_counts import PackCounts
+from tensorstore_ck.gc.released import Released, Releases
 from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, forget_command, gc_command, ignore_progress, iso_time, unpin_command
 from tensorstore_ck.gc.writers import WriterRecords
 from tensorstore_ck.log import FOLDERS, ChildRecord, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold, without_named_parent
@@ -93,6 +94,7 @@ class Planner:
         self._levels: list[_Level] = []
         self._listed: dict[ObjectKey, ListedObject] = {}
         self._due: dict[int, int] = {}
+        self._releases = Releases(engine, options.undo_window_seconds, self._now_ns)
         self.live = LiveSet(engine, {})
         self.anchor = 0
         """The entry that `live` was marked at."""
@@ -103,13 +105,15 @@ class Planner:
         """The plan at the newest head. Raises `UnreadableError` if a held snapshot cannot be read, so what it needs is unknown."""
         self._engine.log.sync()  # an unreadable log is reported before all else
         self._listed = list_objects(self._engine.backend)
+        self._releases = Releases(self._engine, self._options.undo_window_seconds, self._now_ns, self._listed.keys())
         at_newest(self._engine.log, self._mark)
         return self._plan()
 
     def ending(self, view: RefTable) -> list[Op]:
         """Ends the undo windows and pins that ran out by this host's clock; other hosts follow the log entry."""
-        windows = [window for window in view.windows() if not self._is_younger(window.time_ns, self._options.undo_window_seconds)]
-        pins = [pin for pin in view.pins() if pin.expires_ns is not None and pin.expires_ns <= self._now_ns]
+        seconds, is_over = self._options.undo_window_seconds, self._releases.is_over
+        windows = [window for window in view.windows() if not self._is_younger(window.time_ns, seconds) and is_over(window.n)]
+        pins = [pin for pin in view.pins() if pin.expires_ns is not None and pin.expires_ns <= self._now_ns and is_over(pin.n)]
         return [*(Op.purge(window.n, window.name) for window in windows), *(Op.unpin(pin.ulid, pin.owner, view) for pin in pins)]
 
     def is_due(self, n: int) -> bool:
@@ -140,11 +144,14 @@ class Planner:
         if pins:
             self.live.update(simulate(current, [*purges, *unpins]))
             self._levels.append(_Level("pins", self.live.frozen(), max(pin.expires_ns or 0 for pin in pins), pins))
-        if windows:
+        released = self._releases.at(view)
+        if windows or released != Released():
             self.live.update(simulate(current, purges))
-            window_ns = int(self._options.undo_window_seconds * _NS)
-            self._levels.append(_Level("undo window", self.live.frozen(), max(window.time_ns for window in windows) + window_ns, ()))
+            window_ns, last_ns = int(self._options.undo_window_seconds * _NS), max((window.time_ns for window in windows), default=0)
+            last_ns = last_ns if released == Released() else self._now_ns
+            self._levels.append(_Level("undo window", self.live.frozen(), last_ns + window_ns, ()))
         self._levels.reverse()
+        self.live.keep(self._releases)
         self.live.update(current)
 
     # --- this run -----------------------------------------------------------------------------------------------------
@@ -152,8 +159,9 @@ class Planner:
     def _plan(self) -> GcPlan:
         options, listed = self._options, self._listed
         self.requests += len(FOLDERS) + len(listed) // 1000
-        states = {key: state for key in listed if (state := self._view.object_state(key)) is not None}
-        unneeded = [key for key in listed if key not in states and not self.live.needs(key)]
+        needed = {key for key in listed if self.live.needs(key)}
+        states = {key: state for key in listed if key not in needed and (state := self._view.object_state(key)) is not None}
+        unneeded = [key for key in listed if key not in states and key not in needed]
         young = {key for key in unneeded if self._is_young(key)}
         writers = WriterRecords(self._engine)
         ended = writers.ended({series_of(key.ulid) for key in young})
@@ -200,7 +208,8 @@ class Planner:
         sparse: list[list[SparsePack]] = [[] for _ in stages]
         rewritable: list[int] = []
         below = self._options.compact_below
-        candidates = [key for key in self._listed if key.kind == "pack" and key not in states and self.live.needs(key)]
+        packs = (key for key in self._listed if key.kind == "pack" and self.live.needs(key))
+        candidates = [key for key in packs if self._view.object_state(key) is None]
         counts = PackCounts(self._engine.table, {key.ulid for key in self._listed if key.kind == "pack"})
 
         def judge(key: ObjectKey) -> None:
@@ -343,7 +352,7 @@ def simulate(view: RefTable, ops: Sequence[Op]) -> RefTable:
             batch.put(key, value)
         fold(
             Entry(
-                n=head.n if head else 0,
+                n=0,  # what it releases was released long ago
                 prev=ZERO_DIGEST,
                 write_id=bytes(16),
                 time_ns=0,
@@ -354,7 +363,7 @@ def simulate(view: RefTable, ops: Sequence[Op]) -> RefTable:
             ),
             batch,
         )
-    return RefTable(table)
+    return RefTable(table, head)
 
 
 def written_bytes(packs: Sequence[SparsePack]) -> int:

@@ -58,6 +58,8 @@ class EntryWriter:
         self._undecided: UndecidedError | None = None
         self._written: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED_WRITES)
         """The numbers and write ids of the entries that this object tried to create."""
+        self.created: set[int] = set()
+        """The numbers of those that it knows it has created."""
 
     def require_decided(self) -> None:
         """Checks that no earlier entry can arrive late and overwrite a later one, which only a backend for a single writer allows.
@@ -92,6 +94,7 @@ class EntryWriter:
             _logger.debug("entry %d (%s): %s", entry.n, ", ".join(op.name for op in entry.ops), outcome.value)
             if outcome is Created.CREATED:
                 self._durable_n = entry.n
+                self.created.add(entry.n)
                 return True
             sent = True
             try:
@@ -100,6 +103,7 @@ class EntryWriter:
                     return False
                 if winner is not None:
                     self.make_durable(entry.n)
+                    self.created.add(entry.n)
                     return True
             except DamageError:
                 raise

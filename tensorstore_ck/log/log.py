@@ -106,7 +106,6 @@ class Log:
         self._sleep = sleep
         self._jitter = jitter
         self._lock = ProcessLock()
-        self._own: set[int] = set()
 
     # --- read ---------------------------------------------------------------------------------------------------------
 
@@ -319,7 +318,7 @@ class Log:
 
     def is_own(self, n: int) -> bool:
         """Whether this object appended entry `n`, and knows it: after a lost reply or an interrupt it may not. See `wrote`."""
-        return n in self._own
+        return n in self._writer.created
 
     def wrote(self, n: int) -> bool:
         """See `EntryWriter.wrote`."""
@@ -352,7 +351,7 @@ class Log:
             return None  # gc may have freed meanwhile what it read
         if not ops:
             return Appended(head.n, ())
-        sign = self._sign_of_lost_log(ops) if head.n == 0 and not self._may_begin else None
+        sign = None if head.n or self._may_begin else sign_of_lost_log(self._backend, self._prefix, self._watermark, ops)
         if sign is not None:
             if self.sync() != head:
                 return None  # a save after the first one has left it
@@ -365,17 +364,8 @@ class Log:
         self._remember(entry)
         return Appended(entry.n, entry.ops, entry.time_ns)
 
-    def _sign_of_lost_log(self, ops: Sequence[Op]) -> str | None:
-        """Why an empty log may not get its first entry."""
-        seen = self._watermark.last_seen()
-        if seen is not None and self._watermark.is_changed:
-            return f"this user has seen its entry {seen.n} (`tsck accept-log` accepts that it is gone)"
-        own = [op.fields["snapshot"] for op in ops if op.name in ("put", "staged")]
-        return sign_of_lost_log(self._backend, self._prefix, own=own)
-
     def _remember(self, entry: Entry) -> None:
         """Folds an appended entry. Errors of the cache, and warnings that are errors, do not change that it was appended."""
-        self._own.add(entry.n)
         with suppress(StoreError, Warning):
             self._watermark.appended(Head(entry.n, entry.hash))
             try:

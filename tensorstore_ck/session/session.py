@@ -5,6 +5,7 @@ torch is imported only by the methods that take tensors.
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from tensorstore_ck.common.host_memory import default_limit_bytes, memory_errors
@@ -23,6 +24,7 @@ from tensorstore_ck.session.save.resume_staged import resume_alone, resume_ranks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
     from tensorstore_ck.session.save.save import Save, StateArguments
     from tensorstore_ck.state import StateCheck
@@ -90,10 +92,7 @@ class Session:
         **given: "Unpack[StateArguments]",
     ) -> PendingSnapshot:
         """See `Store.put_snapshot_async`; `optimizers` is its `changed_by`."""
-        changed_by: list[Any] = [*optimizers] if isinstance(optimizers, list | tuple) else [optimizers]
-        given["changed_by"] = changed_by
-        if not all(hasattr(optimizer, "register_step_pre_hook") for optimizer in changed_by):
-            raise InvalidOptionError("changed_by must be a torch optimizer, or several in a list", object_id="changed_by")
+        given["changed_by"] = _optimizers(optimizers)
         ranks = process_group(group)
 
         def make() -> "Save":
@@ -106,6 +105,26 @@ class Session:
 
         with memory_errors(f"the save to {ref!r}"):
             return self.queue.submit(make, on_full)
+
+    def prepare(
+        self,
+        state: object,
+        *,
+        group: "ProcessGroup | DeviceMesh | None",
+        frozen: "Sequence[str]",
+        changed_by: object,
+        timeout_seconds: float,
+    ) -> None:
+        """See `Store.prepare`."""
+        import torch  # noqa: PLC0415 - takes a second
+
+        from tensorstore_ck.session.save.prepare import prepare  # noqa: PLC0415 - loads torch
+
+        ranks, optimizers = process_group(group), _optimizers(changed_by)
+        if torch.cuda.is_available():
+            if ranks is not None:
+                self._local_ranks = self.groups.local_ranks(ranks, timeout_seconds=timeout_seconds)
+            self.queue.prepare(prepare(self.context, state, ranks, frozen, optimizers))
 
     def check(
         self, state: object, *, group: "ProcessGroup | DeviceMesh | None", rank_state: object, timeout_seconds: float
@@ -200,6 +219,13 @@ class Session:
             finish_at_exit(self.queue)
         limit_bytes = self._host_memory_bytes or default_limit_bytes(self._local_ranks)
         return Arena(limit_bytes, pinned=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _optimizers(changed_by: object) -> "Sequence[Optimizer]":
+    optimizers: Sequence[Any] = changed_by if isinstance(changed_by, list | tuple) else [changed_by]
+    if not all(hasattr(each, "register_step_pre_hook") for each in optimizers):
+        raise InvalidOptionError("changed_by must be a torch optimizer, or several in a list", object_id="changed_by")
+    return optimizers
 
 
 def _require_no_rank_state(rank_state: object) -> None:

@@ -233,6 +233,29 @@ class Store(ReadOnlyStore):
             verify_capture=verify_capture,
         )
 
+    def prepare(
+        self,
+        state: object,
+        *,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        frozen: Sequence[str] = (),
+        changed_by: "Optimizer | Sequence[Optimizer]" = (),
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        """Makes ready what the first `put_snapshot_async` of CUDA tensors needs: pins memory for two captures, in a thread.
+
+        Pinning takes a third of a second for each GiB, in the first save if not before. Without CUDA this does nothing. Call it when the
+        tensors of the optimizer exist, after the first step; `Checkpointer.step` does. All ranks of `group` call it.
+
+        Args:
+            state: See `put_snapshot_async`. Only its sizes count.
+            group: See `put_snapshot_async`.
+            frozen: See `put_snapshot_async`.
+            changed_by: See `put_snapshot_async`.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
+        """
+        self.session.prepare(state, group=group, frozen=frozen, changed_by=changed_by, timeout_seconds=timeout_seconds)
+
     def pending(self) -> list[PendingSnapshot]:
         """The saves in progress, oldest first."""
         return self.session.queue.pending()
@@ -306,6 +329,17 @@ class Store(ReadOnlyStore):
         return refs.mark(self.engine, address, mark, reason)
 
     # --- what stays, and what goes -------------------------------------------------------------------------------------
+
+    @_changes
+    def finish(self, ref: str) -> Snapshot:
+        """Notes in the log that the training of `ref` ended with its newest snapshot: no page or alert reports its next save as late.
+
+        A later save to `ref` ends that. `Checkpointer` and trainers call it when a run ends without an error. Returns the snapshot.
+
+        Raises:
+            NotFoundError: nothing was saved to `ref`.
+        """
+        return refs.finish(self.engine, ref)
 
     @_changes
     def pin(self, address: str, *, reason: str = "", owner: str | None = None, expires: "str | float | None" = None) -> Snapshot:

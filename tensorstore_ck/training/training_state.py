@@ -240,6 +240,12 @@ class TrainingState:
             timeout_seconds=timeout_seconds,
         )
 
+    def prepare(self, store: Store, *, group: "ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        """Makes ready what the first `put_async` needs: see `Store.prepare`. A `Checkpointer` calls it."""
+        if torch.cuda.is_available():
+            changed_by = self._sides.shared.optimizers_with_hooks()
+            store.prepare(self.captured(), group=group, frozen=tuple(self._frozen), changed_by=changed_by, timeout_seconds=timeout_seconds)
+
     @renamed_argument(allow_bad="allow_marked")
     def restore(
         self,

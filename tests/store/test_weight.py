@@ -51,15 +51,15 @@ MOST_LINES = {
     "errors": 400,
     "events": 300,
     "format": 4000,
-    "gc": 3200,
+    "gc": 3300,
     "integrations": 20200,
-    "log": 6300,
+    "log": 6400,
     "maintenance": 7200,
     "redaction": 200,
     "session": 10300,
     "state": 6800,
     "store": 1500,
-    "training": 4700,
+    "training": 4800,
     "ui": 4000,
 }
 """Of the Python files of each area, rounded up to hundreds."""

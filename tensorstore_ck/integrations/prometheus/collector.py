@@ -98,7 +98,7 @@ def _add_state(families: Families, state: StoreState, store: str, read_ns: int |
         ref = label(branch.ref)
         families.add(of.LAST_SAVE, _seconds(branch.last_save_ns), store, ref)
         families.add(of.SAVE_SECONDS, _seconds(branch.duration_ns), store, ref)
-        families.add(of.SAVE_INTERVAL, _seconds(branch.interval_ns), store, ref)
+        families.add(of.SAVE_INTERVAL, None if branch.is_finished else _seconds(branch.interval_ns), store, ref)
         families.add(of.HEAD_STEP, branch.head_step, store, ref)
         families.add(of.SAVES, branch.saves, store, ref)
         families.add(of.LOGICAL_BYTES, branch.logical_bytes, store, ref)

@@ -34,7 +34,6 @@ from tensorstore_ck.session.staging.staging_destination import StagingDestinatio
 from tensorstore_ck.state.capture import capture
 from tensorstore_ck.state.capture_copy import Slot, copy_captured, slot_bytes
 from tensorstore_ck.state.device.capture_proofs import Overlap
-from tensorstore_ck.state.device.step_gates import StepGates
 
 if TYPE_CHECKING:
     import torch
@@ -167,11 +166,8 @@ class Save:
 
     def _overlap(self, captured: CapturedState) -> Overlap:
         """What copies from devices need to go on beside the training."""
-        context = self._context
-        if context.step_gates is None:
-            context.step_gates = StepGates()
         blocks_of = partial(held_blocks, captured, rank=self.rank, block_bytes=self._engine.config.block_bytes)
-        return Overlap(blocks_of, context.step_gates.of(self._changed_by))
+        return Overlap(blocks_of, self._context.gates_of(self._changed_by))
 
     def _states(self) -> list[CapturedState]:
         """The state, and that of this rank alone, if any."""

@@ -220,6 +220,11 @@ class SaveQueue:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
+    def prepare(self, size_bytes: int) -> None:
+        """Allocates memory for captures of this size, in a thread."""
+        self._enter()
+        self._memory.prepare(size_bytes)
+
     def _admit(self, queued: QueuedSave, save: Capturable, on_full: OnFull) -> Admission:
         unraised = self._first_unraised()
         if unraised is not None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
@@ -127,6 +128,7 @@ class Checkpointer:
         policy = None if keep is None else Policy.of_rules(keep)
         self._store, self._state, self._ref, self._when, self._group = store, state, ref, when, group
         self._asynchronous, self._total_steps, self._timeout_seconds, self._clock = asynchronous, total_steps, timeout_seconds, clock
+        self._is_prepared = False
         self._checks = require_checks(unchanged, verify_capture)
         self._decided = list(when.decided())
         self.preempted = False
@@ -175,7 +177,7 @@ class Checkpointer:
         if ending is not None:
             ending.end(error, self._put_last)
         if kind is None:
-            self.close()
+            self.close(finished=self._is_complete())
 
     @property
     def costs(self) -> SaveCosts:
@@ -295,6 +297,8 @@ class Checkpointer:
             previous_step=self._before.step if self._before is not None else None,
             previous_epoch=self._before.epoch if self._before is not None else None,
         )
+        if self._asynchronous and not self._is_prepared:
+            self._prepare()
         self._before, self._metadata = moment, metadata
         self._pending.end_if_failing(step)
         poll_triggers(self._flag, self._decided, self._saves, step)
@@ -304,6 +308,16 @@ class Checkpointer:
         self.preempted |= any(isinstance(trigger, on_preemption) and trigger.fires(moment) for trigger in self._decided)
         self._when.saved(moment)
         return self._put(moment)
+
+    def _prepare(self) -> None:
+        """After the first step, when all tensors exist. What cannot be saved is an error of the save."""
+        self._is_prepared = True
+        state, store, group, timeout_seconds = self._state, self._store, self._group, self._timeout_seconds
+        with suppress(StoreError):
+            if isinstance(state, TrainingState):
+                state.prepare(store, group=group, timeout_seconds=timeout_seconds)
+            else:
+                store.prepare(state, group=group, timeout_seconds=timeout_seconds)
 
     def _options(self, moment: TriggerContext, causes: Iterable[str]) -> dict[str, Any]:
         return {
@@ -373,8 +387,12 @@ class Checkpointer:
         """
         self._pending.wait()
 
-    def close(self) -> None:
+    def close(self, *, finished: bool = False) -> None:
         """Waits for all begun saves. The store stays open.
+
+        Args:
+            finished: The training has reached its end: calls `Store.finish`. The end of a ``with`` block without an error passes true, unless
+                the job was preempted, or a step before `total_steps` was the last one.
 
         Raises:
             StoreError: the newest save failed, and nothing will be saved after it.
@@ -385,6 +403,14 @@ class Checkpointer:
             self._dropped.finish()
         if self._unsaved.failure is not None and not isinstance(self._unsaved.failure, SnapshotDroppedError):
             self._pending.end(is_over=True)
+        if finished and self._saves > 0:
+            self._pending.note_finished()
+
+    def _is_complete(self) -> bool:
+        newest = self._before
+        if newest is None or self.preempted:
+            return False
+        return newest.is_last or self._total_steps is None or newest.step >= self._total_steps
 
     def _from_first(self, title: str, value: Callable[[], bytes]) -> bytes:
         return ask_first_rank(self._store, self._group, title, value, timeout_seconds=self._timeout_seconds)

@@ -81,6 +81,15 @@ class PendingSaves:
         self._unsaved.note_published()
         return True
 
+    def note_finished(self) -> None:
+        """The training has ended, and so have its saves: notes it in the log, on the first rank. Only warns on failure."""
+        if self._group is not None and self._group.rank() != 0:
+            return
+        try:
+            self._store.finish(self._ref)
+        except StoreError as exc:
+            warnings.warn(f"the end of the run on {self._ref!r} is not in the log, so its next save counts as late: {exc}", stacklevel=5)
+
     # --- failures ----------------------------------------------------------------------------------------------------
 
     def fail(self, step: int | None, exc: BaseException) -> None:
