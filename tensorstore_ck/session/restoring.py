@@ -70,8 +70,9 @@ class Restoring:
 
         return LazySnapshot(self._content)
 
-    def metadata(self) -> dict[str, Any]:
-        """As `Store.metadata`."""
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The metadata of the snapshot."""
         return self.engine.read_metadata(self.info)
 
     def checkout(self, *, broadcast: bool = False, **how: Unpack[RestoreArguments]) -> Any:
