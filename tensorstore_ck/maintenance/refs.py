@@ -124,13 +124,13 @@ def pins(engine: Engine) -> tuple[PinnedSnapshot, ...]:
 def _append(engine: Engine, address: str, make: Callable[[Digest], Op]) -> Snapshot:
     """Appends one operation on the snapshot at `address`; returns the snapshot as it is then."""
     engine.require_writable()
-    found: list[SnapshotInfo] = []
+    infos: list[SnapshotInfo] = []
 
     def build(view: RefTable) -> list[Op]:
-        found[:] = [resolve(view, address).info]
-        operation = make(found[0].root)
+        infos[:] = [resolve(view, address).info]
+        operation = make(infos[0].root)
         operation.check(view)
-        return [operation, *rescue_if_expired(engine, view, found[0])]
+        return [operation, *rescue_if_expired(engine, view, infos[0])]
 
     engine.log.append(build)
-    return Snapshot.from_info(engine.log.view().snapshot(found[0].ulid) or found[0])
+    return Snapshot.from_info(engine.log.view().snapshot(infos[0].ulid) or infos[0])
