@@ -182,6 +182,23 @@ def test_steps_that_call_no_hook_are_never_overlapped(device: LateDevice, store:
         assert_stored(store, REF, expected)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_step_is_never_overlapped(device: LateDevice, store: tsck.Store) -> None:
+    """Its hooks are compiled, too."""
+    job = Job(store)
+    job.step()
+    job.put()[0].wait()
+    step = torch.compile(job.optimizer.step, backend="eager")
+    for _ in range(3):
+        job.forward_and_backward()
+        step()
+        pending, expected = job.put()
+        assert device.late == []
+        pending.wait()
+        assert_stored(store, REF, expected)
+
+
 @pytest.mark.parametrize("options", [{"changed_by": ()}, {"verify_capture": 0}], ids=str)
 def test_it_can_be_turned_off(device: LateDevice, job: Job, options: dict[str, Any]) -> None:
     pending, _ = job.put(**options)
