@@ -95,7 +95,7 @@ def fsck(
                 repaired = recorded_repair(engine, options, other=source)
             else:  # the log may be another store's: write nothing
                 found = run_fsck(engine, options)
-                repaired = RepairReport(found, (), (), (), found)
+                repaired = RepairReport(before=found, mended=(), marked=(), unmarked=(), after=found)
             repaired = replace(repaired, before=_completed(repaired.before, choice), after=_completed(repaired.after, choice))
             report = repaired.after
         else:

@@ -20,6 +20,7 @@ from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.picklable import PicklableBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
+from tensorstore_ck.backend.staging import Staging
 from tensorstore_ck.cli.allowed_locations import read_places
 from tensorstore_ck.cli.complete_names import complete_ref
 from tensorstore_ck.cli.hints import complete, show_completed, store_arguments
@@ -31,7 +32,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.errors import InvalidOptionError, NotAStoreError, StoreError
 from tensorstore_ck.format.codec import CodecName
-from tensorstore_ck.format.store_config import CONFIG_NAME
+from tensorstore_ck.format.store_config import CONFIG_NAME, StoreConfig
 from tensorstore_ck.log import ROLLBACK, Rollback
 from tensorstore_ck.redaction import display_url, hidden_options
 
@@ -96,8 +97,15 @@ class StoreChoice:
             engine = replace(engine, backend=cast(Backend, CountingBackend(engine.backend, bar)))
         return Store(engine)
 
-    def open_engine(self, codec: CodecName = "auto", *, read_only: bool = False, **options: Any) -> Engine:
-        """The engine of the store, for operations that `Store` does not offer; `options`: see `engine.opening`."""
+    def open_engine(
+        self,
+        codec: CodecName = "auto",
+        *,
+        read_only: bool = False,
+        staging: Staging | None = None,
+        config: StoreConfig | None = None,
+    ) -> Engine:
+        """The engine of the store, for operations that `Store` does not offer; see `engine.opening`."""
         url = self.require_url()
         engine = open_engine(
             url,
@@ -110,7 +118,8 @@ class StoreChoice:
             places=self.allowed_places(),
             rollback=self.rollback,
             state_dir=self.state_dir,
-            **options,
+            staging=staging,
+            config=config,
         )
         note_store(url, self.storage_options, self.cache_dir, f"{engine.config.uuid}-{engine.config.log}")
         return engine
@@ -298,17 +307,19 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
             **kwargs: Any,
         ) -> None:
             context, chosen, given = click.get_current_context(), url or store, dict(storage_option)
-            arguments = store_arguments(context, chosen, given, {"cache_dir": cache_dir, "state_dir": state_dir}, allow_place)
+            arguments = store_arguments(
+                context, url=chosen, storage_options=given, folders={"cache_dir": cache_dir, "state_dir": state_dir}, places=allow_place
+            )
             choice = StoreChoice(
-                chosen,
-                given,
-                cache_dir,
-                single_writer_unsafe,
-                no_sync,
-                allow_place,
-                lambda text: complete(context, text, arguments),
-                state_dir,
-                rollback,
+                url=chosen,
+                storage_options=given,
+                cache_dir=cache_dir,
+                single_writer_unsafe=single_writer_unsafe,
+                no_sync=no_sync,
+                places=allow_place,
+                complete=lambda text: complete(context, text, arguments),
+                state_dir=state_dir,
+                rollback=rollback,
             )
             show_completed(choice.complete)
             try:

@@ -30,6 +30,10 @@ class ByteTarget(Protocol):
     def write(self, start: int, data: memoryview) -> None:
         """Takes the verified bytes from `start` on. Thread-safe; called once for every byte, in any order."""
 
+    def window(self, size_bytes: int) -> memoryview | None:
+        """Memory from which `write` is fastest; None: from any other it is as fast."""
+        return None
+
 
 class BlockRange(NamedTuple):
     """The bytes of one block."""

@@ -5,6 +5,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -99,7 +100,15 @@ def open_engine(
             _head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url, inode=_inode(backend)
         )
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
-        opener = LocationOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit, allowed)
+        opener = LocationOpener(
+            store_url=backend.url,
+            storage_options=dict(storage_options or {}),
+            no_sync=no_sync,
+            read_only=read_only,
+            on_wait=observers.emit,
+            allowed=allowed,
+        )
+        same_store = partial(require_same_store, backend, config, config.encode())
         engine = make_engine(
             backend,
             config,
@@ -109,7 +118,7 @@ def open_engine(
             open_place=opener,
             read_only=read_only,
             find_process=this_process,
-            require_store=partial(require_same_store, backend, config) if backend.is_local and not is_given else lambda: None,
+            require_store=same_store if backend.is_local and not is_given else lambda: None,
         )
         backend = engine.backend
         engine = replace(engine, observers=observers, limit=limit, min_free=kept, codecs=codecs)
@@ -204,12 +213,17 @@ def read_config(backend: Backend) -> StoreConfig | None:
     return decode_config(data, backend.url)
 
 
-def require_same_store(backend: Backend, config: StoreConfig) -> None:
+def require_same_store(backend: Backend, config: StoreConfig, encoded: bytes) -> None:
     """Checks that a folder still holds the store that was opened there, with the same log: a disk may have been unmounted.
+
+    `encoded`: the bytes of `config`.
 
     Raises:
         NotAStoreError: it does not.
     """
+    with suppress(MissingObjectError):
+        if backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES) == encoded:
+            return
     try:
         found: StoreConfig | None = read_config(backend)
     except CorruptObjectError:

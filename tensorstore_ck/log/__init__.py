@@ -7,7 +7,6 @@ row_kind.py                              how a row is encoded, and decoded stric
 field_checks.py                          what the fields of operations and rows may hold
 fold.py                                  how an entry changes the table
 ref_table.py                             typed reads of the table
-head_view.py                             the table at one head
 address.py                               how a user names a snapshot
 snapshot.py                              what users see of a snapshot
 snapshot_log.py                          what users see of a history
@@ -22,6 +21,7 @@ entry_reader.py                          entries read from the backend
 watermark.py, head_file.py               the highest entry that was seen, to notice a log that goes back or forks
 follow.py                                brings a table to the log's head; writes checkpoints
 create_entry.py                          creates the object of an entry, on a full disk in the reserve
+entry_writer.py                          creates the next entry, and finds out whether it is there after a lost reply
 log.py                                   sync and append: the commit protocol
 """
 

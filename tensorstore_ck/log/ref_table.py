@@ -1,13 +1,13 @@
 """Typed reads of the ref table: branches, tags and snapshots as of the entry that was folded last."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.log import table_rows as rows
-from tensorstore_ck.log.cache import Reader
+from tensorstore_ck.log.cache import FailoverReader, Reader, TableError
 from tensorstore_ck.log.field_checks import MAX_INTEGER
 from tensorstore_ck.log.object_set import ObjectKey
 from tensorstore_ck.log.ref_names import is_ref_name
@@ -236,7 +236,7 @@ class RefTable:
             key = prefix + rest
             moves = [rows.FORGOTTEN.decode(move) for _, move in self.scan(rows.FORGOTTEN, key + b"\0")]
             time_ns, kind = rows.WINDOWS.check(value)
-            yield UndoWindow(int.from_bytes(key[:8], "big"), key[8:].decode("ascii"), time_ns, kind, moves)
+            yield UndoWindow(n=int.from_bytes(key[:8], "big"), name=key[8:].decode("ascii"), time_ns=time_ns, kind=kind, moves=moves)
 
     def object_state(self, key: ObjectKey) -> rows.ObjectRow | None:
         """Whether an object is condemned or swept; None if neither."""
@@ -255,7 +255,10 @@ class RefTable:
                 return []
         current = [(Ulid(moved), rows.RELOCATIONS.decode(value)) for moved, value in self.scan(rows.RELOCATIONS, pack)]
         ordered = sorted(current, key=lambda item: (item[1].n, item[0]), reverse=True)
-        return [Relocation(Ulid(pack), moved, row.n, row.hash, tuple(split_ulids(row.targets))) for moved, row in ordered]
+        return [
+            Relocation(pack=Ulid(pack), moved=moved, n=row.n, hash=row.hash, targets=tuple(split_ulids(row.targets)))
+            for moved, row in ordered
+        ]
 
     def all_relocations(self) -> Iterator[tuple[Ulid, Ulid]]:
         """(pack, moved object) of every current relocation."""
@@ -304,3 +307,36 @@ class RefTable:
         """A snapshot, with the metrics and the mark that were added to its root after it was saved."""
         note = self.note(info.root)
         return info._replace(metrics={**info.metrics, **note.metrics}, mark=note.mark, reason=note.reason)
+
+
+class HeadView(FailoverReader):
+    """The rows at one head. If the cache fails while it is in use, the log is folded again up to that head."""
+
+    def __init__(self, reader: Reader, fold_until: Callable[[Head | None, TableError], Reader]) -> None:
+        """`fold_until` returns the fold of the log up to a head, and is given the failure of `reader`.
+
+        Raises:
+            CorruptObjectError: the row of the head is damaged.
+        """
+        self._reader = reader
+        self._fold_until = fold_until
+        self.head: Head | None = None
+        """The entry at which these rows are."""
+        self.head = RefTable(self).head()
+
+    def get(self, key: bytes) -> bytes | None:
+        """See `Reader.get`: the most frequent call of a save, so that it takes few steps."""
+        try:
+            return self._reader.get(key)
+        except TableError:
+            return super().get(key)
+
+    def _current(self) -> Reader:
+        return self._reader
+
+    def _leave(self, reader: Reader, cause: TableError) -> None:
+        if reader is self._reader:
+            folded = self._fold_until(self.head, cause)
+            if RefTable(folded).head() != self.head:
+                raise cause  # the log was replaced meanwhile
+            self._reader = folded

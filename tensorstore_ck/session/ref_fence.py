@@ -3,21 +3,23 @@
 A save expects its ref there, so that a job that was given up for dead cannot overwrite its successor's work.
 """
 
+import logging
 import threading
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.branch_conflict import branch_command
 from tensorstore_ck.engine.write.publish import AnyHead, Expected
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen, SaveOptions, SaveRequest
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log import BranchHead, RefTable
 from tensorstore_ck.log.address import Resolved, resolve
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save_options import LAST_SEEN, LastSeen, SaveOptions
 from tensorstore_ck.session.staging.staged_chain import StagedChain
+
+_logger: Final = logging.getLogger("tensorstore_ck.session")
 
 
 class _Ref(NamedTuple):
@@ -200,6 +202,11 @@ class RefFence:
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)
         nearest = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
         began_ns = engine.clock()
+        if _logger.isEnabledFor(logging.DEBUG):
+            roots = [root.hex() if isinstance(root, bytes) else str(root) for root in (parent, expected, nearest)]
+            _logger.debug(
+                "save %s@%s: continues %s, moves the ref from %s, compares with %s; codec %s", asked.ref, asked.step, *roots, coding.mode
+            )
         what = (asked.metadata, asked.metrics, coding, nearest, asked.checks, began_ns, asked.origin)
         return SaveRequest(asked.ref, asked.step, parent, expected, *what)
 

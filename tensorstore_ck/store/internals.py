@@ -12,6 +12,7 @@ from tensorstore_ck.engine.interfaces import CapturedState, SnapshotContent
 from tensorstore_ck.engine.opening import read_config
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.engine.write.publish import AnyHead
+from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.store_config import StoreConfig
 from tensorstore_ck.log import Log, SnapshotInfo
@@ -20,7 +21,6 @@ from tensorstore_ck.log.snapshot import GroupCost, Snapshot, SnapshotDetails
 from tensorstore_ck.session.group.process_groups import ProcessGroups
 from tensorstore_ck.session.save import SaveQueue
 from tensorstore_ck.session.save.context import SaveContext
-from tensorstore_ck.session.save_options import LAST_SEEN, LastSeen
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
 from tensorstore_ck.store.store import Store
 
@@ -63,9 +63,9 @@ def require_location(store: ReadOnlyStore, url: str) -> None:
 # --- one snapshot by its row in the log --------------------------------------------------------------------------------
 
 
-def open_content(store: ReadOnlyStore, info: SnapshotInfo, *, place: float = 0.0) -> SnapshotContent:
-    """The tables of a snapshot, and its blocks on demand. `place`: see `SnapshotReader`."""
-    return open_snapshot(store.engine, info, place=place)
+def open_content(store: ReadOnlyStore, info: SnapshotInfo, *, position: float = 0.0) -> SnapshotContent:
+    """The tables of a snapshot, and its blocks on demand. `position`: see `SnapshotReader`."""
+    return open_snapshot(store.engine, info, position=position)
 
 
 def read_record(store: ReadOnlyStore, info: SnapshotInfo) -> Record:
@@ -95,9 +95,9 @@ def knows_ref(store: ReadOnlyStore, ref: str) -> bool:
     return store.session.fence.knows(ref)
 
 
-def note_restored(store: ReadOnlyStore, found: Resolved) -> None:
+def note_restored(store: ReadOnlyStore, resolved: Resolved) -> None:
     """The state in memory is this snapshot: saves to its ref continue from it."""
-    store.session.fence.note_restored(found)
+    store.session.fence.note_restored(resolved)
 
 
 def continue_ref(store: ReadOnlyStore, ref: str, root: Digest) -> None:
@@ -114,7 +114,7 @@ def groups_of(store: ReadOnlyStore) -> ProcessGroups:
 
 
 def save_context(store: ReadOnlyStore) -> SaveContext:
-    """What a save needs whose phases another program calls; `save_queue` orders it among the handle's saves."""
+    """For a save whose phases another program calls: what a handle gives to its saves. `save_queue` orders it among them."""
     return store.session.context
 
 
@@ -135,7 +135,7 @@ def put_captured(
     parent: str | Snapshot | LastSeen | None = LAST_SEEN,
     made_ns: int | None = None,
 ) -> Snapshot:
-    """`Store.put_snapshot` of an imported state, whose content and step are the checkpoint's and are not doubted.
+    """`Store.put_snapshot` of an imported state, whose content and step come from the checkpoint and are not checked.
 
     `made_ns`: when the checkpoint was made.
     """

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tensorstore_ck.common.deprecation import renamed_argument, renamed_method
 from tensorstore_ck.engine.write.publish import AnyHead
+from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged
 from tensorstore_ck.events import Callback
@@ -17,7 +18,6 @@ from tensorstore_ck.maintenance import forget as forgetting
 from tensorstore_ck.maintenance import refs
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
 from tensorstore_ck.session.save import DrainReport, OnFull, PendingSnapshot, Preemption
-from tensorstore_ck.session.save_options import LAST_SEEN, LastSeen
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
 
 if TYPE_CHECKING:
@@ -200,8 +200,8 @@ class Store(ReadOnlyStore):
             on_full: What to do when the buffers of earlier saves leave no memory: ``block`` until there is; ``skip`` this save; or
                 ``replace`` the oldest save that waits in the queue. With `group`, rank 0 decides for all. The returned object, a
                 warning in the log and an event report a dropped save.
-            changed_by: Optimizers that alone change their parameters and states, in ``step``. Then those on CUDA devices are copied beside
-                the next forward and backward passes, which do not wait, and the next ``step`` comes after the copy. An optimizer that has
+            changed_by: Optimizers that alone change their parameters and states, in ``step``. Then those on CUDA devices are copied while
+                the next forward and backward passes run, and the next ``step`` comes after the copy. An optimizer that has
                 not stepped since the last save, or whose tensors changed between that and its next step, waits as without this. If
                 anything else changes such a tensor while it is copied, the save fails with `CaptureChangedError`.
             timeout_seconds: As in `put_snapshot`; time in the queue does not count.
@@ -218,7 +218,7 @@ class Store(ReadOnlyStore):
             group=group,
             rank_state=rank_state,
             frozen=frozen,
-            changed_by=changed_by,
+            optimizers=changed_by,
             timeout_seconds=timeout_seconds,
             step=step,
             metrics=metrics,
@@ -232,6 +232,29 @@ class Store(ReadOnlyStore):
             unchanged=unchanged,
             verify_capture=verify_capture,
         )
+
+    def prepare(
+        self,
+        state: object,
+        *,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        frozen: Sequence[str] = (),
+        changed_by: "Optimizer | Sequence[Optimizer]" = (),
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        """Makes ready what the first `put_snapshot_async` of CUDA tensors needs: pins memory for two captures, in a thread.
+
+        Pinning takes a third of a second for each GiB, in the first save if not before. Without CUDA this does nothing. Call it when the
+        tensors of the optimizer exist, after the first step; `Checkpointer.step` does. All ranks of `group` call it.
+
+        Args:
+            state: See `put_snapshot_async`. Only its sizes count.
+            group: See `put_snapshot_async`.
+            frozen: See `put_snapshot_async`.
+            changed_by: See `put_snapshot_async`.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
+        """
+        self.session.prepare(state, group=group, frozen=frozen, changed_by=changed_by, timeout_seconds=timeout_seconds)
 
     def pending(self) -> list[PendingSnapshot]:
         """The saves in progress, oldest first."""
@@ -386,9 +409,9 @@ class Store(ReadOnlyStore):
             addresses: ``ref@step``, ``ref~n`` or a root for one snapshot; a ref for all of it. Tags, pins and other branches keep
                 what they hold.
         """
-        found = forgetting.forget(self.engine, addresses)
-        self.session.fence.drop(each.ref for each in found if each.kind == "branch")
-        return found
+        forgotten = forgetting.forget(self.engine, addresses)
+        self.session.fence.drop(removed.ref for removed in forgotten if removed.kind == "branch")
+        return forgotten
 
     @_changes
     def undo(self, address: str | None = None, *, entry: int | None = None) -> "tuple[Forgotten, ...]":
@@ -527,7 +550,7 @@ class Store(ReadOnlyStore):
             bad=bad,
             pin_for=pin_for,
             unpinned_unsafe=unpinned_unsafe,
-            tested=tested or (lambda each: None),
+            tested=tested or (lambda test: None),
         )
 
     @_changes

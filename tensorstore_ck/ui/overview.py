@@ -132,29 +132,29 @@ def read_overview(connection: Connection, now_ns: int | None = None) -> tuple[St
     for job in connection.execute(select(jobs).order_by(jobs.c.last_time_ns.desc(), jobs.c.ref)):
         rows.setdefault(job.store_id, []).append(
             RefRow(
-                job.ref,
-                job.puts,
-                job.first_step,
-                job.last_step,
-                job.last_time_ns,
-                now_ns - job.last_time_ns,
-                usual_interval(connection, job.store_id, job.ref),
-                (job.store_id, job.ref) in finished,
-                job.logical_bytes,
-                job.new_bytes,
+                ref=job.ref,
+                puts=job.puts,
+                first_step=job.first_step,
+                last_step=job.last_step,
+                last_time_ns=job.last_time_ns,
+                age_ns=now_ns - job.last_time_ns,
+                interval_ns=usual_interval(connection, job.store_id, job.ref),
+                is_finished=(job.store_id, job.ref) in finished,
+                logical_bytes=job.logical_bytes,
+                new_bytes=job.new_bytes,
             )
         )
     runs = last_runs(connection)
     return tuple(
         StoreRow(
-            row.uuid,
-            row.url,
-            row.head_n,
-            row.synced_ns,
-            last_gc.get(row.store_id),
-            runs.get(row.store_id, {}),
-            read_days(connection, row.store_id, rows.get(row.store_id, ())),
-            tuple(rows.get(row.store_id, ())),
+            uuid=row.uuid,
+            url=row.url,
+            head_n=row.head_n,
+            synced_ns=row.synced_ns,
+            last_gc_ns=last_gc.get(row.store_id),
+            runs=runs.get(row.store_id, {}),
+            days=read_days(connection, row.store_id, rows.get(row.store_id, ())),
+            refs=tuple(rows.get(row.store_id, ())),
         )
         for row in connection.execute(select(stores).order_by(stores.c.url, stores.c.uuid)).all()
     )

@@ -106,7 +106,8 @@ def states_of(usage: Usage) -> tuple[State, ...]:
     scale = WIDTH / (sum(widths) or 1)
     lefts = accumulate((width * scale for width in widths), initial=0.0)
     return tuple(
-        State(name, size, meaning, left, width * scale) for (name, meaning, size), left, width in zip(states, lefts, widths, strict=False)
+        State(name=name, bytes=size, meaning=meaning, left=left, width=width * scale)
+        for (name, meaning, size), left, width in zip(states, lefts, widths, strict=False)
     )
 
 

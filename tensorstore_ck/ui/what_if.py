@@ -76,4 +76,4 @@ def try_rules(pages: Pages, store: StoreKey, query: Mapping[str, str]) -> Trial:
     except StoreError as exc:
         return Trial(glob, rules, str(exc))
     words = [f"{name}={text}" for name, text in rules.items()]
-    return Trial(glob, rules, "", report, pages.command(store, "policy", "set", glob, *words))
+    return Trial(glob=glob, rules=rules, error="", report=report, command=pages.command(store, "policy", "set", glob, *words))

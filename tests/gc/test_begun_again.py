@@ -4,6 +4,7 @@ import importlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from warnings import catch_warnings
 
 import pytest
@@ -76,7 +77,7 @@ def test_a_first_save_that_died_or_runs_is_no_sign(tmp_path: Path) -> None:
 
 
 def test_a_save_after_a_first_one_of_another_process_is_no_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"no_sync": True, "cache_dir": tmp_path / "h", "state_dir": tmp_path / "h"}
+    options: dict[str, Any] = {"no_sync": True, "cache_dir": tmp_path / "h", "state_dir": tmp_path / "h"}
     real = SIGNS.child_records
     with tsck.open(tmp_path / "ck", create=True, **options) as slow, tsck.open(tmp_path / "ck", **options) as fast:
 

@@ -59,7 +59,10 @@ class EncodedBlock(NamedTuple):
     @property
     def stored_bytes(self) -> int:
         """Its size in a pack."""
-        return sum([memoryview(piece).nbytes for piece in self.pieces])
+        size_bytes = 0
+        for piece in self.pieces:
+            size_bytes += memoryview(piece).nbytes
+        return size_bytes
 
 
 class _OpenPack:

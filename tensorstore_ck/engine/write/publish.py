@@ -6,10 +6,11 @@ A crash or an error before the entry leaves orphans only. Saves of one process a
 end here; what they need besides is in the operations that they arrange. Knows neither ranks nor torch.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import condemned_among, locate_blocks
 from tensorstore_ck.engine.write.branch_conflict import moved_away
@@ -22,6 +23,7 @@ from tensorstore_ck.log.retention import expire_at_put
 
 T = TypeVar("T")
 
+_logger: Final = logging.getLogger("tensorstore_ck.engine")
 MAX_TRIES: Final = 4
 
 
@@ -46,7 +48,8 @@ def retry_expired(attempt: Callable[[], T], before_retry: Callable[[], object] =
     for _ in range(MAX_TRIES - 1):
         try:
             return attempt()
-        except SnapshotExpiredError:
+        except SnapshotExpiredError as exc:
+            _logger.debug("written again: %s", exc)
             before_retry()
     return attempt()
 
@@ -95,11 +98,18 @@ def publish(
     """
     snapshot = snapshot or staged or txn
     duration_ns = None if began_ns is None else max(0, engine.clock() - began_ns)
+    if _logger.isEnabledFor(logging.DEBUG):
+        address, root = record.ref if record.step is None else f"{record.ref}@{record.step}", record.root().hex()
+        _logger.debug("publish %s, root %s, as %s in transaction %s", address, root, record_name(snapshot), ulid_text(txn))
     put = Op.put(record.ref, snapshot, record, encoded, anchor=anchor, txn=txn, staged=staged, duration_ns=duration_ns)
 
     def build(view: RefTable) -> list[Op]:
         ops = [] if view.outcome(txn) is not None else arrange(view, put)
         needed = condemned(view) if ops else None
+        if not ops:
+            _logger.debug("transaction %s is decided already, or has nothing to do", ulid_text(txn))
+        elif needed:
+            _logger.debug("rescue what gc has condemned of it: %s", ", ".join(key.name for key in needed))
         return [*ops, Op.rescue(needed)] if needed else ops
 
     info = engine.log.published(engine.log.append(build), snapshot)

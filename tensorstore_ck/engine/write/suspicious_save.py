@@ -4,6 +4,7 @@ Such a state is stored as it is; but users lost weeks to asynchronous saves that
 the weights. Each rank examines its own part (`compare_parent`); the rank that publishes judges the findings of all.
 """
 
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +18,7 @@ from tensorstore_ck.format.record import STORE_KEY, decode_metadata, record_name
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import RefTable, SnapshotInfo
 
+_logger: Final = logging.getLogger("tensorstore_ck.engine")
 JUMP: Final = 2.0
 """Warns if the share of numbers that are not finite grows by more than this factor, unchanged tensors apart."""
 
@@ -132,6 +134,8 @@ def judge(engine: Engine, view: RefTable, found: SaveFindings, checks: SaveCheck
     Raises:
         SuspiciousSaveError: it must not be published.
     """
+    how = "tensors may differ" if found.has_moved else "no tensor differs"
+    _logger.debug("compared with the save before: %s; %d of %d numbers of the sample are not finite", how, found.non_finite, found.elements)
     if found.has_moved and not found.counts and not found.non_finite_moved:
         return  # nothing to compare with the save before
     ref, step, _ = claim

@@ -12,7 +12,6 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.destination import Destination, StoreDestination
-from tensorstore_ck.engine.write.failed_save import deleted_if_full
 from tensorstore_ck.engine.write.part_writer import WrittenPart, slot_of_one, write_part
 from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, record_of
 from tensorstore_ck.engine.write.request import SaveRequest
@@ -53,7 +52,7 @@ def write(destination: Destination, captured: CapturedState, request: SaveReques
         found = written.tensors.sample.finiteness
         findings = SaveFindings(elements=found.elements, non_finite=found.non_finite)
     else:
-        findings = ParentComparison(engine, view, written, captured, request.claim).examine()
+        findings = ParentComparison(engine=engine, view=view, written=written, captured=captured, claim=request.claim).examine()
     with meter.timed("commit"):
         at = engine.log.newest_view() if destination.is_staging and not is_offline else view  # staged saves are published later
         return Written([written], checked_parts(engine, [written], anchor, at), findings)
@@ -113,8 +112,8 @@ def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest,
         UndecidedError: the backend went away in the middle of the commit.
     """
     engine.require_writable()
-    with deleted_if_full(engine) as engine_of_save:
-        return write_and_commit(StoreDestination(engine_of_save), captured, request, meter or PutMeter(), engine.log.view())
+    with StoreDestination(engine) as destination:
+        return write_and_commit(destination, captured=captured, request=request, meter=meter or PutMeter(), view=engine.log.view())
 
 
 def write_and_commit(
@@ -123,7 +122,7 @@ def write_and_commit(
     """Both phases for a process alone, as of `view`; again after errors that writing the state once more may help against."""
     while True:
         try:
-            written = write(destination, captured, request, meter, view)
+            written = write(destination, captured=captured, request=request, meter=meter, view=view)
             info = commit(
                 destination,
                 request,

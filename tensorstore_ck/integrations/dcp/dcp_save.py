@@ -16,7 +16,7 @@ from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, inline_of, open_packs, store_part, write_blobs, write_tensors
 from tensorstore_ck.engine.write.publish import check_expected, retry_expired
 from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.request import SaveRequest, check_options
 from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveFindings
 from tensorstore_ck.engine.write.write_and_commit import commit
@@ -26,7 +26,6 @@ from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.quota import check_quotas, quotas_of
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.save_status import SaveStatus
-from tensorstore_ck.session.save_options import check_options
 
 
 class WriterReport(NamedTuple):

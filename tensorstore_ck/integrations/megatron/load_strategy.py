@@ -15,7 +15,7 @@ from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.store import Store
 from tensorstore_ck.store.internals import log_of, note_restored, open_content
-from tensorstore_ck.training.rank_group import place_among_ranks
+from tensorstore_ck.training.rank_group import position_among_ranks
 
 
 class UnpublishedError(NotFoundError, CheckpointingException):  # type: ignore[misc]
@@ -106,7 +106,7 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
         refuse_marked(Snapshot.from_info(found.info), path, "resume from an earlier one")
         root = found.info.root.hex()
         if self._opened is None or self._opened[0] != root:
-            content = open_content(self._store, found.info, place=place_among_ranks())
+            content = open_content(self._store, found.info, position=position_among_ranks())
             self._opened = root, StoredState(content, f"the snapshot that {path} names")
         note_restored(self._store, found)
         return self._opened[1]

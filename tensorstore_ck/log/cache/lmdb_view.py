@@ -43,7 +43,9 @@ def get_row(txn: Any, key: bytes) -> bytes | None:
 
 def get_rows(txn: Any, keys: Iterable[bytes]) -> list[bytes | None]:
     """The value of each key: see `get_row`."""
-    return [get_row(txn, key) for key in keys]
+    with txn.cursor() as cursor:
+        stored = dict(cursor.getmulti(keys))
+    return [_unprotect(key, stored[key]) if key in stored else None for key in keys]
 
 
 def read_page(txn: Any, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:

@@ -158,7 +158,9 @@ class SnapshotCopier:
                     self._note(copied, anchor)
                     located.update(copied.locations)
                 if based:
-                    copied = copy_decoded(self._source, self._target, part, locations, based, advance=self._meter.advance)
+                    copied = copy_decoded(
+                        self._source, target=self._target, part=part, locations=locations, rows=based, advance=self._meter.advance
+                    )
                     self._note(copied, anchor)
                     located.update(copied.locations)
             except DamageError as exc:

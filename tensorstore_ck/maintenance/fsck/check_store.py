@@ -145,7 +145,7 @@ class Fsck:
         check_modes(self._backend, self._found)
         self._check_log()
         if self.log.is_unreadable:
-            return FsckReport(self._found.all(), self.log.entries, 0, 0, 0, 0)
+            return FsckReport(findings=self._found.all(), log_entries=self.log.entries, snapshots=0, packs=0, blocks=0, data_bytes=0)
         try:
             return self._check_objects()
         except PlaceUnavailableError as exc:
@@ -173,17 +173,17 @@ class Fsck:
         self._advise()
         self._advance(self._total_bytes)
         return FsckReport(
-            self._found.all(),
-            self.log.entries,
-            snapshots,
-            len(packs.listed),
-            packs.blocks,
-            data.read_bytes,
-            data.packs,
-            data.never_verified,
-            data.oldest_verified_ns,
-            data.is_out_of_time,
-            self._freeing.freeable,
+            findings=self._found.all(),
+            log_entries=self.log.entries,
+            snapshots=snapshots,
+            packs=len(packs.listed),
+            blocks=packs.blocks,
+            data_bytes=data.read_bytes,
+            read_packs=data.packs,
+            never_verified=data.never_verified,
+            oldest_verified_ns=data.oldest_verified_ns,
+            out_of_time=data.is_out_of_time,
+            freeable=self._freeing.freeable,
         )
 
     # --- configuration and log ----------------------------------------------------------------------------------------

@@ -61,7 +61,19 @@ class NewLog:
         with self._table.batch() as batch:
             for make in makes:
                 made = make(RefTable(batch), n)
-                fold(Entry(n, ZERO_DIGEST, bytes(16), time_ns, "", tuple(made), ZERO_DIGEST, 0), batch)
+                fold(
+                    Entry(
+                        n=n,
+                        prev=ZERO_DIGEST,
+                        write_id=bytes(16),
+                        time_ns=time_ns,
+                        actor="",
+                        ops=tuple(made),
+                        hash=ZERO_DIGEST,
+                        size_bytes=0,
+                    ),
+                    batch,
+                )
                 ops += made
         if ops:
             self.entries.append((time_ns, ops))

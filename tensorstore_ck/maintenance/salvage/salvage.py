@@ -155,7 +155,14 @@ class _Salvage:
                 config,
                 rebuild_log(
                     filled.table,
-                    KeptHistory(held, doubtful, in_use, self._locations_of(packs), are_entries_lost, self._roots_left()),
+                    KeptHistory(
+                        held=held,
+                        doubtful=doubtful,
+                        relocations=in_use,
+                        locations=self._locations_of(packs),
+                        are_entries_lost=are_entries_lost,
+                        left=self._roots_left(),
+                    ),
                     self._put,
                     self._clock(),
                 ),
@@ -243,7 +250,7 @@ class _Salvage:
                 validate_ref_name(record.ref)
             except StoreError as exc:
                 require_reachable(self._backend, exc)
-                self._lost[ulid] = Salvaged(ulid_text(ulid), "", None, "", str(exc))
+                self._lost[ulid] = Salvaged(id=ulid_text(ulid), ref="", step=None, root="", note=str(exc))
                 continue
             yield _Stray(SnapshotInfo.of_record(ulid, record, data), record, data)
 
@@ -294,7 +301,18 @@ class _Salvage:
             if n > log.last and not back:
                 heads[info.ref] = info.root
             put = Op.put(info.ref, ulid, stray.record, stray.data, anchor=0, txn=ulid)
-            fill.setdefault(n, []).append(Entry(n, Digest(bytes(32)), bytes(16), info.time_ns, "", (put, *back), Digest(bytes(32)), 0))
+            fill.setdefault(n, []).append(
+                Entry(
+                    n=n,
+                    prev=Digest(bytes(32)),
+                    write_id=bytes(16),
+                    time_ns=info.time_ns,
+                    actor="",
+                    ops=(put, *back),
+                    hash=Digest(bytes(32)),
+                    size_bytes=0,
+                )
+            )
         return fill
 
     def _roots_left(self) -> list[Digest]:
@@ -335,14 +353,14 @@ class _Salvage:
         roots = {info.root for info in held}
         ulids = {info.ulid for info in held}
         return SalvageReport(
-            log,
-            tuple(self._problems),
-            tuple(branch for branch in view.branches() if any(move.ulid in ulids for move in view.moves(branch))),
-            tuple(tag for tag in view.tags() if view.tag(tag) in roots),
-            len(held),
-            tuple(recovered),
-            tuple(self._lost.values()),
-            tuple(self._left_out),
+            log=log,
+            problems=tuple(self._problems),
+            branches=tuple(branch for branch in view.branches() if any(move.ulid in ulids for move in view.moves(branch))),
+            tags=tuple(tag for tag in view.tags() if view.tag(tag) in roots),
+            kept=len(held),
+            recovered=tuple(recovered),
+            lost=tuple(self._lost.values()),
+            left_out=tuple(self._left_out),
         )
 
 

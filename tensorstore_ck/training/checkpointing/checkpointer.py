@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
@@ -127,6 +128,7 @@ class Checkpointer:
         policy = None if keep is None else Policy.of_rules(keep)
         self._store, self._state, self._ref, self._when, self._group = store, state, ref, when, group
         self._asynchronous, self._total_steps, self._timeout_seconds, self._clock = asynchronous, total_steps, timeout_seconds, clock
+        self._is_prepared = False
         self._checks = require_checks(unchanged, verify_capture)
         self._decided = list(when.decided())
         self.preempted = False
@@ -155,7 +157,14 @@ class Checkpointer:
             own = groups_of(store).of(group)[0]
             self._flag = StepFlag(own.run, own.renew, rank=group.rank(), prefix=f"tsck/{run_id}/", lead_steps=lead_steps, clock=clock)
         self._pending = PendingSaves(
-            store, ref, group, self._unsaved, self._flag, run_id=run_id, timeout_seconds=timeout_seconds, clock=clock
+            store=store,
+            ref=ref,
+            group=group,
+            unsaved=self._unsaved,
+            flag=self._flag,
+            run_id=run_id,
+            timeout_seconds=timeout_seconds,
+            clock=clock,
         )
 
     def __enter__(self) -> Self:
@@ -185,9 +194,9 @@ class Checkpointer:
     def resume(self, *, drift: OnDrift | None = None) -> Snapshot | None:
         """Restores the newest snapshot that is not marked and whose blocks verify, as far as this job reads them.
 
-        All ranks skip, with a warning, a snapshot that is marked ``bad`` or ``damaged``, or found damaged on any rank. Transient failures,
-        such as of a read, are retried a few times. All ranks restore the same snapshot, or raise the same error. `TrainingState.restore`
-        does the same.
+        All ranks skip a snapshot that is marked ``bad`` or ``damaged``, or that any rank finds damaged; a warning names it. Transient
+        failures, such as of a read, are retried a few times. All ranks restore the same snapshot, or raise the same error.
+        `TrainingState.restore` does the same.
 
         Args:
             drift: How to treat a snapshot that is marked ``drift``, or that the same run saved after such a one: replicas differed, so a
@@ -205,36 +214,38 @@ class Checkpointer:
         began = self._clock()
         self._pending.begin_round()
         options: dict[str, Any] = {"advice": ON_DRIFT, "drift": drift, "timeout_seconds": self._timeout_seconds}
-        found = ResumeSearch(self._store, self._ref, self._group, **options).restore(self._restore)
-        if found is not None:
+        snapshot = ResumeSearch(self._store, self._ref, self._group, **options).restore(self._restore)
+        if snapshot is not None:
             self._restart = self._clock() - began
-            self.note_resumed(found)
+            self.note_resumed(snapshot)
         self._unsaved.begin()
-        return found
+        return snapshot
 
     def _restore(self, address: str) -> Snapshot:
         state, store, group, timeout_seconds = self._state, self._store, self._group, self._timeout_seconds
         if not isinstance(state, TrainingState):
-            return store.restoring(address, lambda found: found.checkout(into=state), group=group, timeout_seconds=timeout_seconds)[1]
-        found = state.restore(store, address, group=group, timeout_seconds=timeout_seconds)
-        if found is None:
+            return store.restoring(address, lambda restoring: restoring.checkout(into=state), group=group, timeout_seconds=timeout_seconds)[
+                1
+            ]
+        snapshot = state.restore(store, address, group=group, timeout_seconds=timeout_seconds)
+        if snapshot is None:
             raise NotFoundError(f"{address} was deleted meanwhile", object_id=address)
-        return found
+        return snapshot
 
-    def note_resumed(self, found: Snapshot) -> None:
-        """For a job that has restored a snapshot by itself: the triggers count from its step on. All ranks call it."""
-        read = lambda: json.dumps(_note_of(self._store, found)).encode()  # noqa: E731
-        note: dict[str, Any] = json.loads(self._from_first(f"the notes of {found.root}", lambda: with_retries(read)))
+    def note_resumed(self, snapshot: Snapshot) -> None:
+        """Tells the triggers that the job restored a snapshot by itself: they count from its step on. All ranks call it."""
+        read = lambda: json.dumps(_note_of(self._store, snapshot)).encode()  # noqa: E731
+        note: dict[str, Any] = json.loads(self._from_first(f"the notes of {snapshot.root}", lambda: with_retries(read)))
         epoch, resumes, began_ns = note.get("epoch"), note.get("resumes"), note.get("began_ns")
         costs = note_costs(note)
         self._stall = self._stall or costs.get("stall", 0.0)
         self._pending.lag_seconds = self._pending.lag_seconds or costs.get("lag", 0.0)
         self._resumes = 1 + (resumes if isinstance(resumes, int) else 0)
-        self._began_ns = began_ns if isinstance(began_ns, int) else found.time_ns
-        self._before = TriggerContext(found.step or 0, epoch if isinstance(epoch, int | float) else None)
-        self._run_mtbf = max(1.0, (found.time_ns - self._began_ns) / 1e9) / self._resumes
-        for each in self._decided:
-            each.begin()
+        self._began_ns = began_ns if isinstance(began_ns, int) else snapshot.time_ns
+        self._before = TriggerContext(snapshot.step or 0, epoch if isinstance(epoch, int | float) else None)
+        self._run_mtbf = max(1.0, (snapshot.time_ns - self._began_ns) / 1e9) / self._resumes
+        for trigger in self._decided:
+            trigger.begin()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -286,15 +297,27 @@ class Checkpointer:
             previous_step=self._before.step if self._before is not None else None,
             previous_epoch=self._before.epoch if self._before is not None else None,
         )
+        if self._asynchronous and not self._is_prepared:
+            self._prepare()
         self._before, self._metadata = moment, metadata
         self._pending.end_if_failing(step)
         poll_triggers(self._flag, self._decided, self._saves, step)
         if not self._when.fires(moment):
             return None
         self._saves += 1
-        self.preempted |= any(isinstance(each, on_preemption) and each.fires(moment) for each in self._decided)
+        self.preempted |= any(isinstance(trigger, on_preemption) and trigger.fires(moment) for trigger in self._decided)
         self._when.saved(moment)
         return self._put(moment)
+
+    def _prepare(self) -> None:
+        """After the first step, when all tensors exist. What cannot be saved is an error of the save."""
+        self._is_prepared = True
+        state, store, group, timeout_seconds = self._state, self._store, self._group, self._timeout_seconds
+        with suppress(StoreError):
+            if isinstance(state, TrainingState):
+                state.prepare(store, group=group, timeout_seconds=timeout_seconds)
+            else:
+                store.prepare(state, group=group, timeout_seconds=timeout_seconds)
 
     def _options(self, moment: TriggerContext, causes: Iterable[str]) -> dict[str, Any]:
         return {
@@ -321,7 +344,7 @@ class Checkpointer:
         began = self._clock()
         self._unsaved.begin_save()
         state, store = self._state, self._store
-        found: Snapshot | PendingSnapshot
+        saved: Snapshot | PendingSnapshot
         try:
             options["metadata"] = {**self._metadata, NOTE: self._note(moment)}
             if self._asynchronous:
@@ -329,9 +352,9 @@ class Checkpointer:
                     state.put_async(store, **options) if isinstance(state, TrainingState) else store.put_snapshot_async(state, **options)
                 )
                 self._pending.add(pending, began)
-                found = pending
+                saved = pending
             else:
-                found = state.put(store, **options) if isinstance(state, TrainingState) else store.put_snapshot(state, **options)
+                saved = state.put(store, **options) if isinstance(state, TrainingState) else store.put_snapshot(state, **options)
                 self._unsaved.note_published()
         except StoreError as exc:
             self._pending.fail(moment.step, exc)
@@ -342,7 +365,7 @@ class Checkpointer:
         self._measure(self._clock() - began)
         if self._dropped is not None:
             self._dropped.note_save()
-        return found
+        return saved
 
     def _note(self, moment: TriggerContext) -> dict[str, object]:
         """Notes about the run for the snapshot; equal on all ranks, so costs are those of the first."""
@@ -352,9 +375,9 @@ class Checkpointer:
 
     def _measure(self, stall: float) -> None:
         self._stall = stall if not self._stall else (self._stall + stall) / 2
-        for each in self._decided:
-            if isinstance(each, auto):
-                each.measured(self._stall, self._pending.lag_seconds, self._restart, self._run_mtbf)
+        for trigger in self._decided:
+            if isinstance(trigger, auto):
+                trigger.measured(self._stall, self._pending.lag_seconds, self._restart, self._run_mtbf)
 
     def wait(self) -> None:
         """Waits until every begun save has ended; failures are warnings.

@@ -66,8 +66,8 @@ class PendingSaves:
             StoreError: a permanent failure.
         """
         pending, self._pending = self._pending, []
-        for each, _ in pending:
-            self._wait_for(each)
+        for save, _ in pending:
+            self._wait_for(save)
         if self._unsaved.refusal is not None:
             self.end()
 
