@@ -83,5 +83,7 @@ def read_runs(connection: Connection) -> dict[str, Run]:
     for row in rows:
         whole = f"{row.ref} of {row.url}"
         name = row.ref if count[row.ref] == 1 else whole
-        runs[name] = runs[whole] = Run(name, StoreKey(row.store_id, row.uuid, row.url), row.ref, row.puts, row.last_step, row.last_time_ns)
+        store = StoreKey(row.store_id, row.uuid, row.url)
+        run = Run(name, store, row.ref, puts=row.puts, last_step=row.last_step, last_time_ns=row.last_time_ns)
+        runs[name] = runs[whole] = run
     return runs

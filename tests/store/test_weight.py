@@ -58,9 +58,9 @@ MOST_LINES = {
     "redaction": 200,
     "session": 10300,
     "state": 6800,
-    "store": 1500,
+    "store": 1600,
     "training": 4800,
-    "ui": 4000,
+    "ui": 4100,
 }
 """Of the Python files of each area, rounded up to hundreds."""
 MOST_LINES_A_FILE = 399

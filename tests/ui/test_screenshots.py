@@ -63,7 +63,7 @@ def _filter_tensors(page: Any) -> None:
 
 SHOWN: Final[dict[str, Picture]] = {
     "overview": Picture({}, 562),
-    "runs": Picture({"run": ["runs/gpt", "runs/gpt-slow", "runs/bert"]}, 560),
+    "runs": Picture({"run": ["runs/gpt", "runs/gpt-slow", "runs/bert"]}, 880),
     "find": Picture({"q": "val_loss < 3 and ref like 'runs/gpt%'", "order": "val_loss"}, 640),
     "activity": Picture({}, 640),
     "ref": Picture({"name": "runs/gpt"}, 1240),
