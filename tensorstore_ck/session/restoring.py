@@ -70,6 +70,10 @@ class Restoring:
 
         return LazySnapshot(self._content)
 
+    def metadata(self) -> dict[str, Any]:
+        """As `Store.metadata`."""
+        return self.engine.read_metadata(self.info)
+
     def checkout(self, *, broadcast: bool = False, **how: Unpack[RestoreArguments]) -> Any:
         """See `Store.checkout`; once only, as the ranks of a host read together."""
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch

@@ -43,7 +43,7 @@ WORDS: Final[Mapping[str, str]] = {
     "sweep": "gc: deletes",
     "relocate": "gc: compacted",
     "place": "moved to a cold location",
-    "settle": "gc: closed its books",
+    "settle": "gc: forgot deleted objects",
     "quota": "changed a quota",
     "report": "ran gc or fsck",
     "finished": "training finished",

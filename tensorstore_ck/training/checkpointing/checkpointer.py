@@ -23,7 +23,7 @@ from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
 from tensorstore_ck.training.checkpointing.exception_save import CAUSE, ExceptionSave
 from tensorstore_ck.training.checkpointing.pending_saves import PendingSaves
-from tensorstore_ck.training.checkpointing.run_notes import note_of, run_name
+from tensorstore_ck.training.checkpointing.saving_run import note_of, run_name
 from tensorstore_ck.training.checkpointing.step_flag import StepFlag, poll_triggers
 from tensorstore_ck.training.checkpointing.triggers import CLOCK, Trigger, TriggerContext, auto, on_preemption, require_count
 from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime
@@ -206,9 +206,8 @@ class Checkpointer:
     def _restore(self, address: str) -> Snapshot:
         state, store, group, timeout_seconds = self._state, self._store, self._group, self._timeout_seconds
         if not isinstance(state, TrainingState):
-            return store.restoring(address, lambda restoring: restoring.checkout(into=state), group=group, timeout_seconds=timeout_seconds)[
-                1
-            ]
+            restored = store.restoring(address, lambda found: found.checkout(into=state), group=group, timeout_seconds=timeout_seconds)
+            return restored[1]
         snapshot = state.restore(store, address, group=group, timeout_seconds=timeout_seconds)
         if snapshot is None:
             raise NotFoundError(f"{address} was deleted meanwhile", object_id=address)

@@ -1,4 +1,4 @@
-"""What a `Checkpointer` notes in a snapshot about the run that saved it."""
+"""Which run of a `Checkpointer` saved a snapshot, by the note that it saves with each."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from tensorstore_ck.store import ReadOnlyStore
 
 
+def run_name(began_ns: object, resumes: object) -> str:
+    """The name of the process that saves: see `Checkpointer.run`."""
+    return f"{began_ns}-{resumes}"
+
+
 def note_of(store: "ReadOnlyStore", snapshot: Snapshot) -> dict[str, Any]:
-    """The note; empty without one, or if the snapshot is gone."""
+    """The note that a `Checkpointer` saved with a snapshot; empty if none did, or if the snapshot is gone."""
     try:
         note = store.metadata(snapshot.root).get(NOTE)
     except NotFoundError:
         return {}
     return note if isinstance(note, dict) else {}
-
-
-def run_name(began_ns: object, resumes: object) -> str:
-    """See `Checkpointer.run`."""
-    return f"{began_ns}-{resumes}"
 
 
 def saved_by(store: "ReadOnlyStore", snapshot: Snapshot) -> str:
