@@ -11,7 +11,7 @@ from tensorstore_ck.format.record import check_metrics
 from tensorstore_ck.log import BranchMove, Op, RefTable, SnapshotInfo, validate_ref_name
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, pinned_snapshots, pinned_with_root
-from tensorstore_ck.log.snapshot_log import SnapshotLog
+from tensorstore_ck.log.snapshot_log import SnapshotLog, SnapshotsByName
 from tensorstore_ck.log.training_line import training_line
 
 
@@ -47,16 +47,16 @@ def _newest_moves(view: RefTable, branch: str, limit: int | None) -> list[Branch
     return moves
 
 
-def branches(engine: Engine) -> dict[str, Snapshot]:
+def branches(engine: Engine) -> SnapshotsByName:
     """Every branch, and where it is."""
     view = engine.log.newest_view()
-    return {name: Snapshot.from_info(resolve(view, name).info) for name in view.branches()}
+    return SnapshotsByName({name: Snapshot.from_info(resolve(view, name).info) for name in view.branches()})
 
 
-def tags(engine: Engine) -> dict[str, Snapshot]:
+def tags(engine: Engine) -> SnapshotsByName:
     """Every tag, and where it is."""
     view = engine.log.newest_view()
-    return {name: Snapshot.from_info(resolve(view, name).info) for name in view.tags()}
+    return SnapshotsByName({name: Snapshot.from_info(resolve(view, name).info) for name in view.tags()})
 
 
 def branch(engine: Engine, name: str, at: str) -> Snapshot:

@@ -9,6 +9,7 @@ security.py           who may ask: host, token, cookie, methods; headers of ever
 sources.py            the stores and their catalog; threads that read new entries of their logs
 background.py         reads that take long, each in a thread of its own
 overview.py           the page of all stores and branches
+runs.py               metrics of several branches over each other
 find.py               snapshots of all stores for which a condition holds
 activity.py           the operations in the logs
 ref.py                the page of a branch: charts, graph, saves
