@@ -70,9 +70,8 @@ class Restoring:
 
         return LazySnapshot(self._content)
 
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """The metadata of the snapshot."""
+    def metadata(self) -> dict[str, Any]:
+        """As `Store.metadata`."""
         return self.engine.read_metadata(self.info)
 
     def checkout(self, *, broadcast: bool = False, **how: Unpack[RestoreArguments]) -> Any:

@@ -33,8 +33,8 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(97, 635, 1960),
-    "put_snapshot_async": Weight(97, 655, 2210),
+    "put_snapshot": Weight(96, 636, 1965),
+    "put_snapshot_async": Weight(96, 653, 2215),
     "checkout": Weight(58, 296, 1605),
 }
 """For a state of four linear layers and its optimizer, on CPython 3.11."""
@@ -60,14 +60,14 @@ MOST_LINES = {
     "state": 6800,
     "store": 1600,
     "training": 4800,
-    "ui": 4000,
+    "ui": 4100,
 }
 """Of the Python files of each area, rounded up to hundreds."""
 MOST_LINES_A_FILE = 399
 LONGER = {"store/read_only_store.py", "store/store.py", "standalone/tsck_read.py"}
 """Two classes that are mostly docstrings, and a program of one file."""
 MOST_POSITIONAL = 4
-MOST_LONG_CALLS = 175
+MOST_LONG_CALLS = 190
 """Calls with more positional arguments than that: of torch, numpy, struct, SQLAlchemy and the like, whose parameters have no names here; in
 `integrations` also 85 of this package's own functions."""
 

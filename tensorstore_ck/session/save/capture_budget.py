@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.threads import Helper
@@ -20,6 +20,9 @@ SAY_SECONDS: Final = 5.0
 
 PREPARED: Final = 2
 """Captures: one while the one before is stored."""
+
+OnFull = Literal["block", "skip", "replace"]
+"""What a save does if no memory is left to capture into: wait; be skipped; or replace the oldest queued save."""
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 
@@ -52,13 +55,14 @@ class CaptureMemory:
         queued.slot = Slot(arena, needed)  # before it has memory: whatever interrupts this, `queued.release` finds it
         return arena.fill(queued.slot)
 
-    def prepare(self, size_bytes: int) -> None:
-        """Allocates memory for captures of this size, in a thread. What the system refuses there, it refuses the save, too."""
+    def prepare(self, size_bytes: int, warm_up: Callable[[], object]) -> None:
+        """Allocates memory for captures of this size, in a thread, which then calls `warm_up`. Saves raise what the system refuses."""
         arena = self._opened()
 
         def allocate() -> None:
             with suppress(NoSpaceError):
                 arena.prepare(size_bytes, PREPARED)
+            warm_up()
 
         self._preparing = Helper(allocate, "tsck-pin")
         with suppress(RuntimeError, MemoryError):

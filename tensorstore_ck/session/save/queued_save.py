@@ -161,14 +161,16 @@ class QueuedSave:
         }
 
     def seconds_fields(self, progress: Progress) -> dict[str, float]:
-        """The times in the event of a save that has ended."""
+        """The times in the event of a save that has ended, with this `progress`."""
         total, waited = time.monotonic() - self.called, self.begun - self.captured
         return {"total_seconds": total, "queued_seconds": waited, **progress.seconds_fields()}
 
-    def sizes(self, snapshot: Snapshot, progress: Progress) -> dict[str, int | float]:
-        """The sizes in the event of a published snapshot."""
+    def published_fields(self, snapshot: Snapshot) -> dict[str, int | float]:
+        """The times and sizes in the event of a published snapshot."""
+        progress = self.status.meter.snapshot()
         hashed, new, written = itemgetter("hash", "encode", "write")(progress.stage_bytes)
         return {
+            **self.seconds_fields(progress),
             "stall_seconds": self.stall_seconds,
             "logical_bytes": snapshot.logical_bytes,
             "hashed_bytes": hashed,
