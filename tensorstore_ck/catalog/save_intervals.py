@@ -31,4 +31,4 @@ def finished_refs(connection: Connection) -> set[tuple[int, str]]:
     """(store, branch) of each branch whose training has ended with its newest snapshot: it expects no save."""
     is_head = and_(refs.c.store_id == events.c.store_id, refs.c.name == events.c.ref, refs.c.root == events.c.root)
     query = select(refs.c.store_id, refs.c.name).join(events, is_head).where(events.c.op == "finished")
-    return {(store_id, name) for store_id, name in connection.execute(query)}  # noqa: C416 - rows are no pairs for mypy
+    return {(store_id, name) for store_id, name in connection.execute(query)}

@@ -124,7 +124,7 @@ class Session:
         if torch.cuda.is_available():
             if ranks is not None:
                 self._local_ranks = self.groups.local_ranks(ranks, timeout_seconds=timeout_seconds)
-            self.queue.prepare(prepare(self.context, state, ranks, frozen, optimizers))
+            self.queue.prepare(*prepare(self.context, state, ranks, frozen, optimizers))
 
     def check(
         self, state: object, *, group: "ProcessGroup | DeviceMesh | None", rank_state: object, timeout_seconds: float

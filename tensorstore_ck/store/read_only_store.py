@@ -5,13 +5,15 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.units import parse_rate
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.run_outcome import RunOutcome, last_runs
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails
-from tensorstore_ck.log.snapshot_log import SnapshotLog
+from tensorstore_ck.log.snapshot_log import SnapshotLog, SnapshotsByName
 from tensorstore_ck.maintenance import forget as forgetting
 from tensorstore_ck.maintenance import refs
 from tensorstore_ck.session import restoring
@@ -66,6 +68,12 @@ class ReadOnlyStore:
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
+
+    def _repr_html_(self) -> str:
+        try:
+            return self.branches().table(repr(self))
+        except StoreError as exc:  # a notebook shows a closed store, too
+            return html_table(repr(self), ("cannot be read now",), [(str(exc),)])
 
     def __dir__(self) -> list[str]:
         """The public names, without earlier spellings, which are functions of another name."""
@@ -274,11 +282,11 @@ class ReadOnlyStore:
         """
         return refs.history(self.engine, ref, limit)
 
-    def branches(self) -> dict[str, Snapshot]:
+    def branches(self) -> SnapshotsByName:
         """Every branch, and where it is."""
         return refs.branches(self.engine)
 
-    def tags(self) -> dict[str, Snapshot]:
+    def tags(self) -> SnapshotsByName:
         """Every tag, and where it is."""
         return refs.tags(self.engine)
 

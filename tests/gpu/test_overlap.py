@@ -14,12 +14,12 @@ from tensorstore_ck.state.device.step_gates import StepGate
 
 REF = "runs/overlap"
 WIDTH = 4096
-LAYERS = 16
+LAYERS = 4
 State = dict[str, torch.Tensor]
 
 
 class Job:
-    """3.2 GB of parameters and moments: the copy takes longer than the work that is queued after it."""
+    """0.8 GB of parameters and moments: the copy takes longer than the work that is queued after it."""
 
     def __init__(self, device: torch.device, store: tsck.Store, *, fused: bool = True) -> None:
         torch.manual_seed(0)

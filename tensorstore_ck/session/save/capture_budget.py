@@ -55,13 +55,14 @@ class CaptureMemory:
         queued.slot = Slot(arena, needed)  # before it has memory: whatever interrupts this, `queued.release` finds it
         return arena.fill(queued.slot)
 
-    def prepare(self, size_bytes: int) -> None:
-        """Allocates memory for captures of this size, in a thread. What the system refuses there, it refuses the save, too."""
+    def prepare(self, size_bytes: int, warm_up: Callable[[], object]) -> None:
+        """Allocates memory for captures of this size, in a thread, which then calls `warm_up`. Saves raise what the system refuses."""
         arena = self._opened()
 
         def allocate() -> None:
             with suppress(NoSpaceError):
                 arena.prepare(size_bytes, PREPARED)
+            warm_up()
 
         self._preparing = Helper(allocate, "tsck-pin")
         with suppress(RuntimeError, MemoryError):

@@ -217,10 +217,10 @@ class SaveQueue:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def prepare(self, size_bytes: int) -> None:
-        """Allocates memory for captures of this size, in a thread."""
+    def prepare(self, size_bytes: int, warm_up: Callable[[], object]) -> None:
+        """Allocates memory for captures of this size, in a thread, which then calls `warm_up`."""
         self._enter()
-        self._memory.prepare(size_bytes)
+        self._memory.prepare(size_bytes, warm_up)
 
     def _admit(self, queued: QueuedSave, save: Capturable, on_full: OnFull) -> Admission:
         unraised = self._first_unraised()
