@@ -16,7 +16,7 @@ class SyncReport:
     """The store's uuid."""
     url: str
     entries: int
-    """Entries of the log that it read."""
+    """Entries of the log that the sync read."""
     snapshots: int
     """Snapshots that these entries published."""
     head_n: int
@@ -37,7 +37,7 @@ class SyncOutcome:
 
 @dataclass(frozen=True, slots=True)
 class CatalogJob:
-    """The snapshots that were put to one branch, including those that are gone."""
+    """The snapshots that were saved to one branch, including those that are gone."""
 
     store: str
     ref: str
@@ -52,9 +52,9 @@ class CatalogJob:
     first_time_ns: int
     last_time_ns: int
     logical_bytes: int
-    """Of the newest snapshot."""
+    """The size of the newest snapshot."""
     new_bytes: int
-    """Of all snapshots together, when they were put."""
+    """The bytes that all snapshots added when they were saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class FoundSnapshot:
     store: str
     """The store's URL when it was synced."""
     ref: str
-    """The branch that it was put to."""
+    """The branch that it was saved to."""
     job: str
     root: str
     id: str

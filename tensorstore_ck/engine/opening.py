@@ -100,7 +100,14 @@ def open_engine(
             _head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url, inode=_inode(backend)
         )
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
-        opener = LocationOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit, allowed)
+        opener = LocationOpener(
+            store_url=backend.url,
+            storage_options=dict(storage_options or {}),
+            no_sync=no_sync,
+            read_only=read_only,
+            on_wait=observers.emit,
+            allowed=allowed,
+        )
         same_store = partial(require_same_store, backend, config, config.encode())
         engine = make_engine(
             backend,
@@ -218,11 +225,11 @@ def require_same_store(backend: Backend, config: StoreConfig, encoded: bytes) ->
         if backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES) == encoded:
             return
     try:
-        found: StoreConfig | None = read_config(backend)
+        present: StoreConfig | None = read_config(backend)
     except CorruptObjectError:
-        found = None
-    if found is None or (found.uuid, found.log) != (config.uuid, config.log):
-        what = "it has no store.json now" if found is None else f"the store there is {found.uuid} now, with the log {found.log}"
+        present = None
+    if present is None or (present.uuid, present.log) != (config.uuid, config.log):
+        what = "it has no store.json now" if present is None else f"the store there is {present.uuid} now, with the log {present.log}"
         raise NotAStoreError(
             f"{backend.url} does not hold the store {config.uuid} any more that this process opened there: {what}. Its disk may not be "
             "mounted, or the folder was moved, deleted or replaced. Nothing was published; open the store again where it is",

@@ -69,7 +69,7 @@ class _Gc:
             f"refused: {refusal}" if refusal else "dry run" if self._dry_run else "goes on",
         )
         if self._dry_run:
-            return self._report(plan, plan.doomed, plan.sparse, written_bytes(plan.sparse), refusal)
+            return self._report(plan, deleted=plan.doomed, rewritten=plan.sparse, written_bytes=written_bytes(plan.sparse), refusal=refusal)
         if refusal is not None:
             raise refusal
         self._engine.placed.require_owner()
@@ -257,18 +257,18 @@ class _Gc:
         batch = 1 if self._engine.backend.is_local else DELETE_BATCH
         writes = sum(2 + live_bytes(pack) // (8 << 20) for pack in rewritten)
         return GcReport(
-            self._dry_run,
-            tuple(GoneSnapshot(ulid_text(info.ulid), info.root.hex(), info.ref, info.step) for info in gone),
-            {kind: sum(key.kind == kind for key in deleted) for kind in FOLDERS},
-            sum(plan.listed[key].size_bytes for key in deleted),
-            tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten),
-            written_bytes,
-            waiting,
-            len(plan.young),
-            sum(listed.size_bytes for listed in plan.listed.values()),
-            self._planner.requests + -(-len(deleted) // batch) + writes,
-            tuple(self._notes),
-            None if refusal is None else str(refusal),
-            plan.freeable.command,
-            plan.freeable.later,
+            dry_run=self._dry_run,
+            snapshots=tuple(GoneSnapshot(ulid_text(info.ulid), info.root.hex(), info.ref, info.step) for info in gone),
+            deleted={kind: sum(key.kind == kind for key in deleted) for kind in FOLDERS},
+            deleted_bytes=sum(plan.listed[key].size_bytes for key in deleted),
+            rewritten=tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten),
+            written_bytes=written_bytes,
+            waiting=waiting,
+            young=len(plan.young),
+            total_bytes=sum(listed.size_bytes for listed in plan.listed.values()),
+            requests=self._planner.requests + -(-len(deleted) // batch) + writes,
+            notes=tuple(self._notes),
+            refused=None if refusal is None else str(refusal),
+            command=plan.freeable.command,
+            later=plan.freeable.later,
         )

@@ -190,9 +190,9 @@ class LiveSet(RootNeeds):
         """Marks what a part needs; returns the relocation maps that lead there."""
         elsewhere = self._relocated.intersection(summary.packs)
         followed = list(follow(self._engine, view, summary.entries(elsewhere), self._relocations[1]))
-        found = [(pack, entries) for pack, entries, moved in followed if moved is None]
+        located = [(pack, entries) for pack, entries, moved in followed if moved is None]
         with self._lock:
             self._marks.mark(summary.without(elsewhere) if elsewhere else summary)
-            for pack, entries in found:
+            for pack, entries in located:
                 self._marks.mark_entries(pack, entries)
         return {ObjectKey("moved", moved) for _, _, moved in followed if moved is not None}

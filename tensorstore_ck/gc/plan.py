@@ -102,11 +102,7 @@ class Planner:
         self.notes: list[str] = []
 
     def make(self) -> GcPlan:
-        """The plan at the newest head.
-
-        Raises:
-            UnreadableError: a held snapshot cannot be read, so what it needs is unknown.
-        """
+        """The plan at the newest head. Raises `UnreadableError` if a held snapshot cannot be read, so what it needs is unknown."""
         self._engine.log.sync()  # an unreadable log is reported before all else
         self._listed = list_objects(self._engine.backend)
         self._releases = Releases(self._engine, self._options.undo_window_seconds, self._now_ns, self._listed.keys())
@@ -181,22 +177,22 @@ class Planner:
         doomed += [ObjectKey("pack", pack.pack) for pack in packs if not options.grace_seconds]
         unnamed = self._unnamed(unneeded)
         return GcPlan(
-            self._view,
-            self._ends,
-            listed,
-            garbage,
-            frozenset(young),
-            packs,
-            frozenset(doomed),
-            [*self._view.snapshots(live=False)],
-            writers.useless(ended, self._now_ns, options.min_age_seconds),
-            unnamed,
-            Freeable(0, "", ())
+            view=self._view,
+            ending=self._ends,
+            listed=listed,
+            garbage=garbage,
+            young=frozenset(young),
+            sparse=packs,
+            doomed=frozenset(doomed),
+            expired=[*self._view.snapshots(live=False)],
+            useless_records=writers.useless(ended, self._now_ns, options.min_age_seconds),
+            unnamed=unnamed,
+            freeable=Freeable(0, "", ())
             if unnamed
             else self._freeable(
                 states, unneeded, young, doomed=doomed, sparse=[level.packs for level in sparse], rewritable_bytes=rewritable_bytes
             ),
-            options,
+            options=options,
         )
 
     def _unnamed(self, unneeded: Iterable[ObjectKey]) -> list[ChildRecord]:
@@ -276,7 +272,11 @@ class Planner:
         def add(why: str, then_bytes: int, count: int, *, due_ns: int | None, options: GcOptions, before: Iterable[str] = ()) -> None:
             nonlocal freed
             if then_bytes > freed:
-                later.append(FreedLater(why, then_bytes - freed, count, due_ns, (*before, command(options, then_bytes))))
+                later.append(
+                    FreedLater(
+                        why=why, bytes=then_bytes - freed, objects=count, due_ns=due_ns, commands=(*before, command(options, then_bytes))
+                    )
+                )
             freed = max(freed, then_bytes)
 
         at_once = replace(self._options, grace_seconds=0.0)
@@ -303,19 +303,27 @@ class Planner:
             add(level.why, then_bytes, len(more), due_ns=due_ns, options=options, before=unpins)
         if rewritable_bytes:
             every = replace(at_once, compact_below=1.0)
-            later.append(FreedLater("packs in use", rewritable_bytes, 0, None, (command(every, now_bytes + rewritable_bytes),)))
+            later.append(
+                FreedLater(
+                    why="packs in use",
+                    bytes=rewritable_bytes,
+                    objects=0,
+                    due_ns=None,
+                    commands=(command(every, now_bytes + rewritable_bytes),),
+                )
+            )
         forget = self._forget_command() if now_bytes <= 0 and not later else ""
         return Freeable(now_bytes, command(self._options, now_bytes), tuple(later), forget)
 
     def _forget_command(self) -> str:
         """Forgets the oldest snapshot of the longest history, of those that only a branch holds; empty if that leaves none."""
         view = self._view
-        found = (
+        candidates = (
             (len(moves), f"{name}@{moves[0].step}" if moves[0].step is not None else moves[0].root.hex()[:SHOWN_ROOT_DIGITS])
             for name in view.branches()
             if len(moves := [*view.moves(name, newest_first=False)]) > 1 and view.holds(moves[0].ulid) == 1
         )
-        address = max(found, default=(0, ""))[1]
+        address = max(candidates, default=(0, ""))[1]
         return forget_command(self._engine.backend.url, address) if address else ""
 
     def _size(self, keys: Iterable[ObjectKey]) -> int:
@@ -331,11 +339,7 @@ class Planner:
 
 
 def plan_gc(engine: Engine, options: GcOptions | None = None, progress: Progress = ignore_progress) -> GcPlan:
-    """What gc would do, for reports.
-
-    Raises:
-        UnreadableError: a held snapshot cannot be read, so what it needs is unknown.
-    """
+    """What gc would do, for reports. Raises `UnreadableError` if a held snapshot cannot be read, so what it needs is unknown."""
     return Planner(engine, options or GcOptions(), progress).make()
 
 
@@ -346,7 +350,19 @@ def simulate(view: RefTable, ops: Sequence[Op]) -> RefTable:
     with table.batch() as batch:
         for key, value in view.items():
             batch.put(key, value)
-        fold(Entry(0, ZERO_DIGEST, bytes(16), 0, "", tuple(ops), ZERO_DIGEST, 0), batch)  # what it releases was released long ago
+        fold(
+            Entry(
+                n=0,  # what it releases was released long ago
+                prev=ZERO_DIGEST,
+                write_id=bytes(16),
+                time_ns=0,
+                actor="",
+                ops=tuple(ops),
+                hash=ZERO_DIGEST,
+                size_bytes=0,
+            ),
+            batch,
+        )
     return RefTable(table, head)
 
 

@@ -20,7 +20,7 @@ from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, Corru
 from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
 from tensorstore_ck.log.entry import Entry, seal_entry
 from tensorstore_ck.log.entry_reader import EntryReader
-from tensorstore_ck.log.entry_writer import Appended, EntryWriter
+from tensorstore_ck.log.entry_writer import Appended, EntryWriter, race_delay
 from tensorstore_ck.log.follow import EmptiedError, Follower
 from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log, warn_of_broken_log
 from tensorstore_ck.log.operations import Op
@@ -36,10 +36,6 @@ Build = Callable[[RefTable], Sequence[Op]]
 
 _logger: Final = logging.getLogger("tensorstore_ck.log")
 _CACHE_TRIES: Final = 4
-_LONGEST_DELAY_TRIES: Final = 3
-"""The first pause after a lost race, in multiples of a try. Pauses must not grow: a winner never pauses, so losers would starve."""
-_LEAST_TRY_SECONDS: Final = 0.001
-_MOST_TRY_SECONDS: Final = 1.0
 
 
 class Log:
@@ -320,7 +316,7 @@ class Log:
             if appended is not None:
                 return appended
             write_id = None
-            delay = self._conflict_delay(lost, self._clock() - began_ns)
+            delay = race_delay(lost, self._clock() - began_ns) * self._jitter()
             _logger.debug("another writer was faster: the next try, at a newer head, is in %.3f s", delay)
             self._sleep(delay)
         raise AssertionError("unreachable")
@@ -330,17 +326,8 @@ class Log:
         return n in self._writer.created
 
     def wrote(self, n: int) -> bool:
-        """Whether this object appended entry `n`, even if an interrupt or a lost reply hid the success.
-
-        Raises:
-            StoreError: the entry cannot be read.
-        """
+        """See `EntryWriter.wrote`."""
         return self._writer.wrote(n)
-
-    def _conflict_delay(self, lost: int, try_ns: int) -> float:
-        """Seconds until the next try, after `lost` lost races before this one: shorter for those that have waited longer."""
-        try_seconds = min(max(try_ns * 1e-9, _LEAST_TRY_SECONDS), _MOST_TRY_SECONDS)
-        return try_seconds * max(_LONGEST_DELAY_TRIES - lost, 1) * self._jitter()
 
     def published(self, appended: Appended, snapshot: Ulid) -> SnapshotInfo | None:
         """The snapshot that `appended` should publish; None if an earlier entry aborted it. The log decides, not the cache.

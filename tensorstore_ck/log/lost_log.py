@@ -1,4 +1,4 @@
-"""A log that is broken or lost. Signs that a log which looks empty was lost: no store begins anew over its snapshots, which gc would free.
+"""A log that is broken or lost. Signs that a log which looks empty was lost: no store begins again over its snapshots, which gc would free.
 
 A first save that was killed, or that runs now, leaves a record too (FORMAT.md, "Commits"), but one without a parent.
 """

@@ -1,4 +1,4 @@
-"""`TrainingState`: the parts of a training job, passed once; each call then puts or restores all of them.
+"""`TrainingState`: the parts of a training job, passed once; each call then saves or restores all of them.
 
 The state has two sides. The shared one (model, optimizer, schedule ...) fits any number of ranks; each rank's own (generators, loader
 positions) fits the number of ranks that saved it. One process stores its own side with the rest, under `OWN`.
@@ -36,7 +36,6 @@ from tensorstore_ck.training.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.optim import Optimizer
 
     from tensorstore_ck.engine.write.publish import AnyHead
     from tensorstore_ck.engine.write.request import LastSeen
@@ -111,7 +110,7 @@ class TrainingState:
         own_loaders = loaders.matching(lambda part: not isinstance(part, SampleCursor))
         require_one_position(own_loaders)
         extra, rank_values = {} if extra is None else extra, {} if rank_values is None else rank_values
-        own = RankOwnState(models, own_loaders, extra, rank_values, rank_merge)
+        own = RankOwnState(model=models, loaders=own_loaders, extra=extra, values=rank_values, merge=rank_merge)
         self._sides = StateSides(SharedState(models, trained_by, others, extra), own, own_loaders)
         self._frozen = frozen
         require_supported(models.objects)
@@ -130,7 +129,7 @@ class TrainingState:
         limited._sides = self._sides.leaving_out(names)
         return limited
 
-    # --- put and restore ----------------------------------------------------------------------------------------------
+    # --- save and restore ---------------------------------------------------------------------------------------------
 
     def put(
         self,
@@ -209,13 +208,13 @@ class TrainingState:
         unchanged: Unchanged = "warn",
         verify_capture: float = SAMPLE_SHARE,
         on_full: OnFull = "block",
-        changed_by: "Optimizer | Sequence[Optimizer] | None" = None,
+        changed_by: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> PendingSnapshot:
         """Like `put`, but in the background: the next step may begin when it returns. For the arguments see `Store.put_snapshot_async`.
 
-        `frozen`: instead of what this object was made with. By default ``changed_by`` is the optimizers: what they update on CUDA devices
-        is copied beside the next forward and backward passes.
+        `frozen`: instead of what this object was made with. `changed_by`: by default the optimizers, so that what they update on CUDA
+        devices is copied while the next forward and backward passes run.
         """
         group = require_group(group)
         state, rank_state = self._sides.for_save(store, group, timeout_seconds, with_gradients=gradients)
@@ -236,10 +235,16 @@ class TrainingState:
             delta=delta,
             unchanged=unchanged,
             verify_capture=verify_capture,
-            changed_by=self._sides.shared.optimizers_with_hooks() if changed_by is None else changed_by,
             on_full=on_full,
+            changed_by=self._sides.shared.optimizers_with_hooks() if changed_by is None else changed_by,
             timeout_seconds=timeout_seconds,
         )
+
+    def prepare(self, store: Store, *, group: "ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        """Makes ready what the first `put_async` needs: see `Store.prepare`. A `Checkpointer` calls it."""
+        if torch.cuda.is_available():
+            changed_by = self._sides.shared.optimizers_with_hooks()
+            store.prepare(self.captured(), group=group, frozen=tuple(self._frozen), changed_by=changed_by, timeout_seconds=timeout_seconds)
 
     @renamed_argument(allow_bad="allow_marked")
     def restore(

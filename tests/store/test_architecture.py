@@ -172,3 +172,39 @@ def test_an_engine_is_not_changed_after_it_was_made() -> None:
         if isinstance(node.ctx, ast.Store) and node.attr in names and ast.unparse(node.value).rpartition(".")[2] in ("engine", "_engine")
     ]
     assert changed == [], "use dataclasses.replace"
+
+
+PASSED_ON: dict[str, str] = {
+    "training/sample_cursor.py": "a DataLoader",
+    "training/seeded_loader.py": "a DataLoader",
+    "integrations/dcp": "tensorstore_ck.open",
+    "integrations/hf": "transformers",
+    "integrations/lightning": "Lightning",
+    "integrations/ray": "Ray",
+}
+"""Whose arguments a function may take as `**options: Any`."""
+
+
+def test_options_have_names() -> None:
+    untyped = [
+        name
+        for path in python_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and node.args.kwarg is not None
+        and node.args.kwarg.arg.endswith("options")
+        and not (name := path.relative_to(PACKAGE).as_posix()).startswith(tuple(PASSED_ON))
+    ]
+    assert untyped == [], "name them, or use Unpack of a TypedDict"
+
+
+def test_no_class_says_that_a_call_may_be_tried_again() -> None:
+    """`retry` of an error does: some members of `RetryableError` must not be tried again."""
+    caught = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in python_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.ExceptHandler) and node.type is not None and "RetryableError" in ast.unparse(node.type))
+        or (isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass") and "RetryableError" in ast.unparse(node))
+    ]
+    assert caught == []

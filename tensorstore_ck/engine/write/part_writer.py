@@ -14,8 +14,8 @@ import numpy as np
 from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.buffers import Buffer
-from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ulid
-from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
@@ -23,14 +23,14 @@ from tensorstore_ck.engine.part_extents import extents_of, with_bases
 from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.engine.write.delta_bases import Fp32Masters, ParentBlocks, PartKey, TensorBlock, earlier_part
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
+from tensorstore_ck.engine.write.parse_budget import require_readable
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Inline, Sampling, require_unchanged
 from tensorstore_ck.engine.write.unchanged_blocks import skip_unchanged
-from tensorstore_ck.errors import CorruptObjectError, FrozenChangedError, UnsupportedValueError
+from tensorstore_ck.errors import FrozenChangedError
 from tensorstore_ck.format.block_assignment import BlockShare, Region, assign_blocks, encode_regions, regions_of_rank
 from tensorstore_ck.format.codec import Coding, Encoder, elements_of
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name
-from tensorstore_ck.format.sealed import FREE_BYTES, HEADER_BYTES, ParseBudget, check_msgpack
 from tensorstore_ck.log.block_index import Base, Location
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
@@ -42,7 +42,7 @@ RUNS_A_THREAD: Final = 4
 RUN_BLOCKS: Final = 512
 """Small blocks are hashed and appended together, up to this many."""
 MAX_OPEN_PACKS: Final = 4
-"""On local files, packs written side by side: one thread at a time gets into a file."""
+"""The packs that are written in parallel on local files: a file admits one thread at a time."""
 
 
 class BlockLookup(Protocol):
@@ -50,7 +50,7 @@ class BlockLookup(Protocol):
 
     @property
     def parts(self) -> Sequence[tuple[Part, BlockLocations]]:
-        """Parts of the snapshot before that are most like the new one, and where their blocks are."""
+        """Those parts of the snapshot before that are most like the new part, and where their blocks are."""
 
     def find(self, blocks: Sequence[Digest], /) -> Mapping[Digest, Location]:
         """The locations of those `blocks` that may be relied on."""
@@ -81,9 +81,9 @@ class WrittenPart(NamedTuple):
     ulid: Ulid
     part: Part
     added: Mapping[Digest, Location]
-    """Where the blocks lie that were not in the store before."""
+    """The locations of the blocks that were not in the store before."""
     new_bytes: int
-    """Of its packs and of itself."""
+    """The stored bytes of its new packs and of the part itself."""
     tensors: "TensorBlocks"
     """Its tensors."""
 
@@ -94,22 +94,22 @@ class BlobBlocks(NamedTuple):
     rows: Extents
     """The part's `blobs`."""
     ids: list[Digest]
-    """Of their blocks, in order."""
+    """The ids of their blocks, in order."""
 
 
 class TensorBlocks(NamedTuple):
     """What a rank has stored of the tensors."""
 
     ids: list[Digest]
-    """Of its blocks, in order."""
+    """The ids of its blocks, in order."""
     inline: bytes
-    """What lies inside the part."""
+    """The bytes of small tensors, which lie inside the part."""
     rows: Sequence[TensorBlock]
-    """What each block is of."""
+    """The tensor and the bytes of each block."""
     inlined: Sequence[Inline]
-    """What `inline` consists of."""
+    """The small tensors in `inline`."""
     sample: CaptureSample
-    """What was looked at while it was read."""
+    """The sample that was taken while the tensors were read."""
 
 
 def write_part(
@@ -120,7 +120,7 @@ def write_part(
     anchor: int,
     slot: PartSlot = SINGLE,
     coding: Coding,
-    meter: PutMeter | None = None,
+    meter: SaveMeter | None = None,
     apart: bool = False,
     sampling: Sampling = NOT_VERIFIED,
 ) -> WrittenPart:
@@ -130,7 +130,7 @@ def write_part(
         engine: The store.
         captured: The state.
         known: Which blocks need not be written.
-        anchor: The log entry that `known` goes by.
+        anchor: The log entry at which `known` looks blocks up.
         slot: Which part it is.
         coding: How blocks are encoded.
         meter: Counts the progress; an error that it raises ends the work.
@@ -146,7 +146,7 @@ def write_part(
         earlier, block_bytes = None, engine.config.block_bytes
         if coding.anchor_every:  # blocks may be stored as differences to those of the snapshot before
             layout, regions = layout_id(captured.layout.encode()), encode_regions(captured.explicit)
-            key = PartKey(layout, slot.rank, slot.world_size, slot.layout_of, regions)
+            key = PartKey(layout_id=layout, rank=slot.rank, world_size=slot.world_size, layout_of=slot.layout_of, regions=regions)
             earlier = earlier_part(engine, known.parts, key, coding.anchor_every)
         return write_tensors(captured, packs, slot=slot, block_bytes=block_bytes, coding=coding, earlier=earlier, sampling=sampling)
 
@@ -158,11 +158,11 @@ def write_part(
         with open_packs(engine, known, meter) as second:
             packs, tensors = [first, second], write(second)
     tensors.sample.verify(tensors.inlined, tensors.inline)
-    return store_part(engine, captured, blobs, tensors, packs, anchor=anchor, slot=slot)
+    return store_part(engine, captured=captured, blobs=blobs, tensors=tensors, packs=packs, anchor=anchor, slot=slot)
 
 
 @contextmanager
-def open_packs(engine: Engine, known: BlockLookup, meter: PutMeter | None = None) -> Iterator[PackWriter]:
+def open_packs(engine: Engine, known: BlockLookup, meter: SaveMeter | None = None) -> Iterator[PackWriter]:
     """A writer of blocks that are not `known`; every pack is durable when the block ends."""
     open_at_once = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
     packs = PackWriter(engine.backend, engine.put_id, known.find, open_packs=open_at_once, meter=meter)
@@ -175,7 +175,7 @@ def open_packs(engine: Engine, known: BlockLookup, meter: PutMeter | None = None
 
 
 def write_blobs(captured: CapturedState, packs: PackWriter, slot: PartSlot, coding: Coding) -> BlobBlocks:
-    """Stores the layout and the large values, if this rank is the one that does."""
+    """Stores the layout and the large values, if this rank is the first one with the layout."""
     encoder = Encoder(coding.mode)
     encoded_layout = captured.layout.encode()
     is_first = slot.rank == slot.layout_ranks[0]
@@ -226,16 +226,18 @@ def write_tensors(
     ids = [ZERO_DIGEST] * len(blocks)
     frozen, cuts = _frozen_blocks(captured, slot, block_bytes, blocks)
     for tensor in [*frozen]:
-        said = captured.frozen[tensor]
-        if not said.is_due and said.cut == cuts[tensor] and len(said.ids) == len(frozen[tensor]) and packs.rely_on(said.ids):
-            said.unread += 1
-            for row, block in zip(frozen.pop(tensor), said.ids, strict=True):
+        known = captured.frozen[tensor]
+        if not known.is_due and known.cut == cuts[tensor] and len(known.ids) == len(frozen[tensor]) and packs.rely_on(known.ids):
+            known.unread += 1
+            for row, block in zip(frozen.pop(tensor), known.ids, strict=True):
                 ids[row] = block
 
     computed: Mapping[int, Digest] = {}
     must_agree = captured.device_blocks is not None and captured.device_blocks.must_agree
     if captured.device_blocks is not None:
-        computed = skip_unchanged(captured, [block for block in blocks if ids[block.row] is ZERO_DIGEST], ids, packs, sample)
+        computed = skip_unchanged(
+            captured, blocks=[block for block in blocks if ids[block.row] is ZERO_DIGEST], ids=ids, packs=packs, sample=sample
+        )
 
     def store(run: list[TensorBlock]) -> None:
         buffers: list[Buffer] = []
@@ -259,13 +261,13 @@ def write_tensors(
                 return BlockEncoding(delta, (candidate.base,), candidate.age)
             return BlockEncoding(encoder.encode_tensor(raw, elements))
 
-        for block, found in zip(run, packs.add(buffers, encode), strict=True):
-            ids[block.row] = found
-            if computed.get(block.row, found) != found and (sampling.verify_share or must_agree):
+        for block, block_id in zip(run, packs.add(buffers, encode), strict=True):
+            ids[block.row] = block_id
+            if computed.get(block.row, block_id) != block_id and (sampling.verify_share or must_agree):
                 require_unchanged(captured, {block.tensor})
 
     masters = Fp32Masters(captured, blocks) if coding.mode != "raw" else None
-    weights, threads = masters.of if masters is not None else {}, cpu_threads() + 1
+    weights, threads = masters.of if masters is not None else {}, _threads(captured)
     for later in (False, True):  # weights after their masters
         unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in weights) == later]
         run_bytes = min(max(len(unread) * block_bytes // (RUNS_A_THREAD * threads), MIN_RUN_BYTES), MAX_RUN_BYTES)
@@ -274,7 +276,12 @@ def write_tensors(
     for tensor, rows in frozen.items():
         _note_frozen(captured, tensor, [ids[row] for row in rows], cuts[tensor])
     sample.note_inline(inlined, inline, small)
-    return TensorBlocks(ids, small, blocks, inlined, sample)
+    return TensorBlocks(ids=ids, inline=small, rows=blocks, inlined=inlined, sample=sample)
+
+
+def _threads(captured: CapturedState) -> int:
+    """A training that goes on meanwhile keeps half of the cores."""
+    return max(cpu_threads() // 2, 2) if captured.is_copy else cpu_threads() + 1
 
 
 def inline_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> tuple[list[Inline], bytes]:
@@ -289,7 +296,7 @@ def inline_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> tupl
 
 
 def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> list[tuple[int, int, BlockShare]]:
-    """What this rank stores: the tensor, where in its source it begins, and how it is cut."""
+    """What this rank stores: for each share the tensor, its offset in the tensor's source, and how it is cut."""
     held = regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
     bases, shares = source_offsets(captured, held), assign_blocks(captured.layout, held, slot.rank, block_bytes)
     return [(held[share.region].tensor, bases[share.region] + share.start, share) for share in shares]
@@ -314,57 +321,33 @@ def store_part(
     places = ChainMap(*(known for writer in packs for known in (writer.added, writer.found)))
     extents = extents_of(ids, places)
     part = Part(
-        layout_id(captured.layout.encode()),
-        slot.rank,
-        slot.world_size,
-        blobs.rows,
-        b"".join(ids),
-        encode_values(captured.values if slot.rank == slot.layout_ranks[0] else ()),
-        tensors.inline,
-        extents.packs,
-        extents.rows,
-        extents.base_ids,
-        anchor,
-        slot.layout_of,
-        encode_regions(captured.explicit),
+        layout_id=layout_id(captured.layout.encode()),
+        rank=slot.rank,
+        world_size=slot.world_size,
+        blobs=blobs.rows,
+        ids=b"".join(ids),
+        values=encode_values(captured.values if slot.rank == slot.layout_ranks[0] else ()),
+        inline=tensors.inline,
+        packs=extents.packs,
+        extents=extents.rows,
+        base_ids=extents.base_ids,
+        anchor=anchor,
+        layout_of=slot.layout_of,
+        regions=encode_regions(captured.explicit),
     )
     if slot.rank == slot.layout_ranks[0]:
-        _require_readable(captured, part, slot)
+        require_readable(captured, part, ranks=slot.world_size, ranks_of_layout=len(slot.layout_ranks))
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
     new = [item for writer in packs for item in writer.added.items()]
     added = {block: with_bases(place, places) if place.bases else place for block, place in new}
     new_bytes = sum([writer.new_bytes for writer in packs]) + len(encoded)
     _logger.debug("part %s of rank %d: %d of %d blocks are new, %d bytes", part_name(ulid), slot.rank, len(new), len(ids), new_bytes)
-    return WrittenPart(ulid, part, added, new_bytes, tensors)
-
-
-def _require_readable(captured: CapturedState, part: Part, slot: PartSlot) -> None:
-    """Rejects what a reader would take for a decompression bomb; all parts together stay below its limit.
-
-    Raises:
-        UnsupportedValueError: too many objects take almost no bytes in the store.
-    """
-    parsed = (value[2] for value in captured.values if type(value) is list and value[0] == "b" and value[1] == "m")
-    bodies = [captured.layout.encode()[HEADER_BYTES:-DIGEST_BYTES], *(captured.blobs[number] for number in parsed)]
-    budget = ParseBudget(FREE_BYTES // (2 * slot.world_size))
-    encoded_bytes = int(part.extents["stored"][: int(part.blobs["blocks"].sum())].sum(dtype=np.int64))
-    # gc may re-encode the layout in fewer bytes: the reader will find at least a quarter of them.
-    budget.add_stored(encoded_bytes // 4 + part.stored_bytes + (ULID_BYTES + DIGEST_BYTES) * len(slot.layout_ranks))
-    size_bytes = sum(map(len, bodies))
-    if size_bytes <= budget.max_items(size_bytes):
-        return  # even if each byte was an item
-    try:
-        for body in bodies:
-            check_msgpack(memoryview(body), "the state", budget)
-    except CorruptObjectError as exc:
-        raise UnsupportedValueError(
-            "the state has too many empty containers, tensors or sets for the few bytes that it takes: leave some out, or merge them"
-        ) from exc
+    return WrittenPart(ulid=ulid, part=part, added=added, new_bytes=new_bytes, tensors=tensors)
 
 
 def source_offsets(captured: CapturedState, held: Sequence[Region]) -> list[int]:
-    """Where each region that a rank holds begins in its tensor's source, which has one region after another."""
+    """The offset of each region that a rank holds in its tensor's source, which has one region after another."""
     bases = [0] * len(held)
     for number in range(1, len(held)):
         before = held[number - 1]
@@ -376,7 +359,7 @@ def source_offsets(captured: CapturedState, held: Sequence[Region]) -> list[int]
 def _frozen_blocks(
     captured: CapturedState, slot: PartSlot, block_bytes: int, blocks: Sequence[TensorBlock]
 ) -> tuple[dict[int, list[int]], dict[int, bytes]]:
-    """The rows of each frozen tensor, and which of its blocks this rank stores: another rank may store them at the next put."""
+    """The rows of each frozen tensor, and which of its blocks this rank stores: another rank may store them at the next save."""
     rows: dict[int, list[int]] = {}
     cuts: dict[int, list[tuple[object, ...]]] = {}
     if captured.frozen:
@@ -393,11 +376,11 @@ def _frozen_blocks(
 
 def _note_frozen(captured: CapturedState, tensor: int, ids: list[Digest], cut: bytes) -> None:
     """Remembers the blocks of a frozen tensor that was read."""
-    said, name = captured.frozen[tensor], captured.layout.tensors[tensor].name
-    if said.cut == cut and len(said.ids) == len(ids) and said.ids != ids:
+    known, name = captured.frozen[tensor], captured.layout.tensors[tensor].name
+    if known.cut == cut and len(known.ids) == len(ids) and known.ids != ids:
         raise FrozenChangedError(
-            f"{name} was declared frozen, but has changed since it was last read: nothing was published, and the {said.unread} "
+            f"{name} was declared frozen, but has changed since it was last read: nothing was published, and the {known.unread} "
             "snapshots since then have its earlier values. Leave it out of frozen=",
             object_id=name,
         )
-    said.ids, said.cut, said.unread = ids, cut, 0
+    known.ids, known.cut, known.unread = ids, cut, 0

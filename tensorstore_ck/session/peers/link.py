@@ -41,7 +41,7 @@ MAC_BYTES: Final = 32
 _LENGTH_BYTES: Final = 8
 _KEY_BYTES: Final = 32
 _HEADER: Final = struct.Struct("<IIBQQ")
-"""Under the MAC, but not sent: sender, receiver, tag, number of the message, its bytes."""
+"""Part of the MAC, but not sent: sender, receiver, tag, number of the message, its bytes."""
 
 
 class PeerLostError(Exception):
@@ -98,7 +98,7 @@ def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: st
             "no copies on other hosts",
             object_id="replicate_to_peers",
         ) from exc
-    return PeerLink(made, ranks, group.rank(), key, timeout_seconds)
+    return PeerLink(gloo=made, ranks=ranks, rank=group.rank(), key=key, timeout_seconds=timeout_seconds)
 
 
 class PeerLink:
@@ -120,21 +120,21 @@ class PeerLink:
         number = self._sent[peer, tag] = self._sent.get((peer, tag), 0) + 1
         mac = message_mac(self.key, (self.rank, peer, tag, number), data.data[:-MAC_BYTES])
         data[-MAC_BYTES:] = np.frombuffer(mac, np.uint8)
-        return OutgoingMessage(self, self.gloo.send, peer, tag, data)
+        return OutgoingMessage(link=self, action=self.gloo.send, peer=peer, tag=tag, data=data)
 
     def receive(self, peer: int, tag: int, data: Bytes) -> "IncomingMessage":
         """Starts to fill `data`, including the MAC."""
         number = self._expected[peer, tag] = self._expected.get((peer, tag), 0) + 1
-        return IncomingMessage(self, peer, tag, data, number)
+        return IncomingMessage(link=self, peer=peer, tag=tag, data=data, number=number)
 
     def send_record(self, peer: int, tag: int, record: Body) -> None:
         """Sends a few values."""
         packed = pack_body(record)
-        for each in (len(packed).to_bytes(_LENGTH_BYTES, "little"), packed):
-            self.send(peer, tag, np.frombuffer(each + bytes(MAC_BYTES), np.uint8).copy()).wait()
+        for data in (len(packed).to_bytes(_LENGTH_BYTES, "little"), packed):
+            self.send(peer, tag, np.frombuffer(data + bytes(MAC_BYTES), np.uint8).copy()).wait()
 
     def receive_record(self, peer: int, tag: int) -> Body:
-        """What `send_record` sent."""
+        """The values that `send_record` sent."""
         length = int.from_bytes(self._received(peer, tag, _LENGTH_BYTES), "little")
         if not 0 < length <= MAX_RECORD_BYTES:
             raise PeerProtocolError(f"rank {peer} announced a record of {length} bytes")
@@ -152,7 +152,7 @@ class PeerLink:
         return data.data[:length]
 
     def break_off(self) -> None:
-        """Lets the others notice at once that this rank is gone: after a timeout gloo closes all connections."""
+        """Lets the other ranks notice at once that this one is gone: after a timeout gloo closes all connections."""
         self.timeout_seconds = 0.001
         for peer in self.ranks:
             if peer != self.rank:

@@ -1,11 +1,13 @@
-"""The memory that states are captured into: allocated at the first capture, and waited for when it is full."""
+"""The memory that states are captured into. The first capture allocates it, and a save waits for it when it is full."""
 
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Literal
 
 from tensorstore_ck.common.changes import Changes
+from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import NoSpaceError, WaitTimeoutError
 from tensorstore_ck.session.save.queued_save import Capturable, QueuedSave
@@ -14,7 +16,13 @@ if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Arena
 
 SAY_SECONDS: Final = 5.0
-"""How long a save waits before that is logged."""
+"""A save logs that it waits after this time."""
+
+PREPARED: Final = 2
+"""Captures: one while the one before is stored."""
+
+OnFull = Literal["block", "skip", "replace"]
+"""What a save does if no memory is left to capture into: wait; be skipped; or replace the oldest queued save."""
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 
@@ -26,6 +34,7 @@ class CaptureMemory:
         self._open_arena = open_arena
         self._changed = changed
         self.arena: Arena | None = None
+        self._preparing: Helper | None = None
 
     def try_take(self, queued: QueuedSave, save: Capturable) -> bool:
         """Gives `queued` a slot for its capture; returns False if there is none now.
@@ -35,18 +44,35 @@ class CaptureMemory:
         """
         from tensorstore_ck.state.arena import Slot  # noqa: PLC0415 - loads torch
 
-        with self._changed.lock:
-            if self.arena is None:
-                self.arena = self._open_arena()
-        needed, limit = save.needed_bytes, self.arena.limit_bytes
+        arena = self._opened()
+        needed, limit = save.needed_bytes, arena.limit_bytes
         if needed > limit:
             raise NoSpaceError(
                 f"the save of {queued.status} needs {human_bytes(needed)} of host memory to capture into, and host_memory_bytes is "
                 f"{human_bytes(limit)}: raise it, name tensors that do not change in frozen=, or use put_snapshot, which copies nothing",
                 object_id="host_memory_bytes",
             )
-        queued.slot = Slot(self.arena, needed)  # before it has memory: whatever interrupts this, `queued.release` finds it
-        return self.arena.fill(queued.slot)
+        queued.slot = Slot(arena, needed)  # before it has memory: whatever interrupts this, `queued.release` finds it
+        return arena.fill(queued.slot)
+
+    def prepare(self, size_bytes: int, warm_up: Callable[[], object]) -> None:
+        """Allocates memory for captures of this size, in a thread, which then calls `warm_up`. Saves raise what the system refuses."""
+        arena = self._opened()
+
+        def allocate() -> None:
+            with suppress(NoSpaceError):
+                arena.prepare(size_bytes, PREPARED)
+            warm_up()
+
+        self._preparing = Helper(allocate, "tsck-pin")
+        with suppress(RuntimeError, MemoryError):
+            self._preparing.start()
+
+    def _opened(self) -> "Arena":
+        with self._changed.lock:
+            if self.arena is None:
+                self.arena = self._open_arena()
+        return self.arena
 
     def wait_until_taken(self, queued: QueuedSave, save: Capturable, under_way: int) -> None:
         """As `wait`, until there is a slot. A function of its own, so that the caller's `except` meets Ctrl-C: see common/changes.py."""
@@ -62,26 +88,28 @@ class CaptureMemory:
         began, patience = time.monotonic(), save.patience_seconds
         queued.waited_for = queued.waited_for or under_way
         left = SAY_SECONDS if patience is None else max(0.0, patience - queued.waited_seconds)
-        found = self._changed.wait_for(lambda: self.try_take(queued, save), min(left, SAY_SECONDS))
+        has_slot = self._changed.wait_for(lambda: self.try_take(queued, save), min(left, SAY_SECONDS))
         was_quiet = queued.waited_seconds < SAY_SECONDS
         queued.waited_seconds += time.monotonic() - began
         if was_quiet and queued.waited_seconds >= SAY_SECONDS:
             _logger.warning("training waits for memory to capture %s: %d saves are in progress", queued.status, queued.waited_for)
-        if not found and patience is not None and queued.waited_seconds >= patience:
+        if not has_slot and patience is not None and queued.waited_seconds >= patience:
             raise WaitTimeoutError(
                 f"no memory came free for the save of {queued.status} in {patience:g} s: the other ranks would not wait longer; put less "
                 "often, raise host_memory_bytes, or pass on_full='skip'",
                 object_id=save.ref,
             )
-        return found
+        return has_slot
 
     @property
     def allocated_bytes(self) -> int:
-        """What captures hold, and what is kept for the next ones."""
+        """The bytes that captures hold, and those that are kept for the next captures."""
         return self.arena.allocated_bytes if self.arena is not None else 0
 
     def close(self) -> None:
-        """Frees what nobody uses."""
+        """Frees the memory that nobody uses."""
+        if self._preparing is not None:
+            self._preparing.end()
         if self.arena is not None:
             self.arena.close()
             self.arena = None

@@ -1,9 +1,9 @@
-"""What a store handle gives to its saves, and what saves of one process and of many ranks share."""
+"""What a store handle gives to all of its saves, those of one process and those of many ranks."""
 
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -23,9 +23,10 @@ from tensorstore_ck.session.save.save_status import SaveStatus
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
 
     from tensorstore_ck.session.peers import Replicator
-    from tensorstore_ck.state.device.step_gates import StepGates
+    from tensorstore_ck.state.device.step_gates import StepGate, StepGates
 
 T = TypeVar("T")
 
@@ -46,9 +47,17 @@ class SaveContext:
     """Waits until a staged save has ended; False if there are none."""
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
-    """For groups whose ranks keep copies of each other's staged files."""
+    """By group, if its ranks keep copies of each other's staged files."""
     step_gates: "StepGates | None" = None
     """Of optimizers whose tensors are copied from devices until the next step; made at the first such save."""
+
+    def gates_of(self, optimizers: "Sequence[Optimizer]") -> "list[StepGate]":
+        """The gates of these optimizers' steps."""
+        from tensorstore_ck.state.device.step_gates import StepGates  # noqa: PLC0415 - loads torch
+
+        if self.step_gates is None:
+            self.step_gates = StepGates()
+        return self.step_gates.of(optimizers)
 
     def note_speed(self, status: SaveStatus) -> None:
         """Notes how long the store took to write a save, so that the next ones can choose a codec.
@@ -87,7 +96,7 @@ class SaveContext:
 
     @contextmanager
     def explains_full_disk(self) -> Iterator[None]:
-        """Adds to a `NoSpaceError` what gc would free, in gc's words. Only for a store in a folder: others are expensive to list."""
+        """Adds to a `NoSpaceError` what gc would free. Only for a store in a folder: others are expensive to list."""
         try:
             yield
         except NoSpaceError as exc:
@@ -103,7 +112,7 @@ class SaveContext:
             raise NoSpaceError(". ".join([str(exc), *hints]), object_id=exc.object_id) from exc
 
     def retry_until_dropped(self, status: SaveStatus, what: str, action: Callable[[], T]) -> T:
-        """Calls `action`, again and again while the backend does not answer, until the save is asked to give up; returns its result."""
+        """Calls `action` until the backend answers, or the save is asked to give up; returns the result."""
         for attempt in range(1_000_000):
             try:
                 return action()

@@ -1,4 +1,4 @@
-"""Finds what a save of many ranks would refuse: all ranks take their states apart and compare them, as the first save does."""
+"""Finds out what a save of many ranks would refuse: all ranks take their states apart and compare them, as the first save does."""
 
 from typing import TYPE_CHECKING
 
@@ -33,19 +33,19 @@ def check_ranks(
     side = RankDryRun(engine, own, attempt, memory={})
 
     def propose() -> Body:
-        for each, describer in ((state, describer_of(group)), (rank_state, None)):
-            found, captured = inspect_state(each, describer)
+        for part_of_state, describer in ((state, describer_of(group)), (rank_state, None)):
+            found, captured = inspect_state(part_of_state, describer)
             problems.extend(found)
             looked_at.append(captured)
         if problems:
             others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise UnsupportedValueError(f"{problems[0].message}{others}", object_id=problems[0].path)
         captured = looked_at[0] if rank_state is None else looked_at[0]._replace(own=looked_at[1])
-        return side.propose(SaveRequest("", None, None, ANY, encode_metadata({}), {}), captured)
+        return side.propose(SaveRequest(ref="", step=None, parent=None, expect=ANY, metadata=encode_metadata({}), metrics={}), captured)
 
     tensor_bytes = None
     try:
-        outcome = attempt.run(Participant(propose, side.execute, None, side.compare, side.commit))
+        outcome = attempt.run(Participant(propose=propose, execute=side.execute, resolve=None, compare=side.compare, commit=side.commit))
         tensor_bytes = take_count(outcome, "bytes")
     except (UnsupportedValueError, InvalidOptionError, MismatchError) as exc:
         problems = problems or [StateProblem(exc.object_id, str(exc))]

@@ -9,17 +9,17 @@
 and commits. `Ranks` decides who takes part, and a destination where the bytes go.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.destination import Destination, StoreDestination
 from tensorstore_ck.engine.write.publish import check_expected
-from tensorstore_ck.engine.write.request import SaveOptions, SaveRequest, check_options
+from tensorstore_ck.engine.write.request import SaveArguments, SaveOptions, SaveRequest, check_options
 from tensorstore_ck.engine.write.unchanged_blocks import held_blocks
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
 from tensorstore_ck.log import RefTable, SnapshotInfo
@@ -34,10 +34,18 @@ from tensorstore_ck.session.staging.staging_destination import StagingDestinatio
 from tensorstore_ck.state.capture import capture
 from tensorstore_ck.state.capture_copy import Slot, copy_captured, slot_bytes
 from tensorstore_ck.state.device.capture_proofs import Overlap
-from tensorstore_ck.state.device.step_gates import StepGates
 
 if TYPE_CHECKING:
     import torch
+
+
+class StateArguments(SaveArguments, total=False):
+    """The same with step, the parts of the state that are treated apart, and who changes it."""
+
+    step: int | None
+    rank_state: object
+    frozen: Sequence[str]
+    changed_by: "Sequence[torch.optim.Optimizer]"
 
 
 class Save:
@@ -50,18 +58,18 @@ class Save:
         state: object,
         *,
         ref: str,
-        step: int | None,
+        step: int | None = None,
         rank_state: object = None,
         frozen: Sequence[str] = (),
         changed_by: Sequence["torch.optim.Optimizer"] = (),
-        **options: Any,
+        **given: Unpack[SaveArguments],
     ) -> None:
-        """`state`: what the user saves, or a `CapturedState`, or an `UnpreparedState`. `options`: see `check_options`."""
+        """`state`: what the user saves, or a `CapturedState`, or an `UnpreparedState`."""
         self.ref, self.step = ref, step
         self.number, self.rank, self.patience_seconds = ranks.number, ranks.rank, ranks.patience_seconds
         self._context, self._engine, self._ranks = context, context.engine, ranks
         self._state: tuple[object, object, Sequence[str]] | None = (state, rank_state, frozen)
-        self._given: Mapping[str, Any] = {"step": step, **options}
+        self._given = given
         self._options: SaveOptions | None = None
         self._captured: CapturedState | None = None
         self._changed_by = changed_by
@@ -77,7 +85,7 @@ class Save:
             InvalidOptionError, InvalidNameError: an argument is not what it must be.
         """
         if self._options is None:
-            self._options = check_options(self._engine, self.ref, **self._given)
+            self._options = check_options(self._engine, self.ref, step=self.step, **self._given)
         return self._options
 
     def check_branch(self) -> None:
@@ -122,7 +130,7 @@ class Save:
         return self._captured
 
     def check_and_capture(self) -> None:
-        """The phases that come before any message to other ranks.
+        """Runs the phases that come before any message to other ranks.
 
         Raises:
             StoreError: it cannot be saved; the other ranks are informed.
@@ -136,36 +144,33 @@ class Save:
 
     @cached_property
     def needed_bytes(self) -> int:
-        """How much memory `copy_into` needs; asked for only if the state is copied."""
-        return sum(slot_bytes(each, each.frozen) for each in self._states())
+        """The memory that `copy_into` needs; computed only if the state is copied."""
+        return sum(slot_bytes(state, state.frozen) for state in self._states())
 
     @cached_property
     def frozen_bytes(self) -> int:
-        """Bytes that are not copied."""
-        return sum(each.sources[tensor].size_bytes for each in self._states() for tensor in each.frozen)
+        """The bytes of frozen tensors, which are not copied."""
+        return sum(state.sources[tensor].size_bytes for state in self._states() for tensor in state.frozen)
 
     def copy_into(self, slot: Slot) -> None:
         """Copies the state, which may be changed afterwards."""
         copies, start, states = list[CapturedState](), 0, self._states()
         sampling, self._options = self.check().sampling_of_copies(self.number)
         overlap = self._overlap(states[0]) if sampling.verify_share and states[0].device_blocks is not None else None
-        for each in states:
-            copy = partial(copy_captured, each, slot, skip=each.frozen, threads=cpu_threads())
+        for state in states:
+            copy = partial(copy_captured, state, slot, skip=state.frozen, threads=cpu_threads())
             copies.append(copy(start_bytes=start, sampling=sampling, overlap=None if copies else overlap))
-            start += slot_bytes(each, each.frozen)
+            start += slot_bytes(state, state.frozen)
         self._is_copied = True
         self._captured = copies[0]._replace(own=copies[1] if len(copies) > 1 else None)
 
     def _overlap(self, captured: CapturedState) -> Overlap:
-        """What copies from devices need to go on beside the training."""
-        context = self._context
-        if context.step_gates is None:
-            context.step_gates = StepGates()
+        """What copies from devices need so that they can go on while training continues."""
         blocks_of = partial(held_blocks, captured, rank=self.rank, block_bytes=self._engine.config.block_bytes)
-        return Overlap(blocks_of, context.step_gates.of(self._changed_by))
+        return Overlap(blocks_of, self._context.gates_of(self._changed_by))
 
     def _states(self) -> list[CapturedState]:
-        """The state, and that of this rank alone, if any."""
+        """The state, and the state of this rank alone, if any."""
         captured = self.capture()
         return [captured] if captured.own is None else [captured, captured.own]
 
@@ -244,7 +249,7 @@ class Save:
         return self._ranks.decide(admit)
 
     def skip(self) -> None:
-        """The save does not take place; all ranks know it."""
+        """Gives the save up before it begins, on all ranks."""
         self._ranks.skip()
 
     def fail(self, error: BaseException) -> None:

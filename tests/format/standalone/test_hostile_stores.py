@@ -52,7 +52,7 @@ def append(folder: Path, op: dict[str, object]) -> None:
 
 
 def test_a_field_of_another_type_is_damage(store: tsck.Store, folder: Path, tmp_path: Path) -> None:
-    publish(store, Forged(layout_of(["d", ["w"], [0]], [("w", (2,))]), inline=bytes(4)))
+    store.put_snapshot({"w": torch.ones(3)}, ref="bomb")
     last = max(path for path in (folder / "log").rglob("0*") if path.is_file()).read_bytes()
     (put,) = unpack_body(memoryview(last)[8:-32], "an entry")["ops"]
     append(folder, {**put, "txn": bytes(16), "metrics": 5})
