@@ -1,7 +1,7 @@
 """Builds the wheel and the sdist from the files that git knows, compares the wheel with the package, and tries each in a fresh environment.
 
 The fresh environments take the dependencies from the environment that runs this script (torch is large), and the package itself from what
-was built: the commands run outside of the repository. Leaves the two files in `dist`.
+was built: the commands run outside of the repository. Leaves the two files in `dist`, with a bill of materials (`sbom.py`).
 """
 
 import os
@@ -97,6 +97,8 @@ def main() -> None:
         (ROOT / "dist").mkdir(exist_ok=True)
         for built in (wheel, sdist):
             shutil.copy2(built, ROOT / "dist")
+        materials = run(sys.executable, ROOT / ".ci" / "sbom.py", version, cwd=folder)
+        (ROOT / "dist" / f"{wheel.name.split('-')[0]}-{version}.cdx.json").write_text(materials)
 
 
 if __name__ == "__main__":
