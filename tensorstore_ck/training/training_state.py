@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.user_frames import short_errors, user_stacklevel
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
@@ -54,6 +55,7 @@ State = dict[str, Any]
 Sides = tuple[State | UnpreparedState, State | None]
 
 
+@short_errors
 class TrainingState:
     """Everything that the next step of a job depends on. Create it once, after model, optimizer and the rest.
 
@@ -270,7 +272,7 @@ class TrainingState:
             return None
         old, found = restored
         if GENERATORS in limited._parts:
-            self._warn(f"{address!r} (step {found.step})", old, ranks, stacklevel=4)  # the decorator is a frame
+            self._warn(f"{address!r} (step {found.step})", old, ranks)
         return found
 
     def _only(self, parts: Collection[str]) -> Self:
@@ -419,10 +421,10 @@ class TrainingState:
                 object_id="gradients",
             )
 
-    def _warn(self, what: str, old: State, ranks: int, *, stacklevel: int = 3) -> None:
+    def _warn(self, what: str, old: State, ranks: int) -> None:
         """`old`: the stored own state of this rank, or of the first."""
         found = environment.differences(old["environment"], environment.describe(ranks, self._shared.meshes()))
         if found:
             seeded = f"; {self._own.describe_taken(old)}" if old["environment"]["ranks"] != ranks else ""
             message = f"{what} was saved in another environment, so the job may not resume bit for bit: {'; '.join(found)}{seeded}"
-            warnings.warn(message, environment.EnvironmentChangedWarning, stacklevel=stacklevel)
+            warnings.warn(message, environment.EnvironmentChangedWarning, stacklevel=user_stacklevel())

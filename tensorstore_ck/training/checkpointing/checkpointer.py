@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from tensorstore_ck.common.ids import Ulid, new_ulid, parse_ulid, ulid_text
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, SnapshotDroppedError, StoreError
@@ -53,6 +54,7 @@ def saved_by(store: "ReadOnlyStore", found: Snapshot) -> str:
     return _run(note.get("began_ns"), note.get("resumes"))
 
 
+@short_errors
 class Checkpointer:
     """For a training loop::
 
