@@ -25,7 +25,7 @@ CreateCall = Callable[[Any, str, bytes], None]
 
 
 def create_in_memory(filesystem: Any, path: str, data: bytes) -> None:
-    """For fsspec's memory filesystem, which is a dict: `setdefault` is atomic."""
+    """Creates in fsspec's memory filesystem, which is a dict: `setdefault` is atomic."""
     path = filesystem._strip_protocol(path)
     file = MemoryFile(filesystem, path, data)
     if filesystem.store.setdefault(path, file) is not file:
@@ -33,10 +33,13 @@ def create_in_memory(filesystem: Any, path: str, data: bytes) -> None:
 
 
 def create_on_server(filesystem: Any, path: str, data: bytes) -> None:
-    """For gcsfs (generation 0) and adlfs (If-None-Match), whose servers check the condition."""
+    """Creates with gcsfs (generation 0) and adlfs (If-None-Match), whose servers check the condition."""
     filesystem.pipe_file(path, data, mode="create")
 
 
+_TIMES: Final = ("LastModified", "last_modified", "mtime", "updated", "created")
+_SERVER_TIMES: Final = ("LastModified", "last_modified", "updated", "created")
+"""The fields of `_TIMES` that a server sets, and no writer can set."""
 CREATE_CALLS: Final[Mapping[str, CreateCall]] = {
     "memory": create_in_memory,
     "gs": create_on_server,
@@ -148,7 +151,7 @@ class FsspecBackend:
         for path, info in found.items():
             name = path.removeprefix(start)
             if path.startswith(start + prefix):
-                yield ObjectInfo(name, int(info["size"]), _modified_ns(info))
+                yield ObjectInfo(name, int(info["size"]), _time_ns(info, _TIMES), _time_ns(info, _SERVER_TIMES))
 
     def folders(self, start: str) -> set[str]:
         with remote_errors("list", start, self.url, self.secrets):
@@ -236,9 +239,9 @@ class _FileWriter:
                     self._backend.delete([self._name])
 
 
-def _modified_ns(info: Mapping[str, Any]) -> int:
-    """When the object was written, from any of the usual fields; 0 if unknown."""
-    for field in ("LastModified", "last_modified", "mtime", "updated", "created"):
+def _time_ns(info: Mapping[str, Any], fields: Sequence[str]) -> int:
+    """The time in the first existing field of `fields`; 0 without one."""
+    for field in fields:
         value = info.get(field)
         if isinstance(value, str):
             value = datetime.fromisoformat(value)

@@ -1,12 +1,13 @@
 """Reads of local files, tried again where a network folder lost its handle for a moment.
 
 After a server of NFS or SMB restarted, one read fails (ESTALE, EIO), and the next one, with a new handle, succeeds. EIO of a disk of
-this host stays, and is reported at once. Only what changes nothing is tried again: a failed write or fsync is final. Errors are
+this host stays, and is reported at once. Only reads are tried again: a failed write or fsync is final. Errors are
 `OSError`, for the caller to translate.
 """
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,11 +16,12 @@ from typing import Final, TypeVar
 
 from tensorstore_ck.backend.local_io import read_at
 from tensorstore_ck.common.filesystem_kind import NETWORK_FILESYSTEM, filesystem_of
+from tensorstore_ck.errors import MissingObjectError
 
 T = TypeVar("T")
 
 PAUSES_SECONDS: Final = (0.1, 0.4, 1.0)
-"""Before each further try. NFS itself waits much longer before it reports an error."""
+"""The pauses before further tries. NFS itself waits much longer before it reports an error."""
 
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a planted FIFO must not block us
 
@@ -44,6 +46,17 @@ def with_file(path: str, dir_fd: int | None, read: Callable[[int], T]) -> T:
 def read_range(path: str, dir_fd: int | None, offset: int, target: memoryview) -> int:
     """Fills `target` from `offset` of the file; returns how many bytes were there."""
     return with_file(path, dir_fd, lambda fd: read_at(fd, target, offset))
+
+
+def regular_size(status: os.stat_result, name: str) -> int:
+    """The size of an object's file.
+
+    Raises:
+        MissingObjectError: it is a folder, a link or a device.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        raise MissingObjectError(f"{name} is not a file; only this package makes the store's files", object_id=name)
+    return status.st_size
 
 
 def _is_on_network(path: str) -> bool:

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from sqlalchemy import Connection, delete, func, select
 
@@ -22,6 +22,7 @@ from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.store import ReadOnlyStore, open_store
+from tensorstore_ck.store.internals import config_of, log_of
 
 BATCH_ENTRIES: Final = 2000
 
@@ -131,7 +132,7 @@ class Catalog:
                     connection.execute(delete(stores).where(stores.c.store_id == store_id))
 
     def _sync(self, store: ReadOnlyStore, progress: Progress, *, from_start: bool) -> SyncReport:
-        head_n = store.engine.log.sync().n  # before the transaction, which would hold the lock meanwhile
+        head_n = log_of(store).sync().n  # before the transaction, which would hold the lock meanwhile
         entries = count = 0
         reason = ""
         while True:
@@ -142,12 +143,13 @@ class Catalog:
             if batch.is_last:
                 if entries >= BATCH_ENTRIES:
                     self._database.analyze(snapshots.name, metrics.name)
-                return SyncReport(store.engine.config.uuid, store.url, entries, count, batch.head_n, reason)
+                return SyncReport(
+                    store=config_of(store).uuid, url=store.url, entries=entries, snapshots=count, head_n=batch.head_n, anew=reason
+                )
 
     def _batch(self, store: ReadOnlyStore, *, from_start: bool) -> SyncBatch:
         with self._database.writing() as connection:
-            options = {"size": self._batch_entries, "now_ns": self._clock()}
-            return sync_batch(connection, store.engine, store.url, **options, from_start=from_start)
+            return sync_batch(connection, store, size=self._batch_entries, now_ns=self._clock(), from_start=from_start)
 
     # --- ask ----------------------------------------------------------------------------------------------------------
 
@@ -175,8 +177,9 @@ class Catalog:
             InvalidOptionError: the condition is wrong; the message says where.
             NotFoundError: there is no catalog, or no snapshot has that metric.
         """
-        options: dict[str, Any] = {"order_by": order_by, "descending": descending, "limit": limit, "offset": offset, "state": state}
-        query = CheckedQuery.of(condition, **options, now_ns=self._clock())
+        query = CheckedQuery.of(
+            condition, order_by=order_by, descending=descending, limit=limit, offset=offset, state=state, now_ns=self._clock()
+        )
         with self.reading() as connection:
             return find(connection, query)
 
@@ -209,18 +212,18 @@ class Catalog:
                 select(jobs, stores.c.url).join(stores, stores.c.store_id == jobs.c.store_id).order_by(jobs.c.ref)
             ):
                 job = CatalogJob(
-                    row.url,
-                    row.ref,
-                    row.job,
-                    row.puts,
-                    row.processes,
-                    counts.get((row.store_id, row.ref), (0, 0))[1],
-                    row.first_step,
-                    row.last_step,
-                    row.first_time_ns,
-                    row.last_time_ns,
-                    row.logical_bytes,
-                    row.new_bytes,
+                    store=row.url,
+                    ref=row.ref,
+                    job=row.job,
+                    puts=row.puts,
+                    processes=row.processes,
+                    live=counts.get((row.store_id, row.ref), (0, 0))[1],
+                    first_step=row.first_step,
+                    last_step=row.last_step,
+                    first_time_ns=row.first_time_ns,
+                    last_time_ns=row.last_time_ns,
+                    logical_bytes=row.logical_bytes,
+                    new_bytes=row.new_bytes,
                 )
                 jobs_by_store.setdefault(row.store_id, []).append(job)
             runs = last_runs(connection)
@@ -229,14 +232,14 @@ class Catalog:
                 limits.setdefault(row.store_id, {})[row.glob] = Quota(row.glob, row.warn_bytes, row.refuse_bytes, row.used_bytes)
             return tuple(
                 CatalogStore(
-                    row.uuid,
-                    row.url,
-                    row.head_n,
-                    row.synced_ns,
-                    sum(count for (store_id, _), (count, _) in counts.items() if store_id == row.store_id),
-                    tuple(jobs_by_store.get(row.store_id, ())),
-                    limits.get(row.store_id, {}),
-                    runs.get(row.store_id, {}),
+                    uuid=row.uuid,
+                    url=row.url,
+                    head_n=row.head_n,
+                    synced_ns=row.synced_ns,
+                    snapshots=sum(count for (store_id, _), (count, _) in counts.items() if store_id == row.store_id),
+                    jobs=tuple(jobs_by_store.get(row.store_id, ())),
+                    quotas=limits.get(row.store_id, {}),
+                    last_runs=runs.get(row.store_id, {}),
                 )
                 for row in connection.execute(select(stores).order_by(stores.c.url, stores.c.uuid))
             )

@@ -83,7 +83,7 @@ def fsck(
         aborted = abort_stale_uploads(engine) if abort_uploads else []
         executor: DaskCluster | None = None
         if dask is not None:
-            choice.make_portable(engine)
+            engine = choice.portable(engine)
             executor = stack.enter_context(DaskCluster(dask))
         bar = stack.enter_context(Bar("checking"))
         options = FsckOptions(read_data, sample, max_time, rate_limit=rate_limit)
@@ -95,7 +95,7 @@ def fsck(
                 repaired = recorded_repair(engine, options, other=source)
             else:  # the log may be another store's: write nothing
                 found = run_fsck(engine, options)
-                repaired = RepairReport(found, (), (), (), found)
+                repaired = RepairReport(before=found, mended=(), marked=(), unmarked=(), after=found)
             repaired = replace(repaired, before=_completed(repaired.before, choice), after=_completed(repaired.after, choice))
             report = repaired.after
         else:

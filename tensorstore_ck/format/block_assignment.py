@@ -106,7 +106,14 @@ def first_ranks(layout_of: bytes) -> list[int]:
     return np.unique(np.frombuffer(layout_of, "<u2"), return_index=True)[1].tolist() if layout_of else [0]
 
 
-def regions_of_rank(layout: Layout, rank: int, layout_ranks: tuple[int, ...], explicit: Sequence[ExplicitRegions] = ()) -> list[Region]:
+def regions_of_rank(
+    layout: Layout,
+    rank: int,
+    layout_ranks: tuple[int, ...],
+    explicit: Sequence[ExplicitRegions] = (),
+    *,
+    tensors: Sequence[int] | None = None,
+) -> list[Region]:
     """Every region that a rank holds, in the order of the layout.
 
     Args:
@@ -114,6 +121,7 @@ def regions_of_rank(layout: Layout, rank: int, layout_ranks: tuple[int, ...], ex
         rank: The rank.
         layout_ranks: The ranks with this layout, in order: the replicas of whole tensors.
         explicit: The regions in that rank's part, of tensors whose regions do not follow from the layout.
+        tensors: Only of these tensors, in order; None: of all.
 
     Raises:
         CorruptObjectError: `explicit` lacks a tensor.
@@ -122,11 +130,14 @@ def regions_of_rank(layout: Layout, rank: int, layout_ranks: tuple[int, ...], ex
     explicit_of = {region.tensor: region for region in explicit}
     coordinates = [mesh.coordinate(rank) for mesh in layout.meshes]
     holders: dict[Sharding, tuple[int, ...]] = {}
-    for number, spec in enumerate(layout.tensors):
-        spread = layout.spreads[number] if layout.spreads else None
+    specs = layout.tensors[:]
+    for number in range(len(specs)) if tensors is None else tensors:
+        spec, spread = specs[number], layout.spreads[number] if layout.spreads else None
         if spread is None:
             if 0 not in spec.shape:
-                regions.append(Region(number, (0,) * len(spec.shape), spec.shape, False, layout_ranks))
+                regions.append(
+                    Region(tensor=number, offsets=(0,) * len(spec.shape), sizes=spec.shape, is_flat=False, replicas=layout_ranks)
+                )
         elif isinstance(spread, str):
             if number not in explicit_of:
                 raise CorruptObjectError(f"the part of rank {rank} does not list its regions of tensor {spec.name!r}", object_id=spec.name)
@@ -158,7 +169,7 @@ def regions_of_tensor(
     spec, spread = layout.tensors[tensor], layout.spreads[tensor] if layout.spreads else None
     if spread is None:
         if 0 not in spec.shape:
-            yield Region(tensor, (0,) * len(spec.shape), spec.shape, False, layout_ranks)
+            yield Region(tensor=tensor, offsets=(0,) * len(spec.shape), sizes=spec.shape, is_flat=False, replicas=layout_ranks)
     elif isinstance(spread, str):
         for rank in layout_ranks if order is None else order:
             yield from (Region(tensor, *box, spread == "flat", (rank,)) for box in explicit_boxes(rank, tensor))
@@ -186,7 +197,7 @@ def _positions(
         else:  # the first mesh dim to split this tensor dim: computed, not searched, as there may be thousands of positions
             whole.remove(shard.dim)
             start, size = near.offsets[shard.dim], near.sizes[shard.dim]
-            yield holders_of(shape[shard.dim], shard.split_factor, extent, start, start + size)
+            yield holders_of(shape[shard.dim], pieces=shard.split_factor, count=extent, start=start, stop=start + size)
 
 
 def bytes_of_replicas(layout: Layout, held: Sequence[Region]) -> dict[tuple[int, ...], int]:

@@ -85,8 +85,9 @@ class Part(NamedTuple):
 
     def block_id(self, row: int) -> Digest:
         """The id of the block in extent row `row`."""
-        ids, at = (self.ids, row) if row < self.block_count else (self.base_ids, row - self.block_count)
-        return Digest(ids[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
+        at, ids_bytes = row * DIGEST_BYTES, len(self.ids)
+        ids, at = (self.ids, at) if at < ids_bytes else (self.base_ids, at - ids_bytes)
+        return Digest(ids[at : at + DIGEST_BYTES])
 
     def part_id(self) -> Digest:
         """The hash of the logical section."""
@@ -150,19 +151,19 @@ def decode_part(data: bytes, name: str) -> Part:
     try:
         packs = take(body, "packs", bytes)
         part = Part(
-            take_digest(body, "layout"),
-            take_count(body, "rank"),
-            take_count(body, "world_size"),
-            np.frombuffer(take(body, "blobs", bytes), BLOB_DTYPE),
-            take(body, "ids", bytes),
-            take(body, "values", bytes),
-            take(body, "inline", bytes),
-            split_ulids(packs),
-            np.frombuffer(take(body, "extents", bytes), EXTENT_DTYPE),
-            take(body, "base_ids", bytes),
-            take_count(body, "anchor"),
-            None if body.get("coordinate") is None else take(body, "coordinate", bytes),
-            b"" if body.get("regions") is None else take(body, "regions", bytes),
+            layout_id=take_digest(body, "layout"),
+            rank=take_count(body, "rank"),
+            world_size=take_count(body, "world_size"),
+            blobs=np.frombuffer(take(body, "blobs", bytes), BLOB_DTYPE),
+            ids=take(body, "ids", bytes),
+            values=take(body, "values", bytes),
+            inline=take(body, "inline", bytes),
+            packs=split_ulids(packs),
+            extents=np.frombuffer(take(body, "extents", bytes), EXTENT_DTYPE),
+            base_ids=take(body, "base_ids", bytes),
+            anchor=take_count(body, "anchor"),
+            layout_of=None if body.get("coordinate") is None else take(body, "coordinate", bytes),
+            regions=b"" if body.get("regions") is None else take(body, "regions", bytes),
         )
     except (TypeError, ValueError) as exc:
         raise CorruptObjectError(f"{name} is not a valid part: {exc!r}", object_id=name) from exc

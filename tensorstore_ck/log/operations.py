@@ -217,6 +217,11 @@ class Op:
         """Reports the outcome of a run of gc or fsck that ends now."""
         return _op("report", critical=False, run=run, outcome=outcome, duration_ns=duration_ns, counts=counts, message=message)
 
+    @classmethod
+    def finished(cls, ref: str, root: Digest) -> "Op":
+        """Says that the training of a branch ended with the snapshot `root`. Nothing is folded: pages and alerts read the entry."""
+        return _op("finished", critical=False, ref=ref, root=root)
+
     def check(self, view: "RefTable") -> None:
         """Checks the operation's preconditions at `view`. The caller checks those of a put.
 
@@ -305,5 +310,6 @@ SCHEMA: Final[Mapping[str, Mapping[str, Field]]] = {
     "settle": {"n": COUNT},
     "quota": {"glob": GLOB, "warn_bytes": LIMIT, "refuse_bytes": LIMIT},
     "report": {"run": RUN, "outcome": SHORT_TEXT, "duration_ns": COUNT, "counts": COUNTS, "message": MESSAGE},
+    "finished": {"ref": REF, "root": DIGEST},
 }
 """Operation -> its fields."""

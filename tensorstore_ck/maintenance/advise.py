@@ -114,21 +114,21 @@ def advise(
     share = None if bytes_per_second is None else size / (wanted + costs.stall) / bytes_per_second
     daily = int(size * DAY_SECONDS / (wanted + costs.stall))
     return Advice(
-        found.branch or address,
-        costs,
-        sources,
-        len(history),
-        interval,
-        now,
-        wanted,
-        ettr(wanted, costs),
-        young(costs),
-        daly(costs),
-        size,
-        daily,
-        share,
-        tuple(_advice(costs, interval, wanted, share=share, daily=daily, bytes_per_day=bytes_per_day, sources=sources)),
-        tuple((each, ettr(each, costs)) for each in _around(wanted)),
+        ref=found.branch or address,
+        costs=costs,
+        sources=sources,
+        snapshots=len(history),
+        interval=interval,
+        ettr_now=now,
+        best_interval=wanted,
+        best_ettr=ettr(wanted, costs),
+        young_interval=young(costs),
+        daly_interval=daly(costs),
+        bytes_per_snapshot=size,
+        bytes_per_day=daily,
+        bandwidth_share=share,
+        advice=tuple(_advice(costs, interval, wanted, share=share, daily=daily, bytes_per_day=bytes_per_day, sources=sources)),
+        curve=tuple((each, ettr(each, costs)) for each in _around(wanted)),
     )
 
 

@@ -96,6 +96,12 @@ def mark(engine: Engine, address: str, mark: str, reason: str) -> Snapshot:
     return _append(engine, address, lambda root: Op.mark(root, mark, reason))
 
 
+def finish(engine: Engine, ref: str) -> Snapshot:
+    """See `Store.finish`."""
+    validate_ref_name(ref)
+    return _append(engine, ref, lambda root: Op.finished(ref, root))
+
+
 def pin(engine: Engine, address: str, *, reason: str, owner: str | None, expires: "str | float | None") -> Snapshot:
     """See `Store.pin`."""
     seconds = None if expires is None else parse_seconds(expires, "expires")

@@ -103,7 +103,7 @@ class SpreadDescriber:
             self.require_local(tensor, local, path)
             held = boxes(shape, mesh.shape, placements, coordinate)
             pieces = [LocalPiece(box, narrowed(local, offsets, box.sizes)) for box, offsets in held]
-        return RankShare(shape, tensor.dtype, tuple(pieces), flags_of(tensor), mesh, placements)
+        return RankShare(shape=shape, dtype=tensor.dtype, pieces=tuple(pieces), flags=flags_of(tensor), mesh=mesh, placements=placements)
 
     def placement_of(self, tensor: "DTensor", path: str) -> tuple[Mesh, tuple[Placement, ...], tuple[int, ...] | None]:
         """A DTensor's mesh, its placements, and this rank's coordinate in the mesh (None: not in it)."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from tensorstore_ck.common.ids import derived_hash
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.session.group import Participant
+from tensorstore_ck.store.internals import groups_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,30 +50,30 @@ class Agreements:
     def __init__(self) -> None:
         self._found: weakref.WeakKeyDictionary[ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
         self._answers: weakref.WeakKeyDictionary[ProcessGroup, Body] = weakref.WeakKeyDictionary()
-        """On rank 0: its answer, which it has before the others do."""
+        """The answer of rank 0, which it has before the others do; only on rank 0."""
 
     def ask(self, store: "Store", group: "ProcessGroup", own: Callable[[], RankReport], timeout_seconds: float) -> Agreement:
-        """The agreement of a group, all ranks of which call this before each save; calls `own` only if this rank does not have it yet.
+        """The agreement of a group. All its ranks call this before each save; calls `own` only if this rank lacks the agreement.
 
         Raises:
             SnapshotAbortedError: a rank did not come, or failed.
         """
         if group.size() == 1:
             return SINGLE
-        place = store.session.groups.of(group)[0]
-        attempt = place.begin(_TITLE, object_id=_TITLE, timeout=timeout_seconds)
+        own_group = groups_of(store).of(group)[0]
+        attempt = own_group.begin(_TITLE, object_id=_TITLE, timeout=timeout_seconds)
         names: dict[bytes, str] = {}
 
         def propose() -> Body:
             if group in self._found:
                 return {"known": True}
-            found = own()
-            names.update((_key(name), name) for name in found.buffers)
-            groups = derived_hash("groups of parameters", repr(found.groups).encode())
-            return {"known": False, "buffers": [[_key(name), digest] for name, digest in found.buffers.items()], "groups": groups}
+            report = own()
+            names.update((_key(name), name) for name in report.buffers)
+            groups = derived_hash("groups of parameters", repr(report.groups).encode())
+            return {"known": False, "buffers": [[_key(name), digest] for name, digest in report.buffers.items()], "groups": groups}
 
         def compare(proposals: list[Body]) -> Body | str:
-            knows = [take(each, "known", bool) for each in proposals]
+            knows = [take(proposal, "known", bool) for proposal in proposals]
             if all(knows):
                 return {"answer": None}
             if group not in self._answers:
@@ -83,10 +84,10 @@ class Agreements:
 
         def execute(go: Body) -> Body:
             if group not in self._found:
-                self._found[group] = _agreement_of_rank(take(go, "answer", dict), names, place.rank)
+                self._found[group] = _agreement_of_rank(take(go, "answer", dict), names, own_group.rank)
             return {}
 
-        attempt.run(Participant(propose, execute, None, compare, lambda _: {}))
+        attempt.run(Participant(propose=propose, execute=execute, resolve=None, compare=compare, commit=lambda _: {}))
         return self._found[group]
 
 
@@ -114,5 +115,5 @@ def _compare(proposals: list[Body]) -> Body:
             leaders.setdefault(holders[0][0], []).append(key)
     return {
         "leaders": [[rank, keys] for rank, keys in leaders.items()],
-        "same_groups": len({take(each, "groups", bytes) for each in proposals}) == 1,
+        "same_groups": len({take(proposal, "groups", bytes) for proposal in proposals}) == 1,
     }

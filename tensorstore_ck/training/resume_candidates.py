@@ -28,9 +28,9 @@ class ResumeCandidate(NamedTuple):
     name: str = ""
     """Its address for messages, with the step."""
     is_new: bool = False
-    """There is no such branch or tag."""
+    """Whether there is no such branch or tag."""
     is_named: bool = False
-    """The address that was given means this snapshot and no other one."""
+    """Whether the given address means this snapshot and no other one."""
     drift: str = ""
     """Why the user must confirm the resume."""
     skipped: Sequence[tuple[str, str]] = ()
@@ -55,7 +55,7 @@ def find_named(store: ReadOnlyStore, address: str) -> ResumeCandidate:
 def choose(
     store: ReadOnlyStore, address: str, skipped: Collection[str], *, drift: OnDrift | None = None, allow_marked: bool = False
 ) -> ResumeCandidate:
-    """The next snapshot to try: of a branch the newest that is usable; any other address names its snapshot.
+    """The next snapshot to try: the newest usable one of a branch, or the one that any other address names.
 
     Args:
         store: The store.
@@ -68,8 +68,8 @@ def choose(
         return find_named(store, address)
     ref, history, marked = address, store.log(address), list[tuple[str, str]]()
     newest_of_step: dict[int | None, str] = {}
-    for each in history:
-        newest_of_step.setdefault(each.step, each.root)
+    for snapshot in history:
+        newest_of_step.setdefault(snapshot.step, snapshot.root)
     for number, back in _line(history):
         snapshot = history[number]
         has_step = snapshot.step is not None and newest_of_step[snapshot.step] == snapshot.root
@@ -83,7 +83,7 @@ def choose(
         drifted = None if allow_marked or drift == "accept" else _drifted(store, history[number:])
         if drifted is None:
             return ResumeCandidate(address, name, skipped=marked)
-        reason = _describe(store, ref, name, snapshot, drifted)
+        reason = _describe(store, ref=ref, address=name, snapshot=snapshot, drifted=drifted)
         if drift is None:
             return ResumeCandidate(address, name, drift=reason, skipped=marked)
         marked.append((name, reason))
@@ -91,17 +91,17 @@ def choose(
 
 
 def _line(history: Sequence[Snapshot]) -> Iterator[tuple[int, int | None]]:
-    """The head of a branch and the snapshots that it comes from: their positions, and how many parents back, if all in between are there.
+    """The positions of a branch's head and of the snapshots that it comes from, and how many parents back each is, if all in between exist.
 
-    Snapshots that a run left behind, when it went back to an earlier one, are not among them.
+    Leaves out snapshots that a run left behind when it went back to an earlier one.
     """
     number, back = 0, 0 if history else None
     while number < len(history):
         yield number, back
         parent = history[number].parent
-        found = next((at for at in range(number + 1, len(history)) if history[at].root == parent), None)
-        back = None if back is None or found is None else back + 1
-        number = number + 1 if found is None else found
+        parent_at = next((at for at in range(number + 1, len(history)) if history[at].root == parent), None)
+        back = None if back is None or parent_at is None else back + 1
+        number = number + 1 if parent_at is None else parent_at
 
 
 def _drifted(store: ReadOnlyStore, history: Sequence[Snapshot]) -> Snapshot | None:
@@ -109,9 +109,9 @@ def _drifted(store: ReadOnlyStore, history: Sequence[Snapshot]) -> Snapshot | No
     newest, *before = history
     if newest.mark == DRIFT:
         return newest
-    marked = [each for each in before if each.mark == DRIFT]
+    marked = [snapshot for snapshot in before if snapshot.mark == DRIFT]
     run = _run(store, newest) if marked else None
-    return next((each for each in marked if run is not None and _run(store, each) == run), None)
+    return next((snapshot for snapshot in marked if run is not None and _run(store, snapshot) == run), None)
 
 
 def _run(store: ReadOnlyStore, snapshot: Snapshot) -> tuple[object, object] | None:
@@ -133,9 +133,9 @@ def _describe(store: ReadOnlyStore, ref: str, address: str, snapshot: Snapshot, 
 
 def _copies(store: ReadOnlyStore, drifted: Snapshot) -> list[str]:
     """The copies that differing ranks have kept, in words."""
-    found = []
+    lines = []
     prefix = f"{DRIFT}/{drifted.ref}/rank-"
-    for branch in sorted((each for each in store.branches() if each.startswith(prefix)), key=lambda each: (len(each), each)):
+    for branch in sorted((name for name in store.branches() if name.startswith(prefix)), key=lambda name: (len(name), name)):
         for copy in store.log(branch):
             note = store.metadata(copy.root).get(DRIFT) if copy.step == drifted.step else None
             if not isinstance(note, dict) or note.get("snapshot") != drifted.root:
@@ -143,8 +143,8 @@ def _copies(store: ReadOnlyStore, drifted: Snapshot) -> list[str]:
             with store.open_snapshot(copy.root) as stored:
                 names = stored.names()
             more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-            found.append(
+            lines.append(
                 f"{', '.join(map(repr, names[:MAX_NAMED]))}{more}: the snapshot {drifted.root[:16]} has the copy of rank "
                 f"{note.get('written_by_rank')}, and rank {note.get('rank')}'s copy is at {branch} ({copy.root[:16]})"
             )
-    return found
+    return lines

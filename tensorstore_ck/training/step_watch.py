@@ -1,7 +1,7 @@
 """The state of a job after its last completed step, which can be saved while the next step has not changed weights yet.
 
-A step draws a batch and random numbers long before it changes a weight. So what is small is copied after each step; of models, optimizers
-and scalers it is noted whether anything has changed them since. Knows no store.
+A step draws a batch and random numbers long before it changes a weight. So small objects are copied after each step, and for
+models, optimizers and scalers it is noted whether anything has changed them since. Knows no store.
 """
 
 import copy
@@ -21,9 +21,9 @@ from tensorstore_ck.training.shared_state import SharedState
 from tensorstore_ck.training.stateful_parts import is_stateful
 
 MAX_VALUES: Final = 1000
-"""Of one container among what is copied after each step."""
+"""The most values of a container that is copied after each step."""
 MAX_BYTES: Final = 1 << 20
-"""Of one tensor or array."""
+"""The most bytes of a tensor or array that is copied."""
 _SMALL: Final = (LRScheduler, SampleCursor)
 """Objects with a small state."""
 _IMMUTABLE: Final = (type(None), int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype, torch.device, torch.Size)
@@ -40,7 +40,7 @@ class _Noted(NamedTuple):
 
 
 class StepWatch:
-    """Of one `TrainingState` in one process: `note` after each step, `state` when the job ends unexpectedly."""
+    """Watches one `TrainingState` in one process: call `note` after each step, and `state` when the job ends unexpectedly."""
 
     def __init__(self, shared: SharedState, own: RankOwnState, captured: Callable[[], State], own_key: str) -> None:
         """`captured`: see `TrainingState.captured`; `own_key`: where it has the rank's own state."""
@@ -48,18 +48,18 @@ class StepWatch:
         self._noted: _Noted | None = None
         self._why = "no step was completed"
         self._tensors: list[torch.Tensor] = []
-        """As at the first `note`, since to walk through a model takes as long as a small step."""
+        """The watched tensors as of the first `note`: walking through a model takes as long as a small step."""
         self._began = False
         """Whether an optimizer has begun a step since `note`."""
         optimizers = shared.objects("optimizer").values()
-        self._unhooked = [type(each).__qualname__ for each in optimizers if not hasattr(each, "_optimizer_step_pre_hooks")]
+        self._unhooked = [type(optimizer).__qualname__ for optimizer in optimizers if not hasattr(optimizer, "_optimizer_step_pre_hooks")]
         """Wrappers that torch's constructor did not see, such as PostLocalSGDOptimizer."""
-        self._hooks = [each.register_step_pre_hook(self._note_begin) for each in optimizers if not self._unhooked]
+        self._hooks = [optimizer.register_step_pre_hook(self._note_begin) for optimizer in optimizers if not self._unhooked]
 
     def close(self) -> None:
         """Removes its hooks from the optimizers."""
-        for each in self._hooks:
-            each.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def note(self) -> None:
         """A step was completed."""
@@ -76,7 +76,7 @@ class StepWatch:
         """The state after the last completed step, in the form of `TrainingState.captured`.
 
         Raises:
-            UnknownStateError: it is no more, or not known.
+            UnknownStateError: it has changed, or is not known.
         """
         if self._noted is None:
             raise UnknownStateError(self._why)
@@ -96,29 +96,29 @@ class StepWatch:
             yield from module.parameters()
             yield from module.buffers()
         for scaler in self._shared.objects("scaler").values():
-            yield from (each for each in vars(scaler).values() if isinstance(each, torch.Tensor))
+            yield from (value for value in vars(scaler).values() if isinstance(value, torch.Tensor))
 
     def _copied(self) -> State:
         if self._unhooked:
             raise UnknownStateError(f"a {self._unhooked[0]} does not say when it begins a step")
         parts = {name: self._shared.objects(name) for name in ("scheduler", "extra")}
         for name, objects in {**parts, "dataloader": self._own.loaders, VALUES: self._own.values}.items():
-            for key, each in objects.items():
-                known = isinstance(each, _SMALL) or rng.is_generator(each) or (name == "extra" and _is_module(each))
-                if is_stateful(each) and not known:
-                    kind = type(each).__qualname__
+            for key, value in objects.items():
+                known = isinstance(value, _SMALL) or rng.is_generator(value) or (name == "extra" and _is_module(value))
+                if is_stateful(value) and not known:
+                    kind = type(value).__qualname__
                     raise UnknownStateError(f"{name}{key and '.'}{key} is a {kind}, whose state at the end of a step is not known later")
-        found = {**self._shared.capture_values(), self._own_key: self._own.capture_values()}
-        return {name: _copy(name, each) for name, each in found.items()}
+        state = {**self._shared.capture_values(), self._own_key: self._own.capture_values()}
+        return {name: _copy(name, value) for name, value in state.items()}
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """Each with the count of its changes."""
-    return [(id(each), each._version) for each in tensors]
+    """The id of each tensor, and the count of its changes."""
+    return [(id(tensor), tensor._version) for tensor in tensors]
 
 
-def _is_module(each: object) -> bool:
-    return isinstance(each, nn.Module)
+def _is_module(candidate: object) -> bool:
+    return isinstance(candidate, nn.Module)
 
 
 def _merged(one: State, two: State) -> State:
@@ -126,10 +126,10 @@ def _merged(one: State, two: State) -> State:
 
 
 def _copy(path: str, value: Any) -> Any:
-    """A copy of what is small.
+    """A copy of a small value.
 
     Raises:
-        UnknownStateError: it is not, or is of another type than plain values.
+        UnknownStateError: it is large, or has another type than plain values.
     """
     if isinstance(value, torch.Tensor | np.ndarray) and value.nbytes <= MAX_BYTES:
         return value.detach().clone() if isinstance(value, torch.Tensor) else value.copy()
@@ -137,9 +137,9 @@ def _copy(path: str, value: Any) -> Any:
         return value
     if isinstance(value, dict) and len(value) <= MAX_VALUES:
         copied = copy.copy(value)
-        for key, each in value.items():  # `update` of a Counter, as MultiStepLR has, adds
-            copied[key] = _copy(f"{path}.{key}", each)
+        for key, child in value.items():  # `update` of a Counter, as MultiStepLR has, adds
+            copied[key] = _copy(f"{path}.{key}", child)
         return copied
     if type(value) in (list, tuple) and len(value) <= MAX_VALUES:
-        return type(value)(_copy(path, each) for each in value)
+        return type(value)(_copy(path, child) for child in value)
     raise UnknownStateError(f"{path} has a {type(value).__qualname__} that is not copied after each step, or is too large for that")

@@ -99,16 +99,16 @@ def read_events(connection: Connection, wanted: Asked, known: Sequence[StoreKey]
     rows = connection.execute(query.order_by(*(column.desc() for column in _ORDER)).limit(PAGE_ROWS + 1))
     return [
         Event(
-            keys[row.store_id],
-            row.n,
-            row.position,
-            row.time_ns,
-            row.actor,
-            row.op,
-            row.ref,
-            row.root,
-            what_text(json.loads(row.detail)),
-            f"{row.time_ns}.{row.store_id}.{row.n}.{row.position}",
+            store=keys[row.store_id],
+            n=row.n,
+            position=row.position,
+            time_ns=row.time_ns,
+            actor=row.actor,
+            op=row.op,
+            ref=row.ref,
+            root=row.root,
+            what=what_text(json.loads(row.detail)),
+            key=f"{row.time_ns}.{row.store_id}.{row.n}.{row.position}",
         )
         for row in rows
     ]

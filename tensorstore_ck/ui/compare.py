@@ -122,7 +122,10 @@ def read_metrics(pages: Pages, pair: Pair) -> list[MetricPair]:
             {row.name: row.value for row in connection.execute(select(metrics).where(metrics.c.snapshot == snapshot.id))}
             for snapshot in (pair.old, pair.new)
         )
-    return [MetricPair(name, old.get(name), new.get(name), name in old, name in new) for name in sorted({*old, *new})]
+    return [
+        MetricPair(name=name, old=old.get(name), new=new.get(name), has_old=name in old, has_new=name in new)
+        for name in sorted({*old, *new})
+    ]
 
 
 def _pair(pages: Pages, request: Request) -> tuple[StoreKey, Pair]:
@@ -148,7 +151,7 @@ def changes_page(pages: Pages, request: Request) -> Response:
     """By how much tensors changed: all, or those of ``group``."""
     store, pair = _pair(pages, request)
     group, first = request.query_params.get("group", ""), number_of(request, "first")
-    read = read_changes(pages, store, pair, group, patience_of(request))
+    read = read_changes(pages, store=store, pair=pair, group=group, patience_seconds=patience_of(request))
     changes = read.result if isinstance(read.result, Changes) else None
     query = {"old": pair.old.ulid, "new": pair.new.ulid, "group": group or None}
     return pages.render(

@@ -136,7 +136,11 @@ def _rows(tracks: list[_Track], labels: Mapping[str, list[Label]]) -> list[Graph
     _assign_columns(tracks, number, ends)
     rows = []
     for save, track in shown:
-        rows.append(GraphRow(save, track.at, tuple(labels.get(save.ulid, ())), track.is_abandoned, track.below(save)))
+        rows.append(
+            GraphRow(
+                save=save, track=track.at, labels=tuple(labels.get(save.ulid, ())), is_abandoned=track.is_abandoned, below=track.below(save)
+            )
+        )
     return [replace(row, lines=tuple(_lines(at, tracks, number, ends))) for at, row in enumerate(rows)]
 
 

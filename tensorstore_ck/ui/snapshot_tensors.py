@@ -72,13 +72,13 @@ def entries_of(tree: TensorGroup, path: str = "", text: str = "", first: int = 0
         shown, count, size_bytes = group.shown(), group.count, group.size_bytes
     part = shown[first : first + MAX_SHOWN]
     return Entries(
-        path,
-        text,
-        tuple((name, entry) for name, entry in part if isinstance(entry, TensorGroup)),
-        tuple((name, entry) for name, entry in part if isinstance(entry, TensorRow)),
-        count,
-        size_bytes,
-        first + MAX_SHOWN if len(shown) > first + MAX_SHOWN else None,
+        path=path,
+        filter=text,
+        groups=tuple((name, entry) for name, entry in part if isinstance(entry, TensorGroup)),
+        tensors=tuple((name, entry) for name, entry in part if isinstance(entry, TensorRow)),
+        count=count,
+        size_bytes=size_bytes,
+        next=first + MAX_SHOWN if len(shown) > first + MAX_SHOWN else None,
     )
 
 

@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.units import human_bytes
-from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import NotFoundError
+from tensorstore_ck.store.internals import open_content
 from tensorstore_ck.ui.background import Progress, Read
 from tensorstore_ck.ui.catalog_snapshots import CatalogSnapshot, find_snapshot
 from tensorstore_ck.ui.contents import info_of
@@ -67,7 +67,7 @@ def page(pages: Pages, request: Request) -> Response:
     store = pages.store_of(request)
     snapshot = find_snapshot(pages, store, asked(request.query_params, "at"))
     tensor, group, first = request.query_params.get("tensor"), request.query_params.get("group", ""), number_of(request, "first")
-    read = read_statistics(pages, store, snapshot, tensor, group)
+    read = read_statistics(pages, store=store, snapshot=snapshot, tensor=tensor, group=group)
     statistics = read.result if isinstance(read.result, GroupStatistics) else None
     query = {"at": snapshot.ulid, "tensor": tensor, "group": group or None}
     return pages.render(
@@ -102,7 +102,7 @@ def read_statistics(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot, te
 
         with looks.alone(progress):
             progress("reading the tables", 0, 0)
-            content = open_snapshot(pages.sources.open(store).engine, info_of(pages, store, snapshot))
+            content = open_content(pages.sources.open(store), info_of(pages, store, snapshot))
             tensors = {name: stored for name, stored in stored_tensors(content).items() if is_wanted(name)}
             if not tensors:
                 raise NotFoundError(f"it has no tensor {tensor or group!r}; states of single ranks have no statistics", object_id=kind)
@@ -132,5 +132,9 @@ def bars_of(histogram: "Histogram") -> list[Bar]:
         if count:
             height = max(LEAST, HEIGHT * count / most)
             title = f"{count:,} from {histogram.edges[number]:.6g} to {histogram.edges[number + 1]:.6g}"
-            bars.append(Bar(round(number * width, 2), round(HEIGHT - height, 2), round(width - 1, 2), round(height, 2), title))
+            bars.append(
+                Bar(
+                    x=round(number * width, 2), y=round(HEIGHT - height, 2), width=round(width - 1, 2), height=round(height, 2), title=title
+                )
+            )
     return bars

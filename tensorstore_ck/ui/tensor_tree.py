@@ -96,7 +96,18 @@ def tensor_tree(details: SnapshotDetails, costs: Mapping[str, GroupCost]) -> Ten
         cost = costs.get(path)
         codecs = codecs_text(cost) if cost is not None else ""
         stored = cost.stored_bytes if cost is not None else None
-        group.children.append(TensorRow(path, name, dtype, shape, size_bytes, stored, codecs, details.placements.get(path, "")))
+        group.children.append(
+            TensorRow(
+                path=path,
+                name=name,
+                dtype=dtype,
+                shape=shape,
+                size_bytes=size_bytes,
+                stored_bytes=stored,
+                codecs=codecs,
+                placement=details.placements.get(path, ""),
+            )
+        )
     return tree
 
 

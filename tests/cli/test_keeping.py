@@ -127,5 +127,5 @@ def test_apply_prints_each_snapshot_that_goes(tsck: Tsck, tmp_path: Path) -> Non
     tsck("policy", "set", "runs/*", "keep_last=2")
     lines = tsck("policy", "apply").out.splitlines()
     assert [line.split()[1] for line in lines if " goes " in line] == [str(step) for step in range(63, 0, -1)]
-    assert lines[-1].startswith("63 snapshots went; `tsck undo ")
+    assert lines[-1].startswith("63 snapshots went; `tsck undo")
     assert tsck("policy", "apply").out.splitlines()[-1] == "0 snapshots went"

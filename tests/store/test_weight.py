@@ -4,6 +4,7 @@ A call is an entry of a Python frame of this package, on any thread. Python 3.12
 there.
 """
 
+import ast
 import os
 import sys
 import threading
@@ -32,9 +33,9 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(104, 663, 2850),
-    "put_snapshot_async": Weight(103, 659, 2980),
-    "checkout": Weight(62, 309, 2330),
+    "put_snapshot": Weight(104, 671, 2300),
+    "put_snapshot_async": Weight(103, 671, 2410),
+    "checkout": Weight(62, 312, 2335),
 }
 """For a state of four linear layers and its optimizer, on CPython 3.11."""
 ASYNC_SHARE = 1.15
@@ -44,24 +45,31 @@ MOST_LINES = {
     "backend": 5900,
     "catalog": 2400,
     "chunker": 100,
-    "cli": 5300,
+    "cli": 5400,
     "common": 2400,
-    "engine": 4400,
+    "engine": 4600,
     "errors": 400,
     "events": 300,
     "format": 4000,
-    "gc": 3100,
+    "gc": 3300,
     "integrations": 20200,
-    "log": 6100,
-    "maintenance": 7100,
+    "log": 6400,
+    "maintenance": 7200,
     "redaction": 200,
     "session": 10300,
-    "state": 6300,
-    "store": 1400,
-    "training": 4700,
+    "state": 6800,
+    "store": 1600,
+    "training": 4800,
     "ui": 4000,
 }
 """Of the Python files of each area, rounded up to hundreds."""
+MOST_LINES_A_FILE = 399
+LONGER = {"store/read_only_store.py", "store/store.py", "standalone/tsck_read.py"}
+"""Two classes that are mostly docstrings, and a program of one file."""
+MOST_POSITIONAL = 4
+MOST_LONG_CALLS = 175
+"""Calls with more positional arguments than that: of torch, numpy, struct, SQLAlchemy and the like, whose parameters have no names here; in
+`integrations` also 85 of this package's own functions."""
 
 
 class Tracer:
@@ -145,3 +153,18 @@ def test_no_area_grows(area: str) -> None:
 def test_every_area_has_a_number() -> None:
     areas = {path.stem for path in PACKAGE.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"}
     assert areas - {"__init__", "__main__", "standalone"} == MOST_LINES.keys()
+
+
+def python_files() -> Iterator[Path]:
+    yield from PACKAGE.rglob("*.py")
+
+
+def test_no_file_has_more_lines() -> None:
+    longer = {path.relative_to(PACKAGE).as_posix() for path in python_files() if len(path.read_text().splitlines()) > MOST_LINES_A_FILE}
+    assert longer <= LONGER
+
+
+def test_arguments_have_names_where_there_are_many() -> None:
+    calls = (node for path in python_files() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    count = sum(sum(not isinstance(argument, ast.Starred) for argument in call.args) > MOST_POSITIONAL for call in calls)
+    assert count <= MOST_LONG_CALLS, f"name the arguments from the {MOST_POSITIONAL + 1}th on, or all"

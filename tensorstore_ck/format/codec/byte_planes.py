@@ -99,7 +99,7 @@ def decode_planes(stored: memoryview, into: memoryview, name: str) -> None:
         raise CorruptObjectError(f"{name}: a block has planes that do not fit together", object_id=name)
     groups = []
     for width, how, size in rows:
-        groups.append(decode_group(how, stored[start : start + size], len(into) // item_bytes, width, name))
+        groups.append(decode_group(how, stored=stored[start : start + size], count=len(into) // item_bytes, width=width, name=name))
         start += size
     merge(groups, words_of(into, item_bytes), rotated=bool(flags & ROTATED))
 

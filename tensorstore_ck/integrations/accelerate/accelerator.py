@@ -249,7 +249,7 @@ class SnapshotMixin:
             StoreError: the newest save failed.
         """
         try:
-            self._finish_saves()
+            self._finish_saves(finished=True)
         finally:
             super().end_training()  # type: ignore[misc]
 
@@ -260,13 +260,13 @@ class SnapshotMixin:
         released: list[Any] = super().free_memory(*objects)  # type: ignore[misc]
         return released
 
-    def _finish_saves(self) -> None:
-        """Waits, and keeps no reference to what was saved."""
+    def _finish_saves(self, *, finished: bool = False) -> None:
+        """Waits, and keeps no reference to what was saved. `finished`: see `Checkpointer.close`."""
         checkpointer, self._checkpointer = self._checkpointer, None
         self._saved, self._values = [], {}
         try:
             if checkpointer is not None:
-                checkpointer.close()
+                checkpointer.close(finished=finished)
         finally:
             self._named.finish()
 

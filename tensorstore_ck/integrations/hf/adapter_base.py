@@ -66,7 +66,7 @@ class AdapterBase:
         Raises:
             MismatchError: it refers to another one.
         """
-        reference = found.engine.read_metadata(found.info).get(NOTE)
+        reference = found.metadata().get(NOTE)
         if not isinstance(reference, Mapping):
             return ()
         stored = set(found.lazy().names())

@@ -163,7 +163,8 @@ class SnapshotMixin(ExceptionSaveMixin):
                 if search is None or not self._is_resuming:
                     raise
                 search.note_failure(exc)
-        self._finish_saves()
+        state = self._native.state
+        self._finish_saves(finished=state.global_step >= state.max_steps)
         remove_imported(self._native.args.output_dir)
         return output
 
@@ -223,7 +224,7 @@ class SnapshotMixin(ExceptionSaveMixin):
 
     def _load_weights(self, address: str) -> None:
         if self._engine is None:
-            weights.restore(self._native, self._store, address, self._group, self._base)
+            weights.restore(self._native, self._store, address, self._group, base=self._base)
             return
         with held_engine.partitioned(self._engine):
             self._training({}).restore(self._store, address, group=self._group, parts=("model",))
@@ -335,14 +336,14 @@ class SnapshotMixin(ExceptionSaveMixin):
             frozen=self._frozen,
         )
 
-    def _finish_saves(self) -> None:
-        """Waits for the saves of this run.
+    def _finish_saves(self, *, finished: bool = False) -> None:
+        """Waits for the saves of this run. `finished`: see `Checkpointer.close`.
 
         Raises:
             StoreError: the newest failed.
         """
         if self._checkpointer is not None:
-            self._checkpointer.close()
+            self._checkpointer.close(finished=finished)
             self._named.finish()
 
     def _folder(self, step: int | None, trial: Any = None) -> Path:

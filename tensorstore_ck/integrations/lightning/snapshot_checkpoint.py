@@ -270,7 +270,7 @@ class SnapshotMixin:
         if self._when is not None and not self._native._should_skip_saving_checkpoint(trainer):
             self._step(trainer, last=True)
         if self._checkpointer is not None:
-            self._checkpointer.close()
+            self._checkpointer.close(finished=not self._checkpointer.preempted)
             self._named.finish()
         group = all_ranks()
         if group is not None:

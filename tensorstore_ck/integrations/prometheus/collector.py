@@ -98,7 +98,7 @@ def _add_state(families: Families, state: StoreState, store: str, read_ns: int |
         ref = label(each.ref)
         families.add(of.LAST_SAVE, _seconds(each.last_save_ns), store, ref)
         families.add(of.SAVE_SECONDS, _seconds(each.duration_ns), store, ref)
-        families.add(of.SAVE_INTERVAL, _seconds(each.interval_ns), store, ref)
+        families.add(of.SAVE_INTERVAL, None if each.is_finished else _seconds(each.interval_ns), store, ref)
         families.add(of.HEAD_STEP, each.head_step, store, ref)
         families.add(of.SAVES, each.saves, store, ref)
         families.add(of.LOGICAL_BYTES, each.logical_bytes, store, ref)

@@ -29,7 +29,7 @@ from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.resume_search import ResumeSearch
-from tensorstore_ck.training.training_state import PARTS
+from tensorstore_ck.training.state_sides import PARTS
 
 IN_STORE: Final = "tsck://"
 """`initial_load_path` of a snapshot in the store: ``tsck://runs/base@1000``."""
@@ -163,7 +163,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             saved = self._checkpointer.step(curr_step)
             self.save_future = future_of(saved) if isinstance(saved, PendingSnapshot) else None
             if last_step:
-                self._finish_saves()
+                self._finish_saves(finished=True)
             return saved is not None
 
     def _save_weights(self, step: int) -> bool:
@@ -182,11 +182,11 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
         options: dict[str, Any] = {"group": self._group, "keep": keep, "asynchronous": asynchronous}
         return new_checkpointer(self._store, state, self._ref, argument="checkpoint.load_step, or leave it out,", **options)
 
-    def _finish_saves(self) -> None:
+    def _finish_saves(self, *, finished: bool = False) -> None:
         self.save_future = None
         if self._checkpointer is not None:
             checkpointer, self._checkpointer = self._checkpointer, None
-            checkpointer.close()
+            checkpointer.close(finished=finished)
 
     def _wait_for_saving(self) -> None:
         self.save_future = None

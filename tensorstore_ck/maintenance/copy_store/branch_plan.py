@@ -44,7 +44,7 @@ def plan_branch(source: Engine, target: Engine, name: str) -> BranchPlan:
     if branch.root == moves[-1].root:
         return BranchPlan(name, branch.root, [], is_ahead=False)
     theirs = [move.root for move in view.moves(name)]
-    done = _moves_done(source, name, moves, branch.root, theirs.count(branch.root))
+    done = _moves_done(source, name=name, moves=moves, root=branch.root, times=theirs.count(branch.root))
     if done is not None:
         return BranchPlan(name, branch.root, moves[done:], is_ahead=False)
     if moves[-1].root in theirs or _last_move_to(target, name, moves[-1].root) is not None:

@@ -81,7 +81,7 @@ def copy_refs(
     target.require_writable()
     source.log.sync()
     target.log.sync()
-    return _Copy(source, target, pace, progress, executor).run(refs)
+    return _Copy(source, target=target, pace=pace, progress=progress, executor=executor).run(refs)
 
 
 def _require_compatible(source: Engine, target: Engine) -> None:
@@ -126,18 +126,18 @@ class _Copy:
         there = {info.root for plan in plans for info in self._infos(plan.held) if self._to.by_root(info.root) is not None}
         needed = {info.root: info.logical_bytes for plan in plans for info in self._infos(plan.missing) if info.root not in there}
         self._meter = CopyMeter(self._progress, sum(needed.values()))
-        self._copier = SnapshotCopier(self._source, self._target, self._pace, self._meter, self._executor)
+        self._copier = SnapshotCopier(source=self._source, target=self._target, pace=self._pace, meter=self._meter, executor=self._executor)
         copied = [self._copy(plan) for plan in plans]
         meter = self._meter
         return CopyReport(
-            tuple(copied),
-            meter.snapshots,
-            len(there),
-            meter.blocks,
-            meter.blocks_there,
-            meter.read_bytes,
-            meter.written_bytes,
-            tuple(dict.fromkeys(self._warnings)),
+            refs=tuple(copied),
+            snapshots=meter.snapshots,
+            snapshots_there=len(there),
+            blocks=meter.blocks,
+            blocks_there=meter.blocks_there,
+            read_bytes=meter.read_bytes,
+            written_bytes=meter.written_bytes,
+            warnings=tuple(dict.fromkeys(self._warnings)),
         )
 
     def _infos(self, ulids: Sequence[Ulid]) -> list[SnapshotInfo]:
@@ -150,10 +150,10 @@ class _Copy:
         try:
             if kind == "branch":
                 branch = plan_branch(self._source, self._target, name)
-                return _RefPlan(name, kind, held, branch, [move.ulid for move in branch.moves], None)
-            return _RefPlan(name, kind, held, None, [] if self._is_tag_there(name) else held, None)
+                return _RefPlan(name, kind=kind, held=held, branch=branch, missing=[move.ulid for move in branch.moves], error=None)
+            return _RefPlan(name, kind=kind, held=held, branch=None, missing=[] if self._is_tag_there(name) else held, error=None)
         except (ConflictError, DamageError) as exc:
-            return _RefPlan(name, kind, held, None, [], exc)
+            return _RefPlan(name, kind=kind, held=held, branch=None, missing=[], error=exc)
 
     def _tagged(self, name: str) -> list[Ulid]:
         row = self._from.tag_row(name)
@@ -183,7 +183,9 @@ class _Copy:
             outcome = "failed"
         branch = self._to.branch(plan.name)
         root = branch.root if branch is not None else self._to.tag(plan.name)
-        return CopiedRef(plan.name, plan.kind, outcome, root.hex() if root is not None else None, copied, error)
+        return CopiedRef(
+            name=plan.name, kind=plan.kind, outcome=outcome, root=root.hex() if root is not None else None, snapshots=copied, error=error
+        )
 
     def _bring_all(self, plan: _RefPlan) -> bool:
         """Moves the target's ref through all missing snapshots; whether it reached the last one."""

@@ -104,15 +104,15 @@ def diff_snapshots(engine: Engine, old_info: SnapshotInfo, new_info: SnapshotInf
         tensor_bytes += sum(tensor.spec.size_bytes for tensor in after.tensors.values())
         layout_changed |= _forms(before) != _forms(after)
     return SnapshotDiff(
-        Snapshot.from_info(old.info),
-        Snapshot.from_info(new.info),
-        tuple(tensors),
-        tuple(values),
-        tensor_count - sum(change.new is not None for change in tensors),
-        value_count - sum(change.change != "removed" for change in values),
-        sum(change.changed_bytes for change in tensors),
-        tensor_bytes,
-        layout_changed,
+        old=Snapshot.from_info(old.info),
+        new=Snapshot.from_info(new.info),
+        tensors=tuple(tensors),
+        values=tuple(values),
+        unchanged_tensors=tensor_count - sum(change.new is not None for change in tensors),
+        unchanged_values=value_count - sum(change.change != "removed" for change in values),
+        changed_bytes=sum(change.changed_bytes for change in tensors),
+        tensor_bytes=tensor_bytes,
+        layout_changed=layout_changed,
     )
 
 
@@ -167,7 +167,9 @@ def _tensor_changes(old: SnapshotContents, new: SnapshotContents, changed: _Chan
     for name, tensor in new.tensors.items():
         found = before.pop(name, None)
         if found is None:
-            changes.append(TensorChange(name, "added", None, tensor_form(tensor.spec), tensor.spec.size_bytes))
+            changes.append(
+                TensorChange(name=name, change="added", old=None, new=tensor_form(tensor.spec), changed_bytes=tensor.spec.size_bytes)
+            )
             continue
         is_same_form = tensor.spec[1:] == found.spec[1:]
         known = changed.get((tensor.reader, tensor.number))
@@ -176,8 +178,15 @@ def _tensor_changes(old: SnapshotContents, new: SnapshotContents, changed: _Chan
         else:
             changed_bytes = _changed_bytes(found, tensor) if is_same_form else _new_bytes(found, tensor)
         if changed_bytes or not is_same_form:
-            changes.append(TensorChange(name, "changed", tensor_form(found.spec), tensor_form(tensor.spec), changed_bytes))
-    changes += [TensorChange(name, "removed", tensor_form(tensor.spec), None, 0) for name, tensor in before.items()]
+            changes.append(
+                TensorChange(
+                    name=name, change="changed", old=tensor_form(found.spec), new=tensor_form(tensor.spec), changed_bytes=changed_bytes
+                )
+            )
+    changes += [
+        TensorChange(name=name, change="removed", old=tensor_form(tensor.spec), new=None, changed_bytes=0)
+        for name, tensor in before.items()
+    ]
     return changes
 
 

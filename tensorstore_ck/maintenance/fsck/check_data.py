@@ -59,7 +59,7 @@ def check_piece(backend: Backend, piece: PackPiece) -> PieceResult:
     buffer = memoryview(bytearray(max(map(_stored_bytes, runs), default=0)))
     number = piece.first
     for run in runs:
-        bad += _check_run(backend, piece.pack, number, run, buffer[: _stored_bytes(run)])
+        bad += _check_run(backend, pack=piece.pack, first=number, entries=run, buffer=buffer[: _stored_bytes(run)])
         number += len(run)
     return PieceResult(piece, _stored_bytes(piece.entries), bad)
 

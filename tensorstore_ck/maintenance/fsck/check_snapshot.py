@@ -92,7 +92,7 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
     if record is None:
         return SnapshotCheck(damages, frozenset(needs), size, is_complete=False)
     needs.update(ObjectKey("part", part) for part in record.parts)
-    anchor, hits, lost = 0, AffectedTensors(engine, info, record, 0, None), dict[int, Damage]()
+    anchor, hits, lost = 0, AffectedTensors(engine=engine, info=info, record=record, world_size=0, layout_of=None), dict[int, Damage]()
     for rank, ulid in enumerate(record.parts):
         part, part_bytes = _read_part(engine, record, rank)
         size += part_bytes
@@ -100,24 +100,30 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
             lost[rank] = part
             continue
         if not hits.is_known(rank):
-            hits = AffectedTensors(engine, info, record, part.world_size, part.layout_of)
+            hits = AffectedTensors(engine=engine, info=info, record=record, world_size=part.world_size, layout_of=part.layout_of)
         anchor = max(anchor, part.anchor)
         locations = _locate(engine, part)
         if isinstance(locations, Damage):
             lost[rank] = locations
             continue
         needs.update(locations.objects())
-        problems = list(_extent_problems(packs, part, locations, record, rank, read_data=read_data))
+        problems = list(_extent_problems(packs, part=part, locations=locations, record=record, rank=rank, read_data=read_data))
         misfit = hits.problem(part, part_name(ulid))
         layout_rows = slice(0, int(part.blobs["blocks"][0]))
         if misfit is not None and not any(problem.rows[layout_rows].any() for problem in problems):
             damages.append(Damage(kind_of(misfit), misfit.object_id or part_name(ulid), str(misfit), tuple(hits.names_of_lost(rank))))
         damages += [
-            Damage(problem.kind, problem.object, problem.message, tuple(hits.names(part, problem.rows)), problem.blocks)
+            Damage(
+                kind=problem.kind,
+                object=problem.object,
+                message=problem.message,
+                names=tuple(hits.names(part, problem.rows)),
+                blocks=problem.blocks,
+            )
             for problem in problems
         ]
     damages += [damage._replace(names=tuple(hits.names_of_lost(rank))) for rank, damage in lost.items()]
-    return SnapshotCheck(damages, frozenset(needs), size, not lost, anchor)
+    return SnapshotCheck(damages=damages, needs=frozenset(needs), object_bytes=size, is_complete=not lost, anchor=anchor)
 
 
 def parts_of(engine: Engine, info: SnapshotInfo) -> Iterator[Part]:
@@ -229,7 +235,7 @@ def _extent_problems(
             hit = np.zeros(len(part.extents), np.bool_)
             hit[rows[wrong]] = True
             _spread_to_deltas(locations.extents, hit)
-            yield _PartProblem(kind, name, message, hit, DamagedBlocks(pack, extents[wrong], ids[rows][wrong]))
+            yield _PartProblem(kind, object=name, message=message, rows=hit, blocks=DamagedBlocks(pack, extents[wrong], ids[rows][wrong]))
 
 
 def _spread_to_deltas(extents: Extents, hit: npt.NDArray[np.bool_]) -> None:

@@ -33,7 +33,7 @@ from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.format.writer_record import WRITERS
 from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.roots import roots
-from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo, store_objects
+from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo, lost_log, sign_of_lost_log, store_objects
 from tensorstore_ck.log.checkpoint import checkpoint_folder
 from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copies
 from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_log
@@ -145,7 +145,7 @@ class Fsck:
         check_modes(self._backend, self._found)
         self._check_log()
         if self.log.is_unreadable:
-            return FsckReport(self._found.all(), self.log.entries, 0, 0, 0, 0)
+            return FsckReport(findings=self._found.all(), log_entries=self.log.entries, snapshots=0, packs=0, blocks=0, data_bytes=0)
         try:
             return self._check_objects()
         except PlaceUnavailableError as exc:
@@ -173,17 +173,17 @@ class Fsck:
         self._advise()
         self._advance(self._total_bytes)
         return FsckReport(
-            self._found.all(),
-            self.log.entries,
-            snapshots,
-            len(packs.listed),
-            packs.blocks,
-            data.read_bytes,
-            data.packs,
-            data.never_verified,
-            data.oldest_verified_ns,
-            data.is_out_of_time,
-            self._freeing.freeable,
+            findings=self._found.all(),
+            log_entries=self.log.entries,
+            snapshots=snapshots,
+            packs=len(packs.listed),
+            blocks=packs.blocks,
+            data_bytes=data.read_bytes,
+            read_packs=data.packs,
+            never_verified=data.never_verified,
+            oldest_verified_ns=data.oldest_verified_ns,
+            out_of_time=data.is_out_of_time,
+            freeable=self._freeing.freeable,
         )
 
     # --- configuration and log ----------------------------------------------------------------------------------------
@@ -205,18 +205,24 @@ class Fsck:
         chain, elsewhere, more = self.engine.log.chain, self.engine.log.seen_elsewhere, list[LogProblem | None]()
         if not log.is_unreadable:
             more = [*(host_saw_more(log, saw, chain, elsewhere) for saw in {head, seen}), cache_problem(log, self.engine.log)]
+            more += [self._lost_log()] if not log.last and not self._found.names(CONFIG_NAME) else []
         for problem in [*log.problems, *(found for found in more if found)]:
             severity: Severity = "error" if problem.is_error else "notice"
             self._found.add(problem.kind, problem.object, problem.message, severity=severity, repairable=problem.is_error)
             if problem.kind == "broken_log":
                 self._broken.append(problem.object)
 
+    def _lost_log(self) -> LogProblem | None:
+        """The problem if the log is empty and was not."""
+        sign, name = sign_of_lost_log(self._backend, self.engine.config.log), self.engine.log.chain.name(1)
+        return None if sign is None else LogProblem("broken_log", name, str(lost_log(name, self._backend.url, sign)))
+
     # --- snapshots and packs ------------------------------------------------------------------------------------------
 
     def _list(self) -> None:
         config = self.engine.config
         in_force = (f"{config.log}/", checkpoint_folder(config.log))
-        for name, size_bytes, modified_ns in store_objects(self._backend):
+        for name, size_bytes, modified_ns, _ in store_objects(self._backend):
             if name.startswith((*in_force, WRITERS)):
                 continue
             folder, ulid = name.partition("/")[0], parse_ulid(name[-26:])

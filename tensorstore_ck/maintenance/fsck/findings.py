@@ -181,7 +181,14 @@ class Findings:
         with self._lock:
             ordered = sorted(self._found.items(), key=lambda item: (item[1].severity != "error", item[0]))
         return tuple(
-            Finding(kind, name, gathered.message, _hits(gathered), gathered.repairable, gathered.severity)
+            Finding(
+                kind=kind,
+                object=name,
+                message=gathered.message,
+                hits=_hits(gathered),
+                repairable=gathered.repairable,
+                severity=gathered.severity,
+            )
             for (name, kind), gathered in ordered
         )
 

@@ -115,12 +115,14 @@ class _Repair:
         fsck = Fsck(self._engine, self._options, reads_marked=True)
         before = after = fsck.run()
         if _unreadable(before):
-            return RepairReport(before, (), (), (), before)
+            return RepairReport(before=before, mended=(), marked=(), unmarked=(), after=before)
         self._bad, self._read = fsck.packs.bad, fsck.read
         fsck = self._repair_log(fsck, seen)
         if self._is_broken(fsck.log, seen):
             after = self._look_again()[1] if self._repaired else before
-            return RepairReport(before, self._all_repaired(), (), (), after)  # a broken log takes no entries
+            return RepairReport(
+                before=before, mended=self._all_repaired(), marked=(), unmarked=(), after=after
+            )  # a broken log takes no entries
         if self._repaired:
             fsck, after = self._look_again()
         if self._other_engine is not None:
@@ -133,7 +135,7 @@ class _Repair:
         marked, unmarked = self._mark(fsck)
         if unmarked:
             after = self._look_again()[1]
-        return RepairReport(before, self._all_repaired(), marked, unmarked, after)
+        return RepairReport(before=before, mended=self._all_repaired(), marked=marked, unmarked=unmarked, after=after)
 
     def _look_again(self) -> tuple[Fsck, FsckReport]:
         fsck = Fsck(self._engine, FsckOptions(), known_bad=self._bad)

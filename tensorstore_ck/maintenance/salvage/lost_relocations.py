@@ -66,7 +66,7 @@ def find_relocations(packs: Packs, view: RefTable, unknown: Iterable[LostRelocat
     for ulid, moved_hash, moved in unknown:
         pack = ObjectKey("pack", moved.pack)
         if pack.ulid not in packs.listed or _is_swept(view, pack) or _holds(packs, view, moved):
-            yield Relocation(moved.pack, ulid, 0, moved_hash, tuple(moved.targets))
+            yield Relocation(pack=moved.pack, moved=ulid, n=0, hash=moved_hash, targets=tuple(moved.targets))
 
 
 def add_relocations(table: MemoryTable, relocations: list[Relocation]) -> None:

@@ -38,6 +38,8 @@ class KeptHistory(NamedTuple):
     """Packs at other locations -> URL."""
     are_entries_lost: bool
     """A lost entry may be an undo: so undo windows start again now."""
+    left: Sequence[Digest] = ()
+    """Roots of records that are not published: the log names them, so that gc does not take it for one that began again."""
 
 
 class NewLog:
@@ -59,7 +61,19 @@ class NewLog:
         with self._table.batch() as batch:
             for make in makes:
                 made = make(RefTable(batch), n)
-                fold(Entry(n, ZERO_DIGEST, bytes(16), time_ns, "", tuple(made), ZERO_DIGEST, 0), batch)
+                fold(
+                    Entry(
+                        n=n,
+                        prev=ZERO_DIGEST,
+                        write_id=bytes(16),
+                        time_ns=time_ns,
+                        actor="",
+                        ops=tuple(made),
+                        hash=ZERO_DIGEST,
+                        size_bytes=0,
+                    ),
+                    batch,
+                )
                 ops += made
         if ops:
             self.entries.append((time_ns, ops))
@@ -192,6 +206,8 @@ class _EventReplay:
             note = RefTable(self._table).read(NOTES, root)
             if note is not None:
                 self._new.add(self._now_ns, [_fixed(Op.annotate(root, note.metrics), Op.mark(root, note.mark, note.reason))])
+        for at in range(0, len(self._kept.left), REFS_AN_ENTRY):
+            self._new.add(self._now_ns, [_fixed(*(Op.annotate(root, {}) for root in self._kept.left[at : at + REFS_AN_ENTRY]))])
 
 
 def _fixed(*ops: Op) -> Make:

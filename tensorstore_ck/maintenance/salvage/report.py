@@ -41,4 +41,4 @@ class SalvageReport:
 
 def salvaged(info: SnapshotInfo, note: str) -> Salvaged:
     """The report's row of a snapshot."""
-    return Salvaged(ulid_text(info.ulid), info.ref, info.step, info.root.hex(), note)
+    return Salvaged(id=ulid_text(info.ulid), ref=info.ref, step=info.step, root=info.root.hex(), note=note)

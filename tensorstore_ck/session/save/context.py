@@ -3,7 +3,7 @@
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -23,8 +23,10 @@ from tensorstore_ck.session.save.save_status import SaveStatus
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
 
     from tensorstore_ck.session.peers import Replicator
+    from tensorstore_ck.state.device.step_gates import StepGate, StepGates
 
 T = TypeVar("T")
 
@@ -46,6 +48,16 @@ class SaveContext:
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
     """For groups whose ranks keep copies of each other's staged files."""
+    step_gates: "StepGates | None" = None
+    """Of optimizers whose tensors are copied from devices until the next step; made at the first such save."""
+
+    def gates_of(self, optimizers: "Sequence[Optimizer]") -> "list[StepGate]":
+        """The gates of these optimizers' steps."""
+        from tensorstore_ck.state.device.step_gates import StepGates  # noqa: PLC0415 - loads torch
+
+        if self.step_gates is None:
+            self.step_gates = StepGates()
+        return self.step_gates.of(optimizers)
 
     def note_speed(self, status: SaveStatus) -> None:
         """Notes how long the store took to write a save, so that the next ones can choose a codec.

@@ -9,31 +9,43 @@
 and commits. `Ranks` decides who takes part, and a destination where the bytes go.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Unpack
 
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.destination import Destination, StoreDestination
-from tensorstore_ck.engine.write.failed_save import deleted_if_full
 from tensorstore_ck.engine.write.publish import check_expected
-from tensorstore_ck.engine.write.quota_check import check_quotas
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.request import SaveArguments, SaveOptions, SaveRequest, check_options
+from tensorstore_ck.engine.write.unchanged_blocks import held_blocks
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
 from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log.quota import check_quotas, quotas_of
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.queued_save import Admission
 from tensorstore_ck.session.save.ranks import Ranks, UnpreparedState
 from tensorstore_ck.session.save.save_status import SaveStatus
 from tensorstore_ck.session.save.staged_save import StagedSave
 from tensorstore_ck.session.save.staged_upload import StagedUpload
-from tensorstore_ck.session.save_options import SaveOptions, check_options
 from tensorstore_ck.session.staging.staging_destination import StagingDestination
 from tensorstore_ck.state.capture import capture
 from tensorstore_ck.state.capture_copy import Slot, copy_captured, slot_bytes
+from tensorstore_ck.state.device.capture_proofs import Overlap
+
+if TYPE_CHECKING:
+    import torch
+
+
+class StateArguments(SaveArguments, total=False):
+    """The same with step, the parts of the state that are treated apart, and who changes it."""
+
+    step: int | None
+    rank_state: object
+    frozen: Sequence[str]
+    changed_by: "Sequence[torch.optim.Optimizer]"
 
 
 class Save:
@@ -46,19 +58,21 @@ class Save:
         state: object,
         *,
         ref: str,
-        step: int | None,
+        step: int | None = None,
         rank_state: object = None,
         frozen: Sequence[str] = (),
-        **options: Any,
+        changed_by: Sequence["torch.optim.Optimizer"] = (),
+        **given: Unpack[SaveArguments],
     ) -> None:
-        """`state`: what the user saves, or a `CapturedState`, or an `UnpreparedState`. `options`: see `check_options`."""
+        """`state`: what the user saves, or a `CapturedState`, or an `UnpreparedState`."""
         self.ref, self.step = ref, step
         self.number, self.rank, self.patience_seconds = ranks.number, ranks.rank, ranks.patience_seconds
         self._context, self._engine, self._ranks = context, context.engine, ranks
         self._state: tuple[object, object, Sequence[str]] | None = (state, rank_state, frozen)
-        self._given: Mapping[str, Any] = {"step": step, **options}
+        self._given = given
         self._options: SaveOptions | None = None
         self._captured: CapturedState | None = None
+        self._changed_by = changed_by
         self._is_copied = False
         """Whether the state is in memory that is reused once it is staged."""
 
@@ -71,7 +85,7 @@ class Save:
             InvalidOptionError, InvalidNameError: an argument is not what it must be.
         """
         if self._options is None:
-            self._options = check_options(self._engine, self.ref, **self._given)
+            self._options = check_options(self._engine, self.ref, step=self.step, **self._given)
         return self._options
 
     def check_branch(self) -> None:
@@ -88,7 +102,7 @@ class Save:
             fence.settle(engine, view, self.ref)
             fence.check_step(engine, view, options)
             check_expected(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
-            check_quotas(view, self.ref)
+            check_quotas(quotas_of(view, self.ref), self.ref)
 
         engine.log.look(check)
 
@@ -108,7 +122,9 @@ class Save:
             if isinstance(state, CapturedState):
                 captured = state
             else:
-                captured = self._context.frozen.mark(capture(state, self._ranks.describer()), frozen, self._ranks.scope)
+                captured = capture(state, self._ranks.describer())
+                if frozen or self._context.frozen.known:
+                    captured = self._context.frozen.mark(captured, frozen, self._ranks.scope)
             self._captured = captured if rank_state is None else captured._replace(own=capture(rank_state))
             self._state = None  # the caller's containers may be freed
         return self._captured
@@ -138,13 +154,20 @@ class Save:
 
     def copy_into(self, slot: Slot) -> None:
         """Copies the state, which may be changed afterwards."""
-        copies, start = [], 0
+        copies, start, states = list[CapturedState](), 0, self._states()
         sampling, self._options = self.check().sampling_of_copies(self.number)
-        for each in self._states():
-            copies.append(copy_captured(each, slot, skip=each.frozen, threads=cpu_threads(), start_bytes=start, sampling=sampling))
+        overlap = self._overlap(states[0]) if sampling.verify_share and states[0].device_blocks is not None else None
+        for each in states:
+            copy = partial(copy_captured, each, slot, skip=each.frozen, threads=cpu_threads())
+            copies.append(copy(start_bytes=start, sampling=sampling, overlap=None if copies else overlap))
             start += slot_bytes(each, each.frozen)
         self._is_copied = True
         self._captured = copies[0]._replace(own=copies[1] if len(copies) > 1 else None)
+
+    def _overlap(self, captured: CapturedState) -> Overlap:
+        """What copies from devices need to go on beside the training."""
+        blocks_of = partial(held_blocks, captured, rank=self.rank, block_bytes=self._engine.config.block_bytes)
+        return Overlap(blocks_of, self._context.gates_of(self._changed_by))
 
     def _states(self) -> list[CapturedState]:
         """The state, and that of this rank alone, if any."""
@@ -159,8 +182,8 @@ class Save:
         with context.explains_full_disk():
             if tier is not None:
                 return self._stage(tier, status)
-            with deleted_if_full(self._engine) as engine:
-                info = self._write_and_commit(StoreDestination(engine, self.rank, is_alone=self._ranks.is_alone), status)
+            with StoreDestination(self._engine, self.rank, is_alone=self._ranks.is_alone) as destination:
+                info = self._write_and_commit(destination, status)
         context.note_speed(status)
         context.fence.note(self.ref, info.root, info.root)
         return info
@@ -183,19 +206,20 @@ class Save:
         begin = partial(self._begin, destination, status)  # no closure: the frames of an error would keep it, and so the state
         return self._ranks.together(begin, destination, status.meter)
 
-    def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState]:
-        """What is saved, as of the newest entry of the log; takes the state apart if it was not yet."""
+    def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState, RefTable]:
+        """The request, the state and a view of the log, all as of its newest entry; takes the state apart if it was not yet."""
         status.check()
         fence, options, captured = self._context.fence, self.check(), self.capture()
         size_bytes = captured.logical_bytes if self._ranks.is_alone else captured.held_bytes
         status.meter.expect("hash", size_bytes)
         self._require_space(size_bytes, status)
         try:
-            return fence.at_head(self._engine, options), captured
+            view = self._engine.log.newest_view()
         except BackendUnavailableError:
             if not destination.go_offline():
                 raise
-            return fence.at_head(self._engine, options, sync=False), captured
+            view = self._engine.log.view()
+        return fence.request_at(self._engine, view, options), captured, view
 
     def _require_space(self, needed_bytes: int, status: SaveStatus) -> None:
         """See `SaveContext.reserve_space`. A staged save that could not be published uses space until it is."""

@@ -15,13 +15,13 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart
 from tensorstore_ck.engine.write.publish import AnyHead
-from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.rank_parts import RankParts
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.errors import BackendUnavailableError, SnapshotAbortedError, SnapshotExpiredError, StoreError, UndecidedError
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log.quota import check_quotas, quotas_of
 from tensorstore_ck.session.staging.manifest import Accepts, Manifest, PublishingLead, manifest_key
 from tensorstore_ck.session.staging.staged_chain import ChainedBlocks, StagedChain, StagedLink
 from tensorstore_ck.session.staging.staged_entries import announce, check_accepted
@@ -99,7 +99,7 @@ class StagingDestination:
         self._begin_writing()
         return True
 
-    def admit(self, request: SaveRequest) -> None:
+    def admit(self, request: SaveRequest, view: RefTable) -> None:
         """Checks on rank 0 where the ref is: others may not know yet what became of earlier saves.
 
         Raises:
@@ -108,21 +108,12 @@ class StagingDestination:
         """
         self._accepts = self._links.accepts(request.expect)
         if self._rank == 0:
-            self._store.log.look(lambda view: self._check(view, request.ref))
-
-    def _check(self, view: RefTable, ref: str) -> None:
-        check_accepted(self._store, view, ref, self._accepts)
-        check_quotas(view, ref)
-
-    def begin(self, request: SaveRequest) -> None:
-        """Finds the base; all ranks find the same one."""
-        if self._stop is not None:
-            self._store.log.sync()
-        self._base = None if self.is_offline else base_of(self._store.log.view(), request)
+            check_accepted(self._store, view, request.ref, self._accepts)
+            check_quotas(quotas_of(view, request.ref), request.ref)
 
     def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:
-        """See `Destination`."""
-        base = self._base
+        """See `Destination`. All ranks find the same base."""
+        base = self._base = None if self.is_offline else base_of(view, request)
         there = DedupIndex(self.engine, base.root, number, ranks, elsewhere=False, view=view) if base is not None else None
         self._known.append(ChainedBlocks(self._links, there))
         return self._known[-1]
@@ -144,7 +135,7 @@ class StagingDestination:
         """
         sealed, base, is_alone = record.encode(), self._base.ulid if self._base is not None else None, self._stop is None
         (self.engine if is_alone else self._store).backend.put(record_name(txn), sealed)
-        lead = PublishingLead(sealed, parts, self._accepts, base, self._links.txns, mark)
+        lead = PublishingLead(record=sealed, parts=parts, accepts=self._accepts, pinned=base, after=self._links.txns, mark=mark)
         self._write_manifest(request, lead)
         info = staged_info(txn, record)
         if is_alone and base is None:
@@ -162,7 +153,7 @@ class StagingDestination:
             self._store.keep_part(each.ulid, each.part)
         added = {block: location for part in written for block, location in part.added.items()}
         accepts = () if isinstance(self._accepts, AnyHead) else self._accepts
-        self._chain.add(StagedLink(info.ulid, info.root, added, frozenset(self._names), accepts))
+        self._chain.add(StagedLink(txn=info.ulid, root=info.root, added=added, names=frozenset(self._names), accepts=accepts))
 
     def give_up(self) -> None:
         """Deletes what was written."""
@@ -179,7 +170,16 @@ class StagingDestination:
 
     def _write_manifest(self, request: SaveRequest, lead: PublishingLead | None) -> None:
         size = sum(self._tier.folder.unsent.size(name) for name in self._writes.names)
-        manifest = Manifest(self.txn, request.ref, request.step, self._rank, self._ranks, self._names, size, lead)
+        manifest = Manifest(
+            txn=self.txn,
+            ref=request.ref,
+            step=request.step,
+            rank=self._rank,
+            ranks=self._ranks,
+            names=self._names,
+            size_bytes=size,
+            lead=lead,
+        )
         self._tier.folder.write_manifest(manifest.key, manifest.encode())
         self.manifest = manifest
 

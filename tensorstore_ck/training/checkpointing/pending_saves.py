@@ -8,6 +8,7 @@ from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import SnapshotAbortedError, StoreError
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
+from tensorstore_ck.store.internals import groups_of
 from tensorstore_ck.training.checkpointing.step_flag import StepFlag
 from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime, will_repeat
 
@@ -66,8 +67,8 @@ class PendingSaves:
             StoreError: a permanent failure.
         """
         pending, self._pending = self._pending, []
-        for each, _ in pending:
-            self._wait_for(each)
+        for save, _ in pending:
+            self._wait_for(save)
         if self._unsaved.refusal is not None:
             self.end()
 
@@ -80,6 +81,15 @@ class PendingSaves:
             return False
         self._unsaved.note_published()
         return True
+
+    def note_finished(self) -> None:
+        """The training has ended, and so have its saves: notes it in the log, on the first rank. Only warns on failure."""
+        if self._group is not None and self._group.rank() != 0:
+            return
+        try:
+            self._store.finish(self._ref)
+        except StoreError as exc:
+            warnings.warn(f"the end of the run on {self._ref!r} is not in the log, so its next save counts as late: {exc}", stacklevel=5)
 
     # --- failures ----------------------------------------------------------------------------------------------------
 
@@ -122,9 +132,7 @@ class PendingSaves:
             return not self._must_end()
         title, must_end = f"whether saves to {self._ref!r} still fail ({self._run_id}, {self._round})", self._must_end()
         try:
-            ending = self._store.session.groups.all_gather(
-                self._group, title, lambda: bytes([must_end]), timeout_seconds=self._timeout_seconds
-            )
+            ending = groups_of(self._store).all_gather(self._group, title, lambda: bytes([must_end]), timeout_seconds=self._timeout_seconds)
         except StoreError as exc:
             self._unsaved.failure = self._unsaved.failure or exc
             return False
