@@ -84,6 +84,7 @@ def fsck(
         executor: DaskCluster | None = None
         if dask is not None:
             engine = choice.portable(engine)
+            stack.enter_context(closing(engine.backend))
             executor = stack.enter_context(DaskCluster(dask))
         bar = stack.enter_context(Bar("checking"))
         options = FsckOptions(read_data, sample, max_time, rate_limit=rate_limit)

@@ -64,15 +64,15 @@ class Restoring:
         """Opened once: the tables of a large state take as long as a small state's tensors."""
         return open_snapshot(self.engine, self.info)
 
-    def metadata(self) -> dict[str, Any]:
-        """What the snapshot was saved with."""
-        return self.engine.read_metadata(self.info)
-
     def lazy(self) -> "LazySnapshot":
         """What there is; reads no tensors."""
         from tensorstore_ck.state import LazySnapshot  # noqa: PLC0415 - loads torch
 
         return LazySnapshot(self._content)
+
+    def metadata(self) -> dict[str, Any]:
+        """As `Store.metadata`."""
+        return self.engine.read_metadata(self.info)
 
     def checkout(self, *, broadcast: bool = False, **how: Unpack[RestoreArguments]) -> Any:
         """See `Store.checkout`; once only, as the ranks of a host read together."""

@@ -65,7 +65,7 @@ _HINTS: Final = {
 
 @short_errors
 class ReadOnlyStore:
-    """What can be done with a store that was opened read-only; `Store` adds what changes one.
+    """The methods of a store that was opened read-only; `Store` adds those that change a store.
 
     ``tsck.open(url, read_only=True)`` returns a `Store` whose changing methods raise a `PermissionDeniedError`. For a type checker it is
     this class, which has none of them.
@@ -202,7 +202,7 @@ class ReadOnlyStore:
         allow_marked: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> tuple[T, Snapshot]:
-        """Calls `read` on the snapshot at `address`, on all ranks of `group` or on none; for what is built on top of a store.
+        """Calls `read` on the snapshot at `address`, on all ranks of `group` or on none. For code that is built on top of a store.
 
         An error that `read` raises on one rank ends the restore on all of them at once. Otherwise as `checkout`.
 
@@ -353,7 +353,7 @@ class ReadOnlyStore:
     def diff(self, old: str, new: str) -> "SnapshotDiff":
         """Which tensors and values differ between two snapshots, and how many of their bytes.
 
-        Reads no tensor data, but where other ranks or placements cut a tensor at other borders.
+        Reads no tensor data, unless other ranks or placements cut a tensor at other borders.
         """
         from tensorstore_ck.maintenance.describe import diff_snapshots  # noqa: PLC0415
 
@@ -369,7 +369,7 @@ class ReadOnlyStore:
         Args:
             address: The snapshot; also one that is marked.
             select: Globs over names such as ``model.*``, as in `checkout`.
-            bins: Also a histogram with so many bins of each tensor; the data is then read twice.
+            bins: Also a histogram of each tensor with this many bins; the data is then read twice.
 
         Raises:
             MismatchError: a glob fits nothing.
@@ -380,8 +380,8 @@ class ReadOnlyStore:
         return statistics(self.engine, self.session.resolve(address).info, select, bins)
 
     def change_statistics(self, old: str, new: str, select: Sequence[str] | None = None) -> "list[ChangeStatistics]":
-        """By how much each tensor that differs changed between two snapshots; the largest relative change comes first, and tensors that
-        were reshaped, added or removed come last.
+        """How much each differing tensor changed between two snapshots. The largest relative change comes first; tensors that were
+        reshaped, added or removed come last.
 
         Only tensors with a block that differs are read, in both snapshots, piece by piece as in `statistics`. How the change is measured:
         see `ChangeStatistics`.

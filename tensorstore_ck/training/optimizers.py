@@ -138,7 +138,7 @@ def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames
 def match_groups(path: str, stored: Any, own: list[list[str]], held: Collection[str] = ()) -> list[State]:
     """The stored options of each of this optimizer's groups, whose parameters are `own`; empty for an empty group without stored options.
 
-    A pipeline stage has some of the stored parameters; a single process may have those that several stages saved as separate groups.
+    A pipeline stage has some of the stored parameters; a single process may have parameters that several stages saved as separate groups.
     Each name in `held` that is stored must be in a group.
 
     Raises:

@@ -47,16 +47,16 @@ MOST_LINES = {
     "chunker": 100,
     "cli": 5400,
     "common": 2400,
-    "engine": 4600,
+    "engine": 4700,
     "errors": 400,
     "events": 300,
     "format": 4000,
-    "gc": 3300,
+    "gc": 3400,
     "integrations": 20200,
     "log": 6400,
     "maintenance": 7200,
     "redaction": 200,
-    "session": 10300,
+    "session": 10500,
     "state": 6800,
     "store": 1600,
     "training": 4800,
@@ -67,7 +67,7 @@ MOST_LINES_A_FILE = 399
 LONGER = {"store/read_only_store.py", "store/store.py", "standalone/tsck_read.py"}
 """Two classes that are mostly docstrings, and a program of one file."""
 MOST_POSITIONAL = 4
-MOST_LONG_CALLS = 175
+MOST_LONG_CALLS = 190
 """Calls with more positional arguments than that: of torch, numpy, struct, SQLAlchemy and the like, whose parameters have no names here; in
 `integrations` also 85 of this package's own functions."""
 

@@ -59,7 +59,7 @@ class UploadJournal:
         self._backend.replace(_key(entry.name), json.dumps(entry._asdict()).encode())
 
     def delete(self, names: Iterable[str]) -> None:
-        """Deletes entries; those that are not there are skipped."""
+        """Deletes entries, and skips missing ones."""
         self._backend.delete(map(_key, names))
 
 

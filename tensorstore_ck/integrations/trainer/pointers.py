@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tensorstore_ck.errors import InputError, InvalidNameError, MismatchError, NotFoundError
-from tensorstore_ck.training.checkpointing.checkpointer import saved_by
+from tensorstore_ck.training.checkpointing.saving_run import saved_by
 
 if TYPE_CHECKING:
     from tensorstore_ck.log.snapshot import Snapshot

@@ -24,6 +24,7 @@ from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
 from tensorstore_ck.training.checkpointing.exception_save import CAUSE, ExceptionSave
 from tensorstore_ck.training.checkpointing.pending_saves import PendingSaves
+from tensorstore_ck.training.checkpointing.saving_run import note_of, run_name
 from tensorstore_ck.training.checkpointing.step_flag import StepFlag, poll_triggers
 from tensorstore_ck.training.checkpointing.triggers import CLOCK, Trigger, TriggerContext, auto, on_preemption, require_count
 from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime
@@ -35,28 +36,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tensorstore_ck.store import ReadOnlyStore
 
 LEAD_STEPS: Final = 10
 ON_DRIFT: Final = 'call resume(drift="accept") to resume from {}, or resume(drift="skip") to go back to an earlier snapshot'
-
-
-def _run(began_ns: object, resumes: object) -> str:
-    return f"{began_ns}-{resumes}"
-
-
-def _note_of(store: "ReadOnlyStore", snapshot: Snapshot) -> dict[str, Any]:
-    try:
-        note = store.metadata(snapshot.root).get(NOTE)
-    except NotFoundError:
-        return {}
-    return note if isinstance(note, dict) else {}
-
-
-def saved_by(store: "ReadOnlyStore", snapshot: Snapshot) -> str:
-    """The `Checkpointer.run` that saved a snapshot."""
-    note = _note_of(store, snapshot)
-    return _run(note.get("began_ns"), note.get("resumes"))
 
 
 @short_errors
@@ -189,7 +171,7 @@ class Checkpointer:
     @property
     def run(self) -> str:
         """Names the process that saves, for `saved_by`: two processes that save the same step have different ones."""
-        return _run(self._began_ns, self._resumes)
+        return run_name(self._began_ns, self._resumes)
 
     # --- resume -------------------------------------------------------------------------------------------------------
 
@@ -226,9 +208,8 @@ class Checkpointer:
     def _restore(self, address: str) -> Snapshot:
         state, store, group, timeout_seconds = self._state, self._store, self._group, self._timeout_seconds
         if not isinstance(state, TrainingState):
-            return store.restoring(address, lambda restoring: restoring.checkout(into=state), group=group, timeout_seconds=timeout_seconds)[
-                1
-            ]
+            restored = store.restoring(address, lambda found: found.checkout(into=state), group=group, timeout_seconds=timeout_seconds)
+            return restored[1]
         snapshot = state.restore(store, address, group=group, timeout_seconds=timeout_seconds)
         if snapshot is None:
             raise NotFoundError(f"{address} was deleted meanwhile", object_id=address)
@@ -236,7 +217,7 @@ class Checkpointer:
 
     def note_resumed(self, snapshot: Snapshot) -> None:
         """Tells the triggers that the job restored a snapshot by itself: they count from its step on. All ranks call it."""
-        read = lambda: json.dumps(_note_of(self._store, snapshot)).encode()  # noqa: E731
+        read = lambda: json.dumps(note_of(self._store, snapshot)).encode()  # noqa: E731
         note: dict[str, Any] = json.loads(self._from_first(f"the notes of {snapshot.root}", lambda: with_retries(read)))
         epoch, resumes, began_ns = note.get("epoch"), note.get("resumes"), note.get("began_ns")
         costs = note_costs(note)

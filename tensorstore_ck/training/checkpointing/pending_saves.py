@@ -51,7 +51,7 @@ class PendingSaves:
         self._pending.append((pending, began))
 
     def check(self) -> None:
-        """Notes the outcome of those that have ended."""
+        """Notes the outcome of the saves that have ended."""
         left = []
         for pending, began in self._pending:
             if not pending.done():
