@@ -19,6 +19,7 @@ _public, _, _names = lazy_loader.attach_stub(__name__, __file__)
 _ADAPTERS = ("accelerate", "deepspeed", "hf", "lightning", "megatron", "mlflow", "nvrx", "ray", "titan", "wandb")
 """Adapters for trainers and trackers, each of which needs an extra: `tensorstore_ck.hf` is `tensorstore_ck.integrations.hf`."""
 __all__ = sorted([*_names, *_ADAPTERS])  # noqa: PLE0605 - a list
+_MODULES = ("errors", "events")
 _HINTS = {
     "load": "tensorstore_ck.open(URL).checkout(ADDRESS)",
     "restore": "tensorstore_ck.open(URL).checkout(ADDRESS)",
@@ -35,20 +36,23 @@ class _Adapter(ModuleType):
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
+        from tensorstore_ck.common.user_frames import shorten  # noqa: PLC0415 - it takes time
+        from tensorstore_ck.errors import StoreError  # noqa: PLC0415 - as above
+
         try:
             module = import_module(self.__name__)
-        except errors.StoreError as exc:
-            from tensorstore_ck.common.user_frames import shorten  # noqa: PLC0415 - it takes time
-
+        except StoreError as exc:
             shorten(exc)
             raise
         return getattr(module, name)
 
     def __dir__(self) -> list[str]:
+        from tensorstore_ck.errors import MissingExtraError  # noqa: PLC0415 - as above
+
         try:
             return list(import_module(self.__name__).__all__)
-        except errors.StoreError:
-            return []  # its package is not installed
+        except MissingExtraError:
+            return []
 
 
 def __dir__() -> list[str]:
@@ -56,6 +60,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name in _ADAPTERS:
         return globals().setdefault(name, _Adapter(f"{__name__}.integrations.{name}"))
     missing = f"module {__name__!r} has no attribute {name!r}"
@@ -64,6 +70,3 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(missing, name=name, obj=import_module(__name__))  # Python adds the name that is most like it
     return _public(name)
-
-
-from tensorstore_ck import errors, events  # noqa: E402, F401 - public modules, found without an import of their own
