@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError
 from tensorstore_ck.format.record import STORE_KEY
@@ -66,6 +67,7 @@ class ExportReport:
         return sum(file.size_bytes for file in self.files)
 
 
+@short_errors
 @renamed_argument(skip="exclude", allow_bad="allow_marked")
 def export_snapshot(
     store: ReadOnlyStore,

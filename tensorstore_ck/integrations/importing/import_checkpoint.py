@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import AnyHead
 from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
@@ -57,6 +58,7 @@ class Imported(NamedTuple):
     contents: CheckpointContents
 
 
+@short_errors
 @renamed_argument(leave_out="exclude")
 def import_checkpoint(
     store: Store,
@@ -120,6 +122,7 @@ def import_checkpoint(
     return Imported(snapshot, contents)
 
 
+@short_errors
 @renamed_argument(leave_out="exclude")
 def inspect_checkpoint(
     path: str | os.PathLike[str],

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import AmbiguousAddressError, InvalidOptionError, MismatchError, NotFoundError, SnapshotAbortedError
 from tensorstore_ck.format.record import check_metrics, encode_metadata
 from tensorstore_ck.integrations.importing.compare_snapshot import is_in_snapshot
@@ -48,6 +49,7 @@ class ImportedStep:
     """Whether it was on the branch before, with the same content."""
 
 
+@short_errors
 @renamed_argument(leave_out="exclude")
 def import_history(
     store: Store,
@@ -101,6 +103,7 @@ def import_history(
     return tuple(done)
 
 
+@short_errors
 @renamed_argument(leave_out="exclude")
 def inspect_history(
     paths: Paths, *, step_from: str, metrics: Mapping[str, str | float] | None = None, exclude: Sequence[str] = ()
