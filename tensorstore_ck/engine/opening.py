@@ -225,11 +225,11 @@ def require_same_store(backend: Backend, config: StoreConfig, encoded: bytes) ->
         if backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES) == encoded:
             return
     try:
-        found: StoreConfig | None = read_config(backend)
+        present: StoreConfig | None = read_config(backend)
     except CorruptObjectError:
-        found = None
-    if found is None or (found.uuid, found.log) != (config.uuid, config.log):
-        what = "it has no store.json now" if found is None else f"the store there is {found.uuid} now, with the log {found.log}"
+        present = None
+    if present is None or (present.uuid, present.log) != (config.uuid, config.log):
+        what = "it has no store.json now" if present is None else f"the store there is {present.uuid} now, with the log {present.log}"
         raise NotAStoreError(
             f"{backend.url} does not hold the store {config.uuid} any more that this process opened there: {what}. Its disk may not be "
             "mounted, or the folder was moved, deleted or replaced. Nothing was published; open the store again where it is",

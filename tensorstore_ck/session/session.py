@@ -54,7 +54,7 @@ class Session:
                 self.queue.resume(staged, staged.ref, staged.step, staged.rank)
 
     def resolve(self, address: str) -> Resolved:
-        """What an address means at the newest entry of the log."""
+        """The snapshot that an address means at the newest entry of the log."""
         return resolve(self.engine.log.newest_view(), address)
 
     def put(
@@ -173,7 +173,7 @@ class Session:
             return False
 
     def _resume(self, group: "ProcessGroup | None", timeout_seconds: float) -> None:
-        """At the first use of a group: continues what its ranks staged before."""
+        """At the first use of a group, continues the saves that its ranks staged before."""
         if group is not None and self.engine.tier is not None and group not in self._resumed_groups:
             for staged in resume_ranks(self.context, self.engine.tier, group, timeout_seconds):
                 self.queue.resume(staged, staged.ref, staged.step, staged.rank)

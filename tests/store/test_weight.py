@@ -33,9 +33,9 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(103, 670, 2300),
-    "put_snapshot_async": Weight(102, 670, 2400),
-    "checkout": Weight(61, 311, 2335),
+    "put_snapshot": Weight(96, 636, 1965),
+    "put_snapshot_async": Weight(96, 653, 2215),
+    "checkout": Weight(58, 296, 1605),
 }
 """For a state of four linear layers and its optimizer, on CPython 3.11."""
 ASYNC_SHARE = 1.15

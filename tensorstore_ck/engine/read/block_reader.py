@@ -250,12 +250,12 @@ def _belong_together(block: WantedBlock, later: WantedBlock) -> bool:
 
 def _in_place(wanted: list[WantedBlock]) -> dict[Digest, memoryview]:
     """Blocks that were restored whole into one piece of memory."""
-    found = {}
+    restored = {}
     for block in wanted:
         memory = block.target.memory() if block.codec != Codec.CAST else None
         if memory is not None:
-            found[block.source.part.block_id(block.row)] = memory[block.start : block.start + block.raw]
-    return found
+            restored[block.source.part.block_id(block.row)] = memory[block.start : block.start + block.raw]
+    return restored
 
 
 def _fetch_based(engine: Engine, run: list[WantedBlock], at_hand: Mapping[Digest, memoryview]) -> None:

@@ -25,9 +25,9 @@ def retrying(context: SaveContext, call: Callable[[], T], *, attempts: int, paus
         try:
             return call()
         except UndecidedError as exc:
-            found = _decided(context, exc, pauses)
-            if found is not None:
-                return cast(T, found)  # a save that raises UndecidedError returns a Snapshot
+            snapshot = _decided(context, exc, pauses)
+            if snapshot is not None:
+                return cast(T, snapshot)  # a save that raises UndecidedError returns a Snapshot
             if pause is None:
                 gone = "a save was given up since it was not known whether it happened"
                 raise SnapshotAbortedError(f"{gone}: {exc}", object_id=exc.object_id) from exc
