@@ -33,7 +33,7 @@ def raise_if_expired(log: Log, info: SnapshotInfo, trouble: Exception) -> RefTab
     Raises:
         SnapshotExpiredError: nothing holds the snapshot any more.
     """
-    view = log.newest_view()
+    view = log.readable_view()
     if view.staged(info.ulid) is not None:
         if not isinstance(trouble, MissingObjectError):
             return view

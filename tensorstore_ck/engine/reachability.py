@@ -177,7 +177,7 @@ def snapshot_closure(engine: Engine, view: RefTable, info: SnapshotInfo) -> Obje
     Raises:
         DamageError: its record, a part or a relocation map cannot be read.
     """
-    record = engine.read_record(info)
+    record = engine.read_own_record(info)
     needed: list[ObjectKey] = []
     for rank in range(len(record.parts)):
         needed += locate_blocks(engine, view, engine.read_part(record, rank)).objects()

@@ -17,7 +17,7 @@ from tensorstore_ck.log.training_line import training_line
 
 def history(engine: Engine, ref: str | None, limit: int | None) -> SnapshotLog:
     """See `Store.log`."""
-    view = engine.log.newest_view()
+    view = engine.log.readable_view()
     if ref is not None and view.branch(ref) is None:
         return SnapshotLog([Snapshot.from_info(resolve(view, ref).info)])
     since, heads, lines = dict[Ulid, int](), set[Ulid](), set[Ulid]()
@@ -49,13 +49,13 @@ def _newest_moves(view: RefTable, branch: str, limit: int | None) -> list[Branch
 
 def branches(engine: Engine) -> SnapshotsByName:
     """Every branch, and where it is."""
-    view = engine.log.newest_view()
+    view = engine.log.readable_view()
     return SnapshotsByName({name: Snapshot.from_info(resolve(view, name).info) for name in view.branches()})
 
 
 def tags(engine: Engine) -> SnapshotsByName:
     """Every tag, and where it is."""
-    view = engine.log.newest_view()
+    view = engine.log.readable_view()
     return SnapshotsByName({name: Snapshot.from_info(resolve(view, name).info) for name in view.tags()})
 
 
@@ -118,7 +118,7 @@ def unpin(engine: Engine, address: str, owner: str | None) -> None:
 
 def pins(engine: Engine) -> tuple[PinnedSnapshot, ...]:
     """Every pin."""
-    return pinned_snapshots(engine.log.newest_view())
+    return pinned_snapshots(engine.log.readable_view())
 
 
 def _append(engine: Engine, address: str, make: Callable[[Digest], Op]) -> Snapshot:

@@ -55,7 +55,7 @@ class Session:
 
     def resolve(self, address: str) -> Resolved:
         """The snapshot that an address means at the newest entry of the log."""
-        return resolve(self.engine.log.newest_view(), address)
+        return resolve(self.engine.log.readable_view(), address)
 
     def put(
         self,

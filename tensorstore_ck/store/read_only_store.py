@@ -438,7 +438,7 @@ class ReadOnlyStore:
 
         A run whose process could not write to the log is not among them; neither are dry runs, nor `free_dropped`.
         """
-        return last_runs(self.engine.log.newest_view())
+        return last_runs(self.engine.log.readable_view())
 
     @renamed_argument(
         stall="stall_seconds", lag="lag_seconds", restart="restart_seconds", mtbf="mtbf_seconds", bytes_per_second="bandwidth"

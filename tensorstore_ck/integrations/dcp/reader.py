@@ -188,7 +188,7 @@ class Reader(StorageReader):
 
     def _metadata(self) -> Metadata:
         store, address = self._target.store, self._target.address(self._checkpoint_id)
-        resolved = resolve(log_of(store).newest_view(), address)
+        resolved = resolve(log_of(store).readable_view(), address)
         snapshot = Snapshot.from_info(resolved.info)
         if not self._allow_marked:
             refuse_marked(snapshot, address, "pass allow_marked=True")

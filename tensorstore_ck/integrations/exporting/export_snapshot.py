@@ -123,7 +123,7 @@ def export_snapshot(
     if config_from is not None and format != "hf":
         raise InvalidOptionError(f"config_from= (--config-from) is for the format hf, not {format}", object_id="config_from")
     target.check(overwrite=overwrite)
-    info = resolve(log_of(store).newest_view(), address).info
+    info = resolve(log_of(store).readable_view(), address).info
     snapshot = Snapshot.from_info(info)
     if not allow_marked:
         refuse_marked(snapshot, address, "pass allow_marked=True (--allow-marked)")

@@ -148,7 +148,7 @@ class GroupRestore(Generic[T]):
         return {"unclaimed": self._reading.unclaimed.record()}
 
     def _found(self, go: Body) -> Resolved:
-        view, ulid = self._engine.log.newest_view(), take(go, "snapshot", bytes)
+        view, ulid = self._engine.log.readable_view(), take(go, "snapshot", bytes)
         info = view.snapshot(ulid) or view.staged(ulid)
         if info is None:
             raise BackendUnavailableError(
