@@ -100,7 +100,14 @@ def open_engine(
             _head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url, inode=_inode(backend)
         )
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
-        opener = LocationOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit, allowed)
+        opener = LocationOpener(
+            store_url=backend.url,
+            storage_options=dict(storage_options or {}),
+            no_sync=no_sync,
+            read_only=read_only,
+            on_wait=observers.emit,
+            allowed=allowed,
+        )
         same_store = partial(require_same_store, backend, config, config.encode())
         engine = make_engine(
             backend,

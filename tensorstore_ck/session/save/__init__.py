@@ -22,9 +22,10 @@ process_end.py      a process that ends, by itself or by a signal
 retrying.py         `Store.retrying`
 """
 
+from tensorstore_ck.session.save.capture_budget import OnFull
 from tensorstore_ck.session.save.drain_report import DrainReport
 from tensorstore_ck.session.save.pending import Milestone, PendingSnapshot
 from tensorstore_ck.session.save.process_end import Preemption
-from tensorstore_ck.session.save.save_queue import OnFull, SaveQueue
+from tensorstore_ck.session.save.save_queue import SaveQueue
 
 __all__ = ["DrainReport", "Milestone", "OnFull", "PendingSnapshot", "Preemption", "SaveQueue"]

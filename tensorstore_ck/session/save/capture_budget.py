@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.threads import Helper
@@ -20,6 +20,9 @@ SAY_SECONDS: Final = 5.0
 
 PREPARED: Final = 2
 """Captures: one while the one before is stored."""
+
+OnFull = Literal["block", "skip", "replace"]
+"""What a save does if no memory is left to capture into: wait; be skipped; or replace the oldest queued save."""
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 
