@@ -79,9 +79,9 @@ def _in_folder(files: Files, folder: Folder, known: PickleAllowlist, *, as_one: 
     if folder.has(trainer_folder.STATE):
         if tag_folder is None:
             return _trainer(files, folder, names, known)
-        return load_trainer(files, folder, names, tag_folder, known)
+        return load_trainer(files, folder=folder, names=names, tag_folder=tag_folder, known=known)
     if tag_folder is not None and tag_folder != folder.path and is_accelerate(names):
-        return load_accelerate(files, folder, names, tag_folder, known)
+        return load_accelerate(files, folder=folder, names=names, tag_folder=tag_folder, known=known)
     if tag_folder is not None:
         return load_deepspeed(files, tag_folder, known).found
     indexes = [name for name in names if name.endswith(sharded_index.SUFFIX)]
@@ -170,7 +170,13 @@ def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowl
     if not as_one:
         require_one_step(folder.path, {name: member.state for name, member in found.items()}, names)
     return FoundState(
-        f"folder of {len(found)} checkpoints", members.state(), {}, members.unknown(), None, tuple(skipped), missing=members.missing()
+        format=f"folder of {len(found)} checkpoints",
+        state=members.state(),
+        metadata={},
+        unknown=members.unknown(),
+        step=None,
+        skipped=tuple(skipped),
+        missing=members.missing(),
     )
 
 
@@ -195,12 +201,12 @@ def _trainer(files: Files, folder: Folder, names: list[str], known: PickleAllowl
         )
     state = {**members.state(), "trainer_state": trained.state, **({MODEL_FILES: small} if small else {})}
     return FoundState(
-        "checkpoint folder of transformers' Trainer",
-        state,
-        {},
-        members.unknown(),
-        trained.step,
-        tuple(members.skipped),
+        format="checkpoint folder of transformers' Trainer",
+        state=state,
+        metadata={},
+        unknown=members.unknown(),
+        step=trained.step,
+        skipped=tuple(members.skipped),
         missing=members.missing(),
     )
 
