@@ -33,9 +33,9 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(104, 671, 2300),
-    "put_snapshot_async": Weight(103, 671, 2410),
-    "checkout": Weight(62, 312, 2335),
+    "put_snapshot": Weight(97, 638, 1965),
+    "put_snapshot_async": Weight(97, 655, 2215),
+    "checkout": Weight(60, 300, 1625),
 }
 """For a state of four linear layers and its optimizer, on CPython 3.11."""
 ASYNC_SHARE = 1.15
