@@ -14,6 +14,7 @@ from tests.catalog.made import publish
 from tests.ui.conftest import Client, Open, enter
 
 DRAWN = "[...document.querySelectorAll('.chart')].map((at) => at.uplot?.data.map((values) => [...values]))"
+SCALE = "(({ min, max }) => [min, max])(document.querySelector('.chart').uplot.scales.x)"
 HIDE = "(hidden) => Object.defineProperty(document, 'hidden', { get: () => hidden, configurable: true })"
 
 
@@ -93,9 +94,18 @@ def test_a_page_shows_what_is_new_while_it_is_visible(open_page: Open, store: St
     page.evaluate(HIDE, True)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
+    page.locator(".u-over").scroll_into_view_if_needed()
+    box = page.locator(".u-over").bounding_box()
+    page.mouse.move(box["x"] + 5, box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
+    page.mouse.up()
+    zoom = page.evaluate(SCALE)
     publish(store, "runs/gpt", 5, {"loss": 0.1})
     page.clock.run_for(20_000)
     assert asked == []
     page.evaluate(HIDE, False)
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
     page.locator(".chart[aria-label*='5 values, ']").wait_for()
+    assert page.evaluate(SCALE) == zoom
+    assert zoom[1] < 3
