@@ -118,7 +118,7 @@ def _overlay(pages: Pages, store: StoreKey, pair: Pair, drawn: Sequence[str]) ->
 
 
 def _differences(read: Read, text: str, first_tensor: int, first_value: int) -> dict[str, Any]:
-    """What the templates of differences need."""
+    """The values that the templates of differences need."""
     differences = read.result if isinstance(read.result, Differences) else None
     return {
         "differences": differences,

@@ -30,11 +30,11 @@ class FrozenBase:
                 training goes on, so a snapshot could have values of a later step.
         """
         parameters = ParameterNames({"": model}).parameters
-        found = {f"{MODEL}{name}": parameter for name, parameter in parameters.items() if not parameter.requires_grad}
+        frozen = {f"{MODEL}{name}": parameter for name, parameter in parameters.items() if not parameter.requires_grad}
         if not self._declared:
-            self._declared = {name: (parameter, parameter._version) for name, parameter in found.items()}
+            self._declared = {name: (parameter, parameter._version) for name, parameter in frozen.items()}
         for name, (parameter, version) in self._declared.items():
-            if found.get(name) is not parameter or parameter._version != version:
+            if frozen.get(name) is not parameter or parameter._version != version:
                 raise FrozenChangedError(
                     f"{name} was frozen at an earlier save of this run, and is trained or was changed since: nothing was saved. "
                     "Leave out frozen_base=True",
@@ -52,7 +52,7 @@ def takes_by_name(trainer: NativeTrainer) -> bool:
     return type(native.model).load_state_dict is nn.Module.load_state_dict or native.is_fsdp_enabled
 
 
-def restore(trainer: NativeTrainer, store: Store, address: str, group: "ProcessGroup | None", base: AdapterBase) -> None:
+def restore(trainer: NativeTrainer, store: Store, address: str, group: "ProcessGroup | None", *, base: AdapterBase) -> None:
     """Restores the weights in place, or through the model's own `load_state_dict`; `base`: of the model, to which a snapshot may refer.
 
     Raises:

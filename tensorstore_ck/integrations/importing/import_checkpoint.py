@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import AnyHead
 from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
@@ -29,7 +30,7 @@ from tensorstore_ck.store.internals import put_captured
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """What a checkpoint holds, and how it is imported."""
+    """The contents of a checkpoint, and how they are imported."""
 
     path: str
     format: str
@@ -57,6 +58,7 @@ class Imported(NamedTuple):
     contents: CheckpointContents
 
 
+@short_errors
 @renamed_argument(leave_out="exclude")
 def import_checkpoint(
     store: Store,
@@ -120,6 +122,7 @@ def import_checkpoint(
     return Imported(snapshot, contents)
 
 
+@short_errors
 @renamed_argument(leave_out="exclude")
 def inspect_checkpoint(
     path: str | os.PathLike[str],
@@ -129,9 +132,9 @@ def inspect_checkpoint(
     partial: bool = False,
     names: str | os.PathLike[str] | None = None,
 ) -> CheckpointContents:
-    """What `import_checkpoint` would import, with the same errors, except for checksums of tensors."""
-    with opened(path, exclude, as_one=as_one, partial=partial, names=names) as found:
-        return found.contents
+    """Returns what `import_checkpoint` would import, with the same errors, except for checksums of tensors."""
+    with opened(path, exclude, as_one=as_one, partial=partial, names=names) as checkpoint:
+        return checkpoint.contents
 
 
 class Opened(NamedTuple):

@@ -4,7 +4,6 @@ refs.py           chooses and copies refs, oldest snapshots first
 branch_plan.py    compares the histories of a branch in both stores
 snapshots.py      copies one snapshot and publishes it
 blocks.py         copies encoded blocks from packs to packs
-decode_deltas.py  copies deltas as plain blocks
 report.py         CopyReport
 """
 
@@ -15,6 +14,7 @@ from typing import Protocol
 
 from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.common.rate_limit import RateLimit
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.maintenance.copy_store.blocks import Pace
@@ -32,6 +32,7 @@ class OpenStore(Protocol):
         """The engine that it works on."""
 
 
+@short_errors
 @renamed_argument(rate_limit_bytes_per_second="rate_limit")
 def copy(
     source: str | os.PathLike[str] | OpenStore,
