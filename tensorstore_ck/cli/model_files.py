@@ -16,6 +16,7 @@ from tensorstore_ck.backend.local_io import sync_path
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.host_memory import require_memory
 from tensorstore_ck.errors import (
     AlreadyExistsError,
     CorruptObjectError,
@@ -36,7 +37,7 @@ class LoadedFile(NamedTuple):
 
     state: Any
     metadata: dict[str, str]
-    """Of a .safetensors file."""
+    """The metadata of a .safetensors file."""
 
     @property
     def tensor_bytes(self) -> int:
@@ -180,7 +181,14 @@ def _save_safetensors(tensors: "dict[str, torch.Tensor]", temporary: str, path: 
 
 
 def _apart(tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    """Contiguous tensors with memory of their own: the format has no aliases."""
+    """Contiguous tensors with memory of their own: the format has no aliases.
+
+    Raises:
+        NoSpaceError: the copies need clearly more memory than is free: a view may repeat one stored number any number of times.
+    """
+    views = (tensor for tensor in tensors.values() if not tensor.is_contiguous())
+    copied_bytes = sum(tensor.numel() * tensor.element_size() for tensor in views)
+    require_memory(copied_bytes, "writing views as tensors of their own", "write a .pt file, which keeps views, or use --include")
     taken: set[int] = set()
     apart = {}
     for name, tensor in tensors.items():
@@ -213,8 +221,8 @@ def _load_torch(path: str) -> LoadedFile:
 
 
 def _refused(path: str, reason: str) -> str:
-    found = re.search(r"GLOBAL (\S+)", reason) or re.search(r"WeightsUnpickler error: ([^\n]*)", reason)
-    what = f" ({found[1]})" if found else ""
+    match = re.search(r"GLOBAL (\S+)", reason) or re.search(r"WeightsUnpickler error: ([^\n]*)", reason)
+    what = f" ({match[1]})" if match else ""
     return (
         f"{path} holds objects that could run code when they are loaded{what}, so only its author can vouch for it: "
         "load it where you trust it, and save state_dict()s and plain values alone; or put them from Python with put_snapshot"

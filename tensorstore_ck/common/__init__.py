@@ -17,7 +17,7 @@ metric_condition.py  conditions on metrics alone, as functions
 owned_files.py       whether files and folders are one user's alone
 private_folder.py    a folder of this user alone
 processes.py         which process this is, and whether another one has ended
-put_progress.py      where the time and the bytes of a save go
+save_progress.py     where the time and the bytes of a save go
 rate_limit.py        a token bucket
 replace_file.py      a small file that replaces another one at once
 retry.py             waits that can be ended, and retries

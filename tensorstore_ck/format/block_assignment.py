@@ -114,17 +114,10 @@ def regions_of_rank(
     *,
     tensors: Sequence[int] | None = None,
 ) -> list[Region]:
-    """Every region that a rank holds, in the order of the layout.
+    """Every region that a rank holds, in the order of the layout; with `tensors` only of these, in order.
 
-    Args:
-        layout: The layout.
-        rank: The rank.
-        layout_ranks: The ranks with this layout, in order: the replicas of whole tensors.
-        explicit: The regions in that rank's part, of tensors whose regions do not follow from the layout.
-        tensors: Only of these tensors, in order; None: of all.
-
-    Raises:
-        CorruptObjectError: `explicit` lacks a tensor.
+    `layout_ranks`: the ranks with this layout, in order: the replicas of whole tensors. `explicit`: the regions in that rank's part, of
+    tensors whose regions do not follow from the layout. Raises `CorruptObjectError` if it lacks one.
     """
     regions: list[Region] = []
     explicit_of = {region.tensor: region for region in explicit}
@@ -214,11 +207,7 @@ def assign_blocks(layout: Layout, held: Sequence[Region], rank: int, target_byte
     All regions of one set of n replicas, T bytes together, are divided into k = max(1, min(n, T // `MIN_RUN_BYTES`)) runs: a block
     that begins at byte c belongs to run c * k // T, and run j to the j-th replica (FORMAT.md, "Who writes what").
 
-    Args:
-        layout: The layout.
-        held: The regions that the rank holds, or a part of them that has all regions of each set of replicas.
-        rank: The rank.
-        target_bytes: The target size of a block.
+    `held`: the regions that the rank holds, or a part of them that has all regions of each set of replicas. `target_bytes`: of a block.
     """
     is_shared = any(map(len, [region.replicas[1:] for region in held]))
     totals = bytes_of_replicas(layout, held) if is_shared else {}

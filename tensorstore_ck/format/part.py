@@ -130,11 +130,7 @@ def encode_values(values: Sequence[object]) -> bytes:
 
 
 def decode_values(part: Part, name: str) -> list[Any]:
-    """The encoded values of a part.
-
-    Raises:
-        CorruptObjectError: they are not a msgpack list.
-    """
+    """The encoded values of a part. Raises `CorruptObjectError` if they are not a msgpack list."""
     values = unpack_body(memoryview(part.values), name)
     if not isinstance(values, list):
         raise CorruptObjectError(f"{name}: its values are not a list", object_id=name)
@@ -142,11 +138,7 @@ def decode_values(part: Part, name: str) -> list[Any]:
 
 
 def decode_part(data: bytes, name: str) -> Part:
-    """Decodes and checks a sealed part.
-
-    Raises:
-        CorruptObjectError: not a part, or its fields contradict each other.
-    """
+    """Decodes and checks a sealed part. Raises `CorruptObjectError` if it is not a part, or its fields contradict each other."""
     body = unseal("part", data, name)
     try:
         packs = take(body, "packs", bytes)

@@ -103,11 +103,7 @@ record_name = partial(object_name, "snapshot")
 
 
 def decode_record(data: bytes, name: str) -> Record:
-    """Decodes and checks a sealed record.
-
-    Raises:
-        CorruptObjectError: not a record, or its root does not match its content.
-    """
+    """Decodes and checks a sealed record. Raises `CorruptObjectError` if it is not a record, or its root does not match its content."""
     body = unseal("snapshot", data, name)
     try:
         parts, metrics = take(body, "parts", bytes), take(body, "metrics", dict)

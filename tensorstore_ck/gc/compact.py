@@ -87,11 +87,7 @@ class SparsePack(NamedTuple):
 
 
 def read_footer(backend: Backend, pack: Ulid, size_bytes: int) -> Footer:
-    """The footer of a pack, in three small reads.
-
-    Raises:
-        DamageError: missing or damaged.
-    """
+    """The footer of a pack, in three small reads. Raises `DamageError` if it is missing or damaged."""
     name = pack_name(pack)
     return read_pack_ends(partial(backend.read_into, name), size_bytes, name).decoded
 
@@ -103,14 +99,9 @@ def compact(
     read: Callable[[Ulid, Footer, list[int]], list[StoredBlock]] | None = None,
     url: str | None = None,
 ) -> Compacted:
-    """Copies the given entries of each pack.
+    """Copies the given entries of each pack to `url`, by default the store's own location.
 
-    Args:
-        engine: The store.
-        packs: What to copy.
-        progress: Called with each number of bytes copied.
-        read: Reads verified blocks, given neighbouring entries; by default from the pack itself.
-        url: Where the copies go; None: the store's own location.
+    `progress` is called with each number of bytes copied. `read` returns verified blocks of neighbouring entries; by default from the pack.
     """
     backend = engine.placed.at(url) if url is not None else engine.backend
     writer = PackWriter(backend, engine.new_id, lambda _: {}, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if backend.is_local else 1)

@@ -154,6 +154,8 @@ class LiveSet(RootNeeds):
             if info is not None:
                 self._add_snapshot(view, info)
         except DamageError as exc:
+            if info is not None and self._add_twin(view, info):
+                return
             labels = roots(view).get(ulid, [])
             assert info is not None
             raise UnreadableError(
@@ -161,6 +163,19 @@ class LiveSet(RootNeeds):
                 f"`tsck fsck` says how to repair it; or release it with {release_commands(view, info)}",
                 object_id=exc.object_id,
             ) from exc
+
+    def _add_twin(self, view: RefTable, info: SnapshotInfo) -> bool:
+        """Adds a readable snapshot with the same root, so the same content; whether there is one."""
+        for ulid in view.with_root(info.root):
+            twin = view.snapshot(ulid)
+            with suppress(MissingObjectError, CorruptObjectError, SnapshotExpiredError):
+                if twin is not None and ulid != info.ulid:
+                    self._add_snapshot(view, twin)
+                    with self._lock:
+                        self._objects.add(ObjectKey("snapshot", info.ulid))
+                        self._snapshots.add(info.ulid)
+                    return True
+        return False
 
     def _add_snapshot(self, view: RefTable, info: SnapshotInfo) -> None:
         objects = {ObjectKey("snapshot", info.ulid)}
@@ -175,9 +190,9 @@ class LiveSet(RootNeeds):
         """Marks what a part needs; returns the relocation maps that lead there."""
         elsewhere = self._relocated.intersection(summary.packs)
         followed = list(follow(self._engine, view, summary.entries(elsewhere), self._relocations[1]))
-        found = [(pack, entries) for pack, entries, moved in followed if moved is None]
+        located = [(pack, entries) for pack, entries, moved in followed if moved is None]
         with self._lock:
             self._marks.mark(summary.without(elsewhere) if elsewhere else summary)
-            for pack, entries in found:
+            for pack, entries in located:
                 self._marks.mark_entries(pack, entries)
         return {ObjectKey("moved", moved) for _, _, moved in followed if moved is not None}

@@ -102,11 +102,7 @@ class Planner:
         self.notes: list[str] = []
 
     def make(self) -> GcPlan:
-        """The plan at the newest head.
-
-        Raises:
-            UnreadableError: a held snapshot cannot be read, so what it needs is unknown.
-        """
+        """The plan at the newest head. Raises `UnreadableError` if a held snapshot cannot be read, so what it needs is unknown."""
         self._engine.log.sync()  # an unreadable log is reported before all else
         self._listed = list_objects(self._engine.backend)
         self._releases = Releases(self._engine, self._options.undo_window_seconds, self._now_ns, self._listed.keys())
@@ -322,12 +318,12 @@ class Planner:
     def _forget_command(self) -> str:
         """Forgets the oldest snapshot of the longest history, of those that only a branch holds; empty if that leaves none."""
         view = self._view
-        found = (
+        candidates = (
             (len(moves), f"{name}@{moves[0].step}" if moves[0].step is not None else moves[0].root.hex()[:SHOWN_ROOT_DIGITS])
             for name in view.branches()
             if len(moves := [*view.moves(name, newest_first=False)]) > 1 and view.holds(moves[0].ulid) == 1
         )
-        address = max(found, default=(0, ""))[1]
+        address = max(candidates, default=(0, ""))[1]
         return forget_command(self._engine.backend.url, address) if address else ""
 
     def _size(self, keys: Iterable[ObjectKey]) -> int:
@@ -343,11 +339,7 @@ class Planner:
 
 
 def plan_gc(engine: Engine, options: GcOptions | None = None, progress: Progress = ignore_progress) -> GcPlan:
-    """What gc would do, for reports.
-
-    Raises:
-        UnreadableError: a held snapshot cannot be read, so what it needs is unknown.
-    """
+    """What gc would do, for reports. Raises `UnreadableError` if a held snapshot cannot be read, so what it needs is unknown."""
     return Planner(engine, options or GcOptions(), progress).make()
 
 

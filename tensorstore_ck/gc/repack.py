@@ -105,15 +105,10 @@ def repack_packs(
     url: str | None = None,
     progress: Callable[[int], None],
 ) -> RepackResult:
-    """Copies the needed entries of packs, and commits the relocations.
+    """Copies the needed entries of packs to `url`, by default the store's own location, and commits the relocations.
 
-    Args:
-        engine: The store.
-        live: What is needed.
-        packs: Which packs; their needed entries are determined again for each batch, which may be days later.
-        mode: How to encode blocks, where that is smaller; None: unchanged.
-        url: Where the copies go; None: the store's own location.
-        progress: Called with each number of bytes copied.
+    Needed entries are determined again for each batch, which may be days later. `mode` encodes blocks again where that is smaller.
+    `progress` is called with each number of bytes copied.
     """
     done = RepackResult([], 0, [])
     if url is not None:

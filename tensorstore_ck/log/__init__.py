@@ -20,8 +20,7 @@ lost_log.py                              signs that a log which looks empty was 
 entry_reader.py                          entries read from the backend
 watermark.py, head_file.py               the highest entry that was seen, to notice a log that goes back or forks
 follow.py                                brings a table to the log's head; writes checkpoints
-create_entry.py                          creates the object of an entry, on a full disk in the reserve
-entry_writer.py                          creates the next entry, and finds out whether it is there after a lost reply
+entry_writer.py                          creates the next entry, in the reserve if the disk is full; reads back after a lost reply
 log.py                                   sync and append: the commit protocol
 """
 
@@ -29,10 +28,11 @@ from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.log.contents import foreign_object, holds_snapshots, logs_in, store_folders, store_objects
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.entry_reader import EntryReader, chain_break
+from tensorstore_ck.log.entry_writer import Appended
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.head_file import HeadFile
-from tensorstore_ck.log.log import Appended, Log
-from tensorstore_ck.log.lost_log import ChildRecord, lost_log, sign_of_lost_log, without_named_parent
+from tensorstore_ck.log.log import Log
+from tensorstore_ck.log.lost_log import BrokenLogWarning, ChildRecord, lost_log, sign_of_lost_log, without_named_parent
 from tensorstore_ck.log.object_set import ObjectKey, Objects, pieces
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_names import validate_ref_name
@@ -45,6 +45,7 @@ __all__ = [
     "Appended",
     "BranchHead",
     "BranchMove",
+    "BrokenLogWarning",
     "ChildRecord",
     "Entry",
     "EntryReader",

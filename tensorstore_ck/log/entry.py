@@ -71,12 +71,7 @@ def seal_entry(n: int, prev: Digest, ops: Sequence[Op], *, write_id: bytes, time
 
 
 def decode_entry(data: bytes, name: str, n: int) -> Entry:
-    """Decodes entry `n`.
-
-    Raises:
-        CorruptObjectError: not that entry, or not valid.
-        FormatVersionError: written by a newer format.
-    """
+    """Decodes entry `n`. Raises `CorruptObjectError`: not that entry, or not valid; `FormatVersionError`: written by a newer format."""
     if len(data) > MAX_ENTRY_BYTES:
         raise CorruptObjectError(f"{name} has {len(data)} bytes, more than the {MAX_ENTRY_BYTES} of an entry", object_id=name)
     body = unseal("log", data, name)

@@ -135,11 +135,7 @@ class Op:
 
     @classmethod
     def pin(cls, root: Digest, owner: str, reason: str, expires_ns: int | None) -> "Op":
-        """Pins a snapshot; replaces another pin of the same owner on it.
-
-        Raises:
-            InvalidOptionError: an invalid owner, reason or date.
-        """
+        """Pins a snapshot; replaces another pin of the same owner on it. Raises `InvalidOptionError`: an invalid owner, reason or date."""
         if not OWNER.accepts(owner):
             raise InvalidOptionError(f"a pin's owner must be 1 to {MAX_OWNER_BYTES} bytes of UTF-8 without zero bytes", object_id="owner")
         if not REASON.accepts(reason):

@@ -56,7 +56,7 @@ def recorded_fsck(engine: Engine, options: "FsckOptions | None" = None, *, execu
 
 
 def recorded_repair(engine: Engine, options: "FsckOptions | None" = None, *, other: Engine | None = None) -> "RepairReport":
-    """As `run_repair`; it is noted as a run of fsck that found what is left."""
+    """As `run_repair`; records a run of fsck with the findings that remain."""
     from tensorstore_ck.maintenance.fsck import run_repair  # noqa: PLC0415
 
     began_ns = engine.clock()

@@ -11,13 +11,13 @@ from tensorstore_ck.format.record import check_metrics
 from tensorstore_ck.log import BranchMove, Op, RefTable, SnapshotInfo, validate_ref_name
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, pinned_snapshots, pinned_with_root
-from tensorstore_ck.log.snapshot_log import SnapshotLog
+from tensorstore_ck.log.snapshot_log import SnapshotLog, SnapshotsByName
 from tensorstore_ck.log.training_line import training_line
 
 
 def history(engine: Engine, ref: str | None, limit: int | None) -> SnapshotLog:
     """See `Store.log`."""
-    view = engine.log.newest_view()
+    view = engine.log.readable_view()
     if ref is not None and view.branch(ref) is None:
         return SnapshotLog([Snapshot.from_info(resolve(view, ref).info)])
     since, heads, lines = dict[Ulid, int](), set[Ulid](), set[Ulid]()
@@ -47,16 +47,16 @@ def _newest_moves(view: RefTable, branch: str, limit: int | None) -> list[Branch
     return moves
 
 
-def branches(engine: Engine) -> dict[str, Snapshot]:
+def branches(engine: Engine) -> SnapshotsByName:
     """Every branch, and where it is."""
-    view = engine.log.newest_view()
-    return {name: Snapshot.from_info(resolve(view, name).info) for name in view.branches()}
+    view = engine.log.readable_view()
+    return SnapshotsByName({name: Snapshot.from_info(resolve(view, name).info) for name in view.branches()})
 
 
-def tags(engine: Engine) -> dict[str, Snapshot]:
+def tags(engine: Engine) -> SnapshotsByName:
     """Every tag, and where it is."""
-    view = engine.log.newest_view()
-    return {name: Snapshot.from_info(resolve(view, name).info) for name in view.tags()}
+    view = engine.log.readable_view()
+    return SnapshotsByName({name: Snapshot.from_info(resolve(view, name).info) for name in view.tags()})
 
 
 def branch(engine: Engine, name: str, at: str) -> Snapshot:
@@ -118,19 +118,19 @@ def unpin(engine: Engine, address: str, owner: str | None) -> None:
 
 def pins(engine: Engine) -> tuple[PinnedSnapshot, ...]:
     """Every pin."""
-    return pinned_snapshots(engine.log.newest_view())
+    return pinned_snapshots(engine.log.readable_view())
 
 
 def _append(engine: Engine, address: str, make: Callable[[Digest], Op]) -> Snapshot:
     """Appends one operation on the snapshot at `address`; returns the snapshot as it is then."""
     engine.require_writable()
-    found: list[SnapshotInfo] = []
+    infos: list[SnapshotInfo] = []
 
     def build(view: RefTable) -> list[Op]:
-        found[:] = [resolve(view, address).info]
-        operation = make(found[0].root)
+        infos[:] = [resolve(view, address).info]
+        operation = make(infos[0].root)
         operation.check(view)
-        return [operation, *rescue_if_expired(engine, view, found[0])]
+        return [operation, *rescue_if_expired(engine, view, infos[0])]
 
     engine.log.append(build)
-    return Snapshot.from_info(engine.log.view().snapshot(found[0].ulid) or found[0])
+    return Snapshot.from_info(engine.log.view().snapshot(infos[0].ulid) or infos[0])

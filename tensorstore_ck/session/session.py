@@ -54,8 +54,8 @@ class Session:
                 self.queue.resume(staged, staged.ref, staged.step, staged.rank)
 
     def resolve(self, address: str) -> Resolved:
-        """What an address means at the newest entry of the log."""
-        return resolve(self.engine.log.newest_view(), address)
+        """The snapshot that an address means at the newest entry of the log."""
+        return resolve(self.engine.log.readable_view(), address)
 
     def put(
         self,
@@ -73,7 +73,7 @@ class Session:
 
         def make() -> "Save":
             save = self._new_save(state, ref, ranks, timeout_seconds, given)
-            if ranks is None:  # with ranks in the round, so that an error reaches all at once
+            if ranks is None:  # with ranks this happens in the round, so that an error reaches all at once
                 save.check_and_capture()
             return save
 
@@ -124,7 +124,7 @@ class Session:
         if torch.cuda.is_available():
             if ranks is not None:
                 self._local_ranks = self.groups.local_ranks(ranks, timeout_seconds=timeout_seconds)
-            self.queue.prepare(prepare(self.context, state, ranks, frozen, optimizers))
+            self.queue.prepare(*prepare(self.context, state, ranks, frozen, optimizers))
 
     def check(
         self, state: object, *, group: "ProcessGroup | DeviceMesh | None", rank_state: object, timeout_seconds: float
@@ -151,7 +151,7 @@ class Session:
         """See `Store.close`."""
         try:
             self.queue.close()
-        except Exception:  # of a save; after Ctrl-C the store stays open, as its saves go on
+        except Exception:  # the error of a save; after Ctrl-C the store stays open, as its saves go on
             self._close_engine()
             raise
         self._close_engine()
@@ -173,7 +173,7 @@ class Session:
             return False
 
     def _resume(self, group: "ProcessGroup | None", timeout_seconds: float) -> None:
-        """At the first use of a group: continues what its ranks staged before."""
+        """At the first use of a group, continues the saves that its ranks staged before."""
         if group is not None and self.engine.tier is not None and group not in self._resumed_groups:
             for staged in resume_ranks(self.context, self.engine.tier, group, timeout_seconds):
                 self.queue.resume(staged, staged.ref, staged.step, staged.rank)

@@ -284,11 +284,7 @@ class _ChangeSums:
 
 
 def _selected(tensors: dict[str, StoredTensor], select: Sequence[str] | None, *contents: SnapshotContent) -> dict[str, StoredTensor]:
-    """The selected tensors.
-
-    Raises:
-        MismatchError: a glob fits nothing in any of the snapshots.
-    """
+    """The selected tensors. Raises `MismatchError` if a glob fits nothing in any of the snapshots."""
     if select is None:
         return tensors
     selection = Selection(select)

@@ -5,15 +5,16 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.units import parse_rate
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.errors import InputError
+from tensorstore_ck.errors import InputError, StoreError
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.run_outcome import RunOutcome, last_runs
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails
-from tensorstore_ck.log.snapshot_log import SnapshotLog
+from tensorstore_ck.log.snapshot_log import SnapshotLog, SnapshotsByName
 from tensorstore_ck.maintenance import forget as forgetting
 from tensorstore_ck.maintenance import refs
 from tensorstore_ck.session import restoring
@@ -83,6 +84,12 @@ class ReadOnlyStore:
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
+
+    def _repr_html_(self) -> str:
+        try:
+            return self.branches().table(repr(self))
+        except StoreError as exc:  # a notebook shows a closed store, too
+            return html_table(repr(self), ("cannot be read now",), [(str(exc),)])
 
     if not TYPE_CHECKING:  # for a type checker, any name would exist
 
@@ -308,11 +315,11 @@ class ReadOnlyStore:
         """
         return refs.history(self.engine, ref, limit)
 
-    def branches(self) -> dict[str, Snapshot]:
+    def branches(self) -> SnapshotsByName:
         """Every branch, and where it is."""
         return refs.branches(self.engine)
 
-    def tags(self) -> dict[str, Snapshot]:
+    def tags(self) -> SnapshotsByName:
         """Every tag, and where it is."""
         return refs.tags(self.engine)
 
@@ -431,7 +438,7 @@ class ReadOnlyStore:
 
         A run whose process could not write to the log is not among them; neither are dry runs, nor `free_dropped`.
         """
-        return last_runs(self.engine.log.newest_view())
+        return last_runs(self.engine.log.readable_view())
 
     @renamed_argument(
         stall="stall_seconds", lag="lag_seconds", restart="restart_seconds", mtbf="mtbf_seconds", bytes_per_second="bandwidth"

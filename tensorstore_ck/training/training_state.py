@@ -1,4 +1,4 @@
-"""`TrainingState`: the parts of a training job, passed once; each call then puts or restores all of them.
+"""`TrainingState`: the parts of a training job, passed once; each call then saves or restores all of them.
 
 The state has two sides. The shared one (model, optimizer, schedule ...) fits any number of ranks; each rank's own (generators, loader
 positions) fits the number of ranks that saved it. One process stores its own side with the rest, under `OWN`.
@@ -131,7 +131,7 @@ class TrainingState:
         limited._sides = self._sides.leaving_out(names)
         return limited
 
-    # --- put and restore ----------------------------------------------------------------------------------------------
+    # --- save and restore ---------------------------------------------------------------------------------------------
 
     def put(
         self,

@@ -69,7 +69,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class CatalogFacts:
-    """A snapshot, and what is around it."""
+    """A snapshot with its branch, parents, children and holders."""
 
     snapshot: CatalogSnapshot
     parent: CatalogSnapshot | None
@@ -160,7 +160,7 @@ def _with_root(connection: Connection, store_id: int, root: str, limit: int = MA
 
 
 def read_facts(connection: Connection, store_id: int, snapshot: CatalogSnapshot) -> CatalogFacts:
-    """What the catalog knows of a snapshot."""
+    """The catalog's facts on a snapshot."""
     same_ulid = {"store_id": store_id, "ulid": snapshot.ulid}
     parents = _with_root(connection, store_id, snapshot.parent, 1) if snapshot.parent else []
     later = snapshots.c.id.between(snapshot_id(store_id, 0, 0), snapshot_id(store_id + 1, 0, 0) - 1)

@@ -33,7 +33,7 @@ class Line(NamedTuple):
     """A piece of a line, on one row."""
 
     path: str
-    """Of SVG, in a box that is `ROW` high."""
+    """A path of SVG, in a box that is `ROW` high."""
     is_abandoned: bool
 
 
@@ -164,7 +164,7 @@ def _assign_columns(tracks: Iterable[_Track], number: Mapping[int, int], ends: l
 
 
 def _lines(row: int, tracks: list[_Track], number: Mapping[int, int], ends: list[int]) -> list[Line]:
-    """What each track draws on a row: from its newest snapshot down to the one where it begins."""
+    """The lines of each track on a row: from its newest snapshot down to the one where it begins."""
     lines = []
     middle = ROW // 2
     for track, end in zip(tracks, ends, strict=True):

@@ -1,4 +1,4 @@
-"""The page of a store's health: last runs of gc and fsck, a check on request, what is marked, and where packs lie."""
+"""The page of a store's health: last runs of gc and fsck, a check on request, marked snapshots, and where packs lie."""
 
 import json
 import re

@@ -99,7 +99,7 @@ def page(pages: Pages, request: Request) -> Response:
 
 
 def explained(pages: Pages, key: StoreKey, name: str) -> tuple[Mapping[str, Sequence[str]] | None, str]:
-    """What keeps each snapshot, or the error. Takes seconds for thousands of snapshots with many metrics."""
+    """The holders of each snapshot, or the error. Takes seconds for thousands of snapshots with many metrics."""
     try:
         return pages.sources.open(key).explain_retention(name), ""
     except StoreError as exc:

@@ -26,7 +26,7 @@ class Entries:
     """Some of the groups and tensors in a group; or some of the tensors that a text matches."""
 
     path: str
-    """Of the group; empty: the whole tree."""
+    """The path of the group; empty: the whole tree."""
     filter: str
     groups: tuple[tuple[str, TensorGroup], ...]
     tensors: tuple[tuple[str, TensorRow], ...]
@@ -56,11 +56,7 @@ def key_of(name: str) -> str:
 
 
 def entries_of(tree: TensorGroup, path: str = "", text: str = "", first: int = 0) -> Entries:
-    """The entries from `first` on.
-
-    Raises:
-        NotFoundError: there is no such group.
-    """
+    """The entries from `first` on. Raises `NotFoundError` if there is no such group."""
     if text:
         tensors = matching(tree.tensors(), text)
         shown: Sequence[tuple[str, TensorGroup | TensorRow]] = [(tensor.path, tensor) for tensor in tensors]

@@ -20,7 +20,7 @@ KIND: Final = "usage"
 """The kind of the background read."""
 MAX_REFS: Final = 100
 POINTS: Final = 400
-"""Of the chart of growth."""
+"""The most points of the chart of growth."""
 DAY_NS: Final = 86_400 * 10**9
 WIDTH: Final = 1000.0
 """The bar's width, in its own units."""

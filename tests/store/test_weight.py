@@ -50,7 +50,7 @@ MOST_LINES = {
     "engine": 4700,
     "errors": 400,
     "events": 300,
-    "format": 4000,
+    "format": 4100,
     "gc": 3400,
     "integrations": 20300,
     "log": 6400,
@@ -60,7 +60,7 @@ MOST_LINES = {
     "state": 6800,
     "store": 1600,
     "training": 4800,
-    "ui": 4000,
+    "ui": 4100,
 }
 """Of the Python files of each area, rounded up to hundreds."""
 MOST_LINES_A_FILE = 399

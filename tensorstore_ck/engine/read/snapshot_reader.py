@@ -304,7 +304,7 @@ class SnapshotReader:
 
     def _reported_boxes(self, rank: int, tensor: int) -> Sequence[BoxBounds]:
         if rank not in self._boxes:
-            self._boxes[rank] = {each.tensor: each.boxes for each in self._explicit_of(rank)}
+            self._boxes[rank] = {regions.tensor: regions.boxes for regions in self._explicit_of(rank)}
         return self._boxes[rank].get(tensor, ())
 
     def _add_wanted(self, blocks: list[WantedBlock], opened: OpenPart, held: RegionBytes, wanted: WantedBox) -> None:
@@ -371,9 +371,9 @@ class MergedSnapshot:
     def blocks_of(self, wanted: Iterable[WantedBox]) -> list[WantedBlock]:
         """As `SnapshotReader.blocks_of`."""
         of_reader: dict[int, list[WantedBox]] = {}
-        for each in wanted:
-            reader, tensor = self._places[each.tensor]
-            of_reader.setdefault(reader, []).append(each._replace(tensor=tensor))
+        for box in wanted:
+            reader, tensor = self._places[box.tensor]
+            of_reader.setdefault(reader, []).append(box._replace(tensor=tensor))
         return [block for reader, boxes in of_reader.items() for block in self.readers[reader].blocks_of(boxes)]
 
     def fetch(self, blocks: Sequence[WantedBlock]) -> None:

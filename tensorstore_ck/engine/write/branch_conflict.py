@@ -71,6 +71,6 @@ def _names(view: RefTable, branch: BranchHead) -> tuple[str, str]:
     if not is_ref_name(f"{name}-{MAX_TRIES}"):
         name = f"kept/at-{short}"
     tries = [name, *(f"{name}-{number}" for number in range(2, MAX_TRIES + 1))]
-    kept = (each for each in tries if (found := view.branch(each)) is not None and found.root == branch.root)
-    free = (each for each in tries if view.branch(each) is None and view.tag(each) is None)
+    kept = (other for other in tries if (there := view.branch(other)) is not None and there.root == branch.root)
+    free = (other for other in tries if view.branch(other) is None and view.tag(other) is None)
     return next(kept, ""), next(free, tries[-1])

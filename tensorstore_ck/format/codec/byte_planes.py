@@ -76,11 +76,7 @@ def encode_planes(raw: memoryview, elements: Elements, coder: EntropyCoder) -> l
 
 
 def decode_planes(stored: memoryview, into: memoryview, name: str) -> None:
-    """Decodes the raw bytes into `into`.
-
-    Raises:
-        CorruptObjectError: `stored` is malformed, or does not decode to `len(into)` bytes.
-    """
+    """Decodes the raw bytes into `into`. Raises `CorruptObjectError` if `stored` is malformed, or does not decode to `len(into)` bytes."""
     try:
         item_bytes, flags, count = _HEADER.unpack_from(stored)
         rows = [_GROUP.unpack_from(stored, _HEADER.size + number * _GROUP.size) for number in range(count)]

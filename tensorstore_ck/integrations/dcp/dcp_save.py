@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tensorstore_ck.common.free_space import require_free_space
 from tensorstore_ck.common.ids import Digest
-from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.destination import StoreDestination
@@ -50,7 +50,7 @@ class Begun(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """What the coordinator publishes."""
+    """The content that the coordinator publishes."""
 
     captured: CapturedState
     """Its own state, with the values of all ranks."""
@@ -117,7 +117,7 @@ class DcpSave:
 
     # --- every rank ---------------------------------------------------------------------------------------------------
 
-    def write_tensors(self, role: Role, captured: CapturedState, meter: PutMeter) -> Begun:
+    def write_tensors(self, role: Role, captured: CapturedState, meter: SaveMeter) -> Begun:
         """The coordinator's call: the values of all ranks, which belong into its part, are not known yet.
 
         Raises:
@@ -127,12 +127,8 @@ class DcpSave:
         self.begun = self._begin(role, captured, meter)
         return self.begun
 
-    def write_part(self, role: Role, captured: CapturedState, meter: PutMeter) -> tuple[Begun, WriterReport]:
-        """The call of the other ranks.
-
-        Raises:
-            NoSpaceError: there is not enough space for this rank's tensors.
-        """
+    def write_part(self, role: Role, captured: CapturedState, meter: SaveMeter) -> tuple[Begun, WriterReport]:
+        """The call of the other ranks. Raises `NoSpaceError` if there is not enough space for this rank's tensors."""
         self._prepare(role, captured, meter)
 
         def attempt() -> tuple[Begun, WrittenPart, RankParts, SaveFindings]:
@@ -144,8 +140,8 @@ class DcpSave:
         self._engine.index.add(written.added.items(), published_at=parts.checked)  # this rank does not learn the outcome
         return begun, WriterReport(role.part, layout_id(role.layout), parts.record(), findings.record())
 
-    def _prepare(self, role: Role, captured: CapturedState, meter: PutMeter) -> None:
-        """What every save does before it writes: its share of the job's write rate, and enough space for a ref's first save."""
+    def _prepare(self, role: Role, captured: CapturedState, meter: SaveMeter) -> None:
+        """Prepares a save before its first write: takes its share of the job's write rate, and checks the space for a ref's first save."""
         engine, size = self._engine, sum(source.size_bytes for source in captured.sources)
         meter.expect("hash", size)
         if engine.limit is not None:
@@ -154,7 +150,7 @@ class DcpSave:
         with self._context.explains_full_disk():
             require_free_space(engine.backend, engine.min_free, size if is_first else 0, f"the save to {self.ref!r}")
 
-    def _begin(self, role: Role, captured: CapturedState, meter: PutMeter) -> Begun:
+    def _begin(self, role: Role, captured: CapturedState, meter: SaveMeter) -> Begun:
         anchor, view, block_bytes = self._engine.log.sync().n, self._engine.log.view(), self._engine.config.block_bytes
         sampling = Sampling(turn_of(None, self.step), self._request.checks.verify_capture)  # ranks may see different parents
         known, coding = self._destination.known(self._request, view, role.part, role.parts), self._request.coding
@@ -163,7 +159,7 @@ class DcpSave:
         tensors.sample.verify(tensors.inlined, tensors.inline)
         return Begun(role, captured, packs, tensors, block_bytes, anchor)
 
-    def _complete(self, begun: Begun, captured: CapturedState, meter: PutMeter) -> tuple[WrittenPart, RankParts, SaveFindings]:
+    def _complete(self, begun: Begun, captured: CapturedState, meter: SaveMeter) -> tuple[WrittenPart, RankParts, SaveFindings]:
         """Writes the part, with the values in `captured`, if any."""
         engine, slot, view = self._engine, begun.role.slot, self._engine.log.view()
         with open_packs(engine, self._destination.known(self._request, view, slot.rank, slot.world_size), meter) as packs:
@@ -189,20 +185,20 @@ class DcpSave:
         self._context.fence.note(self.ref, info.root, info.root)
         return info
 
-    def _commit(self, meter: PutMeter) -> SnapshotInfo:
+    def _commit(self, meter: SaveMeter) -> SnapshotInfo:
         assert self.gathered is not None
         captured, others = self.gathered
-        reports = [RankParts.of_record(each.parts) for each in others]
-        findings = [SaveFindings.of_record(each.findings) for each in others]
+        reports = [RankParts.of_record(report.parts) for report in others]
+        findings = [SaveFindings.of_record(report.findings) for report in others]
 
         def attempt() -> SnapshotInfo:
             assert self.begun is not None
-            written, own, found = self._complete(self.begun, captured, meter)
+            written, own, own_findings = self._complete(self.begun, captured, meter)
             info = commit(
                 self._destination,
                 self._request,
                 [own, *reports],
-                [found, *findings],
+                [own_findings, *findings],
                 logical_bytes=captured.logical_bytes,
                 meter=meter,
                 view=self._engine.log.view(),

@@ -47,7 +47,7 @@ class ExportedFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was written. Every byte was read back and compared, and is durable."""
+    """The files that an export wrote. Every byte was read back and compared, and is durable."""
 
     format: str
     path: str
@@ -63,7 +63,7 @@ class ExportReport:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         return sum(file.size_bytes for file in self.files)
 
 
@@ -123,7 +123,7 @@ def export_snapshot(
     if config_from is not None and format != "hf":
         raise InvalidOptionError(f"config_from= (--config-from) is for the format hf, not {format}", object_id="config_from")
     target.check(overwrite=overwrite)
-    info = resolve(log_of(store).newest_view(), address).info
+    info = resolve(log_of(store).readable_view(), address).info
     snapshot = Snapshot.from_info(info)
     if not allow_marked:
         refuse_marked(snapshot, address, "pass allow_marked=True (--allow-marked)")
@@ -145,7 +145,7 @@ def export_snapshot(
 
 
 def _first_rank_state(store: ReadOnlyStore, root: str) -> Any:
-    """What the first rank saved as its own; an empty dict if there is none."""
+    """The state that the first rank saved as its own; an empty dict if there is none."""
     try:
         return store.rank_state(root, 0)
     except NotFoundError:
@@ -178,7 +178,7 @@ def _plan(  # noqa: PLR0917 - of `export_snapshot`
     prefix: str | None,
     config_from: str | None,
 ) -> tuple[Tree, Writer]:
-    """What is exported, and what writes it."""
+    """The content to export, and the function that writes it."""
     tree = parse(content.layout, len(content.values))
     if format != "hf":
         return without_prefix(_chosen(tree, select, exclude), prefix or ""), _writer(format)
@@ -208,11 +208,7 @@ def _writer(format: Format) -> Writer:  # noqa: A002
 
 
 def _chosen(tree: Tree, select: Sequence[str] | None, exclude: Sequence[str]) -> Tree:
-    """The selected part of a state, without the excluded part.
-
-    Raises:
-        MismatchError: a glob matches nothing, or nothing is left.
-    """
+    """The selected part of a state, without the excluded part. Raises `MismatchError` if a glob matches nothing, or nothing is left."""
     if select is not None:
         selection = Selection(select)
         selection.require_used(tree)

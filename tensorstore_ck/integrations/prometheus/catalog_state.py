@@ -1,4 +1,4 @@
-"""What the catalog knows of each store and branch. What has not changed since the last reading is not read again."""
+"""The catalog's facts on each store and branch. Reads again only what has changed since the last reading."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -90,11 +90,11 @@ def _read_store(connection: Connection, row: "Row[Any]", before: Mapping[str, Re
 
 def _read_refs(connection: Connection, store_id: int, before: Mapping[str, RefState]) -> dict[str, RefState]:
     saved = and_(jobs.c.store_id == refs.c.store_id, jobs.c.ref == refs.c.name)
-    found, finished = {}, finished_refs(connection)
+    states, finished = {}, finished_refs(connection)
     for row in connection.execute(select(jobs, refs.c.step.label("head_step")).join(refs, saved).where(refs.c.store_id == store_id)):
         known = before.get(row.ref)
         unchanged = known is not None and known.saves == row.puts
-        found[row.ref] = RefState(
+        states[row.ref] = RefState(
             ref=row.ref,
             head_step=row.head_step,
             saves=row.puts,
@@ -105,7 +105,7 @@ def _read_refs(connection: Connection, store_id: int, before: Mapping[str, RefSt
             logical_bytes=row.logical_bytes,
             new_bytes=row.new_bytes,
         )
-    return found
+    return states
 
 
 def _newest_duration(connection: Connection, store_id: int, ref: str) -> int | None:

@@ -56,17 +56,9 @@ def copy_refs(
     progress: Progress = lambda done, total: None,
     executor: Executor | None = None,
 ) -> CopyReport:
-    """Copies branches with their histories, and tags; only blocks that the target lacks are transferred, each verified.
+    """See `copy`. The report has the error of a ref that cannot be copied; the others are copied.
 
-    The report has the error of a ref that cannot be copied; the others are copied.
-
-    Args:
-        source: The store to copy from.
-        target: The store to copy to.
-        refs: Globs over names of branches and tags; all of them by default.
-        pace: Rate limits; none by default.
-        progress: Receives the progress of the copied content.
-        executor: Where pieces of up to `PIECE_BYTES` are copied; by default here, one after another.
+    `executor` copies pieces of up to `PIECE_BYTES`; without one they are copied here, one after another.
 
     Raises:
         NotFoundError: a glob matches no ref.
@@ -160,8 +152,8 @@ class _Copy:
         return [row.ulid] if row is not None else []
 
     def _is_tag_there(self, name: str) -> bool:
-        found, there = self._from.tag(name), self._to.tag(name)
-        if there is not None and there == found:
+        source, there = self._from.tag(name), self._to.tag(name)
+        if there is not None and there == source:
             return True
         _require_free(self._to, name, self._target.backend.url)
         return False

@@ -72,11 +72,7 @@ class _PartProblem(NamedTuple):
 
 
 def require_intact(engine: Engine, info: SnapshotInfo) -> None:
-    """Checks the structure of a snapshot.
-
-    Raises:
-        CorruptObjectError: it is damaged.
-    """
+    """Checks the structure of a snapshot. Raises `CorruptObjectError` if it is damaged."""
     for damage in check_snapshot(engine, Packs(engine.backend, {}), info, read_data=False).damages:
         raise CorruptObjectError(f"{damage.object}: {damage.message}", object_id=damage.object)
 
@@ -154,9 +150,9 @@ def by_pack(locations: BlockLocations) -> Iterator[tuple[Ulid, npt.NDArray[np.in
         yield locations.packs[number], rows
 
 
-def rebuilt_record(info: SnapshotInfo, found: Record, parts: Sequence[Ulid]) -> Record:
+def rebuilt_record(info: SnapshotInfo, record: Record, parts: Sequence[Ulid]) -> Record:
     """The record that repair rebuilds: fields from the log, and the content under its root. Only such a record may replace another."""
-    return found._replace(
+    return record._replace(
         ref=info.ref,
         step=info.step,
         parent=info.parent,
@@ -259,7 +255,7 @@ def _not_in_footer(footer: Footer, extents: Extents, ids: npt.NDArray[np.uint8])
 
 
 def _unreachable(packs: Packs, pack: Ulid, extents: Extents, ids: npt.NDArray[np.uint8], *, read_data: bool) -> npt.NDArray[np.bool_]:
-    """In a pack without a usable footer: blocks beyond its end; with `read_data`, also damaged ones."""
+    """The blocks beyond the end of a pack without a usable footer; with `read_data`, also damaged ones."""
     listed = packs.listed.get(pack)
     if listed is None:
         return np.ones(len(extents), np.bool_)
@@ -272,12 +268,12 @@ def _unreachable(packs: Packs, pack: Ulid, extents: Extents, ids: npt.NDArray[np
 
 def merge_damages(damages: Iterable[Damage]) -> Iterator[Damage]:
     """One damage per kind and object, with the affected names of all parts, without blocks."""
-    found: dict[tuple[str, str], Damage] = {}
+    merged: dict[tuple[str, str], Damage] = {}
     for damage in damages:
-        known = found.setdefault((damage.kind, damage.object), damage)
+        known = merged.setdefault((damage.kind, damage.object), damage)
         names = tuple(dict.fromkeys((*known.names, *damage.names))) if known.names and damage.names else ()
-        found[damage.kind, damage.object] = known._replace(names=names, blocks=None)
-    yield from found.values()
+        merged[damage.kind, damage.object] = known._replace(names=names, blocks=None)
+    yield from merged.values()
 
 
 def describe_hit(addresses: Sequence[str], info: SnapshotInfo, names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a store handle gives to its saves, and what saves of one process and of many ranks share."""
+"""What a store handle gives to all of its saves, those of one process and those of many ranks."""
 
 import logging
 import time
@@ -47,7 +47,7 @@ class SaveContext:
     """Waits until a staged save has ended; False if there are none."""
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
-    """For groups whose ranks keep copies of each other's staged files."""
+    """By group, if its ranks keep copies of each other's staged files."""
     step_gates: "StepGates | None" = None
     """Of optimizers whose tensors are copied from devices until the next step; made at the first such save."""
 
@@ -96,7 +96,7 @@ class SaveContext:
 
     @contextmanager
     def explains_full_disk(self) -> Iterator[None]:
-        """Adds to a `NoSpaceError` what gc would free, in gc's words. Only for a store in a folder: others are expensive to list."""
+        """Adds to a `NoSpaceError` what gc would free. Only for a store in a folder: others are expensive to list."""
         try:
             yield
         except NoSpaceError as exc:
@@ -112,7 +112,7 @@ class SaveContext:
             raise NoSpaceError(". ".join([str(exc), *hints]), object_id=exc.object_id) from exc
 
     def retry_until_dropped(self, status: SaveStatus, what: str, action: Callable[[], T]) -> T:
-        """Calls `action`, again and again while the backend does not answer, until the save is asked to give up; returns its result."""
+        """Calls `action` until the backend answers, or the save is asked to give up; returns the result."""
         for attempt in range(1_000_000):
             try:
                 return action()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Self
 
-from tensorstore_ck.common.put_progress import Progress
+from tensorstore_ck.common.save_progress import Progress
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.save_status import SaveMilestone, SaveStatus
@@ -110,5 +110,5 @@ class PendingSnapshot:
         return self._status.meter.snapshot()
 
     def cancel(self) -> bool:
-        """Asks to give it up, on all ranks, if it is not published yet: see `wait`. False if it has ended already."""
+        """Asks all ranks to give the save up, if it is not published yet: see `wait`. False if it has ended already."""
         return self._status.drop("cancelled")

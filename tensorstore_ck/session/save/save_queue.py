@@ -103,7 +103,7 @@ class SaveQueue:
             if not shielded(lambda: self._enqueue(queued), finish=True):
                 self._store_here(queued)
         except BaseException as exc:
-            if not queued.is_handed_over:  # else Ctrl-C came when it was whole: the thread goes on with it
+            if not queued.is_handed_over:  # otherwise Ctrl-C came after the handover, and the thread goes on with the save
                 self._release(queued)
                 save.fail(exc)
             raise
@@ -116,7 +116,7 @@ class SaveQueue:
         return self.finish(self.begin(make))
 
     def begin(self, make: Callable[[], Runnable]) -> QueuedSave:
-        """A save that the caller ends with `finish`, after the saves in progress. Without that, nothing remains of it."""
+        """Begins a save after the saves in progress; the caller ends it with `finish`. Without that, nothing remains of it."""
         self._enter()
         self.wait_idle()
         called, save = time.monotonic(), make()
@@ -217,10 +217,10 @@ class SaveQueue:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def prepare(self, size_bytes: int) -> None:
-        """Allocates memory for captures of this size, in a thread."""
+    def prepare(self, size_bytes: int, warm_up: Callable[[], object]) -> None:
+        """Allocates memory for captures of this size, in a thread, which then calls `warm_up`."""
         self._enter()
-        self._memory.prepare(size_bytes)
+        self._memory.prepare(size_bytes, warm_up)
 
     def _admit(self, queued: QueuedSave, save: Capturable, on_full: OnFull) -> Admission:
         unraised = self._first_unraised()
@@ -240,7 +240,7 @@ class SaveQueue:
         return Admission(True, tuple(dropped))
 
     def _enqueue(self, queued: QueuedSave) -> bool:
-        """Hands a captured save over to the thread; False: none can be started."""
+        """Hands a captured save over to the thread; False: no thread can be started."""
         queued.status.on_drop(lambda: self._release_if_waiting(queued))
         queued.is_handed_over = True
         try:
@@ -258,7 +258,7 @@ class SaveQueue:
             raise error
 
     def _drop_number(self, number: int) -> None:
-        """Drops the save of that number, as rank 0 decided; on this rank it may be running already."""
+        """Drops the save with this number, as rank 0 decided. On this rank it may be running already."""
         for queued in self._stores.items():
             if queued.number == number:
                 queued.status.drop("replaced")
@@ -289,7 +289,7 @@ class SaveQueue:
             return self._unraised.first()
 
     def _raise_error_of(self, number: int, ref: str) -> NoReturn:
-        """Raises the error that rank 0 raises, of an earlier save; this rank may not have it yet."""
+        """Raises the error of an earlier save that rank 0 raises, too. This rank may not have it yet."""
         self._changed.wait_for(lambda: not any(each.number == number for each in self._queued()), RAISE_SECONDS)
         with self._changed.lock:
             queued = self._unraised.numbered(number)
@@ -302,7 +302,7 @@ class SaveQueue:
     # --- the threads --------------------------------------------------------------------------------------------------
 
     def _queued(self, *workers: Worker[QueuedSave]) -> list[QueuedSave]:
-        """What these workers have, by default all; each once, although two have one that is handed over."""
+        """The saves of these workers, by default of all; each once, although two workers have a save that is being handed over."""
         with self._changed.lock:
             return items_of(workers or self._workers)
 
@@ -354,7 +354,7 @@ class SaveQueue:
     def _hand_over(queued: QueuedSave, worker: Worker[QueuedSave], work: Callable[[QueuedSave], None]) -> None:
         try:
             worker.put(queued)
-        except (RuntimeError, MemoryError):  # no thread can be started, as while the interpreter ends
+        except (RuntimeError, MemoryError):  # no thread can be started, for example while the interpreter ends
             work(queued)
 
     def _publish(self, queued: QueuedSave) -> None:
@@ -368,8 +368,7 @@ class SaveQueue:
         snapshot = self._safe = Snapshot.from_info(info)
         queued.status.is_ending = True
         queued.forget_state()
-        progress = queued.status.meter.snapshot()
-        fields = {**queued.seconds_fields(progress), **queued.sizes(snapshot, progress), **self._in_use()}
+        fields = {**queued.published_fields(snapshot), **self._in_use()}
         self._emit(queued.status, "published", root=snapshot.root, snapshot=snapshot.id, **fields)
         queued.status.succeed(snapshot)
 
@@ -383,9 +382,8 @@ class SaveQueue:
             exc = exc if isinstance(exc, SnapshotDroppedError) else SnapshotDroppedError(str(exc), object_id=exc.object_id)
         else:
             kind = exc.kind if isinstance(exc, StoreError) else type(exc).__name__
-            is_waited_for = int(not queued.is_background)
-            fields = {**queued.seconds_fields(status.meter.snapshot()), **self._in_use()}
-            self._emit(status, "failed", error=str(exc), error_kind=kind, is_waited_for=is_waited_for, **fields)
+            fields = {**queued.seconds_fields(status.meter.snapshot()), **self._in_use(), "is_waited_for": int(not queued.is_background)}
+            self._emit(status, "failed", error=str(exc), error_kind=kind, **fields)
         status.fail(exc)
         with self._changed.lock:
             if not status.is_raised and queued.is_background:

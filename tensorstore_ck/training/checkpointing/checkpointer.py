@@ -374,8 +374,8 @@ class Checkpointer:
         """Waits for all begun saves. The store stays open.
 
         Args:
-            finished: The training has reached its end: calls `Store.finish`. The end of a ``with`` block without an error passes true, unless
-                the job was preempted, or a step before `total_steps` was the last one.
+            finished: The training has reached its end: calls `Store.finish`. The end of a ``with`` block without an error passes true,
+                unless the job was preempted, or a step before `total_steps` was the last one.
 
         Raises:
             StoreError: the newest save failed, and nothing will be saved after it.

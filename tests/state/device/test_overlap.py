@@ -169,16 +169,32 @@ def test_a_loop_that_changes_parameters_itself_is_never_overlapped(device: LateD
         assert_stored(store, REF, expected)
 
 
-def test_steps_that_call_no_hook_are_never_overlapped(device: LateDevice, store: tsck.Store) -> None:
-    """As the replays of a graph."""
-    job = Job(store)
-    job.step()
-    job.put()[0].wait()
+def test_steps_that_call_no_hook_are_never_overlapped(device: LateDevice, store: tsck.Store, job: Job) -> None:
+    """As the replays of a graph, also of an optimizer that called its hooks before."""
+    job.put()
+    device.run()
     for _ in range(3):
         type(job.optimizer).step.__wrapped__(job.optimizer)  # type: ignore[attr-defined]
         pending, expected = job.put()
         assert device.late == []
         type(job.optimizer).step.__wrapped__(job.optimizer)  # type: ignore[attr-defined]
+        pending.wait()
+        assert_stored(store, REF, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_step_is_never_overlapped(device: LateDevice, store: tsck.Store) -> None:
+    """Its hooks are compiled, too."""
+    job = Job(store)
+    job.step()
+    job.put()[0].wait()
+    step = torch.compile(job.optimizer.step, backend="eager")
+    for _ in range(3):
+        job.forward_and_backward()
+        step()
+        pending, expected = job.put()
+        assert device.late == []
         pending.wait()
         assert_stored(store, REF, expected)
 
