@@ -52,7 +52,7 @@ MOST_LINES = {
     "events": 300,
     "format": 4100,
     "gc": 3400,
-    "integrations": 20200,
+    "integrations": 20300,
     "log": 6400,
     "maintenance": 7200,
     "redaction": 200,

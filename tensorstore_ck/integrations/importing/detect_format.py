@@ -13,6 +13,7 @@ from tensorstore_ck.integrations.importing.detect_history import SeveralStepsErr
 from tensorstore_ck.integrations.importing.file_sets import missing_files
 from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
+from tensorstore_ck.integrations.importing.outside_importers import read_by_outside_importer
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.safetensors_file import is_safetensors, load_safetensors
 from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load_torch_file
@@ -35,6 +36,11 @@ def find_state(files: Files, path: str, known: PickleAllowlist, *, as_one: bool 
         UnsupportedValueError: its format is unknown.
         CorruptObjectError: it is damaged, incomplete or inconsistent.
     """
+    outside = read_by_outside_importer(path) if os.path.exists(path) else None
+    if outside is not None:
+        name, content = outside
+        files.newest_ns = os.stat(path).st_mtime_ns
+        return FoundState(name, content.state, content.metadata, {}, content.step)
     if os.path.basename(path) == dcp_folder.METADATA:
         path = os.path.dirname(path) or "."
     is_folder = os.path.isdir(path)
