@@ -214,13 +214,7 @@ def _salvaged_lines(title: str, snapshots: tuple[Salvaged, ...], style: Callable
     if not snapshots:
         return []
     rows = [
-        [
-            short_root(snapshot.root),
-            printable(snapshot.ref),
-            "" if snapshot.step is None else str(snapshot.step),
-            snapshot.id,
-            printable(snapshot.note),
-        ]
-        for snapshot in snapshots
+        [short_root(entry.root), printable(entry.ref), "" if entry.step is None else str(entry.step), entry.id, printable(entry.note)]
+        for entry in snapshots
     ]
     return [style(title), *indented(table(["ROOT", "REF", "STEP", "ID", "WHY"], rows, right={"STEP"})), ""]

@@ -24,4 +24,5 @@ retry.py             waits that can be ended, and retries
 threads.py           the start of a thread, many threads over a stream of tasks, work that Ctrl-C does not cut in two, a lock that a
                      forked child can use
 units.py             times and sizes as people write them
+user_frames.py       errors and warnings without frames of this package
 """

@@ -100,8 +100,6 @@ class CapturedState(NamedTuple):
     """None: no tensor is on a device."""
     own: "CapturedState | None" = None
     """The state that belongs to this rank alone."""
-    is_copy: bool = False
-    """Whether its bytes were copied, so that training goes on while they are stored."""
 
     @property
     def logical_bytes(self) -> int:

@@ -93,7 +93,9 @@ def open_engine(
             )
         if not read_only:
             require_free_space(backend, asked, 0, "the store")
-        kept = FOLDER_MIN_FREE if min_free is None and backend.is_local else asked  # on a full disk, too, a store opens: to free space
+        kept = (
+            FOLDER_MIN_FREE if min_free is None and backend.is_local else asked
+        )  # a store opens even on a full disk, so that it can be freed
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid, open_verifier) if options is not None else None
         watermark = Watermark(

@@ -35,7 +35,7 @@ def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> Part
     """Row -> row of its first base."""
     shared: dict[tuple[Digest, ...], int] = {}
     row = 0
-    while row < len(wanted):  # grows
+    while row < len(wanted):  # `wanted` grows in the loop
         bases = wanted[row][1].bases
         if bases:
             key = tuple(base.block for base in bases)

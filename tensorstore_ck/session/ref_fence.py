@@ -186,7 +186,7 @@ class RefFence:
         if isinstance(expect, LastSeen):
             seen, branch = self._refs.get(ref), view.branch(ref)
             if seen is not None and branch is not None and branch.root == seen.current:
-                return branch.root  # what was restored while it was staged is published by now
+                return branch.root  # the snapshot was restored while it was staged, and is published by now
             return seen.head if seen else None
         if expect is None or isinstance(expect, AnyHead):
             return expect

@@ -73,7 +73,7 @@ class Session:
 
         def make() -> "Save":
             save = self._new_save(state, ref, ranks, timeout_seconds, given)
-            if ranks is None:  # with ranks in the round, so that an error reaches all at once
+            if ranks is None:  # with ranks this happens in the round, so that an error reaches all at once
                 save.check_and_capture()
             return save
 
@@ -151,7 +151,7 @@ class Session:
         """See `Store.close`."""
         try:
             self.queue.close()
-        except Exception:  # of a save; after Ctrl-C the store stays open, as its saves go on
+        except Exception:  # the error of a save; after Ctrl-C the store stays open, as its saves go on
             self._close_engine()
             raise
         self._close_engine()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
@@ -45,6 +46,7 @@ TIMEOUT_SECONDS: Final = 600.0
 State = dict[str, Any]
 
 
+@short_errors
 class TrainingState:
     """Everything that the next step of a job depends on. Create it once, after model, optimizer and the rest.
 
@@ -306,7 +308,7 @@ class TrainingState:
             return None
         old, snapshot = restored
         if GENERATORS in sides.parts:
-            sides.warn_of_differences(f"{address!r} (step {snapshot.step})", old, ranks, stacklevel=4)  # the decorator is a frame
+            sides.warn_of_differences(f"{address!r} (step {snapshot.step})", old, ranks)
         return snapshot
 
     # --- for torch.distributed.checkpoint ---------------------------------------------------------------------------------

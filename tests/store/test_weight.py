@@ -33,9 +33,9 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(96, 640, 1965),
-    "put_snapshot_async": Weight(96, 656, 2215),
-    "checkout": Weight(59, 300, 1640),
+    "put_snapshot": Weight(97, 642, 1965),
+    "put_snapshot_async": Weight(97, 658, 2215),
+    "checkout": Weight(60, 304, 1650),
 }
 """For a state of four linear layers and its optimizer, on CPython 3.11."""
 ASYNC_SHARE = 1.15
@@ -45,14 +45,14 @@ MOST_LINES = {
     "backend": 5900,
     "catalog": 2400,
     "chunker": 100,
-    "cli": 5300,
-    "common": 2300,
+    "cli": 5400,
+    "common": 2400,
     "engine": 4700,
     "errors": 400,
     "events": 300,
     "format": 4100,
     "gc": 3400,
-    "integrations": 20200,
+    "integrations": 20300,
     "log": 6400,
     "maintenance": 7200,
     "redaction": 200,
@@ -67,7 +67,7 @@ MOST_LINES_A_FILE = 399
 LONGER = {"store/read_only_store.py", "store/store.py", "standalone/tsck_read.py"}
 """Two classes that are mostly docstrings, and a program of one file."""
 MOST_POSITIONAL = 4
-MOST_LONG_CALLS = 190
+MOST_LONG_CALLS = 112
 """Calls with more positional arguments than that: of torch, numpy, struct, SQLAlchemy and the like, whose parameters have no names here; in
 `integrations` also 85 of this package's own functions."""
 

@@ -267,7 +267,7 @@ def write_tensors(
                 require_unchanged(captured, {block.tensor})
 
     masters = Fp32Masters(captured, blocks) if coding.mode != "raw" else None
-    weights, threads = masters.of if masters is not None else {}, _threads(captured)
+    weights, threads = masters.of if masters is not None else {}, cpu_threads() + 1
     for later in (False, True):  # weights after their masters
         unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in weights) == later]
         run_bytes = min(max(len(unread) * block_bytes // (RUNS_A_THREAD * threads), MIN_RUN_BYTES), MAX_RUN_BYTES)
@@ -277,11 +277,6 @@ def write_tensors(
         _note_frozen(captured, tensor, [ids[row] for row in rows], cuts[tensor])
     sample.note_inline(inlined, inline, small)
     return TensorBlocks(ids=ids, inline=small, rows=blocks, inlined=inlined, sample=sample)
-
-
-def _threads(captured: CapturedState) -> int:
-    """A training that goes on meanwhile keeps half of the cores."""
-    return max(cpu_threads() // 2, 2) if captured.is_copy else cpu_threads() + 1
 
 
 def inline_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> tuple[list[Inline], bytes]:

@@ -210,7 +210,7 @@ class CaptureSample:
             return False
         longest = max(last - first for first, last in sampled)
         equal = [first for first, last in sampled if last - first == longest]
-        others = [piece for piece in sampled if piece[1] - piece[0] < longest]  # at the ends of the tensor
+        others = [piece for piece in sampled if piece[1] - piece[0] < longest]  # those at the ends of the tensor
         runs = SampledBytes(equal[0], longest, STRIDE_BYTES, len(equal))
         return captured.device_blocks.is_finite(source, runs, mask, word_bytes) and not any(
             self._count_non_finite(tensor, first, last) for first, last in others
@@ -244,7 +244,7 @@ class CaptureSample:
         again = [
             read if read.obj is None else sources[piece.tensor].read(piece.start, piece.start + piece.size_bytes)
             for piece, read in zip(inlined, self._reads, strict=True)
-        ]  # what has no object is a view of the tensor's own memory
+        ]  # a view without an object shows the tensor's own memory
         if self._hashed and self._captured.device_blocks is not None:
             ranges = [BlockRange(block.tensor, block.start, block.stop) for block in self._hashed]
             computed = self._captured.device_blocks.ids(sources, ranges)

@@ -75,7 +75,7 @@ class StoreThread:
         try:
             return call.result(seconds)
         except TimeoutError as exc:
-            call.cancel()  # if it has not begun, it never will
+            call.cancel()  # a call that has not begun never will
             raise TimeoutError(f"no answer within {seconds:.0f} s") from exc
 
 
@@ -199,7 +199,7 @@ class Group:
             grace=grace,
             misfit=self._misfit,
             in_job=self.in_job,
-            reports_late=self._first is None,  # the uploads of a second group's rounds end when they end
+            reports_late=self._first is None,  # a second group's rounds wait for uploads, which have no deadline
         )
 
     @property
@@ -230,7 +230,7 @@ class Group:
     def _draw(self, deadline: float, on_late: Callable[[], object]) -> _Agreed:
         channel = self._channel("")
         mine = False
-        while not mine:  # with the same token after an error: it may have been counted
+        while not mine:  # with the same token after an error, since the first try may have been counted
             claimed = channel.put_first(f"groups/{self.rank}/{self._generation}", {"token": self._token}, deadline)
             mine = claimed.get("token") == self._token
             self._generation += not mine

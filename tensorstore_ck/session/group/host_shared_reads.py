@@ -100,7 +100,7 @@ class HostSharedReads:
         if self.peers and all(map(self.is_gone, self.peers)):
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
-            with contextlib.suppress(OSError):  # others are in it
+            with contextlib.suppress(OSError):  # other ranks use the folder
                 self.folder.rmdir()
 
     def read(self, engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock]) -> None:

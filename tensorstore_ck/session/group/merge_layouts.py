@@ -125,7 +125,7 @@ class _Uniting:
         names: dict[int, str] = {}
         for leaf, sides in zip(leaves(parsed), self._visited, strict=True):
             other = next((side for side, own in sides if own.path != leaf.path), None)
-            if other is not None:  # such as the keys "a.b", and "a" over "b": a restore goes by paths
+            if other is not None:  # such as the keys "a.b", and "a" over "b": a restore matches by paths
                 who = self._kinds[other].name
                 raise LayoutMismatchError(leaf.path.partition("#")[0], f"{who} have it at another path of the state", "rename one of them")
             if leaf.kind == "tensor":

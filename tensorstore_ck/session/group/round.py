@@ -39,7 +39,7 @@ from tensorstore_ck.session.group.participant import Participant
 from tensorstore_ck.session.group.rank_messages import error_text, named_ranks, unheard
 from tensorstore_ck.session.group.round_ledger import RoundLedger
 
-GRACE_SECONDS: Final = 10.0  # after the deadline, in which the other ranks leave it to rank 0 to end the round
+GRACE_SECONDS: Final = 10.0  # the time after the deadline in which only rank 0 may end the round
 ADMIT, GO, OUTCOME, FAILED, LATE = "admit", "go", "outcome", "failed", "late"
 
 
@@ -212,7 +212,7 @@ class Round:
             RankRefusedError: names the ranks that failed, sent nothing by the deadline, or are silent.
         """
         keys = {f"{stage}/{rank}": rank for rank in ranks}
-        on_late = self._report_missing if stage == "proposal" else None  # after that they work, each as long as it takes
+        on_late = self._report_missing if stage == "proposal" else None  # in later stages ranks work, each as long as it needs
         found, alarm, silent = self._channel.collect(keys, self._deadline, alarm=FAILED, on_late=on_late)
         records: dict[int, Body] = {}
         errors: dict[int, FailureReason] = {}

@@ -80,7 +80,7 @@ def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: st
     try:
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout_seconds)
-        # When ranks connect lazily, as the environment can ask torch for, one that comes late aborts the process that has given it up.
+        # If ranks connect lazily, which the environment can request of torch, a late rank aborts the process that has given it up.
         options._devices = [gloo.create_default_device(lazy_init=False)]
         store = c10d.PrefixStore(f"tsck-peers/{name}/{ranks[0]}", store.clone())
         is_first = group.rank() == ranks[0]

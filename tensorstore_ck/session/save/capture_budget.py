@@ -52,7 +52,7 @@ class CaptureMemory:
                 f"{human_bytes(limit)}: raise it, name tensors that do not change in frozen=, or use put_snapshot, which copies nothing",
                 object_id="host_memory_bytes",
             )
-        queued.slot = Slot(arena, needed)  # before it has memory: whatever interrupts this, `queued.release` finds it
+        queued.slot = Slot(arena, needed)  # set before it has memory, so that `queued.release` finds it after any interrupt
         return arena.fill(queued.slot)
 
     def prepare(self, size_bytes: int, warm_up: Callable[[], object]) -> None:

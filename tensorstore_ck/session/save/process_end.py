@@ -80,7 +80,7 @@ class Preemption:
         elif not self._requested.is_set():
             self._deadline = time.monotonic() + self._deadline_seconds
             self._requested.set()
-            # On a thread: the main one may be in the middle of anything, such as a save that holds locks.
+            # On a thread of its own: the main thread may be in the middle of anything, such as a save that holds locks.
             Helper(self._wait_for_deadline, "tsck-preempted").start()
         elif self._finished.is_set():
             self.cancel()

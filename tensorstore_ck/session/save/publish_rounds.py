@@ -149,7 +149,7 @@ class PublishRounds:
                 return self._lost(str(exc))
             except SnapshotExpiredError as exc:
                 if not self._upload.is_lost:
-                    raise  # in the next round the ranks use new names for what gc freed
+                    raise  # in the next round the ranks use new names for the objects that gc freed
                 return self._lost(str(exc))
             return {}
 

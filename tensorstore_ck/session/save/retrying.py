@@ -46,7 +46,7 @@ def _decided(context: SaveContext, error: UndecidedError, pauses: list[float]) -
     """
     engine, txn = context.engine, Ulid(error.txn)
     if not txn or engine.single_writer or engine.tier is not None:
-        raise error  # not a save; or a late write could overwrite later ones; or it is staged, and given up in another way
+        raise error  # not a save; or a late write could overwrite later entries; or a staged save, which is given up in another way
     for pause in (*pauses, None):
         try:
             engine.log.append(lambda view: [] if view.outcome(txn) is not None else [Op.abort(txn)])

@@ -103,7 +103,7 @@ class SaveQueue:
             if not shielded(lambda: self._enqueue(queued), finish=True):
                 self._store_here(queued)
         except BaseException as exc:
-            if not queued.is_handed_over:  # else Ctrl-C came when it was whole: the thread goes on with it
+            if not queued.is_handed_over:  # otherwise Ctrl-C came after the handover, and the thread goes on with the save
                 self._release(queued)
                 save.fail(exc)
             raise
@@ -354,7 +354,7 @@ class SaveQueue:
     def _hand_over(queued: QueuedSave, worker: Worker[QueuedSave], work: Callable[[QueuedSave], None]) -> None:
         try:
             worker.put(queued)
-        except (RuntimeError, MemoryError):  # no thread can be started, as while the interpreter ends
+        except (RuntimeError, MemoryError):  # no thread can be started, for example while the interpreter ends
             work(queued)
 
     def _publish(self, queued: QueuedSave) -> None:

@@ -39,14 +39,14 @@ def can_never_be_published(error: StoreError, names: Collection[str]) -> bool:
     store can be repaired.
     """
     match error:
-        case CorruptObjectError() | MissingObjectError():  # of another object, it is the store that is damaged
+        case CorruptObjectError() | MissingObjectError():  # for another object, the store is damaged
             return error.object_id in names
-        case SnapshotDroppedError():  # a request, which the caller carries out
+        case SnapshotDroppedError():  # the caller carries the request out
             return False
-        case ConflictError():  # the branch has another history since: this save is fenced off
+        case ConflictError():  # the branch has another history now: this save is fenced off
             return True
         case SnapshotAbortedError():  # the log says so
             return True
-        case SnapshotExpiredError():  # blocks that it shares are nowhere: what is on the disk gets new names instead
+        case SnapshotExpiredError():  # blocks that it shares are nowhere: the objects on the disk get new names instead
             return True
     return False

@@ -82,7 +82,7 @@ def _restart_upload(folder: StagingFolder, store: Backend, name: str) -> None:
     """Forgets the upload journal of an object, which another user wrote: uploads continue by it, and delete torn objects."""
     try:
         size_bytes, stored_bytes = folder.unsent.size(name), store.size(name)
-    except MissingObjectError:  # it is in one of them only
+    except MissingObjectError:  # the object is in one of the folders only
         folder.journal.delete([name])
         return
     pieces = (range(at, min(at + _PIECE_BYTES, size_bytes)) for at in range(0, size_bytes, _PIECE_BYTES))
