@@ -56,7 +56,7 @@ def test_an_answer_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Violation, match="was told that its snapshot is not published"):
         explore_random(writers("A", "B"), 2000, seed=1)
     monkeypatch.undo()
-    replay(writers("A", "B"), caught.value.schedule[:-3])  # without the calls that look up who moved the ref, for the message
+    replay(writers("A", "B"), caught.value.schedule[:-4])  # without the calls that look up who moved the ref, for the message
 
 
 def test_exclusive_create_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
