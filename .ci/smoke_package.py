@@ -66,15 +66,19 @@ def build(names: list[str], folder: Path, epoch: str) -> tuple[Path, Path]:
 
 
 def repack(sdist: Path, epoch: int) -> None:
-    """setuptools writes times of its own copies, and the user, into an sdist."""
+    """Replaces times and users: setuptools writes those of its own copies."""
     packed = sdist.with_suffix(".packed")
-    with tarfile.open(sdist) as old, packed.open("wb") as file, gzip.GzipFile("", "wb", fileobj=file, mtime=epoch) as zipped:
-        with tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as new:
-            for member in sorted(old.getmembers(), key=lambda each: each.name):
-                data = old.extractfile(member) if member.isreg() else None
-                member.mtime, member.uid, member.gid, member.uname, member.gname, member.pax_headers = epoch, 0, 0, "", "", {}
-                member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
-                new.addfile(member, data)
+    with (
+        tarfile.open(sdist) as old,
+        packed.open("wb") as file,
+        gzip.GzipFile("", "wb", fileobj=file, mtime=epoch) as zipped,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as new,
+    ):
+        for member in sorted(old.getmembers(), key=lambda each: each.name):
+            data = old.extractfile(member) if member.isreg() else None
+            member.mtime, member.uid, member.gid, member.uname, member.gname, member.pax_headers = epoch, 0, 0, "", "", {}
+            member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+            new.addfile(member, data)
     packed.replace(sdist)
 
 

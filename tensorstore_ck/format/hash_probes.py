@@ -11,7 +11,9 @@ from typing import Final
 RANDOM_HASHES: Final = frozenset({str, bytes, bool, type(None)})
 """Types whose hashes are salted, or few."""
 MAX_PROBES_A_KEY: Final = 30
-"""On average. Random keys take 2; multiples of a large power of 2 take 20."""
+"""On average, in a dict. Random keys take 2; multiples of a large power of 2 take 20."""
+MAX_PROBES_AN_ELEMENT: Final = 250
+"""The same in a set, which also looks at the slots next to each one."""
 FREE_PROBES: Final = 20_000
 LINEAR_PROBES_OF_SETS: Final = 9
 _HASH_BITS: Final = (1 << 64) - 1
@@ -23,7 +25,7 @@ class HashProbes:
 
     def __init__(self, *, is_set: bool) -> None:
         self._linear = LINEAR_PROBES_OF_SETS if is_set else 0
-        self._growth, self._load = (4, 0.6) if is_set else (2, 2 / 3)
+        self._growth, self._load, self._most = (4, 0.6, MAX_PROBES_AN_ELEMENT) if is_set else (2, 2 / 3, MAX_PROBES_A_KEY)
         self._hashes: list[int] = []
         self._slots = bytearray(_MIN_SLOTS)
         self._probes = 0
@@ -49,7 +51,7 @@ class HashProbes:
         perturb = number & _HASH_BITS
         at = perturb & mask
         probes = 0
-        limit = MAX_PROBES_A_KEY * len(self._hashes) + FREE_PROBES - self._probes
+        limit = self._most * len(self._hashes) + FREE_PROBES - self._probes
         while slots[at]:
             probes += 1
             if linear and at + linear <= mask:

@@ -157,7 +157,7 @@ class DcpSave:
         with open_packs(self._engine, known, meter) as packs:
             tensors = write_tensors(captured, packs, slot=role.slot, block_bytes=block_bytes, coding=coding, sampling=sampling)
         tensors.sample.verify(tensors.inlined, tensors.inline)
-        return Begun(role, captured, packs, tensors, block_bytes, anchor)
+        return Begun(role=role, captured=captured, packs=packs, tensors=tensors, block_bytes=block_bytes, anchor=anchor)
 
     def _complete(self, begun: Begun, captured: CapturedState, meter: SaveMeter) -> tuple[WrittenPart, RankParts, SaveFindings]:
         """Writes the part, with the values in `captured`, if any."""
@@ -166,11 +166,13 @@ class DcpSave:
             blobs = write_blobs(captured, packs, slot, self._request.coding)
         inlined, inline = inline_of(captured, slot, begun.block_bytes)
         tensors = begun.tensors._replace(inline=inline, inlined=inlined)
-        written = store_part(engine, captured, blobs, tensors, [begun.packs, packs], anchor=begun.anchor, slot=slot)
+        written = store_part(
+            engine, captured=captured, blobs=blobs, tensors=tensors, packs=[begun.packs, packs], anchor=begun.anchor, slot=slot
+        )
         return (
             written,
             checked_parts(engine, [written], begun.anchor, engine.log.newest_view()),
-            ParentComparison(engine, view, written, captured, self._request.claim).examine(),
+            ParentComparison(engine=engine, view=view, written=written, captured=captured, claim=self._request.claim).examine(),
         )
 
     # --- the coordinator ----------------------------------------------------------------------------------------------

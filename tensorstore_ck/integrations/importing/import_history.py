@@ -97,7 +97,7 @@ def import_history(
     for item in plan:
         with opened(item.path, exclude) as checkpoint:
             _require_unchanged(item, checkpoint, step_from, metrics or {})
-            step = _import_one(store, item, checkpoint, ref, metadata or {})
+            step = _import_one(store, planned=item, checkpoint=checkpoint, ref=ref, metadata=metadata or {})
         imported(step)
         done.append(step)
     return tuple(done)

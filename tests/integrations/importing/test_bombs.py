@@ -37,7 +37,7 @@ def state(code: bytes) -> bytes:
     return b"\x80\x02}(X\x01\x00\x00\x00a" + code + b"u."
 
 
-ALIKE = [long(PRIME * number) for number in range(1, 400)]
+ALIKE = [long(PRIME * number) for number in range(1, 900)]
 LIST = b"](" + b"N" * 20_000 + b"e" + put(1)
 TEXT = b"X" + struct.pack("<I", 100_000) + b"x" * 100_000 + put(1)
 TUPLES = b"(" + b"N" * 200 + b"t" + put(1) + b"0(" + get(1) * 200 + b"t" + put(2) + b"0(" + get(2) * 200 + b"t" + put(3) + b"0"
