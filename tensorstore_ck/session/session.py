@@ -197,7 +197,7 @@ class Session:
 
     def _new_save(self, state: object, ref: str, group: "ProcessGroup | None", timeout_seconds: float, given: "StateArguments") -> "Save":
         from tensorstore_ck.session.save.ranks import Alone, RankRound  # noqa: PLC0415 - loads torch
-        from tensorstore_ck.session.save.save import Save  # noqa: PLC0415 - likewise
+        from tensorstore_ck.session.save.save import Save  # noqa: PLC0415 - loads torch
 
         ranks: Alone | RankRound
         if group is None:

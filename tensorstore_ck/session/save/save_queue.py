@@ -184,13 +184,13 @@ class SaveQueue:
         Waits for that too, for up to `give_up_seconds`. In a callback of a save it returns a report at once.
         """
         self._enter()
-        puts = self._queued()
+        saves = self._queued()
         if not self._is_worker():
             if not self._changed.wait_for(self._is_done, deadline_seconds):
-                for queued in puts:
+                for queued in saves:
                     queued.status.drop("abandoned")
             self._changed.wait_for(self._is_idle, give_up_seconds)
-        return DrainReport.of([queued.status for queued in puts], self._safe)
+        return DrainReport.of([queued.status for queued in saves], self._safe)
 
     def leave_resumed(self) -> None:
         """Leaves the unpublished saves of earlier processes on the staging disk."""
