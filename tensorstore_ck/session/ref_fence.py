@@ -196,7 +196,8 @@ class RefFence:
         if sync:
             engine.log.sync()
         view = engine.log.view()
-        self.settle(engine, view, asked.ref)
+        if sync:
+            self.settle(engine, view, asked.ref)
         self.check_step(engine, view, asked)
         parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)

@@ -1,7 +1,7 @@
 """Where the bytes of a save become durable: a store, or a staging disk in front of it. Knows no torch."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
@@ -14,6 +14,8 @@ from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.errors import SnapshotExpiredError, StoreError
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import RefTable, SnapshotInfo
+
+T = TypeVar("T")
 
 
 class Destination(Protocol):
@@ -34,6 +36,9 @@ class Destination(Protocol):
     @property
     def is_staging(self) -> bool:
         """Whether the entry says "staged", and not "put"."""
+
+    def ask(self, call: Callable[[], T]) -> T:
+        """The result of `call`, which may need the store. Raises if that takes long and the save can do without."""
 
     def admit(self, request: SaveRequest) -> None:
         """Refuses a save whose ref is not where it must be, or has no quota left; checked again when the entry is appended."""
@@ -74,6 +79,10 @@ class StoreDestination:
         self._rank = rank
         self._is_alone = is_alone
         self._tries = 1
+
+    def ask(self, call: Callable[[], T]) -> T:
+        """Waits for the store."""
+        return call()
 
     def admit(self, request: SaveRequest) -> None:
         """Checks quotas on rank 0, and of a process alone the ref. Both are checked again when the entry is appended.

@@ -57,8 +57,9 @@ def write(destination: Destination, captured: CapturedState, request: SaveReques
     else:
         findings = ParentComparison(engine, view, written, captured, request.claim).examine()
     with meter.timed("commit"):
-        is_published_later = destination.is_staging and not is_offline
-        return Written([written], checked_parts(engine, [written], anchor, sync=is_published_later), findings)
+        if destination.is_staging and not is_offline:  # it is published later
+            destination.ask(engine.log.sync)
+        return Written([written], checked_parts(engine, [written], anchor, sync=False), findings)
 
 
 def commit(

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from tensorstore_ck.backend.staging import StagingTier
@@ -16,10 +17,12 @@ from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
 from tensorstore_ck.events import Event
+from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.session.group.process_groups import ProcessGroups
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.frozen_tensors import FrozenTensors
 from tensorstore_ck.session.save.save_status import SaveStatus
+from tensorstore_ck.session.staging.store_contact import StoreContact
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,9 +46,15 @@ class SaveContext:
     groups: ProcessGroups
     wait_for_upload: Callable[[], bool]
     """Waits until a staged save has ended; False if there are none."""
+    contact: StoreContact = field(default_factory=StoreContact)
+    """Asks the store for what a save needs before it is staged."""
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
     """For groups whose ranks keep copies of each other's staged files."""
+
+    def is_store_gone(self) -> bool:
+        """Whether the store does not answer, and keeps only saves waiting that are safe on the staging disk."""
+        return self.engine.tier is not None and self.contact.is_gone(partial(self.engine.backend.size, CONFIG_NAME))
 
     def note_speed(self, status: SaveStatus) -> None:
         """Notes how long the store took to write a save, so that the next ones can choose a codec.

@@ -90,7 +90,11 @@ class Save:
             check_expected(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
             check_quotas(view, self.ref)
 
-        engine.log.look(check)
+        if engine.tier is None:
+            engine.log.look(check)
+            return
+        with suppress(BackendUnavailableError):  # what is staged is checked again, at the latest when it is published
+            self._context.contact.ask(partial(engine.log.look, check))
 
     # --- capture ------------------------------------------------------------------------------------------------------
 
@@ -168,7 +172,9 @@ class Save:
     def _stage(self, tier: StagingTier, status: SaveStatus) -> StagedSave:
         context, ranks, chain = self._context, self._ranks, self._context.fence.chain(self.ref)
         txn, stop = ranks.transaction(), None if ranks.is_alone else status.check
-        with StagingDestination(self._engine, tier, chain, txn, rank=ranks.rank, ranks=ranks.ranks, stop=stop) as destination:
+        with StagingDestination(
+            self._engine, tier, chain, txn, rank=ranks.rank, ranks=ranks.ranks, stop=stop, contact=context.contact
+        ) as destination:
             info = self._write_and_commit(destination, status)
         assert destination.manifest is not None
         upload = StagedUpload(context, txn, self.ref, [destination.manifest])
@@ -191,7 +197,7 @@ class Save:
         status.meter.expect("hash", size_bytes)
         self._require_space(size_bytes, status)
         try:
-            return fence.at_head(self._engine, options), captured
+            return destination.ask(partial(fence.at_head, self._engine, options)), captured
         except BackendUnavailableError:
             if not destination.go_offline():
                 raise

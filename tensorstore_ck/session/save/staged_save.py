@@ -84,7 +84,7 @@ class StagedSave:
     def announce_soon(self) -> None:
         """Appends to the log that it is staged. If that fails, `publish` does it."""
         with suppress(StoreError):
-            self._upload.announce()
+            self._context.contact.ask(self._upload.announce)
 
     def replicate(self, status: SaveStatus) -> None:
         """Copies the staged files to other hosts, if that is wanted; never fails."""

@@ -1,6 +1,8 @@
 """Lists what is staged and not published, by the manifests on one disk and by the log. Changes nothing."""
 
+import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -45,6 +47,10 @@ class StagedPutInfo:
     """Why it cannot be published from this disk."""
     is_here: bool
     """Whether any manifest of it, even a damaged one, is on this disk."""
+    host: str = ""
+    """Where it was staged, as far as it is known."""
+    folder: str = ""
+    """The folder of this host that has it."""
 
 
 def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedPutInfo]:
@@ -55,17 +61,54 @@ def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedPutI
     manifests, damaged = read_manifests(folder) if folder is not None else ([], {})
     for manifest in manifests:
         found.setdefault(manifest.txn, []).append(manifest)
-    puts = {txn: _of_log(info) for txn, info in view.all_staged()}
+    puts = {txn: replace(_of_log(info), host=_host_of(engine, info)) for txn, info in view.all_staged()}
     if folder is not None:
-        puts |= {txn: _of_disk(engine, folder, view, each) for txn, each in found.items()}
+        host, path = socket.gethostname(), folder.path
+        puts |= {txn: replace(_of_disk(engine, folder, view, each), host=host, folder=path) for txn, each in found.items()}
         for key, error in damaged.items():
             txn = parse_ulid(key.partition("-")[0])
             if txn is not None:
                 known = puts.get(txn) or StagedPutInfo(
                     ulid_text(txn), None, None, None, _state(engine, view, txn), None, (), 0, 0, 0, (), is_here=True
                 )
-                puts[txn] = replace(known, problems=(*known.problems, str(error)), is_here=True)
+                puts[txn] = replace(known, problems=(*known.problems, str(error)), is_here=True, host=host, folder=path)
     return sorted(puts.values(), key=lambda put: (put.time_ns, put.txn))
+
+
+def list_disk(folder: StagingFolder) -> list[StagedPutInfo]:
+    """What lies on the disk, without the store, which does not answer: what of it is published or uploaded is not known."""
+    found: list[StagedPutInfo] = []
+    for manifest in read_manifests(folder)[0]:
+        record = decode_record(manifest.lead.record, record_name(manifest.txn)) if manifest.lead is not None else None
+        root, time_ns = (record.root().hex(), record.time_ns) if record is not None else (None, 0)
+        size_bytes = sum(folder.unsent.size(name) for name in manifest.names if folder.has_unsent(name))
+        found.append(
+            StagedPutInfo(
+                ulid_text(manifest.txn),
+                manifest.ref,
+                manifest.step,
+                root,
+                "unknown",
+                manifest.ranks,
+                (manifest.rank,),
+                size_bytes,
+                0,
+                time_ns,
+                (),
+                is_here=True,
+                host=socket.gethostname(),
+                folder=folder.path,
+            )
+        )
+    return sorted(found, key=lambda put: (put.time_ns, put.txn))
+
+
+def _host_of(engine: Engine, info: SnapshotInfo) -> str:
+    """The host that wrote the log entry, of many ranks that of rank 0."""
+    with suppress(StoreError):
+        entry = engine.log.chain.read(info.n)
+        return entry.actor.rpartition(":")[0].rpartition("@")[2] if entry is not None else ""
+    return ""
 
 
 def _state(engine: Engine, view: RefTable, txn: Ulid) -> State:
