@@ -22,6 +22,7 @@ from tensorstore_ck.backend.staging import ReadThroughBackend, Staging, StagingT
 from tensorstore_ck.backend.throttled import throttled
 from tensorstore_ck.common.free_space import FOLDER_MIN_FREE, MinFree, require_free_space
 from tensorstore_ck.common.ids import Clock, IdSource, new_ulid
+from tensorstore_ck.common.printed_commands import name_store
 from tensorstore_ck.common.processes import Process, this_process
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.engine.engine import Engine, current_actor
@@ -120,8 +121,9 @@ def open_engine(
             uploader = Uploader(folder, tiered.store, max_parallel_requests=options.max_parallel_requests, limit=limit)
             engine.backend, engine.tier = tiered, StagingTier(folder, uploader, tiered, options)
         return engine
-    except BaseException:
+    except BaseException as exc:
         backend.close()
+        name_store(exc, backend.url)
         raise
 
 

@@ -116,11 +116,11 @@ def set_policy(engine: Engine, glob: str, policy: Policy | None) -> None:
         view = engine.log.view()
         for ref in view.branches():
             if fnmatchcase(ref, glob):
-                _warn_of_unmatched(ref, {glob: policy}, [each.info for each in candidates(view, ref)])
+                _warn_of_unmatched(engine.backend.url, ref, {glob: policy}, [each.info for each in candidates(view, ref)])
 
 
-def _warn_of_unmatched(ref: str, own: Mapping[str, Policy], history: Sequence[SnapshotInfo]) -> None:
-    for problem in unmatched_rules(ref, own, history):
+def _warn_of_unmatched(url: str, ref: str, own: Mapping[str, Policy], history: Sequence[SnapshotInfo]) -> None:
+    for problem in unmatched_rules(url, ref, own, history):
         warnings.warn(problem, UnmatchedRuleWarning, stacklevel=3)
 
 
@@ -161,7 +161,7 @@ def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
     if not own:
         return {ulid_text(each.info.ulid): each.held_by for each in candidates(view, ref) if each.held_by}
     found = verdicts(view, ref, own.values(), engine.clock())
-    _warn_of_unmatched(ref, own, [each.info for each in found])
+    _warn_of_unmatched(engine.backend.url, ref, own, [each.info for each in found])
     return {ulid_text(each.info.ulid): each.why if each.stays else ("goes", *each.why) for each in found}
 
 
@@ -202,7 +202,9 @@ def retain(
             if own
         }
         problems[:] = [
-            problem for ref, each in found.items() for problem in unmatched_rules(ref, of_branch[ref], [verdict.info for verdict in each])
+            problem
+            for ref, each in found.items()
+            for problem in unmatched_rules(engine.backend.url, ref, of_branch[ref], [verdict.info for verdict in each])
         ]
         planned.clear()
         planned.update({ref: {verdict.info.ulid for verdict in each if not verdict.stays} for ref, each in found.items()})

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.printed_commands import methods_name_store
 from tensorstore_ck.common.units import parse_rate
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.format.random_streams import Streams
@@ -48,6 +49,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 
+@methods_name_store
 class ReadOnlyStore:
     """What can be done with a store that was opened read-only; `Store` adds what changes one.
 

@@ -128,7 +128,7 @@ def moving(engine: Engine, view: RefTable, put: Op, record: Record, mark: tuple[
     """What an entry does that moves a branch to a new snapshot."""
     warn_of_quotas(engine, view, record)
     marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
-    return [put, *marks, *expire_at_put(view, put, engine.clock())]
+    return [put, *marks, *expire_at_put(view, put, engine.clock(), engine.backend.url)]
 
 
 def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -> None:

@@ -4,6 +4,7 @@ The bytes are those of the fold, so no save lists the store for this. Checked be
 is published: of several writers one may cross the limit, and none goes on beyond it.
 """
 
+import shlex
 import warnings
 
 from tensorstore_ck.common.units import human_bytes
@@ -29,7 +30,7 @@ def check_quotas(view: RefTable, ref: str) -> None:
             raise QuotaExceededError(
                 f"saves to {ref!r} are refused: the quota for {quota.glob!r} is {human_bytes(quota.refuse_bytes)}, and its snapshots use "
                 f"{human_bytes(quota.used_bytes)}. Forget some (`tsck forget`, `tsck policy apply`) and end their undo windows "
-                f"(`tsck gc --undo-window 0s`), or set a higher quota (`tsck quota set '{quota.glob}' --refuse SIZE`)",
+                f"(`tsck gc --undo-window 0s`), or set a higher quota (`tsck quota set {shlex.quote(quota.glob)} --refuse SIZE`)",
                 object_id=ref,
             )
 
@@ -43,7 +44,7 @@ def warn_of_quotas(engine: Engine, view: RefTable, record: Record) -> None:
             limit = "no save is refused" if quota.refuse_bytes is None else f"saves are refused from {human_bytes(quota.refuse_bytes)} on"
             warnings.warn(
                 f"the snapshots of {quota.glob!r} use {human_bytes(used_bytes)}, and their quota warns from "
-                f"{human_bytes(quota.warn_bytes)} on; {limit}: see `tsck quota`",
+                f"{human_bytes(quota.warn_bytes)} on; {limit}: see `tsck quota -s {shlex.quote(engine.backend.url)}`",
                 QuotaWarning,
                 stacklevel=2,
             )

@@ -4,7 +4,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.free_space import require_free_space
 from tensorstore_ck.common.ids import ulid_text
+from tensorstore_ck.common.printed_commands import name_store
 from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
@@ -92,21 +93,29 @@ class SaveContext:
                 return
 
     @contextmanager
-    def explains_full_disk(self) -> Iterator[None]:
-        """Adds to a `NoSpaceError` what gc would free, in gc's words. Only for a store in a folder: others are expensive to list."""
+    def explains_errors(self) -> Iterator[None]:
+        """Completes the commands in errors, and adds to a `NoSpaceError` what gc would free, in gc's words.
+
+        The latter only for a store in a folder: others are expensive to list.
+        """
         try:
             yield
-        except NoSpaceError as exc:
-            if self.engine.tier is not None or not self.engine.backend.is_local:
-                raise
-            from tensorstore_ck.gc.plan import plan_gc  # noqa: PLC0415 - only for a full disk
-
-            hints: list[str] = []
-            with suppress(StoreError, OSError):  # the cache may be full, too
-                hints = plan_gc(self.engine.of_store()).freeable.describe()
+        except StoreError as exc:
+            name_store(exc, self.engine.backend.url)
+            hints = self._freeing_hints() if isinstance(exc, NoSpaceError) else []
             if not hints:
                 raise
             raise NoSpaceError(". ".join([str(exc), *hints]), object_id=exc.object_id) from exc
+
+    def _freeing_hints(self) -> list[str]:
+        if self.engine.tier is not None or not self.engine.backend.is_local:
+            return []
+        from tensorstore_ck.gc.plan import plan_gc  # noqa: PLC0415 - only for a full disk
+
+        try:
+            return plan_gc(self.engine.of_store()).freeable.describe()
+        except (StoreError, OSError):  # the cache may be full, too
+            return []
 
     def retry_until_dropped(self, status: SaveStatus, what: str, action: Callable[[], T]) -> T:
         """Calls `action`, again and again while the backend does not answer, until the save is asked to give up; returns its result."""

@@ -160,7 +160,7 @@ class Save:
     def run(self, status: SaveStatus) -> SnapshotInfo | StagedSave:
         """Writes and commits: returns the published snapshot, or with a staging disk the staged save."""
         context, tier = self._context, self._engine.tier
-        with context.explains_full_disk():
+        with context.explains_errors():
             if tier is not None:
                 return self._stage(tier, status)
             with deleted_if_full(self._engine) as engine:
