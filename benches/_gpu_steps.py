@@ -133,7 +133,7 @@ def ids(folder: Path) -> None:
         addresses = np.array(starts * times, np.int64)
         sizes = np.full(len(addresses), BLOCK_BYTES, np.int64)
         name = f"ids of {sizes.sum() / 1e9:.1f} GB in blocks of 4 MiB, table and result included"
-        rate(name, lambda addresses=addresses, sizes=sizes: hasher.hash(addresses, sizes), size_bytes=int(sizes.sum()))  # type: ignore[misc]
+        rate(name, lambda addresses=addresses, sizes=sizes: hasher.start(addresses, sizes).wait(), size_bytes=int(sizes.sum()))  # type: ignore[misc]
     rows = {"a": state["layers.0.weight"].view(4096, -1).t()}
     with opened(folder, codec="raw") as store:
         saves = Saves(store)

@@ -8,7 +8,7 @@ from unittest.mock import patch
 from benches._simulated import Faked
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
-from tensorstore_ck.engine.interfaces import CapturedState, WantedBox
+from tensorstore_ck.engine.interfaces import ByteTarget, CapturedState, WantedBox
 from tensorstore_ck.engine.read import block_reader
 from tensorstore_ck.engine.write import pack_writer
 from tensorstore_ck.format.block_assignment import overlap, regions_of_rank
@@ -63,7 +63,7 @@ class _FakedSource:
         return Faked(stop - start, digest)  # type: ignore[return-value]
 
 
-class _Counter:
+class _Counter(ByteTarget):
     """`ByteTarget` that only counts."""
 
     def __init__(self) -> None:

@@ -8,11 +8,14 @@ disturbed, and what is left after a kill -9 in the middle of the fifth save. Eac
 import contextlib
 import hashlib
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import accelerate
 import lightning
+import peft
 import torch
 import transformers
 from fsspec.implementations.local import LocalFileOpener
@@ -56,14 +59,27 @@ def _model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
+def _with_lora(model: GPT2LMHeadModel) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"))
+
+
 def _hash(model: torch.nn.Module) -> str:
     return hashlib.sha256(b"".join(each.numpy().tobytes() for each in model.state_dict().values())).hexdigest()
 
 
-def with_transformers(folder: Path, *, native: bool, end: int = 0, resume: bool = False, kill: Kill | None = None) -> Report:
-    """A run up to `end`, or to its own; what was measured of it."""
+def with_transformers(
+    folder: Path,
+    *,
+    native: bool,
+    end: int = 0,
+    resume: bool = False,
+    kill: Kill | None = None,
+    adapt: Callable[[GPT2LMHeadModel], Any] = lambda model: model,
+    **options: Any,
+) -> Report:
+    """A run up to `end`, or to its own; what was measured of it. `adapt` puts an adapter on the model; `options`: for our Trainer."""
     stalls: list[float] = []
-    model = _model()
+    model = adapt(_model())
     settings: dict[str, Any] = {"max_steps": STEPS, "save_steps": EACH, "logging_steps": 4, "per_device_train_batch_size": 2}
     args = TrainingArguments(output_dir=str(folder / "out"), use_cpu=True, report_to=[], disable_tqdm=True, **settings)
     watch = _Watch(end, kill)
@@ -77,7 +93,7 @@ def with_transformers(folder: Path, *, native: bool, end: int = 0, resume: bool 
             trainer = transformers.Trainer(**given)
         else:
             store = stack.enter_context(tsck.open(folder / "store", create=True, cache_dir=folder / "cache"))
-            trainer = hf.Trainer(**given, store=store, ref="runs/bench")
+            trainer = hf.Trainer(**given, store=store, ref="runs/bench", **options)
         save = trainer._save_checkpoint
 
         def timed(*arguments: Any, **named: Any) -> None:
@@ -251,6 +267,8 @@ def with_accelerate(folder: Path, *, native: bool, end: int = 0, resume: bool = 
 
 TRAINERS: Final[Trainers] = {
     "transformers": (with_transformers, "tensorstore_ck.hf"),
+    "peft": (partial(with_transformers, adapt=_with_lora), "tensorstore_ck.hf, peft"),
+    "peft-base": (partial(with_transformers, adapt=_with_lora, save_base=True), "tensorstore_ck.hf, peft, save_base=True"),
     "lightning": (with_lightning, "tensorstore_ck.lightning"),
     "accelerate": (with_accelerate, "tensorstore_ck.accelerate"),
 }

@@ -81,7 +81,7 @@ class Job:
         return TrainingState.over(shared, RankOwnState(StatefulPart.of("model", shared.module), none, {}, {"client_state": {}}, None))
 
     def _take_apart(self, training: TrainingState, rank: int, step: int) -> CapturedState:
-        shared, own = training._capture(self.ranks)
+        shared, own = training._sides.capture(self.ranks)
         describer = SpreadDescriber({each: each for each in range(self.ranks)}, rank)
         return _faked(capture(shared, describer), step, rank)._replace(own=capture(own))
 
@@ -136,7 +136,7 @@ class Job:
             engine = self._open()
             engine.log.sync()
             restoring = _Restoring(engine, info, group)  # type: ignore[arg-type]
-            training._read("run", ranks, False, restoring)
+            training._sides.restore("run", ranks, False, restoring)
             return restoring.gathered_bytes
 
         gc.collect()
@@ -165,7 +165,7 @@ class _Restoring(Restoring):
         describer = SpreadDescriber({each: each for each in range(group.size())}, group.rank())
         parts = SharedParts(self.engine, self.info, group, lambda bits, do: do(bits))
         is_shared = len(self.engine.recent_record(self.info).parts) >= SHARED_PARTS
-        content: Any = open_snapshot(self.engine, self.info, place=place, read_part=parts.read if is_shared else None)
+        content: Any = open_snapshot(self.engine, self.info, position=place, read_part=parts.read if is_shared else None)
         with (
             patch("tensorstore_ck.state.restore.describer_of", lambda _: describer),
             patch("tensorstore_ck.state.shared_parts.gather_bytes", self._gather),

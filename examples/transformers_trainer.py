@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             store=store,
             ref="runs/fox",
         )
-        trainer.train(resume_from_checkpoint="runs/fox" in store.branches())
+        trainer.train(resume_from_checkpoint="auto")
         for snapshot in store.log("runs/fox"):
             print(f"runs/fox@{snapshot.step}  loss {snapshot.metrics['loss']:.4f}  {snapshot.root[:12]}")
 

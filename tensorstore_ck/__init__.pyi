@@ -12,7 +12,6 @@ import tensorstore_ck.integrations.titan as _titan
 import tensorstore_ck.integrations.wandb as _wandb
 
 from .backend.staging import Staging as Staging
-from .engine.write.quota_check import QuotaWarning as QuotaWarning
 from .engine.write.suspicious_save import SuspiciousSaveWarning as SuspiciousSaveWarning
 from .errors import (
     AlreadyExistsError as AlreadyExistsError,
@@ -64,12 +63,12 @@ from .integrations.importing import (
 )
 from .integrations.torch_checkpointing import CheckpointManager as CheckpointManager
 from .log import LogChangedWarning as LogChangedWarning
-from .log.quota import Quota as Quota
+from .log.quota import Quota as Quota, QuotaWarning as QuotaWarning
 from .log.run_outcome import RunOutcome as RunOutcome
 from .log.snapshot import Snapshot as Snapshot, SnapshotDetails as SnapshotDetails
 from .maintenance.copy_store import copy as copy
 from .maintenance.fsck import FsckOptions as FsckOptions
-from .session.save_options import LAST_SEEN as LAST_SEEN
+from .engine.write.request import LAST_SEEN as LAST_SEEN
 from .session.save import PendingSnapshot as PendingSnapshot
 from .state import Box as Box, Boxes as Boxes, FlatShard as FlatShard, LoadReport as LoadReport, register_type as register_type
 from .store import ANY as ANY, ReadOnlyStore as ReadOnlyStore, Store as Store, open as open

@@ -1,11 +1,12 @@
 """Every error that a caller can meet: one tree, grouped by what a handler would do.
 
-Three groups under `StoreError`: `RetryableError` (try again, perhaps after reading the store again), `InputError`
+Three groups under `StoreError`: `RetryableError` (neither the call nor stored data is wrong), `InputError`
 (the caller must change something) and `DamageError` (stored data cannot be used). `kind` is stable and appears in
 ``--json``; `exit_code` is the CLI's. A message says what happened, to which object, and what to do next, on one
 line without control characters.
 
-`retry` of an error says when the same call can succeed. The class does not: repeating a call never resolves a `ConflictError`.
+`retry` of an error, and nothing else, says when the same call can succeed. No class does: repeating a call never resolves a
+`ConflictError`, and `WaitTimeoutError` comes from a save that continues.
 
     same           now, or after a pause: nothing has to change. Nothing of the failed call is visible
     after_resume   after restoring what the ref has now (`Checkpointer.resume`, `Store.checkout`) and continuing from it
@@ -50,7 +51,7 @@ class StoreError(Exception):
 
 
 class RetryableError(StoreError):
-    """The same call may succeed later."""
+    """Another process or the backend got in the way; `retry` of the error says whether the same call may succeed."""
 
     kind = "retryable"
     exit_code = 10

@@ -8,7 +8,7 @@ import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -129,3 +129,19 @@ def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.O
         pytest.skip("needs adlfs and azurite (npm)")
     with servers.azurite(Path(program), tmp_path_factory.mktemp("azurite")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """A real browser; Debian's, since playwright's own cannot be downloaded everywhere."""
+    executable = shutil.which("chromium")
+    if executable is None:
+        pytest.skip("no chromium: the pages are not tested in a browser")
+    from playwright.sync_api import sync_playwright
+
+    quiet = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+    quiet += ["--disable-component-update", "--disable-sync"]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=quiet)
+        yield browser
+        browser.close()

@@ -37,6 +37,9 @@ def create_on_server(filesystem: Any, path: str, data: bytes) -> None:
     filesystem.pipe_file(path, data, mode="create")
 
 
+_TIMES: Final = ("LastModified", "last_modified", "mtime", "updated", "created")
+_SERVER_TIMES: Final = ("LastModified", "last_modified", "updated", "created")
+"""Those of `_TIMES` that a server sets, and not a writer."""
 CREATE_CALLS: Final[Mapping[str, CreateCall]] = {
     "memory": create_in_memory,
     "gs": create_on_server,
@@ -148,7 +151,7 @@ class FsspecBackend:
         for path, info in found.items():
             name = path.removeprefix(start)
             if path.startswith(start + prefix):
-                yield ObjectInfo(name, int(info["size"]), _modified_ns(info))
+                yield ObjectInfo(name, int(info["size"]), _time_ns(info, _TIMES), _time_ns(info, _SERVER_TIMES))
 
     def folders(self, start: str) -> set[str]:
         with remote_errors("list", start, self.url, self.secrets):
@@ -236,9 +239,9 @@ class _FileWriter:
                     self._backend.delete([self._name])
 
 
-def _modified_ns(info: Mapping[str, Any]) -> int:
-    """When the object was written, from any of the usual fields; 0 if unknown."""
-    for field in ("LastModified", "last_modified", "mtime", "updated", "created"):
+def _time_ns(info: Mapping[str, Any], fields: Sequence[str]) -> int:
+    """The time in the first of `fields` that is there; 0 without one."""
+    for field in fields:
         value = info.get(field)
         if isinstance(value, str):
             value = datetime.fromisoformat(value)

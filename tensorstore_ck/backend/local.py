@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 from tensorstore_ck.backend.local_direct_writer import DirectWriter, use_direct
 from tensorstore_ck.backend.local_io import read_whole, write_at
 from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner, make_folder
-from tensorstore_ck.backend.local_reads import read_range, try_again, with_file
+from tensorstore_ck.backend.local_reads import read_range, regular_size, try_again, with_file
 from tensorstore_ck.backend.local_writer import LocalWriter
 from tensorstore_ck.backend.object_names import check_name, check_prefix
 from tensorstore_ck.backend.os_errors import os_errors, store_error
@@ -63,7 +63,7 @@ class LocalBackend:
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         def read(fd: int) -> bytes:
-            size = _regular_size(os.fstat(fd), name)
+            size = regular_size(os.fstat(fd), name)
             if size > max_bytes:
                 raise CorruptObjectError(f"{name} has {size} bytes, more than the {max_bytes} it may have", object_id=name)
             return read_whole(fd, size)
@@ -83,7 +83,7 @@ class LocalBackend:
         with os_errors("look at", name):
             path = self._path(name)
             found = try_again(path, lambda: os.stat(path, dir_fd=self._at, follow_symlinks=False))
-        return _regular_size(found, name)
+        return regular_size(found, name)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         check_prefix(prefix)
@@ -280,7 +280,7 @@ class LocalBackend:
         if self._within is not None:
             with os_errors("list", prefix or self.url):
                 for path, status in self._within.files(f"{self._root}/{prefix}".removesuffix("/")):
-                    yield ObjectInfo(path.removeprefix(f"{self._root}/"), status.st_size, status.st_mtime_ns)
+                    yield ObjectInfo(path.removeprefix(f"{self._root}/"), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
             return
         folders = [prefix]
         while folders:
@@ -293,7 +293,7 @@ class LocalBackend:
                         continue
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
-                        yield ObjectInfo(folder + entry.name, status.st_size, status.st_mtime_ns)
+                        yield ObjectInfo(folder + entry.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def _entries(self, folder: str) -> Collection[os.DirEntry[str]]:
         with os_errors("list", folder or self._root):
@@ -378,12 +378,6 @@ def _scanned(folder: str) -> Collection[os.DirEntry[str]]:
 
 def _is_temporary(name: str) -> bool:
     return name.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
-
-
-def _regular_size(status: os.stat_result, name: str) -> int:
-    if not stat.S_ISREG(status.st_mode):
-        raise MissingObjectError(f"{name} is not a file; only this package makes the store's files", object_id=name)
-    return status.st_size
 
 
 def _link_failed(name: str, exc: OSError, folder: str) -> Created:

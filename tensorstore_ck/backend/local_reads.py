@@ -7,6 +7,7 @@ this host stays, and is reported at once. Only what changes nothing is tried aga
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Final, TypeVar
 
 from tensorstore_ck.backend.local_io import read_at
 from tensorstore_ck.common.filesystem_kind import NETWORK_FILESYSTEM, filesystem_of
+from tensorstore_ck.errors import MissingObjectError
 
 T = TypeVar("T")
 
@@ -44,6 +46,17 @@ def with_file(path: str, dir_fd: int | None, read: Callable[[int], T]) -> T:
 def read_range(path: str, dir_fd: int | None, offset: int, target: memoryview) -> int:
     """Fills `target` from `offset` of the file; returns how many bytes were there."""
     return with_file(path, dir_fd, lambda fd: read_at(fd, target, offset))
+
+
+def regular_size(status: os.stat_result, name: str) -> int:
+    """The size of an object's file.
+
+    Raises:
+        MissingObjectError: it is a folder, a link or a device.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        raise MissingObjectError(f"{name} is not a file; only this package makes the store's files", object_id=name)
+    return status.st_size
 
 
 def _is_on_network(path: str) -> bool:

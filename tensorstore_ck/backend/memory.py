@@ -68,7 +68,7 @@ class MemoryBackend:
         check_prefix(prefix)
         with self._lock:
             objects = list(self._objects.items())
-        yield from [ObjectInfo(name, len(data), at) for name, (data, at) in objects if name.startswith(prefix)]
+        yield from [ObjectInfo(name, len(data), at, at) for name, (data, at) in objects if name.startswith(prefix)]
 
     def folders(self, start: str) -> Collection[str]:
         with self._lock:

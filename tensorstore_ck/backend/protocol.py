@@ -20,6 +20,8 @@ class ObjectInfo(NamedTuple):
     name: str
     size_bytes: int
     modified_ns: int
+    stored_ns: int = 0
+    """When the store got it, by a clock that its writer cannot set; 0: unknown."""
 
 
 class Created(Enum):

@@ -102,7 +102,8 @@ class S3Backend:
         for page in self._pages(prefix, Prefix=self._prefix + check_prefix(prefix)):
             for entry in page.get("Contents", ()):
                 if not entry["Key"].endswith("/"):  # some tools make such objects to stand for folders
-                    yield ObjectInfo(entry["Key"].removeprefix(self._prefix), entry["Size"], _nanoseconds(entry["LastModified"]))
+                    stored_ns = _nanoseconds(entry["LastModified"])
+                    yield ObjectInfo(entry["Key"].removeprefix(self._prefix), entry["Size"], stored_ns, stored_ns)
 
     def folders(self, start: str) -> set[str]:
         found = set[str]()

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from sqlalchemy import Connection, delete, func, select
 
@@ -21,6 +21,7 @@ from tensorstore_ck.common.ids import Clock
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.store import ReadOnlyStore, open_store
+from tensorstore_ck.store.internals import config_of, log_of
 
 BATCH_ENTRIES: Final = 2000
 
@@ -129,7 +130,7 @@ class Catalog:
                     connection.execute(delete(stores).where(stores.c.store_id == store_id))
 
     def _sync(self, store: ReadOnlyStore, progress: Progress, *, from_start: bool) -> SyncReport:
-        head_n = store.engine.log.sync().n  # before the transaction, which would hold the lock meanwhile
+        head_n = log_of(store).sync().n  # before the transaction, which would hold the lock meanwhile
         entries = count = 0
         reason = ""
         while True:
@@ -140,12 +141,11 @@ class Catalog:
             if batch.is_last:
                 if entries >= BATCH_ENTRIES:
                     self._database.analyze(snapshots.name, metrics.name)
-                return SyncReport(store.engine.config.uuid, store.url, entries, count, batch.head_n, reason)
+                return SyncReport(config_of(store).uuid, store.url, entries, count, batch.head_n, reason)
 
     def _batch(self, store: ReadOnlyStore, *, from_start: bool) -> SyncBatch:
         with self._database.writing() as connection:
-            options = {"size": self._batch_entries, "now_ns": self._clock()}
-            return sync_batch(connection, store.engine, store.url, **options, from_start=from_start)
+            return sync_batch(connection, store, size=self._batch_entries, now_ns=self._clock(), from_start=from_start)
 
     # --- ask ----------------------------------------------------------------------------------------------------------
 
@@ -173,8 +173,9 @@ class Catalog:
             InvalidOptionError: the condition is wrong; the message says where.
             NotFoundError: there is no catalog, or no snapshot has that metric.
         """
-        options: dict[str, Any] = {"order_by": order_by, "descending": descending, "limit": limit, "offset": offset, "state": state}
-        query = CheckedQuery.of(condition, **options, now_ns=self._clock())
+        query = CheckedQuery.of(
+            condition, order_by=order_by, descending=descending, limit=limit, offset=offset, state=state, now_ns=self._clock()
+        )
         with self.reading() as connection:
             return find(connection, query)
 

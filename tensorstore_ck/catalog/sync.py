@@ -11,8 +11,9 @@ from tensorstore_ck.catalog.read_entries import EntryEvents
 from tensorstore_ck.catalog.row_writer import RowWriter
 from tensorstore_ck.catalog.schema import stores
 from tensorstore_ck.common.ids import Digest, Ulid
-from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.log import RefTable
+from tensorstore_ck.store import ReadOnlyStore
+from tensorstore_ck.store.internals import config_of, log_of
 
 REPLACED: Final = "the store's log is not the one that was read before: the store was restored or salvaged"
 REBUILT: Final = "as requested"
@@ -28,20 +29,20 @@ class SyncBatch(NamedTuple):
     is_last: bool
 
 
-def sync_batch(connection: Connection, engine: Engine, url: str, *, size: int, now_ns: int, from_start: bool = False) -> SyncBatch:
+def sync_batch(connection: Connection, store: ReadOnlyStore, *, size: int, now_ns: int, from_start: bool = False) -> SyncBatch:
     """Writes up to `size` entries, and the position in the log.
 
     Raises:
         BrokenLogError: the log is damaged.
     """
-    uuid, log = engine.config.uuid, engine.log
-    at = _lock_store(connection, uuid)
+    config, log = config_of(store), log_of(store)
+    at = _lock_store(connection, config.uuid)
     view = log.newest_view()
     head = view.head()
     newest_n, reason = head.n if head is not None else 0, ""
     if at.head_n:
         before = log.chain.read(at.head_n)
-        if from_start or at.log != engine.config.log or before is None or before.hash.hex() != at.head_hash:
+        if from_start or at.log != config.log or before is None or before.hash.hex() != at.head_hash:
             reason = REBUILT if from_start else REPLACED
             delete_rows(connection, at.store_id)
             at = at._replace(head_n=0, head_hash=log.chain.genesis.hex())
@@ -53,7 +54,7 @@ def sync_batch(connection: Connection, engine: Engine, url: str, *, size: int, n
         events.add(entry)
         last_n, last_hash = entry.n, entry.hash.hex()
     count = RowWriter(connection, at.store_id).write(events, view)
-    values = {"url": url, "log": engine.config.log, "head_n": last_n, "head_hash": last_hash, "synced_ns": now_ns}
+    values = {"url": store.url, "log": config.log, "head_n": last_n, "head_hash": last_hash, "synced_ns": now_ns}
     connection.execute(update(stores).where(stores.c.store_id == at.store_id).values(values))
     return SyncBatch(last_n - at.head_n, count, last_n, reason, last_n >= newest_n)
 

@@ -5,10 +5,10 @@ from contextlib import suppress
 
 from tensorstore_ck.catalog.catalog import Catalog, Progress
 from tensorstore_ck.catalog.sync_stores import OpenStore
-from tensorstore_ck.engine.opening import read_config
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.store import ReadOnlyStore
+from tensorstore_ck.store.internals import config_of, is_replaced, log_of
 
 
 class SyncedStore:
@@ -35,7 +35,7 @@ class SyncedStore:
         with self._lock:
             try:
                 store = self._current()
-                head = store.engine.log.sync()
+                head = log_of(store).sync()
                 if head != self._head:
                     self._catalog.sync(store, progress=progress)
                     self._head = head
@@ -60,12 +60,11 @@ class SyncedStore:
     def _current(self) -> ReadOnlyStore:
         """The open store, if it is still the one at the URL: its log shows neither that it was deleted nor that it was salvaged."""
         if self.store is not None:
-            own, current = self.store.engine.config, read_config(self.store.engine.backend)
-            if current is not None and (current.uuid, current.log) == (own.uuid, own.log):
+            if not is_replaced(self.store):
                 return self.store
             self._drop()
         self.store = self._open_store(self.url)
-        self.uuid = self.store.engine.config.uuid
+        self.uuid = config_of(self.store).uuid
         return self.store
 
     def _drop(self) -> None:

@@ -78,8 +78,7 @@ def copy(
         to_engine = stack.enter_context(closing(to_choice.open_engine()))
         executor: DaskCluster | None = None
         if dask is not None:
-            from_choice.make_portable(from_engine)
-            to_choice.make_portable(to_engine)
+            from_engine, to_engine = from_choice.portable(from_engine), to_choice.portable(to_engine)
             executor = stack.enter_context(DaskCluster(dask))
         bar = stack.enter_context(Bar("copying"))
         report = copy_refs(from_engine, to_engine, refs=refs, pace=pace, progress=bar, executor=executor)

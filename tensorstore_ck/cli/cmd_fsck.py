@@ -83,7 +83,7 @@ def fsck(
         aborted = abort_stale_uploads(engine) if abort_uploads else []
         executor: DaskCluster | None = None
         if dask is not None:
-            choice.make_portable(engine)
+            engine = choice.portable(engine)
             executor = stack.enter_context(DaskCluster(dask))
         bar = stack.enter_context(Bar("checking"))
         options = FsckOptions(read_data, sample, max_time, rate_limit=rate_limit)

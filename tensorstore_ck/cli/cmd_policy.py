@@ -59,7 +59,7 @@ def policy(action: str, target: str | None, rules: tuple[str, ...], choice: Stor
     with choice.open(read_only=action in ("show", "test")) as store:
         if action == "set":
             made = store.set_policy(str(target), **values)
-            note_places([url for url in named if not is_allowed(url, store.engine.backend.url, read_places())])
+            note_places([url for url in named if not is_allowed(url, store.url, read_places())])
             emit({"glob": target, "policy": made.encode()}, [f"{printable(str(target))}: {made}"], as_json=as_json)
         elif action == "remove":
             store.remove_policy(str(target))

@@ -20,6 +20,7 @@ from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.picklable import PicklableBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
+from tensorstore_ck.backend.staging import Staging
 from tensorstore_ck.cli.allowed_locations import read_places
 from tensorstore_ck.cli.complete_names import complete_ref
 from tensorstore_ck.cli.hints import complete, show_completed, store_arguments
@@ -31,7 +32,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.errors import InvalidOptionError, NotAStoreError, StoreError
 from tensorstore_ck.format.codec import CodecName
-from tensorstore_ck.format.store_config import CONFIG_NAME
+from tensorstore_ck.format.store_config import CONFIG_NAME, StoreConfig
 from tensorstore_ck.log import ROLLBACK, Rollback
 from tensorstore_ck.redaction import display_url, hidden_options
 
@@ -93,11 +94,18 @@ class StoreChoice:
 
         engine = self.open_engine(codec, read_only=read_only)
         if bar is not None:
-            engine.backend = cast(Backend, CountingBackend(engine.backend, bar))
+            engine = replace(engine, backend=cast(Backend, CountingBackend(engine.backend, bar)))
         return Store(engine)
 
-    def open_engine(self, codec: CodecName = "auto", *, read_only: bool = False, **options: Any) -> Engine:
-        """The engine of the store, for operations that `Store` does not offer; `options`: see `engine.opening`."""
+    def open_engine(
+        self,
+        codec: CodecName = "auto",
+        *,
+        read_only: bool = False,
+        staging: Staging | None = None,
+        config: StoreConfig | None = None,
+    ) -> Engine:
+        """The engine of the store, for operations that `Store` does not offer; see `engine.opening`."""
         url = self.require_url()
         engine = open_engine(
             url,
@@ -110,7 +118,8 @@ class StoreChoice:
             places=self.allowed_places(),
             rollback=self.rollback,
             state_dir=self.state_dir,
-            **options,
+            staging=staging,
+            config=config,
         )
         note_store(url, self.storage_options, self.cache_dir, f"{engine.config.uuid}-{engine.config.log}")
         return engine
@@ -135,15 +144,15 @@ class StoreChoice:
         found = {name: value for name, value in options.items() if value}
         return {**found, "places": list(self.allowed_places())} if self.allowed_places() else found
 
-    def make_portable(self, engine: Engine) -> None:
-        """Gives an engine a backend that can be pickled, for workers on other hosts."""
+    def portable(self, engine: Engine) -> Engine:
+        """The engine with a backend that can be pickled, for workers on other hosts."""
         own = cast(Backend, PicklableBackend(self.require_url(), self.storage_options, self.no_sync))
         if engine.read_only:
             own = cast(Backend, ReadOnlyBackend(own))
         with suppress(StoreError):  # the command reports a log that cannot be read
             engine.log.sync()
         placed = ColdTierBackend(own, self.place_opener(own.url, read_only=engine.read_only), engine.log.view, store=engine.config.uuid)
-        engine.placed, engine.backend = placed, cast(Backend, placed)
+        return replace(engine, placed=placed, backend=cast(Backend, placed))
 
     def place_opener(self, url: str, *, read_only: bool = False) -> LocationOpener:
         """Opens the locations to which packs of the store at `url` were moved."""

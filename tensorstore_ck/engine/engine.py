@@ -75,7 +75,7 @@ class Engine:
     put_ids: ObjectIds | None = None
     """Names of this process's objects, by which gc knows the process; None: plain ids."""
     unpublished: list[Ulid] | None = None
-    """In the engine of one save: the names that it drew; see `engine/write/failed_save.py`."""
+    """In the engine of one save: the names that it drew; see `StoreDestination`."""
     find_process: Callable[[], Process | None] = lambda: None
     """This process, where it can be identified."""
     warned_quotas: set[tuple[str, str]] = field(default_factory=set)
@@ -139,11 +139,15 @@ class Engine:
             record = self._records.get(info.ulid)
         if record is None:
             record = self.read_record(info)
-            with self._lock:
-                self._records[info.ulid] = record
-                if len(self._records) > MAX_CACHED_RECORDS:
-                    self._records.popitem(last=False)
+            self.keep_record(info.ulid, record)
         return record
+
+    def keep_record(self, ulid: Ulid, record: Record) -> None:
+        """Caches a record that the next save is likely to need."""
+        with self._lock:
+            self._records[ulid] = record
+            if len(self._records) > MAX_CACHED_RECORDS:
+                self._records.popitem(last=False)
 
     def read_part(self, record: Record, rank: int) -> Part:
         """A part of a snapshot, checked against its id, with a small cache."""

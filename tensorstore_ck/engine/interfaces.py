@@ -30,6 +30,10 @@ class ByteTarget(Protocol):
     def write(self, start: int, data: memoryview) -> None:
         """Takes the verified bytes from `start` on. Thread-safe; called once for every byte, in any order."""
 
+    def window(self, size_bytes: int) -> memoryview | None:
+        """Memory from which `write` is fastest; None: from any other it is as fast."""
+        return None
+
 
 class BlockRange(NamedTuple):
     """The bytes of one block."""
@@ -51,6 +55,10 @@ class SampledBytes(NamedTuple):
 
 class DeviceBlocks(Protocol):
     """What devices compute over the tensors in their memory."""
+
+    @property
+    def must_agree(self) -> bool:
+        """Whether a block that is written must have the id that a device computed, even if the save verifies nothing."""
 
     def ids(self, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> Sequence[Digest | None]:
         """The ids of these blocks as they are now; None for those that no device can hash."""

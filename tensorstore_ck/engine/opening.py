@@ -5,6 +5,8 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
@@ -100,6 +102,7 @@ def open_engine(
         )
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
         opener = LocationOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit, allowed)
+        same_store = partial(require_same_store, backend, config, config.encode())
         engine = make_engine(
             backend,
             config,
@@ -109,18 +112,16 @@ def open_engine(
             open_place=opener,
             read_only=read_only,
             find_process=this_process,
-            require_store=partial(require_same_store, backend, config) if backend.is_local and not is_given else lambda: None,
+            require_store=same_store if backend.is_local and not is_given else lambda: None,
         )
-        backend, engine.observers = engine.backend, observers
-        engine.limit, engine.min_free, engine.codecs = limit, kept, codecs
+        backend = engine.backend
+        engine = replace(engine, observers=observers, limit=limit, min_free=kept, codecs=codecs)
         guard = kept if kept != MinFree() else None
         if folder is None or options is None:
-            engine.backend = throttled(backend, writes=limit, min_free=guard)
-        else:
-            tiered = ReadThroughBackend(folder, throttled(backend, min_free=guard))
-            uploader = Uploader(folder, tiered.store, max_parallel_requests=options.max_parallel_requests, limit=limit)
-            engine.backend, engine.tier = tiered, StagingTier(folder, uploader, tiered, options)
-        return engine
+            return replace(engine, backend=throttled(backend, writes=limit, min_free=guard))
+        tiered = ReadThroughBackend(folder, throttled(backend, min_free=guard))
+        uploader = Uploader(folder, tiered.store, max_parallel_requests=options.max_parallel_requests, limit=limit)
+        return replace(engine, backend=tiered, tier=StagingTier(folder, uploader, tiered, options))
     except BaseException as exc:
         backend.close()
         name_store(exc, backend.url)
@@ -157,11 +158,20 @@ def make_engine(
         return apart.newest_view()  # a table that holds only notes must not be filled by a fold: a later sync would clear the notes
 
     placed = ColdTierBackend(backend, open_place or LocationOpener(backend.url), log.view, newest_view, store=config.uuid)
-    engine = Engine(cast(Backend, placed), config, log.table, log, BlockIndex(log.table), clock, new_id, placed, single_writer, read_only)
-    if find_process is not None:
-        engine.find_process = find_process
-        engine.put_ids = None if read_only else ObjectIds(backend, new_id, clock, find_process)
-    return engine
+    return Engine(
+        backend=cast(Backend, placed),
+        config=config,
+        table=log.table,
+        log=log,
+        index=BlockIndex(log.table),
+        clock=clock,
+        new_id=new_id,
+        placed=placed,
+        single_writer=single_writer,
+        read_only=read_only,
+        put_ids=ObjectIds(backend, new_id, clock, find_process) if find_process is not None and not read_only else None,
+        find_process=find_process or (lambda: None),
+    )
 
 
 def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, config: StoreConfig) -> HeadFile | None:
@@ -198,12 +208,17 @@ def read_config(backend: Backend) -> StoreConfig | None:
     return decode_config(data, backend.url)
 
 
-def require_same_store(backend: Backend, config: StoreConfig) -> None:
+def require_same_store(backend: Backend, config: StoreConfig, encoded: bytes) -> None:
     """Checks that a folder still holds the store that was opened there, with the same log: a disk may have been unmounted.
+
+    `encoded`: the bytes of `config`.
 
     Raises:
         NotAStoreError: it does not.
     """
+    with suppress(MissingObjectError):
+        if backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES) == encoded:
+            return
     try:
         found: StoreConfig | None = read_config(backend)
     except CorruptObjectError:

@@ -106,7 +106,14 @@ def first_ranks(layout_of: bytes) -> list[int]:
     return np.unique(np.frombuffer(layout_of, "<u2"), return_index=True)[1].tolist() if layout_of else [0]
 
 
-def regions_of_rank(layout: Layout, rank: int, layout_ranks: tuple[int, ...], explicit: Sequence[ExplicitRegions] = ()) -> list[Region]:
+def regions_of_rank(
+    layout: Layout,
+    rank: int,
+    layout_ranks: tuple[int, ...],
+    explicit: Sequence[ExplicitRegions] = (),
+    *,
+    tensors: Sequence[int] | None = None,
+) -> list[Region]:
     """Every region that a rank holds, in the order of the layout.
 
     Args:
@@ -114,6 +121,7 @@ def regions_of_rank(layout: Layout, rank: int, layout_ranks: tuple[int, ...], ex
         rank: The rank.
         layout_ranks: The ranks with this layout, in order: the replicas of whole tensors.
         explicit: The regions in that rank's part, of tensors whose regions do not follow from the layout.
+        tensors: Only of these tensors, in order; None: of all.
 
     Raises:
         CorruptObjectError: `explicit` lacks a tensor.
@@ -122,8 +130,9 @@ def regions_of_rank(layout: Layout, rank: int, layout_ranks: tuple[int, ...], ex
     explicit_of = {region.tensor: region for region in explicit}
     coordinates = [mesh.coordinate(rank) for mesh in layout.meshes]
     holders: dict[Sharding, tuple[int, ...]] = {}
-    for number, spec in enumerate(layout.tensors):
-        spread = layout.spreads[number] if layout.spreads else None
+    specs = layout.tensors[:]
+    for number in range(len(specs)) if tensors is None else tensors:
+        spec, spread = specs[number], layout.spreads[number] if layout.spreads else None
         if spread is None:
             if 0 not in spec.shape:
                 regions.append(Region(number, (0,) * len(spec.shape), spec.shape, False, layout_ranks))

@@ -149,25 +149,26 @@ class Layout:
 
     @cached_property
     def _encoded(self) -> bytes:
+        tensors = self.tensors[:]
         try:
-            _check_spreads(self.spreads, self.meshes, self.tensors)
+            _check_spreads(self.spreads, self.meshes, tensors)
         except ValueError as exc:
             raise UnsupportedValueError(f"the state cannot be stored: {exc}; redistribute such tensors to fewer pieces") from exc
-        dtypes = sorted({(spec.dtype, spec.item_bytes) for spec in self.tensors})
+        dtypes = sorted({(spec.dtype, spec.item_bytes) for spec in tensors})
         number_of = {dtype: number for number, dtype in enumerate(dtypes)}
         return seal(
             "layout",
             {
-                "names": [spec.name for spec in self.tensors],
+                "names": [spec.name for spec in tensors],
                 "dtypes": dtypes,
-                "dtype_of": np.array([number_of[spec.dtype, spec.item_bytes] for spec in self.tensors], "<u2").tobytes(),
-                "dims_of": np.array([len(spec.shape) for spec in self.tensors], "u1").tobytes(),
-                "shapes": np.array([extent for spec in self.tensors for extent in spec.shape], "<i8").tobytes(),
+                "dtype_of": np.array([number_of[spec.dtype, spec.item_bytes] for spec in tensors], "<u2").tobytes(),
+                "dims_of": np.array([len(spec.shape) for spec in tensors], "u1").tobytes(),
+                "shapes": np.array([extent for spec in tensors for extent in spec.shape], "<i8").tobytes(),
                 "storages": [list(storage) for storage in self.storages],
                 "tree": self.tree,
                 "mesh": [[list(mesh.shape), np.array(mesh.ranks, "<u4").tobytes()] for mesh in self.meshes] or None,
                 "placements": _encode_spreads(self.spreads) if self.spreads else None,
-                **_encode_orders(self.tensors),
+                **_encode_orders(tensors),
             },
         )
 
@@ -225,7 +226,7 @@ def _checked(body: Body) -> Layout:
         dtype, item_bytes = dtypes[dtype_number]
         spec = TensorSpec(tensor_name, dtype, item_bytes, tuple(extents[position : position + dims]), orders.get(number, ()))
         # Zero extents are left out: the strides of an empty tensor must be computable, too.
-        size = item_bytes * prod([extent or 1 for extent in spec.shape])
+        size = item_bytes * prod(spec.shape if 0 not in spec.shape else filter(None, spec.shape))
         if size > (MAX_TENSOR_BYTES if 0 not in spec.shape else (1 << 63) - 1):
             raise ValueError(f"tensor {tensor_name!r} is too large")
         tensors.append(spec)

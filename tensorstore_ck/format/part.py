@@ -85,8 +85,9 @@ class Part(NamedTuple):
 
     def block_id(self, row: int) -> Digest:
         """The id of the block in extent row `row`."""
-        ids, at = (self.ids, row) if row < self.block_count else (self.base_ids, row - self.block_count)
-        return Digest(ids[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
+        at, ids_bytes = row * DIGEST_BYTES, len(self.ids)
+        ids, at = (self.ids, at) if at < ids_bytes else (self.base_ids, at - ids_bytes)
+        return Digest(ids[at : at + DIGEST_BYTES])
 
     def part_id(self) -> Digest:
         """The hash of the logical section."""

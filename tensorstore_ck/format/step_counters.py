@@ -4,7 +4,7 @@ Pure and free of torch. It recognises the ``state_dict`` of every ``torch.optim`
 which hold a dict per parameter or group.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
@@ -42,7 +42,7 @@ def find_counters(layout: Layout) -> StepCounters:
 
 class _CounterSearch:
     def __init__(self, layout: Layout, counters: StepCounters) -> None:
-        self._layout = layout
+        self._tensors = layout.tensors[:]
         self._counters = counters
         self._holes = 0
 
@@ -51,25 +51,23 @@ class _CounterSearch:
         if type(node) is not list:
             self._holes += node is None
             return
-        tag = node[0]
+        tag, attributes = node[0], None
+        keys: Iterable[Any]
         if tag in _DICTS:
             keys, nodes = node[-2:] if tag == "f" else node[1:3]
-            if "_growth_tracker" in keys:
-                self._counters.may_skip = True
-            self._visit_children(keys, nodes, path, optimizer, level)
+            self._counters.may_skip |= "_growth_tracker" in keys
             if tag == "o" and node[3] is not False:
-                self.visit(node[3], path, "", 0)
+                attributes = [node[3]]
         elif tag in ("l", "u"):
-            self._visit_children(range(len(node[1])), node[1], path, optimizer, level)
+            keys, nodes = range(len(node[1])), node[1]
         elif tag == "n":
-            self._visit_children(node[2], node[3], path, "", 0)
-        elif tag == "r":
-            self.visit(node[2], path, "", 0)
-
-    def _visit_children(self, keys: Iterable[Any], nodes: Sequence[Node], path: str, optimizer: str, level: int) -> None:
+            keys, nodes, optimizer, level = node[2], node[3], "", 0
+        else:
+            keys, nodes, level = (), (), 0
+            attributes = [node[2]] if tag == "r" else None
         if level != 2 and list not in map(type, nodes):
             self._holes += nodes.count(None)
-            return
+            keys = nodes = ()
         for key, child in zip(keys, nodes, strict=True):
             if level == 2 and key == "step":
                 self._note(child, optimizer)
@@ -81,11 +79,13 @@ class _CounterSearch:
                 self.visit(child, path, path, 1)
             else:
                 self.visit(child, f"{path}.{key}" if path else f"{key}", "", 0)
+        for child in attributes or ():
+            self.visit(child, path, "", 0)
 
     def _note(self, node: Node, optimizer: str) -> None:
         if node is None:
             self._counters.found.append(StepCounter(optimizer, "value", self._holes))
             return
         number = node if type(node) is int else node[1] if node[0] == "t" else None
-        if number is not None and set(self._layout.tensors[number].shape) <= {1}:
+        if number is not None and set(self._tensors[number].shape) <= {1}:
             self._counters.found.append(StepCounter(optimizer, "tensor", number))

@@ -84,7 +84,11 @@ class LeafNames:
 
     def at(self, path: str) -> str:
         """`name` of the leaf at `path`, which ends with a dot, or is empty at the root."""
-        return self.name(path[:-1] if path else ROOT)
+        path = path[:-1] if path else ROOT
+        if path in self._taken or len(path) > MAX_NAME_BYTES // 8 or not path.isascii():
+            return self.name(path)
+        self._taken[path] = 1  # nearly always
+        return path
 
     def names(self, paths: Sequence[str]) -> Sequence[str]:
         """`name` of each path, in order; fast if no path needs a change."""

@@ -96,6 +96,13 @@ class _Gc:
                     f"the log of {url} is empty, but there are {records} snapshot records: if the log was lost, `tsck salvage` makes a new "
                     "one from them; if the first saves were interrupted, publish a snapshot, and gc frees the records"
                 )
+        if plan.unnamed:
+            return GcRefusedError(
+                f"no log entry names the parents of {len(plan.unnamed)} snapshot records, such as {plan.unnamed[0].name}: the log of {url} "
+                "was lost, and began again. `tsck salvage` makes a new log with these snapshots. If nothing of them is wanted, delete "
+                "these records, and gc frees the rest",
+                object_id=plan.unnamed[0].name,
+            )
         # Comparing clocks writes a probe: a read-only store skips it, as a real run compares them.
         apart = self._clock_gap_seconds() if self._relies_on_clock(plan) and not self._engine.read_only else 0
         if apart > MAX_CLOCK_SECONDS:

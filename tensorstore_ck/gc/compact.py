@@ -113,7 +113,7 @@ def compact(
         url: Where the copies go; None: the store's own location.
     """
     backend = engine.placed.at(url) if url is not None else engine.backend
-    writer = PackWriter(backend, engine.new_id, lambda _: None, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if backend.is_local else 1)
+    writer = PackWriter(backend, engine.new_id, lambda _: {}, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if backend.is_local else 1)
     problems: dict[Ulid, str] = {}
     lock = threading.Lock()
     buffers = threading.local()

@@ -25,7 +25,7 @@ from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.pack_counts import PackCounts
 from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, forget_command, gc_command, ignore_progress, iso_time, unpin_command
 from tensorstore_ck.gc.writers import WriterRecords
-from tensorstore_ck.log import FOLDERS, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold
+from tensorstore_ck.log import FOLDERS, ChildRecord, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold, without_named_parent
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.table_rows import ObjectRow
 
@@ -51,6 +51,8 @@ class GcPlan(NamedTuple):
     """Snapshots that nothing holds."""
     useless_records: list[str]
     """Writer records to delete."""
+    unnamed: list[ChildRecord]
+    """Records whose parents no log entry names: the log was lost, and may be of more use than what gc would free."""
     freeable: Freeable
     options: GcOptions
 
@@ -169,6 +171,7 @@ class Planner:
             self.notes.append(f"{left} more packs are sparse: the next run continues with them")
         doomed = [*due, *(garbage if not options.grace_seconds else ())]
         doomed += [ObjectKey("pack", pack.pack) for pack in packs if not options.grace_seconds]
+        unnamed = self._unnamed(unneeded)
         return GcPlan(
             self._view,
             self._ends,
@@ -179,11 +182,18 @@ class Planner:
             frozenset(doomed),
             [*self._view.snapshots(live=False)],
             writers.useless(ended, self._now_ns, options.min_age_seconds),
-            self._freeable(
+            unnamed,
+            Freeable(0, "", ())
+            if unnamed
+            else self._freeable(
                 states, unneeded, young, doomed=doomed, sparse=[level.packs for level in sparse], rewritable_bytes=rewritable_bytes
             ),
             options,
         )
+
+    def _unnamed(self, unneeded: Iterable[ObjectKey]) -> list[ChildRecord]:
+        records = [key.ulid for key in unneeded if key.kind == "snapshot" and self._view.snapshot(key.ulid) is None]
+        return without_named_parent(self._engine.backend, self._view, records)
 
     def _is_young(self, key: ObjectKey) -> bool:
         return self._is_younger(self._listed[key].modified_ns, self._options.min_age_seconds)

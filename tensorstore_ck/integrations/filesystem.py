@@ -23,9 +23,6 @@ from typing import Any, Final, NamedTuple, NoReturn
 from fsspec import AbstractFileSystem
 
 from tensorstore_ck.common.ids import Ulid
-from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.opening import open_engine
-from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import (
     AmbiguousAddressError,
     InvalidNameError,
@@ -41,6 +38,8 @@ from tensorstore_ck.integrations.model_file_names import is_model_file
 from tensorstore_ck.integrations.virtual_safetensors import FILES, SNAPSHOT, SnapshotFiles, VirtualFile
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.log.address import resolve
+from tensorstore_ck.store import ReadOnlyStore, open_store
+from tensorstore_ck.store.internals import log_of, open_content, read_record
 
 MAX_OPEN_SNAPSHOTS: Final = 8
 _NEW_BYTES: Final = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(("PyBytes_FromStringAndSize", ctypes.pythonapi))
@@ -93,7 +92,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         is_path = store is not None or target_protocol in (None, "file", "local")
         self.store = str(store or fo) if is_path else f"{target_protocol}://{fo}"
         self._options, self._cache_dir, self._places = dict(target_options or {}), cache_dir, places
-        self._engine: Engine | None = None
+        self._opened_store: ReadOnlyStore | None = None
         self._opened: OrderedDict[Ulid, SnapshotFiles] = OrderedDict()
         self._lock = threading.RLock()
 
@@ -192,7 +191,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return opened.model_file(target.file)
         if target.file != SNAPSHOT:
             return opened.tensors(target.file, target.info)
-        record = self._get_engine().read_record(target.info)
+        record = read_record(self._get_store(), target.info)
         return opened.about(target.info, decode_metadata(record, record_name(target.info.ulid)))
 
     def _open_snapshot(self, info: SnapshotInfo) -> SnapshotFiles:
@@ -200,7 +199,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         with self._lock:
             found = self._opened.pop(info.ulid, None)
         if found is None:
-            found = SnapshotFiles(open_snapshot(self._get_engine(), info))
+            found = SnapshotFiles(open_content(self._get_store(), info))
         with self._lock:
             self._opened[info.ulid] = found
             if len(self._opened) > MAX_OPEN_SNAPSHOTS:
@@ -208,17 +207,15 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return found
 
     def _view(self) -> RefTable:
-        engine = self._get_engine()
-        engine.log.sync()
-        return engine.log.view()
+        return log_of(self._get_store()).newest_view()
 
-    def _get_engine(self) -> Engine:
+    def _get_store(self) -> ReadOnlyStore:
         with self._lock:
-            if self._engine is None:
-                self._engine = open_engine(
+            if self._opened_store is None:
+                self._opened_store = open_store(
                     self.store, storage_options=self._options, cache_dir=self._cache_dir, read_only=True, places=self._places
                 )
-            return self._engine
+            return self._opened_store
 
     # --- no writing ---------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """The DeepSpeed engine that a trainer may hold. DeepSpeed is imported only where there is one."""
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,11 @@ def partitioned(engine: Any) -> AbstractContextManager[None]:
     return engine_training.partitioned(engine)
 
 
-def training_of(engine: Any, values: dict[str, Any], **options: Any) -> "TrainingState":
+def training_of(
+    engine: Any, values: dict[str, Any], *, schedulers: object, extra: dict[str, Any], parts: Collection[str] | None = None
+) -> "TrainingState":
     """The state of an engine; see `tensorstore_ck.integrations.deepspeed.engine_training.training_of`."""
-    from tensorstore_ck.integrations.deepspeed import engine_training  # noqa: PLC0415
+    from tensorstore_ck.integrations.deepspeed import engine_state, engine_training  # noqa: PLC0415
 
-    return engine_training.training_of(engine, values, **options)[0]
+    parts = engine_state.PARTS if parts is None else parts
+    return engine_training.training_of(engine, values, schedulers=schedulers, extra=extra, parts=parts)[0]

@@ -7,7 +7,6 @@ row_kind.py                              how a row is encoded, and decoded stric
 field_checks.py                          what the fields of operations and rows may hold
 fold.py                                  how an entry changes the table
 ref_table.py                             typed reads of the table
-head_view.py                             the table at one head
 address.py                               how a user names a snapshot
 snapshot.py                              what users see of a snapshot
 snapshot_log.py                          what users see of a history
@@ -17,10 +16,12 @@ quota.py                                 quotas, and how much of them is used
 block_index.py                           where blocks lie, as far as this host knows
 checkpoint.py                            a dump of the table, so that no reader begins at the log's first entry
 contents.py                              what lies at a store's root, where other programs may keep their own
+lost_log.py                              signs that a log which looks empty was lost
 entry_reader.py                          entries read from the backend
 watermark.py, head_file.py               the highest entry that was seen, to notice a log that goes back or forks
 follow.py                                brings a table to the log's head; writes checkpoints
 create_entry.py                          creates the object of an entry, on a full disk in the reserve
+entry_writer.py                          creates the next entry, and finds out whether it is there after a lost reply
 log.py                                   sync and append: the commit protocol
 """
 
@@ -31,6 +32,7 @@ from tensorstore_ck.log.entry_reader import EntryReader, chain_break
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.head_file import HeadFile
 from tensorstore_ck.log.log import Appended, Log
+from tensorstore_ck.log.lost_log import ChildRecord, lost_log, sign_of_lost_log, without_named_parent
 from tensorstore_ck.log.object_set import ObjectKey, Objects, pieces
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_names import validate_ref_name
@@ -43,6 +45,7 @@ __all__ = [
     "Appended",
     "BranchHead",
     "BranchMove",
+    "ChildRecord",
     "Entry",
     "EntryReader",
     "Head",
@@ -65,8 +68,11 @@ __all__ = [
     "foreign_object",
     "holds_snapshots",
     "logs_in",
+    "lost_log",
     "pieces",
+    "sign_of_lost_log",
     "store_folders",
     "store_objects",
     "validate_ref_name",
+    "without_named_parent",
 ]

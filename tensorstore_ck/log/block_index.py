@@ -62,10 +62,10 @@ class BlockIndex:
         """Not yet written, because another process had the table's lock."""
         self._thread: threading.Thread | None = None
 
-    def get(self, block: Digest) -> Location | None:
-        """Where the block lies, or None."""
-        value = self._table.get(_KEY + block)
-        return None if value is None or len(value) != _VALUE.size else Location(*_VALUE.unpack(value))
+    def find(self, blocks: Sequence[Digest]) -> dict[Digest, Location]:
+        """The locations of those `blocks` that the index knows."""
+        values = zip(blocks, self._table.get_many([_KEY + block for block in blocks]), strict=True)
+        return {block: Location(*_VALUE.unpack(value)) for block, value in values if value is not None and len(value) == _VALUE.size}
 
     def add(self, blocks: Iterable[tuple[Digest, Location]], *, published_at: int) -> None:
         """Adds blocks of a snapshot that log entry `published_at` published, or that is not published yet and had durable packs at that

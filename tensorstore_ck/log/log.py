@@ -8,24 +8,23 @@ losing the cache costs time only. Knows nothing of packs, parts or tensors.
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple, TypeVar
 
-from tensorstore_ck.backend.protocol import Backend, Created
+from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.common.retry import JITTER
 from tensorstore_ck.common.threads import ProcessLock, shielded
-from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
-from tensorstore_ck.log.create_entry import create_entry
 from tensorstore_ck.log.entry import Entry, seal_entry
 from tensorstore_ck.log.entry_reader import EntryReader
+from tensorstore_ck.log.entry_writer import EntryWriter
 from tensorstore_ck.log.follow import EmptiedError, Follower
-from tensorstore_ck.log.head_view import HeadView
+from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log
 from tensorstore_ck.log.operations import Op
-from tensorstore_ck.log.ref_table import RefTable, SnapshotInfo
+from tensorstore_ck.log.ref_table import HeadView, RefTable, SnapshotInfo
 from tensorstore_ck.log.row_kind import PREFIX
 from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.log.watermark import Watermark
@@ -37,15 +36,10 @@ Build = Callable[[RefTable], Sequence[Op]]
 
 _logger: Final = logging.getLogger("tensorstore_ck.log")
 _CACHE_TRIES: Final = 4
-_REMEMBERED_WRITES: Final = 1000
 _LONGEST_DELAY_TRIES: Final = 3
 """The first pause after a lost race, in multiples of a try. Pauses must not grow: a winner never pauses, so losers would starve."""
 _LEAST_TRY_SECONDS: Final = 0.001
 _MOST_TRY_SECONDS: Final = 1.0
-RESEND_DELAYS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 10, 10, 10, 10, 10, 10, 10, 10)
-"""Seconds between tries to find out whether an entry was written: about 100 in all."""
-_RESEND_SECONDS: Final = 120.0
-"""No try begins after this time. A single try may wait long for a server that hangs."""
 
 
 class Appended(NamedTuple):
@@ -106,19 +100,17 @@ class Log:
         self._is_strict = False
         """Whether a table that was filled from a checkpoint is compared with the log before it is used: see `verify`."""
         self._backend = backend
+        self._may_begin = may_begin
+        self._prefix = prefix
         self._clock = clock
         self._actor = actor
         self._new_id = new_id
-        self._shared = shared
-        self._require_store = require_store
+        self._writer = EntryWriter(backend, self.chain, clock=clock, sleep=sleep, require_store=require_store, shared=shared)
         self._read_only = read_only
         self._sleep = sleep
         self._jitter = jitter
         self._lock = ProcessLock()
-        self._durable_n = 0
-        self._undecided: UndecidedError | None = None
-        self._written: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED_WRITES)
-        """The numbers and write ids of the entries that this object tried to append."""
+        self._own: set[int] = set()
 
     # --- read ---------------------------------------------------------------------------------------------------------
 
@@ -279,7 +271,7 @@ class Log:
 
     def _write_checkpoint_if_due(self, n: int) -> None:
         if not self._read_only:
-            self._follower.write_checkpoint_if_due(self.table, n, self._make_durable)
+            self._follower.write_checkpoint_if_due(self.table, n, self._writer.make_durable)
 
     def entries(self, start: int = 1) -> Iterator[Entry]:
         """The entries from `start` on, each checked against the one before; reads no cache.
@@ -329,15 +321,17 @@ class Log:
             self._sleep(delay)
         raise AssertionError("unreachable")
 
+    def is_own(self, n: int) -> bool:
+        """Whether this object appended entry `n`, and knows it: after a lost reply or an interrupt it may not. See `wrote`."""
+        return n in self._own
+
     def wrote(self, n: int) -> bool:
         """Whether this object appended entry `n`, even if an interrupt or a lost reply hid the success.
 
         Raises:
             StoreError: the entry cannot be read.
         """
-        tried = [write_id for number, write_id in list(self._written) if number == n]
-        entry = self.chain.read(n) if tried else None
-        return entry is not None and entry.write_id in tried
+        return self._writer.wrote(n)
 
     def _conflict_delay(self, lost: int, try_ns: int) -> float:
         """Seconds until the next try, after `lost` lost races before this one: shorter for those that have waited longer."""
@@ -351,17 +345,15 @@ class Log:
             StoreError: an earlier entry decided it, and the log could not be read.
         """
         info = appended.published(snapshot)
-        try:
-            return self.view().snapshot(snapshot) or info  # with earlier notes on its root
-        except StoreError:
-            if info is None:
-                raise
-            return info
+        if info is None:
+            return self.view().snapshot(snapshot)
+        with suppress(StoreError):  # of the cache, or of the log that replaces it: the notes are not worth an error
+            return RefTable(self.table).with_note(info)
+        return info
 
     def _append_once(self, build: Build, write_id: bytes | None) -> Appended | None:
         """Fold to the head, check and build, create the next entry; None when another writer was faster."""
-        if self._undecided is not None and not self._shared:
-            raise self._undecided  # arriving late, it would overwrite a later entry
+        self._writer.require_decided()
         view = self.newest_view()
         self._refuse_unknown_operations(view)
         head = view.head() or self._genesis
@@ -373,70 +365,30 @@ class Log:
             return None  # gc may have freed meanwhile what it read
         if not ops:
             return Appended(head.n, ())
+        sign = self._sign_of_lost_log(ops) if head.n == 0 and not self._may_begin else None
+        if sign is not None:
+            if self.sync() != head:
+                return None  # a save after the first one has left it
+            raise lost_log(self.chain.name(1), self._backend.url, sign)
         sealed, entry = seal_entry(
             head.n + 1, head.hash, ops, write_id=write_id or self._new_id(), time_ns=self._clock(), actor=self._actor
         )
-        if not self._create(sealed, entry):
+        if not self._writer.create(sealed, entry):
             return None
         self._remember(entry)
         return Appended(entry.n, entry.ops, entry.time_ns)
 
-    def _create(self, sealed: bytes, entry: Entry) -> bool:
-        """Creates the entry; returns whether the number is ours. Sends the same bytes until the number is taken.
-
-        Once the bytes were sent, an absent entry proves nothing: the request may still be in progress.
-        """
-        name = self.chain.name(entry.n)
-        self._require_store()
-        self._make_durable(entry.n - 1)
-        self._written.append((entry.n, entry.write_id))
-        sent, trouble, began_ns = False, "the backend did not report the outcome", self._clock()
-        for delay in RESEND_DELAYS:
-            if self._clock() - began_ns > _RESEND_SECONDS * 1e9:
-                break
-            try:
-                outcome = create_entry(self._backend, name, sealed, entry.ops)
-            except BackendUnavailableError as exc:
-                outcome, trouble = Created.UNKNOWN, str(exc)
-            except StoreError as exc:
-                if not sent:
-                    raise  # refused, and nothing was sent before
-                outcome, trouble = Created.UNKNOWN, str(exc)
-            _logger.debug("entry %d (%s): %s", entry.n, ", ".join(op.name for op in entry.ops), outcome.value)
-            if outcome is Created.CREATED:
-                self._durable_n = entry.n
-                return True
-            sent = True
-            try:
-                winner = self.chain.read(entry.n)
-                if winner is not None and winner.write_id != entry.write_id:
-                    return False
-                if winner is not None:
-                    self._make_durable(entry.n)
-                    return True
-            except DamageError:
-                raise
-            except StoreError as exc:
-                trouble = str(exc)
-            self._sleep(delay)
-        next_step = "`Store.retrying` or `Store.checkout` reads the log" if self._shared else "open the store again"
-        self._undecided = UndecidedError(
-            f"log entry {name} may or may not have been written ({trouble}): {next_step} when the backend answers; "
-            f"the operation happened if that entry has the write id {entry.write_id.hex()}",
-            object_id=entry.write_id.hex(),
-        )
-        if not self._shared:
-            self._undecided.retry = "after_reopen"
-        raise self._undecided
-
-    def _make_durable(self, n: int) -> None:
-        """An entry found by reading may not be durable yet; later entries must not become durable before it."""
-        if n > self._durable_n:
-            self._backend.sync_folders(self.chain.name(n))
-            self._durable_n = n
+    def _sign_of_lost_log(self, ops: Sequence[Op]) -> str | None:
+        """Why an empty log may not get its first entry."""
+        seen = self._watermark.last_seen()
+        if seen is not None and self._watermark.is_changed:
+            return f"this user has seen its entry {seen.n} (`tsck accept-log` accepts that it is gone)"
+        own = [op.fields["snapshot"] for op in ops if op.name in ("put", "staged")]
+        return sign_of_lost_log(self._backend, self._prefix, own=own)
 
     def _remember(self, entry: Entry) -> None:
         """Folds an appended entry. Errors of the cache, and warnings that are errors, do not change that it was appended."""
+        self._own.add(entry.n)
         with suppress(StoreError, Warning):
             self._watermark.appended(Head(entry.n, entry.hash))
             try:

@@ -1,10 +1,18 @@
-"""Quotas: what the snapshots of some branches may add to the store. Pure reads of the ref table."""
+"""Quotas: what the snapshots of some branches may add to the store.
 
-from collections.abc import Iterator
+A save to a branch whose quota is used up is refused, and a save that nearly uses it up warns. The bytes are those of the fold, so no save
+lists the store for this. A quota is checked before a save writes anything, and again at the head where the save is published: of several
+writers one may cross the limit, and none goes on beyond it.
+"""
+
+import shlex
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from tensorstore_ck.common.units import human_bytes, typed_bytes
+from tensorstore_ck.errors import QuotaExceededError
 from tensorstore_ck.log.ref_table import RefTable
 from tensorstore_ck.log.table_rows import QuotaRow
 
@@ -47,11 +55,44 @@ def all_quotas(view: RefTable) -> dict[str, Quota]:
     return {glob: _of_row(glob, row) for glob, row in view.quotas().items()}
 
 
-def quotas_of(view: RefTable, ref: str) -> Iterator[Quota]:
+class QuotaWarning(UserWarning):
+    """The quota of a branch is nearly used up. Each open store warns once for a branch and a quota."""
+
+
+def quotas_of(view: RefTable, ref: str) -> list[Quota]:
     """The quotas that apply to a branch."""
-    for glob, row in view.quotas().items():
-        if fnmatchcase(ref, glob):
-            yield _of_row(glob, row)
+    return [_of_row(glob, row) for glob, row in view.quotas().items() if fnmatchcase(ref, glob)]
+
+
+def check_quotas(quotas: Sequence[Quota], ref: str) -> None:
+    """Refuses a save to a branch if one of its `quotas` is used up.
+
+    Raises:
+        QuotaExceededError: the message says which quota, how much is used, and what to do.
+    """
+    for quota in quotas:
+        if quota.refuse_bytes is not None and quota.used_bytes >= quota.refuse_bytes:
+            raise QuotaExceededError(
+                f"saves to {ref!r} are refused: the quota for {quota.glob!r} is {human_bytes(quota.refuse_bytes)}, and its snapshots use "
+                f"{human_bytes(quota.used_bytes)}. Forget some (`tsck forget`, `tsck policy apply`) and end their undo windows "
+                f"(`tsck gc --undo-window 0s`), or set a higher quota (`tsck quota set {shlex.quote(quota.glob)} --refuse SIZE`)",
+                object_id=ref,
+            )
+
+
+def warn_of_quotas(url: str, quotas: Sequence[Quota], ref: str, new_bytes: int, warned: set[tuple[str, str]]) -> None:
+    """Warns if a save of `new_bytes` nearly uses up one of the `quotas` of its branch; `warned`: (branch, glob) of earlier warnings."""
+    for quota in quotas:
+        used_bytes, key = quota.used_bytes + new_bytes, (ref, quota.glob)
+        if quota.warn_bytes is not None and used_bytes >= quota.warn_bytes and key not in warned:
+            warned.add(key)
+            limit = "no save is refused" if quota.refuse_bytes is None else f"saves are refused from {human_bytes(quota.refuse_bytes)} on"
+            warnings.warn(
+                f"the snapshots of {quota.glob!r} use {human_bytes(used_bytes)}, and their quota warns from "
+                f"{human_bytes(quota.warn_bytes)} on; {limit}: see `tsck quota -s {shlex.quote(url)}`",
+                QuotaWarning,
+                stacklevel=2,
+            )
 
 
 def _of_row(glob: str, row: QuotaRow) -> Quota:

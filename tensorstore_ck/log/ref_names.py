@@ -46,7 +46,7 @@ def _problem(name: object) -> str | None:
         return "it must be up to 9 parts joined by '/', each of letters, digits, '.', '_' and '-' and beginning with a letter or digit"
     if ".." in name:
         return "'..' is not allowed"
-    if any(part.endswith(".lock") for part in name.split("/")):
+    if ".lock/" in f"{name}/":
         return "'.lock' at the end of a part is not allowed"
     if _ROOT.fullmatch(name):
         return "it looks like the root of a snapshot"

@@ -1,13 +1,13 @@
 """Typed reads of the ref table: branches, tags and snapshots as of the entry that was folded last."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.log import table_rows as rows
-from tensorstore_ck.log.cache import Reader
+from tensorstore_ck.log.cache import FailoverReader, Reader, TableError
 from tensorstore_ck.log.field_checks import MAX_INTEGER
 from tensorstore_ck.log.object_set import ObjectKey
 from tensorstore_ck.log.ref_names import is_ref_name
@@ -18,6 +18,8 @@ __all__ = ["BranchHead", "BranchMove", "Head", "Pin", "RefTable", "Relocation", 
 
 _WILDCARD: Final = re.compile(r"[*?\[]")
 _HEX: Final = re.compile(r"[0-9a-f]{0,64}")
+_MAX_KEPT_ROWS: Final = 64
+"""A save reads a few rows many times; gc reads each of many rows once."""
 
 
 class Relocation(NamedTuple):
@@ -32,17 +34,33 @@ class Relocation(NamedTuple):
 
 
 class RefTable:
-    """A view of a table or batch. Reads of a table see entries that are folded meanwhile; reads of a batch see its own writes."""
+    """A view of a table or batch. Reads of a table see entries that are folded meanwhile; reads of a batch see its own writes.
+
+    Where the rows do not change, the first rows that are read are kept.
+    """
 
     def __init__(self, reader: Reader, head: Head | Literal["in the table"] | None = "in the table") -> None:
         """`head`: of a reader whose rows do not change."""
         self._reader = reader
         self._head = head
+        self._is_fixed = head != "in the table"
+        self._kept: dict[bytes, Any] = {}
+        """Key -> row, or None, if the rows do not change."""
+        self._by_root: tuple[bytes, SnapshotInfo | None] = (b"", None)
+        """The last root that was looked up, and its snapshot, if the rows do not change."""
+        self._has_relocations: bool | None = None
 
     def read(self, kind: RowKind[Row], key: bytes, *named: Any) -> Row | None:
         """One row; `key` without the prefix, `named`: the fields that it holds."""
-        value = self._reader.get(kind.prefix + key)
-        return None if value is None else kind.row(*named, *kind.check(value))
+        whole_key = kind.prefix + key
+        if whole_key in self._kept:
+            kept: Row | None = self._kept[whole_key]
+            return kept
+        value = self._reader.get(whole_key)
+        row = None if value is None else kind.row(*named, *kind.check(value))
+        if self._is_fixed and len(self._kept) < _MAX_KEPT_ROWS:
+            self._kept[whole_key] = row
+        return row
 
     def scan(self, kind: RowKind[Row], prefix: bytes = b"", *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
         """(key after `prefix`, value) of the rows of a kind whose keys begin with `prefix`."""
@@ -123,13 +141,13 @@ class RefTable:
     def snapshot(self, ulid: bytes) -> SnapshotInfo | None:
         """A snapshot by the ULID of its record."""
         info = self.read(rows.SNAPSHOTS, ulid, ulid) if len(ulid) == ULID_BYTES else None
-        return self._with_note(info) if info is not None else None
+        return self.with_note(info) if info is not None else None
 
     def snapshots(self, *, live: bool = True) -> Iterator[SnapshotInfo]:
         """All live snapshots, or all others, by ULID: roughly in order of time."""
         for ulid, value in self.scan(rows.SNAPSHOTS):
             if self.is_live(ulid) is live:
-                yield self._with_note(rows.SNAPSHOTS.decode(value, ulid))
+                yield self.with_note(rows.SNAPSHOTS.decode(value, ulid))
 
     def is_live(self, ulid: bytes) -> bool:
         """Whether a snapshot has a holder: a history, a tag, a pin, or an undo window."""
@@ -149,10 +167,15 @@ class RefTable:
         """The newest snapshot with this root; live ones first."""
         if len(root) != DIGEST_BYTES:
             return None
+        if root == self._by_root[0]:
+            return self._by_root[1]
         candidates = [(Ulid(ulid), rows.ROOTS.decode(value).n) for ulid, value in self.scan(rows.ROOTS, root)]
         if len(candidates) > 1:
             candidates = [max(candidates, key=lambda item: (self.is_live(item[0]), item[1]))]
-        return self.snapshot(candidates[0][0]) if candidates else None
+        info = self.snapshot(candidates[0][0]) if candidates else None
+        if self._is_fixed:
+            self._by_root = root, info
+        return info
 
     def marked(self, mark: str) -> Iterator[SnapshotInfo]:
         """The newest snapshot of each root with that mark."""
@@ -225,6 +248,11 @@ class RefTable:
 
     def relocations(self, pack: bytes) -> list[Relocation]:
         """The current relocations of a pack, newest first."""
+        if self._is_fixed:
+            if self._has_relocations is None:
+                self._has_relocations = any(True for _ in self.scan(rows.RELOCATIONS))
+            if not self._has_relocations:
+                return []
         current = [(Ulid(moved), rows.RELOCATIONS.decode(value)) for moved, value in self.scan(rows.RELOCATIONS, pack)]
         ordered = sorted(current, key=lambda item: (item[1].n, item[0]), reverse=True)
         return [Relocation(Ulid(pack), moved, row.n, row.hash, tuple(split_ulids(row.targets))) for moved, row in ordered]
@@ -272,6 +300,40 @@ class RefTable:
         row = self.read(rows.HORIZON, b"")
         return row.n if row is not None else 0
 
-    def _with_note(self, info: SnapshotInfo) -> SnapshotInfo:
+    def with_note(self, info: SnapshotInfo) -> SnapshotInfo:
+        """A snapshot, with the metrics and the mark that were added to its root after it was saved."""
         note = self.note(info.root)
         return info._replace(metrics={**info.metrics, **note.metrics}, mark=note.mark, reason=note.reason)
+
+
+class HeadView(FailoverReader):
+    """The rows at one head. If the cache fails while it is in use, the log is folded again up to that head."""
+
+    def __init__(self, reader: Reader, fold_until: Callable[[Head | None, TableError], Reader]) -> None:
+        """`fold_until` returns the fold of the log up to a head, and is given the failure of `reader`.
+
+        Raises:
+            CorruptObjectError: the row of the head is damaged.
+        """
+        self._reader = reader
+        self._fold_until = fold_until
+        self.head: Head | None = None
+        """The entry at which these rows are."""
+        self.head = RefTable(self).head()
+
+    def get(self, key: bytes) -> bytes | None:
+        """See `Reader.get`: the most frequent call of a save, so that it takes few steps."""
+        try:
+            return self._reader.get(key)
+        except TableError:
+            return super().get(key)
+
+    def _current(self) -> Reader:
+        return self._reader
+
+    def _leave(self, reader: Reader, cause: TableError) -> None:
+        if reader is self._reader:
+            folded = self._fold_until(self.head, cause)
+            if RefTable(folded).head() != self.head:
+                raise cause  # the log was replaced meanwhile
+            self._reader = folded

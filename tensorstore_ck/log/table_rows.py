@@ -38,6 +38,8 @@ from typing import Any, Final, NamedTuple
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.folders import FOLDERS
+from tensorstore_ck.format.record import Record
+from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log.field_checks import (
     ACTOR,
     COUNT,
@@ -161,6 +163,13 @@ class SnapshotInfo(NamedTuple):
             triggers=triggers if TRIGGERS.accepts(triggers) else [],
             epoch=epoch if EPOCH.accepts(epoch) else None,
         )
+
+    @classmethod
+    def of_record(cls, ulid: Ulid, record: Record, sealed: bytes) -> "SnapshotInfo":
+        """The snapshot of a record that no entry names; `sealed`: the record's bytes."""
+        at = (ulid, record.root(), object_hash(sealed), record.parent, record.ref, record.step, 0, record.time_ns)
+        sizes = (record.metrics, record.logical_bytes, record.new_bytes)
+        return cls(*at, *sizes, arrived_ns=record.time_ns, triggers=record.triggers, epoch=record.epoch)
 
 
 class NoteRow(NamedTuple):

@@ -12,20 +12,20 @@ def training_line(visits: Iterable[SnapshotInfo]) -> list[SnapshotInfo]:
     It was taken back if the next snapshot is an earlier one again, or continues from one; or, if the one that it continues from is not
     kept, if its step is not higher.
     """
-    line, places = list[SnapshotInfo](), dict[Digest, int]()
+    line, numbers = list[SnapshotInfo](), dict[Digest, int]()
     for info in visits:
-        if (at := places.get(info.root)) is not None:
+        if (at := numbers.get(info.root)) is not None:
             keep = at
-        elif info.parent is not None and (at := places.get(info.parent)) is not None:
+        elif info.parent is not None and (at := numbers.get(info.parent)) is not None:
             keep = at + 1
         else:
             keep = len(line)
             while keep and _is_later_or_same(line[keep - 1], info):
                 keep -= 1
         for gone in line[keep:]:
-            del places[gone.root]
+            del numbers[gone.root]
         line[keep:] = [info]
-        places[info.root] = keep
+        numbers[info.root] = keep
     return line
 
 

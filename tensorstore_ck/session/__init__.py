@@ -3,7 +3,6 @@
 session.py       `Session`: engine, fence, process groups and the queue of saves of one open store
 restoring.py     checkout, rank states and random streams
 ref_fence.py     what this handle has seen, saved and staged of each ref, and what a save expects of them
-save_options.py  the options of a save, checked
 group/           how the ranks of a process group save and restore together
 save/            the queue of saves, in the background or waited for
 staging/         saves that are durable on a local disk first

@@ -3,21 +3,23 @@
 A save expects its ref there, so that a job that was given up for dead cannot overwrite its successor's work.
 """
 
+import logging
 import threading
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.branch_conflict import branch_command
 from tensorstore_ck.engine.write.publish import AnyHead, Expected
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen, SaveOptions, SaveRequest
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log import BranchHead, RefTable
 from tensorstore_ck.log.address import Resolved, resolve
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save_options import LAST_SEEN, LastSeen, SaveOptions
 from tensorstore_ck.session.staging.staged_chain import StagedChain
+
+_logger: Final = logging.getLogger("tensorstore_ck.session")
 
 
 class _Ref(NamedTuple):
@@ -164,9 +166,10 @@ class RefFence:
         Raises:
             InvalidOptionError: the step is lower than that of the head, which this handle restored, and it has not saved there yet.
         """
-        seen, branch = self._refs.get(asked.ref), view.branch(asked.ref)
+        seen = self._refs.get(asked.ref)
         if asked.any_step or seen is None or seen.least_step is None or asked.step is None or asked.step >= seen.least_step:
             return
+        branch = view.branch(asked.ref)
         if branch is None or branch.root != seen.head or not isinstance(asked.expect, LastSeen):
             return  # `check_expected` reports that
         root = branch.root.hex()[:16]
@@ -191,18 +194,20 @@ class RefFence:
             return Digest(bytes.fromhex(expect.root))
         return resolve(view, str(expect)).info.root
 
-    def at_head(self, engine: Engine, asked: "SaveOptions", *, sync: bool = True) -> SaveRequest:
-        """A save as of now; with `sync` by the newest entry of the log, else by what this host knows."""
-        if sync:
-            engine.log.sync()
-        view = engine.log.view()
-        if sync:
+    def request_at(self, engine: Engine, view: RefTable, asked: "SaveOptions", *, is_offline: bool = False) -> SaveRequest:
+        """The save that its caller `asked` for, as of `view`; with `is_offline` without reading from the store."""
+        if not is_offline:
             self.settle(engine, view, asked.ref)
         self.check_step(engine, view, asked)
         parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)
         nearest = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
         began_ns = engine.clock()
+        if _logger.isEnabledFor(logging.DEBUG):
+            roots = [root.hex() if isinstance(root, bytes) else str(root) for root in (parent, expected, nearest)]
+            _logger.debug(
+                "save %s@%s: continues %s, moves the ref from %s, compares with %s; codec %s", asked.ref, asked.step, *roots, coding.mode
+            )
         what = (asked.metadata, asked.metrics, coding, nearest, asked.checks, began_ns, asked.origin)
         return SaveRequest(asked.ref, asked.step, parent, expected, *what)
 

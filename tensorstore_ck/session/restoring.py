@@ -65,7 +65,7 @@ class Restoring:
         if group is None or reading is None:
             return restore(self._content, **options)
         options |= {"group": group, "unclaimed": reading.unclaimed}
-        open_content = partial(open_snapshot, self.engine, self.info, reading.read_blocks, place=(group.rank() + 0.5) / group.size())
+        open_content = partial(open_snapshot, self.engine, self.info, reading.read_blocks, position=(group.rank() + 0.5) / group.size())
         if broadcast:
             from tensorstore_ck.state.broadcast_reads import BroadcastContent  # noqa: PLC0415 - loads torch.distributed
 

@@ -91,9 +91,13 @@ class Session:
         group: "ProcessGroup | DeviceMesh | None",
         on_full: OnFull,
         timeout_seconds: float,
+        changed_by: object = (),
         **options: Any,
     ) -> PendingSnapshot:
         """See `Store.put_snapshot_async`, for the options too."""
+        options["changed_by"] = changed_by if isinstance(changed_by, list | tuple) else [changed_by]
+        if not all(hasattr(each, "register_step_pre_hook") for each in options["changed_by"]):
+            raise InvalidOptionError("changed_by must be a torch optimizer, or several in a list", object_id="changed_by")
         ranks = process_group(group)
 
         def make() -> "Save":
@@ -136,6 +140,8 @@ class Session:
         self._close_engine()
 
     def _close_engine(self) -> None:
+        if self.context.step_gates is not None:
+            self.context.step_gates.close()
         self.groups.close()
         self.engine.close()
 

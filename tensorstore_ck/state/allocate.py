@@ -18,7 +18,7 @@ from tensorstore_ck.format.layout import Layout, SharedStorage, TensorSpec, dens
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD, Leaf
 from tensorstore_ck.format.values import numpy_dtype
 from tensorstore_ck.state.aliasing import ALIGNMENT_BYTES, MAX_GAP_BYTES
-from tensorstore_ck.state.byte_sources import Array, ByteSink, address_of, new_array, new_tensor, strided, target_of
+from tensorstore_ck.state.byte_sources import Array, ByteSink, MemoryTarget, address_of, new_array, new_tensor, strided, target_of
 from tensorstore_ck.state.registered_types import torch_dtype
 
 CONVERTIBLE: Final = frozenset(
@@ -122,7 +122,7 @@ def require_memory_for(layout: Layout, wanted: Sequence[WantedLeaf], device: tor
     """
     numbers = {leaf.index for leaf, _ in wanted}
     specs = [layout.tensors[number] for number in numbers]
-    needed_bytes = sum(spec.size_bytes for spec in specs if device == _CPU or is_array(spec.dtype))
+    needed_bytes = sum([spec.size_bytes for spec in specs if device == _CPU or is_array(spec.dtype)])
     for leaf, dtype in wanted:
         if dtype is not None and leaf.kind == "view":  # with overlapping strides, the converted copy may be larger than the base
             needed_bytes += prod(extent for extent, step in zip(leaf.node[3], leaf.node[4], strict=True) if step) * dtype.itemsize
@@ -220,7 +220,11 @@ class TensorAllocator:
 
     def _add(self, number: int, base: TensorOrArray, stored: torch.dtype | None = None) -> None:
         self._bases[number] = base
-        if base.nbytes:
+        if not base.nbytes:
+            return
+        if stored is None and isinstance(base, torch.Tensor) and base.is_cpu and base.is_contiguous():
+            self.targets[number] = MemoryTarget(base.data_ptr(), base.nbytes, base)  # new here, so it is plain and has its memory
+        else:
             self.targets[number] = target_of(base, stored)
 
     def addresses(self) -> dict[int, int]:

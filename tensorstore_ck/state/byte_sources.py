@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tensorstore_ck.engine.interfaces import ByteTarget
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import row_boxes
 from tensorstore_ck.state.device.window_copies import PieceCopy, copies_of, follow
@@ -106,7 +107,7 @@ class CopySource:
         return memoryview(copy)[start - first * item_bytes : stop - first * item_bytes]
 
 
-class MemoryTarget:
+class MemoryTarget(ByteTarget):
     """`ByteTarget` over contiguous CPU memory."""
 
     __slots__ = ("_address", "_owner", "_size")
@@ -125,7 +126,7 @@ class MemoryTarget:
         self.memory()[start : start + len(data)] = data
 
 
-class CopyTarget:
+class CopyTarget(ByteTarget):
     """`ByteTarget` over any other tensor or array: on a device, of another dtype, or strided. Takes whole elements."""
 
     __slots__ = ("_dtype", "_item_bytes", "_shape", "_tensor")
@@ -144,6 +145,11 @@ class CopyTarget:
 
     def memory(self) -> None:
         """None: bytes must come through `write`."""
+
+    def window(self, size_bytes: int) -> memoryview | None:
+        """Pinned memory, if the tensor is on a device."""
+        tensor = self._tensor
+        return copies_of(tensor.device).window(size_bytes) if isinstance(tensor, torch.Tensor) and tensor.is_cuda else None
 
     def write(self, start: int, data: memoryview) -> None:
         """Copies, converts and moves `data`, which begins and ends with an element."""

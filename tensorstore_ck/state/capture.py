@@ -233,21 +233,18 @@ class CaptureWalk:
             keys = self._keys(value, path)
             nodes[position] = ["d", keys, children] if kind is dict else self._dict_node(value, path, keys, children)
         paths = [path + (key if type(key) is str else key_text(key)) for key in keys]
-        self._visit_children([*items], paths, children, depth + 1)
+        items, child = [*items], 0
+        while child < len(items):
+            if type(items[child]) in PLAIN:
+                child = self._visit_run(items, paths, children, child)
+            if child < len(items):
+                self._visit(items[child], f"{paths[child]}.", children, child, depth + 1)
+            child += 1
         if kind is OrderedDict and (attributes := vars(value)):
             if set(attributes) != {"_metadata"}:
                 self._fail(path[:-1], f"its OrderedDict has attributes {sorted(attributes)}", "move them into the dict")
                 return
             self._visit(attributes["_metadata"], f"{path}{ATTRIBUTES}.", nodes[position], 3, depth + 1)
-
-    def _visit_children(self, items: Sequence[Any], paths: Sequence[str], nodes: list[Any], depth: int) -> None:
-        position = 0
-        while position < len(items):
-            if type(items[position]) in PLAIN:
-                position = self._visit_run(items, paths, nodes, position)
-            if position < len(items):
-                self._visit(items[position], f"{paths[position]}.", nodes, position, depth)
-            position += 1
 
     def _dict_node(self, value: Any, path: str, keys: list[Any], children: list[Any]) -> list[Any]:
         kind = type(value)

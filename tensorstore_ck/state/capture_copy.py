@@ -5,7 +5,7 @@ of the layout, each at a multiple of `ALIGN_BYTES`.
 """
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -13,12 +13,13 @@ import numpy.typing as npt
 import torch
 
 from tensorstore_ck.common.threads import for_each
-from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, DeviceBlocks
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, Sampling, pieces, require_unchanged, share_of
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES
 from tensorstore_ck.state.arena import Arena, Slot
 from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, address_of
+from tensorstore_ck.state.device.capture_proofs import ArrivingSource, Overlap, start_copies
 from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopy, is_on_device
 from tensorstore_ck.state.rank_shares import ChainedSource
 from tensorstore_ck.state.tensor_table import ByteSources, LazySources
@@ -72,10 +73,12 @@ def copy_captured(
     threads: int,
     start_bytes: int = 0,
     sampling: Sampling = NOT_VERIFIED,
+    overlap: Overlap | None = None,
 ) -> CapturedState:
     """Copies a state into a slot: its tensors, except those in `skip`, may be changed as soon as this returns.
 
-    A tensor on a CUDA device may be changed by work queued on the current stream afterwards; readers of its copy wait for it.
+    A tensor on a CUDA device may be changed by work queued on the current stream afterwards; readers of its copy wait for it. With
+    `overlap`, what an optimizer with a gate owns must not be changed before its next step.
 
     Args:
         captured: The state.
@@ -83,7 +86,8 @@ def copy_captured(
         skip: The numbers of tensors that are not copied.
         threads: The number of copying threads.
         start_bytes: Where in the slot to begin.
-        sampling: Which bytes are compared with their copy at the end; none of a tensor on a CUDA device, which its stream's order protects.
+        sampling: Which bytes are compared with their copy at the end; none of a tensor on a CUDA device.
+        overlap: See `Overlap`.
 
     Raises:
         InvalidOptionError: the slot is too small, or was released.
@@ -97,16 +101,15 @@ def copy_captured(
         raise InvalidOptionError(f"a capture needs {offsets[-1]} bytes of a slot, and this one {what}: take one of slot_bytes()")
     addresses = ByteSources.of(captured.sources).addresses
     rest = _OtherSources(memory)
-    arriving = [
-        number
-        for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist()
-        if rest.add(captured.sources[number], int(offsets[number]), int(sizes[number]))
-    ]
+    arriving: dict[int, list[DeviceCopy]] = {}
+    for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist():
+        if several := rest.add(captured.sources[number], int(offsets[number]), int(sizes[number])):
+            arriving[number] = several
     copies = _CopiedSources(slot, offsets, sizes, {number: captured.sources[number] for number in skip})
+    device_blocks: DeviceBlocks | None = captured.device_blocks if skip else None
     if arriving:
-        arrival = slot.arena.device_copies.start(rest.device_copies)
-        slot.arrivals.append(arrival)
-        copies.arrivals = dict.fromkeys(arriving, arrival)
+        started = start_copies(captured, arriving, slot.arena.device_copies, slot.arrivals, overlap)
+        copies.arrivals, device_blocks = started.arrivals, started.blocks or device_blocks
     moves = np.stack((offsets[:-1] + address_of(memory), addresses, sizes), axis=1)[addresses != 0]
     jobs = _jobs(np.concatenate((moves, rest.moves())), threads)
     for_each(jobs, _move, min(threads, len(jobs)))
@@ -116,7 +119,7 @@ def copy_captured(
         own = [number for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist() if number not in copies.arrivals]
         changed = _changed(addresses, address_of(memory) + offsets[:-1], sizes, sampling)
         require_unchanged(captured, changed | _changed_rest(captured, copies, own, sampling))
-    return captured._replace(sources=copies, device_blocks=captured.device_blocks if skip else None)
+    return captured._replace(sources=copies, device_blocks=device_blocks)
 
 
 def _changed(addresses: Numbers, targets: Numbers, sizes: Numbers, sampling: Sampling) -> set[int]:
@@ -167,7 +170,7 @@ class _CopiedSources(LazySources):
         self._sizes = sizes
         self._others = others
         """Tensors that were not copied."""
-        self.arrivals: dict[int, DeviceArrival] = {}
+        self.arrivals: Mapping[int, DeviceArrival] = {}
         """Copies from a device that may still be under way."""
 
     def at(self, number: int) -> ByteSource:
@@ -178,24 +181,10 @@ class _CopiedSources(LazySources):
         if memory is None:
             raise InvalidOptionError("a captured state was read after its slot was released", object_id="slot")
         source = MemorySource(address_of(memory) + int(self._offsets[number]), memory, int(self._sizes[number]))
-        return source if number not in self.arrivals else _ArrivingSource(source, self.arrivals[number])
+        return source if number not in self.arrivals else ArrivingSource(source, self.arrivals[number])
 
     def __len__(self) -> int:
         return len(self._sizes)
-
-
-class _ArrivingSource:
-    """`ByteSource` of a copy from a device that may still be under way."""
-
-    def __init__(self, source: ByteSource, arrival: DeviceArrival) -> None:
-        self._source = source
-        self._arrival = arrival
-        self.size_bytes = source.size_bytes
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Waits for the copy, then returns its bytes."""
-        self._arrival.wait()
-        return self._source.read(start, stop)
 
 
 class _OtherSources:
@@ -208,27 +197,25 @@ class _OtherSources:
         self._kept: list[object] = []
         """Keeps the sources of `_moves` alive."""
         self._strided: list[tuple[torch.Tensor | Array, int]] = []
-        self.device_copies: list[DeviceCopy] = []
 
-    def add(self, source: ByteSource, offset: int, size: int) -> bool:
-        """Adds a copy at `offset` of the slot; returns whether it comes from a device."""
+    def add(self, source: ByteSource, offset: int, size: int) -> list[DeviceCopy]:
+        """Adds a copy at `offset` of the slot; returns what is to be copied from devices instead."""
         if isinstance(source, ChainedSource):
-            arrives = False
+            found = []
             for part in source.sources:
-                arrives |= self.add(part, offset, part.size_bytes)
+                found += self.add(part, offset, part.size_bytes)
                 offset += part.size_bytes
-            return arrives
+            return found
         if isinstance(source, CopySource):
             if is_on_device(source.tensor):
-                self.device_copies.append(DeviceCopy(source.tensor, self._tensor(offset, source.tensor)))
-                return True
+                return [DeviceCopy(source.tensor, self._tensor(offset, source.tensor))]
             self._strided.append((source.tensor, offset))
-            return False
+            return []
         if size:
             data = np.frombuffer(source.read(0, size), np.uint8)
             self._kept.append(data)
             self._moves.append((address_of(self._memory) + offset, address_of(data), data.nbytes))
-        return False
+        return []
 
     def moves(self) -> Numbers:
         """The contiguous copies: rows of target, source, size."""

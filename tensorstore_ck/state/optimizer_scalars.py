@@ -12,7 +12,7 @@ _KEYS: Final = ("state", "param_groups")
 
 def with_exact_scalars(content: SnapshotContent, wanted: list[WantedLeaf]) -> list[WantedLeaf]:
     """`wanted`, without a conversion of one-element tensors in the state of an optimizer."""
-    if all(dtype is None for _, dtype in wanted):
+    if {dtype for _, dtype in wanted} <= {None}:
         return wanted
     scalars = _scalars(content)
     return [(leaf, None if leaf.path in scalars else dtype) for leaf, dtype in wanted]

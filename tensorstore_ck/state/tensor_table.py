@@ -117,18 +117,18 @@ class ByteSources(LazySources):
     @overload
     def __getitem__(self, number: slice) -> list[ByteSource]: ...
     def __getitem__(self, number: int | slice) -> ByteSource | list[ByteSource]:
-        if isinstance(number, int) and 0 <= number < len(self.sizes):
-            return self.at(number)  # the most frequent case
-        return super().__getitem__(number)
-
-    def at(self, number: int) -> ByteSource:
-        """See `LazySources`."""
+        if not isinstance(number, int) or not 0 <= number < len(self.sizes):
+            return super().__getitem__(number)
         if number in self._made:
             return self._made[number]
         owner = self._owners[number]
         if isinstance(owner, torch.Tensor):
             return self._made.setdefault(number, CopySource(owner))
         return MemorySource(int(self.addresses[number]), owner, int(self.sizes[number]))
+
+    def at(self, number: int) -> ByteSource:
+        """See `LazySources`."""
+        return self[number]
 
     def __len__(self) -> int:
         return len(self.sizes)

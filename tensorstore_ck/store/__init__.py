@@ -3,12 +3,13 @@
 read_only_store.py  `ReadOnlyStore`: restores, and looks
 store.py            `Store`: saves, refs, what stays and what goes, upkeep
 opening.py          `open`
+internals.py        what the areas above need of a store beyond its public methods
 
 What takes long to import, such as torch, is imported only by the methods that need it, so that a command starts fast.
 """
 
 from tensorstore_ck.engine.write.publish import ANY
-from tensorstore_ck.session.save_options import LAST_SEEN
+from tensorstore_ck.engine.write.request import LAST_SEEN
 from tensorstore_ck.store.opening import open_store
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
 from tensorstore_ck.store.store import Store

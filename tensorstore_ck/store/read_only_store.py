@@ -81,12 +81,12 @@ class ReadOnlyStore:
 
     @property
     def engine(self) -> Engine:
-        """For what is built on top of a store: see `integrations`."""
+        """Internal: what is built on top of a store uses `store/internals.py`."""
         return self.session.engine
 
     @property
     def session(self) -> Session:
-        """What this handle has seen of refs, its process groups and its queue of saves: for what is built on top of a store."""
+        """Internal: what this handle has seen of refs, its process groups and its queue of saves."""
         return self._session
 
     def close(self) -> None:
@@ -382,15 +382,17 @@ class ReadOnlyStore:
 
         return find_nan(self.engine, self.session.resolve(address).info, select)
 
-    def usage(self, *, per_snapshot: bool = False) -> "Usage":
+    def usage(self, *, per_snapshot: bool = False, progress: "GcProgress | None" = None) -> "Usage":
         """Logical, unique, stored, shared and exclusive bytes, per ref, job and pack, and in all; reads no tensor data.
 
         Args:
             per_snapshot: Also the size of each snapshot, and what forgetting it would free.
+            progress: See `Store.gc`. An error that it raises ends the measurement.
         """
+        from tensorstore_ck.gc.report import ignore_progress  # noqa: PLC0415
         from tensorstore_ck.gc.usage import measure_usage  # noqa: PLC0415
 
-        return measure_usage(self.engine.of_store(), per_snapshot=per_snapshot)
+        return measure_usage(self.engine.of_store(), per_snapshot=per_snapshot, progress=progress or ignore_progress)
 
     def last_runs(self) -> dict[str, RunOutcome]:
         """``gc``, ``fsck`` -> the last run of each, by any host: when it ended, its outcome, and what it freed or found.
@@ -509,7 +511,9 @@ class ReadOnlyStore:
         ) -> Generator[Snapshot]:
             """`Store.watch`, where it changes nothing."""
 
-        def apply_policies(self, *refs: str, dry_run: Literal[True], rules: Mapping[str, object] | None = None) -> "RetentionReport":
+        def apply_policies(
+            self, *refs: str, dry_run: Literal[True], rules: Mapping[str, object] | None = None, glob: str | None = None
+        ) -> "RetentionReport":
             """`Store.apply_policies`, where it changes nothing."""
 
         def gc(self, options: "GcOptions | None" = None, *, dry_run: Literal[True], progress: "GcProgress | None" = None) -> "GcReport":

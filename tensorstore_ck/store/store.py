@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from tensorstore_ck.common.deprecation import renamed_argument, renamed_method
 from tensorstore_ck.common.printed_commands import methods_name_store
 from tensorstore_ck.engine.write.publish import AnyHead
+from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged
 from tensorstore_ck.events import Callback
@@ -18,12 +19,12 @@ from tensorstore_ck.maintenance import forget as forgetting
 from tensorstore_ck.maintenance import refs
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
 from tensorstore_ck.session.save import DrainReport, OnFull, PendingSnapshot, Preemption
-from tensorstore_ck.session.save_options import LAST_SEEN, LastSeen
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
     from tensorstore_ck.gc import FreedSnapshots, GcOptions, GcReport
     from tensorstore_ck.gc.recode import RecodeReport
@@ -172,6 +173,7 @@ class Store(ReadOnlyStore):
         unchanged: Unchanged = "warn",
         verify_capture: float = SAMPLE_SHARE,
         on_full: OnFull = "block",
+        changed_by: "Optimizer | Sequence[Optimizer]" = (),
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> PendingSnapshot:
         """As `put_snapshot`, in the background: returns as soon as `state` may be mutated, and a thread does the rest.
@@ -195,11 +197,15 @@ class Store(ReadOnlyStore):
             codec: See `put_snapshot`.
             delta: See `put_snapshot`.
             unchanged: See `put_snapshot`; checked on the thread that stores the state.
-            verify_capture: As in `put_snapshot`, but compares the copies, before this returns. Tensors on CUDA devices are not compared:
-                their copies are made in the order of their stream.
+            verify_capture: As in `put_snapshot`, but compares the copies, before this returns. Of larger tensors on CUDA devices the ids
+                are computed at the call, and compared with those of all bytes that are written.
             on_full: What to do when the buffers of earlier saves leave no memory: ``block`` until there is; ``skip`` this save; or
                 ``replace`` the oldest save that waits in the queue. With `group`, rank 0 decides for all. The returned object, a
                 warning in the log and an event report a dropped save.
+            changed_by: Optimizers that alone change their parameters and states, in ``step``. Then those on CUDA devices are copied beside
+                the next forward and backward passes, which do not wait, and the next ``step`` comes after the copy. An optimizer that has
+                not stepped since the last save, or whose tensors changed between that and its next step, waits as without this. If
+                anything else changes such a tensor while it is copied, the save fails with `CaptureChangedError`.
             timeout_seconds: As in `put_snapshot`; time in the queue does not count.
 
         Raises:
@@ -214,6 +220,7 @@ class Store(ReadOnlyStore):
             group=group,
             rank_state=rank_state,
             frozen=frozen,
+            changed_by=changed_by,
             timeout_seconds=timeout_seconds,
             step=step,
             metrics=metrics,
@@ -370,14 +377,23 @@ class Store(ReadOnlyStore):
             addresses: ``ref@step``, ``ref~n`` or a root for one snapshot; a ref for all of it. Tags, pins and other branches keep
                 what they hold.
         """
-        found = forgetting.forget(self.engine, addresses)
-        self.session.fence.drop(each.ref for each in found if each.kind == "branch")
-        return found
+        forgotten = forgetting.forget(self.engine, addresses)
+        self.session.fence.drop(removed.ref for removed in forgotten if removed.kind == "branch")
+        return forgotten
 
     @_changes
-    def undo(self, address: str | None = None) -> "tuple[Forgotten, ...]":
-        """Restores what was forgotten last, or last of a ref, or one snapshot: until gc ends the undo window."""
-        return forgetting.undo(self.engine, address)
+    def undo(self, address: str | None = None, *, entry: int | None = None) -> "tuple[Forgotten, ...]":
+        """Restores what was forgotten last, or last of a ref, or one snapshot: until gc ends the undo window.
+
+        Args:
+            address: The ref, or the snapshot.
+            entry: Only what this log entry removed (see `forgotten`).
+
+        Raises:
+            NotFoundError: nothing can be undone.
+            ConflictError: another log entry than `entry` is the last that removed something there.
+        """
+        return forgetting.undo(self.engine, address, entry=entry)
 
     @_changes
     def set_policy(self, glob: str, **rules: object) -> "Policy":
@@ -438,17 +454,21 @@ class Store(ReadOnlyStore):
         remove_quota(self.engine, glob)
 
     @_changes
-    def apply_policies(self, *refs: str, dry_run: bool = False, rules: Mapping[str, object] | None = None) -> "RetentionReport":
+    def apply_policies(
+        self, *refs: str, dry_run: bool = False, rules: Mapping[str, object] | None = None, glob: str | None = None
+    ) -> "RetentionReport":
         """Applies the policies, in one log entry; reports for each snapshot why it stays or goes, and what that frees.
 
         Args:
             refs: These branches; none: all.
             dry_run: Only report.
             rules: Report what these rules would do, instead of the policies that are set; needs `dry_run`.
+            glob: With `rules`: report what they would do as the policy for this glob, together with the other policies. `refs` are then
+                the branches that it matches.
         """
         from tensorstore_ck.maintenance.apply_policies import retain  # noqa: PLC0415
 
-        return retain(self.engine.of_store(), refs, dry_run=dry_run, rules=rules)
+        return retain(self.engine.of_store(), refs, dry_run=dry_run, rules=rules, glob=glob)
 
     # --- maintenance ---------------------------------------------------------------------------------------------------
 
@@ -498,7 +518,7 @@ class Store(ReadOnlyStore):
             bad=bad,
             pin_for=pin_for,
             unpinned_unsafe=unpinned_unsafe,
-            tested=tested or (lambda each: None),
+            tested=tested or (lambda test: None),
         )
 
     @_changes

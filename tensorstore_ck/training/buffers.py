@@ -28,12 +28,12 @@ def plain_buffers(module: nn.Module, *, of_model: bool) -> dict[str, torch.Tenso
     if of_model:
         modules = walk(module, "")
     else:
-        modules = ((f"{name}." if name else "", each) for name, each in module.named_modules(remove_duplicate=False))
+        modules = ((f"{name}." if name else "", submodule) for name, submodule in module.named_modules(remove_duplicate=False))
     return {
         prefix + name: buffer
-        for prefix, each in modules
-        for name, buffer in each.named_buffers(recurse=False, remove_duplicate=False)
-        if name not in each._non_persistent_buffers_set and type(buffer) is torch.Tensor and buffer.layout is torch.strided
+        for prefix, submodule in modules
+        for name, buffer in submodule.named_buffers(recurse=False, remove_duplicate=False)
+        if name not in submodule._non_persistent_buffers_set and type(buffer) is torch.Tensor and buffer.layout is torch.strided
     }
 
 
@@ -45,25 +45,25 @@ def digest(buffer: torch.Tensor) -> bytes:
     return blake3(memory.data, max_threads=blake3.AUTO).digest(16)
 
 
-def shared_state(path: str, state: State, found: Mapping[str, torch.Tensor], agreement: Agreement) -> State:
+def shared_state(path: str, state: State, buffers: Mapping[str, torch.Tensor], agreement: Agreement) -> State:
     """The state of the module at `path` as this rank saves it: only one rank adds the bytes of a buffer that differs."""
     state = dict(state)
-    for name, buffer in rank_buffers(path, found, agreement).items():
+    for name, buffer in rank_buffers(path, buffers, agreement).items():
         if name in state:
             flat = buffer.detach().contiguous().reshape(-1)
             state[name] = FlatShard(flat if f"{path}.{name}" in agreement.leads else flat[:0], tuple(buffer.shape), 0)
     return state
 
 
-def rank_buffers(path: str, found: Mapping[str, torch.Tensor], agreement: Agreement) -> State:
+def rank_buffers(path: str, buffers: Mapping[str, torch.Tensor], agreement: Agreement) -> State:
     """The buffers that this rank stores as its own."""
     kept = agreement.leads | agreement.follows
-    return {name: each for name, each in found.items() if f"{path}.{name}" in kept}
+    return {name: buffer for name, buffer in buffers.items() if f"{path}.{name}" in kept}
 
 
 @torch.no_grad()
-def restore(found: Mapping[str, torch.Tensor], stored: Mapping[str, Any]) -> None:
+def restore(buffers: Mapping[str, torch.Tensor], stored: Mapping[str, Any]) -> None:
     """Fills the buffers that have a stored value; the others keep the shared one."""
-    for name, buffer in found.items():
+    for name, buffer in buffers.items():
         if name in stored:
             buffer.copy_(stored[name])

@@ -47,11 +47,11 @@ def copied(leaves: Leaves) -> Leaves:
 def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     prefix = f"{path}." if path else ""
     if isinstance(value, Mapping) and value:
-        for key, each in value.items():
-            yield from _flat(each, f"{prefix}{key}")
-    elif isinstance(value, list | tuple) and any(isinstance(each, torch.Tensor | np.ndarray | Mapping | list | tuple) for each in value):
-        for number, each in enumerate(value):
-            yield from _flat(each, f"{prefix}{number}")
+        for key, child in value.items():
+            yield from _flat(child, f"{prefix}{key}")
+    elif isinstance(value, list | tuple) and any(isinstance(child, torch.Tensor | np.ndarray | Mapping | list | tuple) for child in value):
+        for number, child in enumerate(value):
+            yield from _flat(child, f"{prefix}{number}")
     else:
         yield path, value
 
@@ -66,9 +66,9 @@ def _local(leaf: Any) -> torch.Tensor:
     if isinstance(leaf, np.ndarray):
         is_number = leaf.dtype.kind in "biufc" and leaf.itemsize <= 16 and leaf.dtype.isnative
         return torch.from_numpy(leaf.copy() if is_number else np.frombuffer(leaf.tobytes(), np.uint8).copy())
-    found = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-    assert isinstance(found, torch.Tensor)
-    return found.detach().cpu()
+    local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+    assert isinstance(local, torch.Tensor)
+    return local.detach().cpu()
 
 
 def _bits(value: object) -> object:
@@ -80,15 +80,15 @@ def _bits(value: object) -> object:
         return type(value).__name__, repr(value)
 
 
-def first_difference(step: int, expected: Leaves, found: Leaves) -> Difference | None:
+def first_difference(step: int, expected: Leaves, actual: Leaves) -> Difference | None:
     """The first difference, in the order of the state. `expected` comes from `copied`."""
-    for name, leaf in found.items():
+    for name, leaf in actual.items():
         if name not in expected:
             return Difference(step, name, "it is there the second time only")
         difference = _compare(step, name, expected[name], leaf)
         if difference is not None:
             return difference
-    gone = next((name for name in expected if name not in found), None)
+    gone = next((name for name in expected if name not in actual), None)
     return None if gone is None else Difference(step, gone, "it is there the first time only")
 
 

@@ -116,8 +116,8 @@ def _determinism() -> str:
 
 def _reduced_precision_sums() -> str:
     matmul = torch.backends.cuda.matmul
-    found = {"fp16": matmul.allow_fp16_reduced_precision_reduction, "bf16": matmul.allow_bf16_reduced_precision_reduction}
-    return ", ".join(name for name, is_allowed in found.items() if is_allowed) or "off"
+    allowed = {"fp16": matmul.allow_fp16_reduced_precision_reduction, "bf16": matmul.allow_bf16_reduced_precision_reduction}
+    return ", ".join(name for name, is_allowed in allowed.items() if is_allowed) or "off"
 
 
 def _mesh_text(mesh: DeviceMesh) -> str:
@@ -148,8 +148,8 @@ def _cublas_version() -> str | None:
 
 @cache
 def _driver_version() -> str | None:
-    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _first_line("/proc/driver/nvidia/version"))
-    return found[0] if found and torch.version.cuda else None
+    version = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _first_line("/proc/driver/nvidia/version"))
+    return version[0] if version and torch.version.cuda else None
 
 
 @cache

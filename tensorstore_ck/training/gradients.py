@@ -34,20 +34,20 @@ def get_gradients(names: ParameterNames, models: Iterable[nn.Module]) -> tuple[G
                     "set_requires_gradient_sync(False)",
                     object_id="gradients",
                 )
-    found = {name: each.grad for name, each in names.parameters.items() if each.grad is not None}
-    shared: Gradients = {name: each for name, each in found.items() if isinstance(each, DTensor)}
-    return shared, {name: each for name, each in found.items() if name not in shared}
+    gradients = {name: parameter.grad for name, parameter in names.parameters.items() if parameter.grad is not None}
+    shared: Gradients = {name: gradient for name, gradient in gradients.items() if isinstance(gradient, DTensor)}
+    return shared, {name: gradient for name, gradient in gradients.items() if name not in shared}
 
 
 def get_target(names: ParameterNames, stored: Iterable[str]) -> Gradients:
     """Tensors to restore shared gradients into."""
-    found: Gradients = {}
+    targets: Gradients = {}
     for name in stored:
         parameter = names.parameters.get(name)
         if parameter is None:
             raise MismatchError(f"the snapshot has a gradient of {name!r}, and the model has no such parameter", object_id=name)
-        found[name] = torch.empty_like(parameter, requires_grad=False)
-    return found
+        targets[name] = torch.empty_like(parameter, requires_grad=False)
+    return targets
 
 
 def set_gradients(names: ParameterNames, gradients: Gradients) -> None:
@@ -61,8 +61,8 @@ def set_gradients(names: ParameterNames, gradients: Gradients) -> None:
         if parameter is None or parameter.shape != gradient.shape:
             raise MismatchError(f"the snapshot has a gradient of {name!r}, and the model has no such parameter", object_id=name)
     for name, parameter in names.parameters.items():
-        found = gradients.get(name)
-        parameter.grad = None if found is None else _beside(parameter, found.to(parameter.device))
+        restored = gradients.get(name)
+        parameter.grad = None if restored is None else _beside(parameter, restored.to(parameter.device))
 
 
 def _beside(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -73,8 +73,8 @@ def _beside(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 def _holds_unreduced(module: FSDPModule) -> bool:
     state: Any = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # before torch 2.13
-    sharded = [each for group in groups if group is not None for each in group.fsdp_params]
-    whole = [getattr(each, "_unsharded_param", None) for each in sharded]  # made by the first forward pass
-    return any(each.unsharded_accumulated_grad is not None for each in sharded) or any(
-        each is not None and each.grad is not None for each in whole
+    sharded = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    whole = [getattr(parameter, "_unsharded_param", None) for parameter in sharded]  # made by the first forward pass
+    return any(parameter.unsharded_accumulated_grad is not None for parameter in sharded) or any(
+        parameter is not None and parameter.grad is not None for parameter in whole
     )

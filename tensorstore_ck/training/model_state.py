@@ -11,15 +11,15 @@ from torch import nn
 from tensorstore_ck.training.parameter_names import wrapping
 
 
-def get_state(model: nn.Module) -> dict[str, Any]:
-    """The entries of ``model.state_dict()``, not copied, by their own names."""
-    return {_own_name(model, key): each for key, each in model.state_dict().items()}
+def get_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
+    """The entries of ``model.state_dict()``, not copied, by their own names. `keep_vars`: the parameters themselves."""
+    return {_own_name(model, key): value for key, value in model.state_dict(keep_vars=keep_vars).items()}
 
 
 def state_dict_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """What `get_state` returned, of this model or of the same one in other wrappers, by the names of ``model.state_dict()``."""
     keys = {_own_name(model, key): key for key in model.state_dict()}
-    return {keys.get(name, name): each for name, each in state.items()}
+    return {keys.get(name, name): value for name, value in state.items()}
 
 
 def set_state(model: nn.Module, state: Mapping[str, Any]) -> None:

@@ -15,14 +15,14 @@ def seal(state: Any) -> Any:
     """The state, with everything that has no tensors in tuples."""
     if not _has_tensors(state):
         return (_SEAL, state)
-    return {key: seal(each) for key, each in state.items()} if isinstance(state, dict) else state
+    return {key: seal(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
 def unseal(state: Any) -> Any:
     """What `seal` was given."""
     if type(state) is tuple and len(state) == 2 and type(state[0]) is str and state[0] == _SEAL:
         return state[1]
-    return {key: unseal(each) for key, each in state.items()} if isinstance(state, dict) else state
+    return {key: unseal(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
 def _has_tensors(state: Any) -> bool:

@@ -35,28 +35,32 @@ def get_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames
     """
     require_supported(path, optimizer)
     known = _names_in(path, optimizer, names)
-    found = _state_dict(path, own_optimizer(optimizer), len(known))
-    state = {known[key] if type(key) is int else key: each for key, each in found["state"].items()}
-    groups = [{**group, "params": [known[number] for number in group["params"]]} for group in found["param_groups"]]
-    return {**found, "state": state, "param_groups": named_groups(groups) if by_name else groups}
+    whole = _state_dict(path, own_optimizer(optimizer), len(known))
+    state = {known[key] if type(key) is int else key: value for key, value in whole["state"].items()}
+    groups = [{**group, "params": [known[number] for number in group["params"]]} for group in whole["param_groups"]]
+    return {**whole, "state": state, "param_groups": named_groups(groups) if by_name else groups}
 
 
 def _state_dict(path: str, optimizer: torch.optim.Optimizer, parameters: int) -> State:
     """The optimizer's state, if it numbers its `parameters` as torch's optimizers do."""
     kind = type(optimizer).__qualname__
     try:
-        found = dict(optimizer.state_dict())
+        whole = dict(optimizer.state_dict())
     except Exception as exc:
         raise UnsupportedValueError(
             f"{path} is a {kind} whose state_dict() fails on this rank: {type(exc).__name__}: {exc}. Use another optimizer, or pass "
             "what has to be restored of it in extra= or rank_values=",
             object_id=path,
         ) from exc
-    state, groups = found.get("state"), found.get("param_groups")
-    if isinstance(state, Mapping) and isinstance(groups, list) and all(isinstance(each, Mapping) and "params" in each for each in groups):
+    state, groups = whole.get("state"), whole.get("param_groups")
+    if (
+        isinstance(state, Mapping)
+        and isinstance(groups, list)
+        and all(isinstance(group, Mapping) and "params" in group for group in groups)
+    ):
         numbers = [*(key for key in state if type(key) is not str), *(number for group in groups for number in group["params"])]
         if all(type(number) is int and 0 <= number < parameters for number in numbers):
-            return found
+            return whole
     raise UnsupportedValueError(
         f"{path} is a {kind} whose state_dict() is not of the form of torch's optimizers ('state' and 'param_groups' by the numbers of "
         'parameters), so its states cannot be kept by the names of parameters. Pass it as extra={"optimizer": optimizer} and not as '
@@ -83,7 +87,7 @@ def get_full_state(path: str, optimizer: torch.optim.Optimizer, names: Parameter
     Raises:
         InvalidOptionError: the future tensors are unknown.
     """
-    found, optimizer = get_state(path, optimizer, names), own_optimizer(optimizer)
+    state, optimizer = get_state(path, optimizer, names), own_optimizer(optimizer)
     if inspect.signature(optimizer.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
         kind = type(optimizer).__qualname__
         raise InvalidOptionError(
@@ -91,7 +95,7 @@ def get_full_state(path: str, optimizer: torch.optim.Optimizer, names: Parameter
             object_id=path,
         )
     stepped = bool(optimizer.state)
-    return {**(found if stepped else {**found, "state": _future_state(optimizer, names)}), "stepped": stepped}
+    return {**(state if stepped else {**state, "state": _future_state(optimizer, names)}), "stepped": stepped}
 
 
 def get_target(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, stored: Iterable[str]) -> State:
@@ -105,7 +109,7 @@ def get_target(path: str, optimizer: torch.optim.Optimizer, names: ParameterName
     wanted = [name for name in names.below(f"{path}.state.", stored) if name in held or name not in names.parameters]
     if any(isinstance(names.parameters.get(name), DTensor) and name not in own for name in wanted):
         own = {**_future_state(own_optimizer(optimizer), names), **own}
-    others = {each.removeprefix(f"{path}.").partition(".")[0] for each in stored if each.startswith(f"{path}.")}
+    others = {name.removeprefix(f"{path}.").partition(".")[0] for name in stored if name.startswith(f"{path}.")}
     return {**dict.fromkeys(others), "state": {name: own.get(name) for name in wanted}, "param_groups": None}
 
 
@@ -120,15 +124,15 @@ def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames
     stored = match_groups(path, state["param_groups"], own, () if is_partitioned(outer) else names.parameters)
     groups = [there or _options(here) for there, here in zip(stored, optimizer.param_groups, strict=True)]
     given = state["state"] if state.get("stepped", True) else {}
-    packed = {numbers.get(name, name): each for name, each in given.items()}
+    packed = {numbers.get(name, name): value for name, value in given.items()}
     numbered = [{**group, "params": [numbers[name] for name in members]} for group, members in zip(groups, own, strict=True)]
-    others = {key: each for key, each in state.items() if key not in (*_KEYS, "stepped")}
+    others = {key: value for key, value in state.items() if key not in (*_KEYS, "stepped")}
     load(path, optimizer.load_state_dict, {**others, "state": packed, "param_groups": numbered})
     take_options(outer)
-    for name, each in given.items():
+    for name, value in given.items():
         if name in numbers:
             parameter = names.parameters[name]
-            _keep_form(optimizer.state[parameter], each, parameter)
+            _keep_form(optimizer.state[parameter], value, parameter)
 
 
 def match_groups(path: str, stored: Any, own: list[list[str]], held: Collection[str] = ()) -> list[State]:
@@ -143,7 +147,7 @@ def match_groups(path: str, stored: Any, own: list[list[str]], held: Collection[
     is_united = isinstance(stored, Mapping)
     groups = list(stored.items() if is_united else enumerate(stored))
     of = {name: at for at, members in enumerate(own) for name in members}
-    found: list[list[State]] = [[] for _ in own]
+    options_of_group: list[list[State]] = [[] for _ in own]
     order: list[int] = []
     known = {name for _, group in groups for name in group["params"]}
     fits = of.keys() <= known and of.keys() >= known.intersection(held)
@@ -152,28 +156,28 @@ def match_groups(path: str, stored: Any, own: list[list[str]], held: Collection[
         fits &= len(mine) <= 1
         order += mine
         for at in mine:
-            found[at].append(_options(group))
+            options_of_group[at].append(_options(group))
         at = int(str(key).removeprefix("#")) if not (is_united and group["params"]) else len(own)
         if at < len(own) and not own[at]:  # an empty group is known by its position only
-            found[at].append(_options(group))
+            options_of_group[at].append(_options(group))
     fits &= is_united or order == sorted(set(order))
-    fits &= all(is_same(options, each[0]) for each in found for options in each)
+    fits &= all(is_same(options, options_there[0]) for options_there in options_of_group for options in options_there)
     if not fits:
         raise MismatchError(
             f"the parameter groups of {path} hold other parameters than in the snapshot: create it with the same groups", object_id=path
         )
-    return [each[0] if each else {} for each in found]
+    return [options_there[0] if options_there else {} for options_there in options_of_group]
 
 
 def _options(group: Mapping[str, Any]) -> State:
     """Without what belongs to the parameters of the run that saved: torch keeps this optimizer's own names."""
-    return {name: each for name, each in group.items() if name not in ("params", "param_names")}
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def is_same(one: Any, two: Any) -> bool:
     """Whether two options or states are equal, tensors included."""
     if isinstance(one, dict) and isinstance(two, dict):
-        return one.keys() == two.keys() and all(is_same(each, two[key]) for key, each in one.items())
+        return one.keys() == two.keys() and all(is_same(value, two[key]) for key, value in one.items())
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         return torch.equal(one, two)
     return type(one) is type(two) and bool(one == two)
@@ -196,15 +200,15 @@ def _keep_form(own: Any, given: Any, parameter: torch.Tensor) -> Any:
 
 def _names_in(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames) -> list[str]:
     """Parameter names, in the order of the optimizer's own numbers."""
-    found = [names.of(parameter) for group in own_optimizer(optimizer).param_groups for parameter in group["params"]]
-    if None in found:
+    known = [names.of(parameter) for group in own_optimizer(optimizer).param_groups for parameter in group["params"]]
+    if None in known:
         raise InvalidOptionError(
-            f"{path} has parameters of no given model ({found.count(None)} of {len(found)}): pass all models that it trains in model=. "
+            f"{path} has parameters of no given model ({known.count(None)} of {len(known)}): pass all models that it trains in model=. "
             "Tensors that are no module's parameters have no names: keep them in a torch.nn.ParameterDict, pass that as one of the models, "
             "and create the optimizer from its parameters",
             object_id=path,
         )
-    return cast(list[str], found)
+    return cast(list[str], known)
 
 
 def _state_after_trial(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], rates: list[Any], names: ParameterNames) -> State:
@@ -215,7 +219,7 @@ def _state_after_trial(optimizer: torch.optim.Optimizer, parameters: list[torch.
         if rate is not None:
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
     optimizer.step()
-    return {name: dict(each) for parameter, each in optimizer.state.items() if (name := names.of(parameter)) is not None}
+    return {name: dict(state) for parameter, state in optimizer.state.items() if (name := names.of(parameter)) is not None}
 
 
 def _future_state(optimizer: torch.optim.Optimizer, names: ParameterNames) -> State:

@@ -27,8 +27,8 @@ def require_supported(path: str, optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UnsupportedValueError: it overlaps its steps with DistributedDataParallel.
     """
-    found: Any = optimizer
-    if is_partitioned(optimizer) and found._overlap_with_ddp:
+    partitioned: Any = optimizer
+    if is_partitioned(optimizer) and partitioned._overlap_with_ddp:
         raise UnsupportedValueError(
             f"{path} is a ZeroRedundancyOptimizer with overlap_with_ddp=True, which makes its optimizer after some steps, and steps it "
             "within the backward pass: create it with overlap_with_ddp=False",
@@ -38,21 +38,21 @@ def require_supported(path: str, optimizer: torch.optim.Optimizer) -> None:
 
 def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer of this rank's states, with the options that schedules have set."""
-    found: Any = optimizer
+    partitioned: Any = optimizer
     if not is_partitioned(optimizer):
         return optimizer
-    _copy_options(found, found.optim)  # as it does itself, before each step
-    own: torch.optim.Optimizer = found.optim
+    _copy_options(partitioned, partitioned.optim)  # as it does itself, before each step
+    own: torch.optim.Optimizer = partitioned.optim
     return own
 
 
 def take_options(optimizer: torch.optim.Optimizer) -> None:
     """Gives an optimizer the options of its `own_optimizer`, after that has loaded them."""
-    found: Any = optimizer
+    partitioned: Any = optimizer
     if is_partitioned(optimizer):
-        _copy_options(found.optim, found)
+        _copy_options(partitioned.optim, partitioned)
 
 
 def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
     for given, group in zip(source.param_groups, target.param_groups, strict=True):
-        group.update({name: each for name, each in given.items() if name not in _OWN_NAMES})
+        group.update({name: value for name, value in given.items() if name not in _OWN_NAMES})

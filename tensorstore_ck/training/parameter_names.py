@@ -41,7 +41,7 @@ class ParameterNames:
         """
         stored = list(stored)
         elsewhere = {path.removeprefix(MODEL) for path in stored if path.startswith(MODEL)}
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for path in stored:
             if not path.startswith(prefix):
                 continue
@@ -49,8 +49,8 @@ class ParameterNames:
             while name and name not in self.parameters and name not in elsewhere:
                 name = name.rpartition(".")[0]
             if not name or name in self.parameters:
-                found[name or whole.partition(".")[0]] = None
-        return list(found)
+                names[name or whole.partition(".")[0]] = None
+        return list(names)
 
 
 def require_supported(models: Mapping[str, nn.Module]) -> None:
@@ -67,7 +67,7 @@ def require_supported(models: Mapping[str, nn.Module]) -> None:
                 "torch.distributed.checkpoint.state_dict.get_state_dict to store.put_snapshot",
                 object_id=path,
             )
-        if any(each.is_meta for each in model.parameters()):
+        if any(parameter.is_meta for parameter in model.parameters()):
             raise UnsupportedValueError(
                 f"{path} has parameters on the meta device: give them memory first (model.to_empty(device=...))", object_id=path
             )
@@ -84,7 +84,7 @@ def wrapping(module: nn.Module | None) -> str | None:
     """The attribute in which a wrapper keeps its module; None: this is no wrapper."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         return "module"
-    return None if module is None else next((each for each in _WRAPPED if each in module._modules), None)
+    return None if module is None else next((attribute for attribute in _WRAPPED if attribute in module._modules), None)
 
 
 def without_wrappers(path: str) -> str:

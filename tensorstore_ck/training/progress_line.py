@@ -122,8 +122,8 @@ def _line(pending: Sequence[InFlight], columns: int) -> str:
     """
     if not pending:
         return ""
-    progress = [each.progress() for each in pending]
-    at = max((at for at, each in enumerate(progress) if each.stage != "queued"), default=len(pending) - 1)
+    progress = [save.progress() for save in pending]
+    at = max((at for at, course in enumerate(progress) if course.stage != "queued"), default=len(pending) - 1)
     put, now = pending[at], progress[at]
     name, width = (
         one_line(put.ref if put.step is None else f"{put.ref}@{put.step}"),

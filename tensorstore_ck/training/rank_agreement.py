@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from tensorstore_ck.common.ids import derived_hash
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.session.group import Participant
+from tensorstore_ck.store.internals import groups_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,20 +60,20 @@ class Agreements:
         """
         if group.size() == 1:
             return SINGLE
-        place = store.session.groups.of(group)[0]
-        attempt = place.begin(_TITLE, object_id=_TITLE, timeout=timeout_seconds)
+        own_group = groups_of(store).of(group)[0]
+        attempt = own_group.begin(_TITLE, object_id=_TITLE, timeout=timeout_seconds)
         names: dict[bytes, str] = {}
 
         def propose() -> Body:
             if group in self._found:
                 return {"known": True}
-            found = own()
-            names.update((_key(name), name) for name in found.buffers)
-            groups = derived_hash("groups of parameters", repr(found.groups).encode())
-            return {"known": False, "buffers": [[_key(name), digest] for name, digest in found.buffers.items()], "groups": groups}
+            report = own()
+            names.update((_key(name), name) for name in report.buffers)
+            groups = derived_hash("groups of parameters", repr(report.groups).encode())
+            return {"known": False, "buffers": [[_key(name), digest] for name, digest in report.buffers.items()], "groups": groups}
 
         def compare(proposals: list[Body]) -> Body | str:
-            knows = [take(each, "known", bool) for each in proposals]
+            knows = [take(proposal, "known", bool) for proposal in proposals]
             if all(knows):
                 return {"answer": None}
             if group not in self._answers:
@@ -83,7 +84,7 @@ class Agreements:
 
         def execute(go: Body) -> Body:
             if group not in self._found:
-                self._found[group] = _agreement_of_rank(take(go, "answer", dict), names, place.rank)
+                self._found[group] = _agreement_of_rank(take(go, "answer", dict), names, own_group.rank)
             return {}
 
         attempt.run(Participant(propose, execute, None, compare, lambda _: {}))
@@ -114,5 +115,5 @@ def _compare(proposals: list[Body]) -> Body:
             leaders.setdefault(holders[0][0], []).append(key)
     return {
         "leaders": [[rank, keys] for rank, keys in leaders.items()],
-        "same_groups": len({take(each, "groups", bytes) for each in proposals}) == 1,
+        "same_groups": len({take(proposal, "groups", bytes) for proposal in proposals}) == 1,
     }

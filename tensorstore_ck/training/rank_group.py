@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
+from tensorstore_ck.store.internals import groups_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -20,8 +21,8 @@ def rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-def place_among_ranks() -> float:
-    """Where this rank is among all ranks, from 0 to 1: `place` of a `SnapshotReader`, which otherwise looks from rank 0's part on."""
+def position_among_ranks() -> float:
+    """Where this rank is among all ranks, from 0 to 1: `position` of a `SnapshotReader`, which otherwise begins with the part of rank 0."""
     rank, ranks = rank_and_world_size()
     return (rank + 0.5) / ranks
 
@@ -56,4 +57,4 @@ def ask_first_rank(
     """
     if group is None:
         return answer()
-    return store.session.groups.broadcast(group, title, answer, timeout_seconds=timeout_seconds)
+    return groups_of(store).broadcast(group, title, answer, timeout_seconds=timeout_seconds)

@@ -60,7 +60,7 @@ class RankOwnState:
 
     def digests(self) -> dict[str, bytes]:
         """Path of each buffer that ranks may hold differently -> its digest for a `RankReport`."""
-        return {f"{each.path}.{name}": buffers.digest(buffer) for each in self._modules() for name, buffer in each.buffers.items()}
+        return {f"{module.path}.{name}": buffers.digest(buffer) for module in self._modules() for name, buffer in module.buffers.items()}
 
     def only(self, parts: Collection[str]) -> "RankOwnState":
         """The same objects, of which only `parts` are restored."""
@@ -82,9 +82,9 @@ class RankOwnState:
         """All but buffers, not copied."""
         return {
             GENERATORS: rng.get_process_states(),
-            **self._loaders.states(lambda _, each: each.state_dict()),
+            **self._loaders.states(lambda _, loader: loader.state_dict()),
             **self._loader_generators(),
-            **self._generators("extra").states(lambda _, each: rng.get_state(each)),
+            **self._generators("extra").states(lambda _, generator: rng.get_state(generator)),
             **self._part(VALUES).states(_get_value),
         }
 
@@ -108,16 +108,16 @@ class RankOwnState:
 
     def load(self, own: State, mesh: DeviceMesh | None) -> None:
         """Restores this rank's stored state. Generators come last, since loading the others may draw from them."""
-        for path, each, found in self._loaders.with_states(own):
-            load(path, each.load_state_dict, found)
-            if isinstance(each, DataLoader):
-                _begin(each)
-                if path in own.get(LOADER_GENERATORS, {}) and each.generator is not None:
-                    load(path, each.generator.set_state, own[LOADER_GENERATORS][path])
+        for path, loader, stored in self._loaders.with_states(own):
+            load(path, loader.load_state_dict, stored)
+            if isinstance(loader, DataLoader):
+                _begin(loader)
+                if path in own.get(LOADER_GENERATORS, {}) and loader.generator is not None:
+                    load(path, loader.generator.set_state, own[LOADER_GENERATORS][path])
         self._load_values(own)
         for name in ("extra", VALUES):
-            for key, each in self._generators(name).objects.items():
-                load(f"{name}.{key}", partial(rng.set_state, each), own[name][key])
+            for key, loader in self._generators(name).objects.items():
+                load(f"{name}.{key}", partial(rng.set_state, loader), own[name][key])
         if GENERATORS in own:
             load(GENERATORS, lambda state: rng.set_process_states(state, mesh), own[GENERATORS])
 
@@ -131,13 +131,15 @@ class RankOwnState:
         """
         values = [old.get(VALUES, {}) for old in olds]
         seeded = self._generators(VALUES).objects
-        keys = dict.fromkeys(key for each in values for key in each)
+        keys = dict.fromkeys(key for rank_values in values for key in rank_values)
         taken: State = {VALUES: {key: None if key in seeded else self._merged(f"{VALUES}.{key}", key, values) for key in keys}}
         self._part(VALUES).with_states(taken if keys else {})
         for module in self._modules() if self.merge is not None else ():
             kept = [_of(old, module) for old in olds]
             merged = {
-                name: self._merged(f"{module.path}.{name}", name, kept) for name in module.buffers if any(name in each for each in kept)
+                name: self._merged(f"{module.path}.{name}", name, kept)
+                for name in module.buffers
+                if any(name in rank_buffers for rank_buffers in kept)
             }
             taken[module.side] = {**taken.get(module.side, {}), module.key: merged} if module.key else merged
         return taken
@@ -146,20 +148,20 @@ class RankOwnState:
         """Restores it, and seeds the generators again; those of the process only with `seeds_process`."""
         self._load_values(taken)
         for name in ("extra", VALUES):
-            for key, each in self._generators(name).objects.items():
-                rng.seed(each, streams.seed(f"{name}.{key}"))
+            for key, generator in self._generators(name).objects.items():
+                rng.seed(generator, streams.seed(f"{name}.{key}"))
         if seeds_process:
             rng.seed_process(streams.seed)
 
     def describe_taken(self, old: State) -> str:
         """Words for a warning; `old`: the first rank's stored state."""
-        kept = [name for name, sides in (("buffers", _SIDES.values()), (VALUES, (VALUES,))) if any(old.get(each) for each in sides)]
+        kept = [name for name, sides in (("buffers", _SIDES.values()), (VALUES, (VALUES,))) if any(old.get(side) for side in sides)]
         whose = "the first rank's" if self.merge is None else "those that rank_merge= made from all ranks"
         rest = f", and {' and '.join(kept)} are {whose}" if kept else ""
         return f"each rank's random number generators were seeded again{rest}"
 
     def _merged(self, path: str, name: str, had: Sequence[Mapping[str, Any]]) -> Any:
-        values = [each[name] for each in had if name in each]
+        values = [values_of_rank[name] for values_of_rank in had if name in values_of_rank]
         return values[0] if self.merge is None else self.merge(path, values)
 
     # --- both -------------------------------------------------------------------------------------------------------------
@@ -168,15 +170,15 @@ class RankOwnState:
         """Buffers without a stored own value keep the shared one."""
         for module in self._modules():
             load(module.path, partial(buffers.restore, module.buffers), _of(own, module))
-        plain = self._part(VALUES).matching(lambda each: not rng.is_generator(each))
+        plain = self._part(VALUES).matching(lambda value: not rng.is_generator(value))
         if plain.objects:
             extras.put_back(self._values, plain, {VALUES: {key: own[VALUES][key] for key in plain.objects}})
 
     def _loader_generators(self) -> State:
         """A StatefulDataLoader has its own generator's state as it was when a pass began."""
-        loaders = self._loaders.matching(lambda each: isinstance(each, DataLoader) and each.generator is not None)
-        found = {loaders.path(key): each.generator.get_state() for key, each in loaders.objects.items()}
-        return {LOADER_GENERATORS: found} if found else {}
+        loaders = self._loaders.matching(lambda loader: isinstance(loader, DataLoader) and loader.generator is not None)
+        states = {loaders.path(key): loader.generator.get_state() for key, loader in loaders.objects.items()}
+        return {LOADER_GENERATORS: states} if states else {}
 
     def _part(self, name: str) -> StatefulPart:
         return StatefulPart.of(name, self._extra if name == "extra" else self._values)
@@ -187,7 +189,7 @@ class RankOwnState:
     def _modules(self) -> Iterator[_Module]:
         for key, model in self._model.objects.items():
             yield _Module("model", key, buffers.plain_buffers(model, of_model=True))
-        for key, module in self._part("extra").matching(lambda each: isinstance(each, nn.Module)).objects.items():
+        for key, module in self._part("extra").matching(lambda value: isinstance(value, nn.Module)).objects.items():
             yield _Module("extra", key, buffers.plain_buffers(module, of_model=False))
 
 
@@ -213,9 +215,9 @@ def own_states(held: State, ranks: int) -> list[State]:
 
 
 def _of(own: State, module: _Module) -> dict[str, Any]:
-    found: dict[str, Any] = own.get(module.side, {})
-    return found.get(module.key, {}) if module.key else found
+    stored: dict[str, Any] = own.get(module.side, {})
+    return stored.get(module.key, {}) if module.key else stored
 
 
-def _get_value(path: str, found: Any) -> Any:
-    return rng.get_state(found) if rng.is_generator(found) else extras.get_state(path, found)
+def _get_value(path: str, value: Any) -> Any:
+    return rng.get_state(value) if rng.is_generator(value) else extras.get_state(path, value)

@@ -68,8 +68,8 @@ def choose(
         return find_named(store, address)
     ref, history, marked = address, store.log(address), list[tuple[str, str]]()
     newest_of_step: dict[int | None, str] = {}
-    for each in history:
-        newest_of_step.setdefault(each.step, each.root)
+    for snapshot in history:
+        newest_of_step.setdefault(snapshot.step, snapshot.root)
     for number, back in _line(history):
         snapshot = history[number]
         has_step = snapshot.step is not None and newest_of_step[snapshot.step] == snapshot.root
@@ -99,9 +99,9 @@ def _line(history: Sequence[Snapshot]) -> Iterator[tuple[int, int | None]]:
     while number < len(history):
         yield number, back
         parent = history[number].parent
-        found = next((at for at in range(number + 1, len(history)) if history[at].root == parent), None)
-        back = None if back is None or found is None else back + 1
-        number = number + 1 if found is None else found
+        parent_at = next((at for at in range(number + 1, len(history)) if history[at].root == parent), None)
+        back = None if back is None or parent_at is None else back + 1
+        number = number + 1 if parent_at is None else parent_at
 
 
 def _drifted(store: ReadOnlyStore, history: Sequence[Snapshot]) -> Snapshot | None:
@@ -109,9 +109,9 @@ def _drifted(store: ReadOnlyStore, history: Sequence[Snapshot]) -> Snapshot | No
     newest, *before = history
     if newest.mark == DRIFT:
         return newest
-    marked = [each for each in before if each.mark == DRIFT]
+    marked = [snapshot for snapshot in before if snapshot.mark == DRIFT]
     run = _run(store, newest) if marked else None
-    return next((each for each in marked if run is not None and _run(store, each) == run), None)
+    return next((snapshot for snapshot in marked if run is not None and _run(store, snapshot) == run), None)
 
 
 def _run(store: ReadOnlyStore, snapshot: Snapshot) -> tuple[object, object] | None:
@@ -133,9 +133,9 @@ def _describe(store: ReadOnlyStore, ref: str, address: str, snapshot: Snapshot, 
 
 def _copies(store: ReadOnlyStore, drifted: Snapshot) -> list[str]:
     """The copies that differing ranks have kept, in words."""
-    found = []
+    lines = []
     prefix = f"{DRIFT}/{drifted.ref}/rank-"
-    for branch in sorted((each for each in store.branches() if each.startswith(prefix)), key=lambda each: (len(each), each)):
+    for branch in sorted((name for name in store.branches() if name.startswith(prefix)), key=lambda name: (len(name), name)):
         for copy in store.log(branch):
             note = store.metadata(copy.root).get(DRIFT) if copy.step == drifted.step else None
             if not isinstance(note, dict) or note.get("snapshot") != drifted.root:
@@ -143,8 +143,8 @@ def _copies(store: ReadOnlyStore, drifted: Snapshot) -> list[str]:
             with store.open_snapshot(copy.root) as stored:
                 names = stored.names()
             more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-            found.append(
+            lines.append(
                 f"{', '.join(map(repr, names[:MAX_NAMED]))}{more}: the snapshot {drifted.root[:16]} has the copy of rank "
                 f"{note.get('written_by_rank')}, and rank {note.get('rank')}'s copy is at {branch} ({copy.root[:16]})"
             )
-    return found
+    return lines

@@ -30,20 +30,22 @@ def _seed_numpy(generator: np.random.Generator, seed: int) -> None:
 _KINDS: Final[dict[type[Any], _Kind]] = {
     torch.Generator: _Kind(torch.Generator.get_state, torch.Generator.set_state, torch.Generator.manual_seed),
     np.random.Generator: _Kind(
-        lambda each: _plain(each.bit_generator.state), lambda each, state: setattr(each.bit_generator, "state", state), _seed_numpy
+        lambda generator: _plain(generator.bit_generator.state),
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
+        _seed_numpy,
     ),
     np.random.RandomState: _Kind(
-        lambda each: _plain(each.get_state(legacy=False)),
-        lambda each, state: each.set_state(state),
-        lambda each, n: each.seed(n % _NUMPY_SEEDS),
+        lambda generator: _plain(generator.get_state(legacy=False)),
+        lambda generator, state: generator.set_state(state),
+        lambda generator, n: generator.seed(n % _NUMPY_SEEDS),
     ),
     random.Random: _Kind(random.Random.getstate, random.Random.setstate, random.Random.seed),
 }
 
 
-def is_generator(found: object) -> bool:
+def is_generator(candidate: object) -> bool:
     """Whether it is a random number generator."""
-    return isinstance(found, tuple(_KINDS))
+    return isinstance(candidate, tuple(_KINDS))
 
 
 def get_state(generator: object) -> object:
@@ -162,5 +164,5 @@ def _kind(generator: object) -> _Kind:
 def _plain(state: Any) -> Any:
     """A bit generator's state as plain values: tuples of ints instead of arrays."""
     if isinstance(state, Mapping):
-        return {name: _plain(each) for name, each in state.items()}
+        return {name: _plain(value) for name, value in state.items()}
     return tuple(state.tolist()) if isinstance(state, np.ndarray) else state

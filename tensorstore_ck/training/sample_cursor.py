@@ -220,16 +220,16 @@ def _shuffled(positions: _Numbers, size: int, seed: int, epoch: int) -> _Numbers
     keys = np.frombuffer(drawn, "<u8").astype(np.uint64)
     columns = math.isqrt(size - 1) + 1
     widths = np.uint64(-(-size // columns)), np.uint64(columns)
-    found = positions.copy()
+    samples = positions.copy()
     again = np.ones(len(positions), np.bool_)
     while again.any():
-        halves = list(np.divmod(found[again], widths[1]))
+        halves = list(np.divmod(samples[again], widths[1]))
         for number, key in enumerate(keys):
             side = number % 2
             halves[side] = (halves[side] + _mixed(halves[1 - side] + key) % widths[side]) % widths[side]
-        found[again] = halves[0] * widths[1] + halves[1]
-        again = found >= size
-    return found
+        samples[again] = halves[0] * widths[1] + halves[1]
+        again = samples >= size
+    return samples
 
 
 def _mixed(numbers: _Numbers) -> _Numbers:

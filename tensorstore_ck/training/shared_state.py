@@ -3,6 +3,7 @@
 It fits any number of ranks. Knows no ranks and no store.
 """
 
+import copy
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,20 +32,36 @@ class SharedState:
         self._optimizers = optimizers
         self._others = others
         self._extra = extra
+        self._left_out: Collection[str] = ()
         self._named = models.objects
         """The models whose parameters the optimizers update."""
         self._restores_gradients = True
 
     def only(self, parts: Collection[str]) -> "SharedState":
         """The same objects, of which only `parts` are restored."""
-        others = [each.only(parts) for each in self._others]
-        limited = SharedState(self._models.only(parts), self._optimizers.only(parts), others, self._extra if "extra" in parts else {})
-        limited._named, limited._restores_gradients = self._named, "gradients" in parts
+        limited = copy.copy(self)
+        limited._models, limited._optimizers = self._models.only(parts), self._optimizers.only(parts)
+        limited._others = [part.only(parts) for part in self._others]
+        limited._extra = self._extra if "extra" in parts else {}
+        limited._restores_gradients = "gradients" in parts
+        return limited
+
+    def leaving_out(self, names: Collection[str]) -> "SharedState":
+        """The same objects; snapshots do not contain these tensors of the only model."""
+        limited = copy.copy(self)
+        limited._left_out = names
         return limited
 
     def objects(self, part: str) -> Mapping[str, Any]:
         """Those of one part, by name."""
-        return next((each.objects for each in (*self._others, self._models, self._optimizers) if each.name == part), self._extra)
+        return next(
+            (candidate.objects for candidate in (*self._others, self._models, self._optimizers) if candidate.name == part), self._extra
+        )
+
+    def optimizers_with_hooks(self) -> list[torch.optim.Optimizer]:
+        """Those that say when they begin a step."""
+        every = self._optimizers.objects.values()
+        return [each for each in every if isinstance(each, torch.optim.Optimizer) and hasattr(each, "_optimizer_step_pre_hooks")]
 
     def names(self) -> ParameterNames:
         """The names of the models' parameters."""
@@ -52,30 +69,30 @@ class SharedState:
 
     def meshes(self) -> dict[DeviceMesh, None]:
         """Those of the models' parameters."""
-        return {each.device_mesh: None for each in self.names().parameters.values() if isinstance(each, DTensor)}
+        return {parameter.device_mesh: None for parameter in self.names().parameters.values() if isinstance(parameter, DTensor)}
 
     def optimizer_members(self) -> list[list[list[str]]]:
         """The names of parameters in each group of each optimizer."""
         names = self.names()
-        return [optimizers.get_members(self._optimizers.path(key), each, names) for key, each in self._optimizers.objects.items()]
+        return [optimizers.get_members(self._optimizers.path(key), optimizer, names) for key, optimizer in self._optimizers.objects.items()]
 
     # --- captured ---------------------------------------------------------------------------------------------------------
 
     def capture(self, get_optimizer: GetOptimizer = optimizers.get_state) -> State:
         """All of it as it is now, not copied, without gradients."""
         names = self.names()
-        found = self._models.states(lambda _, each: model_state.get_state(each))
-        found |= self._optimizers.states(lambda path, each: get_optimizer(path, each, names))
+        state = self._models.states(self._get_model)
+        state |= self._optimizers.states(lambda path, optimizer: get_optimizer(path, optimizer, names))
         for part in self._others:
-            found |= part.states(lambda _, each: each.state_dict())
-        return found | self._plain_extra().states(extras.get_state)
+            state |= part.states(lambda _, stateful: stateful.state_dict())
+        return state | self._plain_extra().states(extras.get_state)
 
     def capture_values(self) -> State:
         """What of it a step may change before it changes weights: without models, optimizers, scalers and modules; not copied."""
-        found: State = {}
+        state: State = {}
         for part in self._others:
-            found |= {} if part.name == "scaler" else part.states(lambda _, each: each.state_dict())
-        return found | self._plain_extra().matching(lambda each: not isinstance(each, nn.Module)).states(extras.get_state)
+            state |= {} if part.name == "scaler" else part.states(lambda _, stateful: stateful.state_dict())
+        return state | self._plain_extra().matching(lambda value: not isinstance(value, nn.Module)).states(extras.get_state)
 
     def capture_gradients(self) -> tuple[gradients.Gradients, gradients.Gradients]:
         """The shared gradients, and this rank's own."""
@@ -87,8 +104,8 @@ class SharedState:
         """What a snapshot is restored into."""
         stored = [*snapshot.names(), *snapshot.state_values]
         names = self.names()
-        target = self._models.states(lambda _, each: model_state.get_state(each))
-        target |= self._optimizers.states(lambda path, each: optimizers.get_target(path, each, names, stored))
+        target = self._models.states(self._get_model)
+        target |= self._optimizers.states(lambda path, optimizer: optimizers.get_target(path, optimizer, names, stored))
         for part in self._others:
             target |= part.states(lambda _, __: None)
         target |= self._plain_extra().states(extras.get_target)
@@ -108,16 +125,19 @@ class SharedState:
     def load(self, state: Mapping[str, Any], own_gradients: gradients.Gradients) -> None:
         """Restores all of it. `own_gradients`: those that this rank stored as its own."""
         names = self.names()
-        for path, model, found in self._models.with_states(state):
-            load(path, partial(model_state.set_state, model), found)
-        for path, optimizer, found in self._optimizers.with_states(state):
-            optimizers.set_state(path, optimizer, names, found)
+        for path, model, stored in self._models.with_states(state):
+            load(path, partial(model_state.set_state, model), stored)
+        for path, optimizer, stored in self._optimizers.with_states(state):
+            optimizers.set_state(path, optimizer, names, stored)
         for part in self._others:
-            for path, each, found in part.with_states(state):
-                load(path, each.load_state_dict, found)
+            for path, stateful, stored in part.with_states(state):
+                load(path, stateful.load_state_dict, stored)
         extras.put_back(self._extra, self._plain_extra(), state)
         gradients.set_gradients(names, {**state.get("gradients", {}), **own_gradients})
 
+    def _get_model(self, _: str, model: nn.Module) -> State:
+        return {name: value for name, value in model_state.get_state(model).items() if name not in self._left_out}
+
     def _plain_extra(self) -> StatefulPart:
         """Without generators, which are a rank's own."""
-        return StatefulPart.of("extra", self._extra).matching(lambda each: not rng.is_generator(each))
+        return StatefulPart.of("extra", self._extra).matching(lambda value: not rng.is_generator(value))

@@ -33,7 +33,7 @@ class StatefulPart(NamedTuple):
         if isinstance(given, Mapping):
             objects: dict[str, Any] = dict(given)
         elif isinstance(given, list | tuple):
-            objects = {str(number): each for number, each in enumerate(given)}
+            objects = {str(number): value for number, value in enumerate(given)}
         else:
             objects = {"": given}
         if not all(isinstance(key, str) and (key or objects.keys() == {""}) for key in objects):
@@ -48,11 +48,11 @@ class StatefulPart(NamedTuple):
         Raises:
             InvalidOptionError: one is not `what`, or is there twice.
         """
-        if len({id(each) for each in self.objects.values()}) < len(self.objects):
+        if len({id(value) for value in self.objects.values()}) < len(self.objects):
             raise InvalidOptionError(f"{self.name}= has an object twice: name each once", object_id=self.name)
-        for key, each in self.objects.items():
-            if not fits(each):
-                kind = type(each)
+        for key, value in self.objects.items():
+            if not fits(value):
+                kind = type(value)
                 raise InvalidOptionError(
                     f"{self.path(key)} must be {what}, not a {kind.__module__}.{kind.__qualname__}", object_id=self.path(key)
                 )
@@ -60,7 +60,7 @@ class StatefulPart(NamedTuple):
 
     def matching(self, fits: Callable[[Any], bool]) -> "StatefulPart":
         """The part with only those objects that fit."""
-        return StatefulPart(self.name, {key: each for key, each in self.objects.items() if fits(each)})
+        return StatefulPart(self.name, {key: value for key, value in self.objects.items() if fits(value)})
 
     def only(self, parts: Collection[str]) -> "StatefulPart":
         """The part, or one without objects if its name is not in `parts`."""
@@ -74,7 +74,7 @@ class StatefulPart(NamedTuple):
         """The entry of this part in a state: nothing, one state, or a dict of states."""
         if not self.objects:
             return {}
-        states = {key: get(self.path(key), each) for key, each in self.objects.items()}
+        states = {key: get(self.path(key), value) for key, value in self.objects.items()}
         return {self.name: states.get("", states)}
 
     def with_states(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -98,12 +98,12 @@ class StatefulPart(NamedTuple):
                 f"the snapshot has states of {', '.join(unexpected)}, which this TrainingState lacks: pass those objects",
                 object_id=unexpected[0],
             )
-        return ((self.path(key), each, states[key]) for key, each in self.objects.items())
+        return ((self.path(key), value, states[key]) for key, value in self.objects.items())
 
 
-def is_stateful(found: object) -> bool:
+def is_stateful(candidate: object) -> bool:
     """Whether it has `state_dict` and `load_state_dict`."""
-    return callable(getattr(found, "state_dict", None)) and callable(getattr(found, "load_state_dict", None))
+    return callable(getattr(candidate, "state_dict", None)) and callable(getattr(candidate, "load_state_dict", None))
 
 
 def load(path: str, take: Callable[[Any], object], state: object) -> None:

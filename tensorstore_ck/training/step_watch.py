@@ -52,14 +52,14 @@ class StepWatch:
         self._began = False
         """Whether an optimizer has begun a step since `note`."""
         optimizers = shared.objects("optimizer").values()
-        self._unhooked = [type(each).__qualname__ for each in optimizers if not hasattr(each, "_optimizer_step_pre_hooks")]
+        self._unhooked = [type(optimizer).__qualname__ for optimizer in optimizers if not hasattr(optimizer, "_optimizer_step_pre_hooks")]
         """Wrappers that torch's constructor did not see, such as PostLocalSGDOptimizer."""
-        self._hooks = [each.register_step_pre_hook(self._note_begin) for each in optimizers if not self._unhooked]
+        self._hooks = [optimizer.register_step_pre_hook(self._note_begin) for optimizer in optimizers if not self._unhooked]
 
     def close(self) -> None:
         """Removes its hooks from the optimizers."""
-        for each in self._hooks:
-            each.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def note(self) -> None:
         """A step was completed."""
@@ -96,29 +96,29 @@ class StepWatch:
             yield from module.parameters()
             yield from module.buffers()
         for scaler in self._shared.objects("scaler").values():
-            yield from (each for each in vars(scaler).values() if isinstance(each, torch.Tensor))
+            yield from (value for value in vars(scaler).values() if isinstance(value, torch.Tensor))
 
     def _copied(self) -> State:
         if self._unhooked:
             raise UnknownStateError(f"a {self._unhooked[0]} does not say when it begins a step")
         parts = {name: self._shared.objects(name) for name in ("scheduler", "extra")}
         for name, objects in {**parts, "dataloader": self._own.loaders, VALUES: self._own.values}.items():
-            for key, each in objects.items():
-                known = isinstance(each, _SMALL) or rng.is_generator(each) or (name == "extra" and _is_module(each))
-                if is_stateful(each) and not known:
-                    kind = type(each).__qualname__
+            for key, value in objects.items():
+                known = isinstance(value, _SMALL) or rng.is_generator(value) or (name == "extra" and _is_module(value))
+                if is_stateful(value) and not known:
+                    kind = type(value).__qualname__
                     raise UnknownStateError(f"{name}{key and '.'}{key} is a {kind}, whose state at the end of a step is not known later")
-        found = {**self._shared.capture_values(), self._own_key: self._own.capture_values()}
-        return {name: _copy(name, each) for name, each in found.items()}
+        state = {**self._shared.capture_values(), self._own_key: self._own.capture_values()}
+        return {name: _copy(name, value) for name, value in state.items()}
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     """Each with the count of its changes."""
-    return [(id(each), each._version) for each in tensors]
+    return [(id(tensor), tensor._version) for tensor in tensors]
 
 
-def _is_module(each: object) -> bool:
-    return isinstance(each, nn.Module)
+def _is_module(candidate: object) -> bool:
+    return isinstance(candidate, nn.Module)
 
 
 def _merged(one: State, two: State) -> State:
@@ -137,9 +137,9 @@ def _copy(path: str, value: Any) -> Any:
         return value
     if isinstance(value, dict) and len(value) <= MAX_VALUES:
         copied = copy.copy(value)
-        for key, each in value.items():  # `update` of a Counter, as MultiStepLR has, adds
-            copied[key] = _copy(f"{path}.{key}", each)
+        for key, child in value.items():  # `update` of a Counter, as MultiStepLR has, adds
+            copied[key] = _copy(f"{path}.{key}", child)
         return copied
     if type(value) in (list, tuple) and len(value) <= MAX_VALUES:
-        return type(value)(_copy(path, each) for each in value)
+        return type(value)(_copy(path, child) for child in value)
     raise UnknownStateError(f"{path} has a {type(value).__qualname__} that is not copied after each step, or is too large for that")

@@ -7,7 +7,7 @@ from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.training.rank_own_state import VALUES, own_states
-from tensorstore_ck.training.training_state import OWN
+from tensorstore_ck.training.state_sides import OWN
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,15 +44,15 @@ def read_training(
     """
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
 
-    def read(found: Restoring) -> tuple[int, State, State]:
-        stored = found.lazy()
+    def read(restoring: Restoring) -> tuple[int, State, State]:
+        stored = restoring.lazy()
         put_by = stored.state_values.get("ranks")
         if type(put_by) is not int:
             raise MismatchError(f"{address!r} was not saved by a trainer or a TrainingState", object_id=address)
         there = {name.partition(".")[0] for name in (*stored.names(), *stored.state_values)}
-        shared = found.checkout(select=[name for name in (*PLAIN, *parts) if name in there])
+        shared = restoring.checkout(select=[name for name in (*PLAIN, *parts) if name in there])
         held, whose = shared.pop(OWN, None), rank if put_by == ranks else 0
-        own = own_states(held, put_by)[whose] if held else found.rank_state(whose)
+        own = own_states(held, put_by)[whose] if held else restoring.rank_state(whose)
         return put_by, shared, own
 
     (put_by, shared, own), snapshot = store.restoring(address, read, group=group)

@@ -5,7 +5,6 @@ positions) fits the number of ranks that saved it. One process stores its own si
 """
 
 import copy
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -14,44 +13,37 @@ import torch
 from blake3 import blake3
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
+from tensorstore_ck.format.codec import CodecName, DeltaOption
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.restoring import Restoring
-from tensorstore_ck.session.save import PendingSnapshot
-from tensorstore_ck.session.save.ranks import UnpreparedState
+from tensorstore_ck.session.save import OnFull, PendingSnapshot
 from tensorstore_ck.store import LAST_SEEN, Store
-from tensorstore_ck.training import environment, opaque_state, optimizers
+from tensorstore_ck.training import opaque_state, optimizers
 from tensorstore_ck.training.parameter_names import require_supported
-from tensorstore_ck.training.rank_agreement import SINGLE, Agreement, Agreements, RankReport
 from tensorstore_ck.training.rank_group import rank_and_world_size, require_group
-from tensorstore_ck.training.rank_own_state import GENERATORS, LOADER_GENERATORS, VALUES, Merge, RankOwnState, own_states
+from tensorstore_ck.training.rank_own_state import GENERATORS, Merge, RankOwnState
 from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.sample_cursor import SampleCursor, require_one_position
-from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
+from tensorstore_ck.training.shared_state import SharedState
+from tensorstore_ck.training.state_sides import OWN, StateSides
 from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful
 from tensorstore_ck.training.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
 
     from tensorstore_ck.engine.write.publish import AnyHead
-    from tensorstore_ck.session.save_options import LastSeen
+    from tensorstore_ck.engine.write.request import LastSeen
     from tensorstore_ck.store import ReadOnlyStore
 
-OWN: Final = "rank"
-PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "dataloader", "extra", VALUES, GENERATORS, "gradients")
-"""What `TrainingState.restore` can restore alone."""
-OWN_PARTS: Final = {"buffers": "model", "extra_buffers": "extra", LOADER_GENERATORS: "dataloader"}
-"""Keys of a rank's own state whose part has another name."""
 TIMEOUT_SECONDS: Final = 600.0
 State = dict[str, Any]
-Sides = tuple[State | UnpreparedState, State | None]
 
 
 class TrainingState:
@@ -106,35 +98,37 @@ class TrainingState:
                 raise InvalidOptionError(f"{name}= must be a dict, which a restore changes, not a {type(given).__name__}", object_id=name)
         stateful = "something with state_dict and load_state_dict"
         loader = f"{stateful}, such as a tsck.SampleCursor or torchdata's StatefulDataLoader"
-        models = StatefulPart.of("model", model).require(lambda each: isinstance(each, nn.Module), "a torch.nn.Module")
+        models = StatefulPart.of("model", model).require(lambda candidate: isinstance(candidate, nn.Module), "a torch.nn.Module")
         trained_by = StatefulPart.of("optimizer", optimizer).require(
-            lambda each: isinstance(each, torch.optim.Optimizer), "a torch optimizer"
+            lambda candidate: isinstance(candidate, torch.optim.Optimizer), "a torch optimizer"
         )
         others = [
-            StatefulPart.of(name, each).require(is_stateful, stateful) for name, each in (("scheduler", scheduler), ("scaler", scaler))
+            StatefulPart.of(name, objects).require(is_stateful, stateful)
+            for name, objects in (("scheduler", scheduler), ("scaler", scaler))
         ]
         loaders = StatefulPart.of("dataloader", dataloader).require(is_stateful, loader)
-        others.append(loaders.matching(lambda each: isinstance(each, SampleCursor)))
-        self._loaders = loaders.matching(lambda each: not isinstance(each, SampleCursor))
-        require_one_position(self._loaders)
+        others.append(loaders.matching(lambda loader: isinstance(loader, SampleCursor)))
+        own_loaders = loaders.matching(lambda part: not isinstance(part, SampleCursor))
+        require_one_position(own_loaders)
         extra, rank_values = {} if extra is None else extra, {} if rank_values is None else rank_values
-        own = RankOwnState(models, self._loaders, extra, rank_values, rank_merge)
-        self._compose(SharedState(models, trained_by, others, extra), own)
+        own = RankOwnState(models, own_loaders, extra, rank_values, rank_merge)
+        self._sides = StateSides(SharedState(models, trained_by, others, extra), own, own_loaders)
         self._frozen = frozen
         require_supported(models.objects)
-        self._shared.capture()  # raises now what a save would raise
+        self._sides.shared.capture()  # raises now what a save would raise
 
     @classmethod
     def over(cls, shared: SharedState, own: RankOwnState) -> Self:
         """For an adapter whose trainer keeps its state in another way than modules and torch optimizers."""
         state = cls.__new__(cls)
-        state._loaders, state._frozen = StatefulPart.of("dataloader", None), ()
-        state._compose(shared, own)
+        state._sides, state._frozen = StateSides(shared, own, StatefulPart.of("dataloader", None)), ()
         return state
 
-    def _compose(self, shared: SharedState, own: RankOwnState) -> None:
-        self._shared, self._own, self._agreements = shared, own, Agreements()
-        self._parts: Collection[str] = PARTS
+    def leaving_out(self, names: Collection[str]) -> Self:
+        """For an adapter: the same objects, whose snapshots lack these tensors of the only model, since the script loads them itself."""
+        limited = copy.copy(self)
+        limited._sides = self._sides.leaving_out(names)
+        return limited
 
     # --- put and restore ----------------------------------------------------------------------------------------------
 
@@ -176,7 +170,7 @@ class TrainingState:
             timeout_seconds: With `group`: how long to wait for the other ranks.
         """
         group = require_group(group)
-        state, rank_state = self._sides(store, group, timeout_seconds, with_gradients=gradients)
+        state, rank_state = self._sides.for_save(store, group, timeout_seconds, with_gradients=gradients)
         return store.put_snapshot(
             state,
             ref=ref,
@@ -196,13 +190,56 @@ class TrainingState:
         )
 
     def put_async(
-        self, store: Store, *, ref: str, group: "ProcessGroup | DeviceMesh | None" = None, gradients: bool = False, **options: Any
+        self,
+        store: Store,
+        *,
+        ref: str,
+        step: int | None = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        gradients: bool = False,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, object] | None = None,
+        triggers: Sequence[str] = (),
+        epoch: float | None = None,
+        expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
+        parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
+        frozen: Sequence[str] | None = None,
+        codec: CodecName | None = None,
+        delta: DeltaOption = None,
+        unchanged: Unchanged = "warn",
+        verify_capture: float = SAMPLE_SHARE,
+        on_full: OnFull = "block",
+        changed_by: "Optimizer | Sequence[Optimizer] | None" = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> PendingSnapshot:
-        """Like `put`, but in the background: the next step may begin when it returns. `options`: see `Store.put_snapshot_async`."""
-        timeout = options.get("timeout_seconds", TIMEOUT_SECONDS)
+        """Like `put`, but in the background: the next step may begin when it returns. For the arguments see `Store.put_snapshot_async`.
+
+        `frozen`: instead of what this object was made with. By default ``changed_by`` is the optimizers: what they update on CUDA devices
+        is copied beside the next forward and backward passes.
+        """
         group = require_group(group)
-        state, rank_state = self._sides(store, group, timeout, with_gradients=gradients)
-        return store.put_snapshot_async(state, ref=ref, group=group, rank_state=rank_state, **{"frozen": tuple(self._frozen), **options})
+        state, rank_state = self._sides.for_save(store, group, timeout_seconds, with_gradients=gradients)
+        return store.put_snapshot_async(
+            state,
+            ref=ref,
+            step=step,
+            metrics=metrics,
+            metadata=metadata,
+            triggers=triggers,
+            epoch=epoch,
+            expect=expect,
+            parent=parent,
+            group=group,
+            rank_state=rank_state,
+            frozen=tuple(self._frozen if frozen is None else frozen),
+            codec=codec,
+            delta=delta,
+            unchanged=unchanged,
+            verify_capture=verify_capture,
+            changed_by=self._sides.shared.optimizers_with_hooks() if changed_by is None else changed_by,
+            on_full=on_full,
+            timeout_seconds=timeout_seconds,
+        )
 
     @renamed_argument(allow_bad="allow_marked")
     def restore(
@@ -247,7 +284,7 @@ class TrainingState:
             InvalidOptionError: there is no such part.
         """
         group = require_group(group)
-        limited = self if parts is None else self._only(parts)
+        sides = self._sides if parts is None else self._sides.only(parts)
         ranks = 1 if group is None else group.size()
         options: dict[str, Any] = {"group": group, "broadcast": broadcast, "allow_marked": allow_marked, "timeout_seconds": timeout_seconds}
         search = ResumeSearch(
@@ -259,60 +296,13 @@ class TrainingState:
             only_newest=parts is not None,
             timeout_seconds=timeout_seconds,
         )
-        restored = search.restore(lambda named: store.restoring(named, partial(limited._read, named, ranks, broadcast), **options))
+        restored = search.restore(lambda named: store.restoring(named, partial(sides.restore, named, ranks, broadcast), **options))
         if restored is None:
             return None
-        old, found = restored
-        if GENERATORS in limited._parts:
-            self._warn(f"{address!r} (step {found.step})", old, ranks, stacklevel=4)  # the decorator is a frame
-        return found
-
-    def _only(self, parts: Collection[str]) -> Self:
-        """The same objects, of which only `parts` are restored."""
-        unknown = [parts] if isinstance(parts, str) else [part for part in parts if part not in PARTS]
-        if unknown:
-            raise InvalidOptionError(f"parts= takes any of {', '.join(PARTS)}, not {unknown[0]!r}", object_id="parts")
-        limited = copy.copy(self)
-        limited._parts = frozenset(parts)
-        limited._shared, limited._own, limited._loaders = self._shared.only(parts), self._own.only(parts), self._loaders.only(parts)
-        return limited
-
-    def _read(self, address: str, ranks: int, broadcast: bool, found: Restoring) -> State:
-        """Restores a snapshot, which can fail on one rank alone. Returns the stored own state of this rank, or of the first."""
-        stored = found.lazy()
-        values, names = stored.state_values, [*stored.names(), *stored.state_values]
-        put_by = values.get("ranks")
-        if type(put_by) is not int:
-            raise MismatchError(
-                f"{address!r} was not put by TrainingState.put: restore it with store.checkout, then save it with TrainingState.put",
-                object_id=address,
-            )
-        self._require_fitting(put_by, ranks, mid_step=bool(values.get("mid_step")))
-        rank = 0 if found.group is None else found.group.rank()
-        whose = [rank] if put_by == ranks else range(put_by if self._own.merge is not None else 1)
-        held = own_states(found.selected(OWN)[OWN], put_by) if any(name.startswith(f"{OWN}.") for name in names) else None
-        olds = [found.rank_state(each) if held is None else held[each] for each in whose]
-        kept = {*self._parts, "environment"}
-        olds = [{key: value for key, value in old.items() if OWN_PARTS.get(key, key) in kept} for old in olds]
-        own = olds[0]
-        if put_by == ranks:
-            self._own.check(own)
-        taken = None if put_by == ranks else self._own.taken(olds)
-        shared = {*self._parts, "ranks", "mid_step"}
-        try:
-            state = found.checkout(
-                into={"ranks": None, "mid_step": None, **self._shared.target(stored)},
-                rename=lambda name: self._shared.name_of(name) if name.partition(".")[0] in shared else None,
-                broadcast=broadcast,
-            )
-        except MismatchError as exc:
-            what = f"{address.removesuffix('~0')!r} holds another model or optimizer than this training has"
-            raise MismatchError(f"{what}: if it is another run, give this one a ref of its own ({exc})", object_id=exc.object_id) from None
-        if taken is None:
-            self._load(state, own)
-        else:
-            self._load(state, taken, found.streams())
-        return {**own, "environment": {**own["environment"], "ranks": put_by}}
+        old, snapshot = restored
+        if GENERATORS in sides.parts:
+            sides.warn_of_differences(f"{address!r} (step {snapshot.step})", old, ranks, stacklevel=4)  # the decorator is a frame
+        return snapshot
 
     # --- for torch.distributed.checkpoint ---------------------------------------------------------------------------------
 
@@ -322,10 +312,10 @@ class TrainingState:
         Names of a rank's own state contain the rank. To load on more ranks than saved, pass a planner that allows a partial load.
         """
         rank, ranks = rank_and_world_size()
-        shared, own = self._capture(ranks, get_optimizer=optimizers.get_full_state)
+        shared, own = self._sides.capture(ranks, get_optimizer=optimizers.get_full_state)
         root = blake3(own["generators"]["torch"].numpy().tobytes()).hexdigest()
         plain = {"ranks": shared.pop("ranks"), "mid_step": shared.pop("mid_step"), "streams": root}
-        return {**plain, **{name: opaque_state.seal(each) for name, each in shared.items()}, OWN: {str(rank): opaque_state.seal(own)}}
+        return {**plain, **{name: opaque_state.seal(value) for name, value in shared.items()}, OWN: {str(rank): opaque_state.seal(own)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, on any number of ranks: see `restore`."""
@@ -333,90 +323,24 @@ class TrainingState:
         put_by, root = state.get("ranks"), state.get("streams")
         if type(put_by) is not int or type(root) is not str:
             raise MismatchError("this is no state of a TrainingState", object_id="state_dict")
-        self._require_fitting(put_by, ranks, mid_step=False)
+        self._sides.require_fitting(put_by, ranks, mid_step=False)
         state = opaque_state.unseal(state)
         own = state.get(OWN, {}).get(str(rank)) if put_by == ranks else None
         if put_by == ranks:
             if own is None:
                 raise MismatchError(f"the state lacks rank {rank}'s own state", object_id=OWN)
-            self._own.check(own)
-            self._load(state, own)
+            self._sides.own.check(own)
+            self._sides.load(state, own)
         else:
-            self._load(state, self._own.taken([{}]), Streams(root, rank, ranks))
+            self._sides.load(state, self._sides.own.taken([{}]), Streams(root, rank, ranks))
         own = own or {}
-        self._warn("the state", {**own, "environment": {**own.get("environment", {}), "ranks": put_by}}, ranks)
+        self._sides.warn_of_differences("the state", {**own, "environment": {**own.get("environment", {}), "ranks": put_by}}, ranks)
 
     def captured(self) -> State:
         """Everything as it is now, in the form of one process: the rank's own side is under ``rank``. Tensors are not copied."""
-        shared, own = self._capture(rank_and_world_size()[1])
+        shared, own = self._sides.capture(rank_and_world_size()[1])
         return {**shared, OWN: own}
 
     def step_watch(self) -> StepWatch:
         """For a save of the last completed step after an exception."""
-        return StepWatch(self._shared, self._own, self.captured, OWN)
-
-    def _sides(self, store: Store, group: "ProcessGroup | None", timeout: float, *, with_gradients: bool) -> Sides:
-        """The shared side and this rank's own. A failure here is raised by the save, which all ranks must begin together."""
-        if group is None:
-            shared, own = self._capture(1, with_gradients=with_gradients)
-            return {**shared, OWN: own}, None
-        try:
-            describe = lambda: RankReport(self._own.digests(), self._shared.optimizer_members())  # noqa: E731
-            agreement = self._agreements.ask(store, group, describe, timeout)
-            return self._capture(group.size(), with_gradients=with_gradients, agreement=agreement)
-        except Exception as exc:  # noqa: BLE001 - the save raises it
-            return UnpreparedState(exc), None
-
-    # --- captured ---------------------------------------------------------------------------------------------------------
-
-    def _capture(
-        self,
-        ranks: int,
-        *,
-        with_gradients: bool = False,
-        get_optimizer: GetOptimizer = optimizers.get_state,
-        agreement: Agreement = SINGLE,
-    ) -> tuple[State, State]:
-        get_optimizer = get_optimizer if agreement.same_groups else partial(optimizers.get_state, by_name=True)
-        shared = {**self._shared.capture(get_optimizer), "ranks": ranks, "mid_step": with_gradients}
-        self._own.lead(shared, agreement)
-        own = {"environment": environment.describe(ranks, self._shared.meshes()), **self._own.capture(agreement)}
-        if with_gradients:
-            shared["gradients"], own["gradients"] = self._shared.capture_gradients()
-        return shared, own
-
-    # --- restored ---------------------------------------------------------------------------------------------------------
-
-    def _load(self, state: Mapping[str, Any], own: State, streams: Streams | None = None) -> None:
-        """Generators come last, since loading may draw from them. `streams`: if `own` was merged from another number of ranks."""
-        self._shared.load(state, own.get("gradients", {}))
-        if streams is None:
-            self._own.load(own, next(iter(self._shared.meshes()), None))
-        else:
-            self._own.load_taken(own, streams, seeds_process=GENERATORS in self._parts)
-
-    def _require_fitting(self, put_by: int, ranks: int, *, mid_step: bool) -> None:
-        """Raises if the state cannot be restored on another number of ranks."""
-        if put_by == ranks:
-            return
-        if self._loaders.objects:
-            path = self._loaders.path(next(iter(self._loaders.objects)))
-            raise MismatchError(
-                f"{path} has a position for each of {put_by} ranks, and there are {ranks} now. Use a tsck.SampleCursor, which fits any "
-                "number; or restore with a TrainingState without dataloader=, and restart the epoch",
-                object_id=path,
-            )
-        if mid_step and any(not isinstance(each, DTensor) for each in self._shared.names().parameters.values()):
-            raise MismatchError(
-                f"the snapshot was saved in the middle of a step, with gradients of each of {put_by} ranks, and there are {ranks} now: "
-                "restore one that was saved between steps",
-                object_id="gradients",
-            )
-
-    def _warn(self, what: str, old: State, ranks: int, *, stacklevel: int = 3) -> None:
-        """`old`: the stored own state of this rank, or of the first."""
-        found = environment.differences(old["environment"], environment.describe(ranks, self._shared.meshes()))
-        if found:
-            seeded = f"; {self._own.describe_taken(old)}" if old["environment"]["ranks"] != ranks else ""
-            message = f"{what} was saved in another environment, so the job may not resume bit for bit: {'; '.join(found)}{seeded}"
-            warnings.warn(message, environment.EnvironmentChangedWarning, stacklevel=stacklevel)
+        return StepWatch(self._sides.shared, self._sides.own, self.captured, OWN)

@@ -46,9 +46,9 @@ class ResumeReport:
         where = f"{self.root[:12]} (step {self.step})"
         if self.difference is None:
             return f"{self.steps} steps from {where} are the same both times, bit for bit: {self.compared} tensors and values after each"
-        found = self.difference
-        when = "right after the restore" if found.step == 0 else f"after step {found.step} of {self.steps}"
-        return f"from {where}, {when}: {found.name} differs: {found.what}"
+        difference = self.difference
+        when = "right after the restore" if difference.step == 0 else f"after step {difference.step} of {self.steps}"
+        return f"from {where}, {when}: {difference.name} differs: {difference.what}"
 
 
 def verify_resume(
@@ -76,12 +76,12 @@ def verify_resume(
     def find() -> bytes:
         return store.resolve(address).root.encode()
 
-    found = store.resolve(ask_first_rank(store, group, f"the snapshot at {address!r}", find).decode())
-    expected = [copied(leaves) for leaves in _run(make, store, found.root, steps, group)]
+    snapshot = store.resolve(ask_first_rank(store, group, f"the snapshot at {address!r}", find).decode())
+    expected = [copied(leaves) for leaves in _run(make, store, snapshot.root, steps, group)]
     first = None
-    for number, leaves in enumerate(_run(make, store, found.root, steps, group)):
+    for number, leaves in enumerate(_run(make, store, snapshot.root, steps, group)):
         first = first or first_difference(number, expected[number], leaves)  # no early exit: other ranks may wait for this one
-    return ResumeReport(found.root, found.step, steps, len(expected[-1]), first)
+    return ResumeReport(snapshot.root, snapshot.step, steps, len(expected[-1]), first)
 
 
 def _run(make: MakeJob, store: ReadOnlyStore, root: str, steps: int, group: "ProcessGroup | DeviceMesh | None") -> Iterator[Leaves]:

@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from tensorstore_ck.errors import InvalidOptionError, StoreError, UndecidedError
-from tensorstore_ck.maintenance import forget
 from tensorstore_ck.store import Store
 from tensorstore_ck.ui.notices import Outcome
 from tensorstore_ck.ui.pages import Pages, asked
@@ -57,7 +56,7 @@ def _undo(store: Store, form: Form) -> str:
     name, entry = asked(form, "name"), asked(form, "entry")
     if not entry.isdecimal() or len(entry) > 18:
         raise InvalidOptionError("the number of a log entry is a whole number", object_id="entry")
-    done = forget.undo(store.engine, name, entry=int(entry))
+    done = store.undo(name, entry=int(entry))
     count = sum(len(window.snapshots) for window in done)
     return f"{count:,} snapshot{'s' if count != 1 else ''} of {name} {'are' if count != 1 else 'is'} back."
 

@@ -11,7 +11,7 @@ from tensorstore_ck.common.ids import parse_ulid
 from tensorstore_ck.errors import SnapshotExpiredError
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import SnapshotDetails
-from tensorstore_ck.maintenance.describe import describe_with_costs
+from tensorstore_ck.store.internals import describe_with_costs, log_of
 from tensorstore_ck.ui.background import PATIENCE_SECONDS, Progress, Read
 from tensorstore_ck.ui.catalog_snapshots import CatalogSnapshot
 from tensorstore_ck.ui.pages import Pages
@@ -43,7 +43,7 @@ def read_contents(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot, pati
 
     def work(progress: Progress) -> Contents:
         progress("reading the tables of this snapshot", 0, 0)
-        details, costs = describe_with_costs(pages.sources.open(store).engine, info_of(pages, store, snapshot))
+        details, costs = describe_with_costs(pages.sources.open(store), info_of(pages, store, snapshot))
         return Contents(details, tensor_tree(details, costs))
 
     return pages.sources.looks.read_once(store.uuid, kind, work, patience_seconds)
@@ -55,9 +55,7 @@ def info_of(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot) -> Snapsho
     Raises:
         SnapshotExpiredError: gc has freed it.
     """
-    log = pages.sources.open(store).engine.log
-    log.sync()
-    view, ulid = log.view(), parse_ulid(snapshot.ulid)
+    view, ulid = log_of(pages.sources.open(store)).newest_view(), parse_ulid(snapshot.ulid)
     info = view.snapshot(ulid) if ulid is not None else None
     if info is None or not view.is_live(info.ulid):
         raise SnapshotExpiredError("nothing holds this snapshot any more: gc has freed it, or will", object_id=snapshot.root)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.units import human_bytes
-from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import NotFoundError
-from tensorstore_ck.maintenance.describe import SnapshotDiff, TensorChange, diff_snapshots
+from tensorstore_ck.maintenance.describe import SnapshotDiff, TensorChange
+from tensorstore_ck.store.internals import diff_snapshots, open_content
 from tensorstore_ck.ui.background import Progress, Read
 from tensorstore_ck.ui.catalog_snapshots import CatalogSnapshot
 from tensorstore_ck.ui.contents import info_of
@@ -88,8 +88,7 @@ def read_differences(pages: Pages, store: StoreKey, pair: Pair, patience_seconds
 
 
 def _diff(pages: Pages, store: StoreKey, pair: Pair) -> SnapshotDiff:
-    engine = pages.sources.open(store).engine
-    return diff_snapshots(engine, info_of(pages, store, pair.old), info_of(pages, store, pair.new))
+    return diff_snapshots(pages.sources.open(store), info_of(pages, store, pair.old), info_of(pages, store, pair.new))
 
 
 def _differences(diff: SnapshotDiff) -> Differences:
@@ -116,11 +115,11 @@ def read_changes(pages: Pages, store: StoreKey, pair: Pair, group: str, patience
 
         with looks.alone(progress):
             progress("comparing the tables", 0, 0)
-            engine = pages.sources.open(store).engine
             known = looks.read(store.uuid, f"differences {pair.kind}").result
             diff = known.diff if isinstance(known, Differences) else _diff(pages, store, pair)
             changed = {item.name for item in diff.tensors}
-            before, after = (stored_tensors(open_snapshot(engine, info_of(pages, store, side))) for side in (pair.old, pair.new))
+            opened = pages.sources.open(store)
+            before, after = (stored_tensors(open_content(opened, info_of(pages, store, side))) for side in (pair.old, pair.new))
             names = [name for name in dict.fromkeys([*after, *before]) if is_wanted(name)]
             if not names:
                 raise NotFoundError(f"neither has a tensor in {group!r}; states of single ranks have no statistics", object_id=group)

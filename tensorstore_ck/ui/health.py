@@ -19,9 +19,10 @@ from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.gc.usage import Usage
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.run_outcome import RunOutcome
-from tensorstore_ck.maintenance.fsck import FsckOptions, run_fsck
+from tensorstore_ck.maintenance.fsck import FsckOptions
 from tensorstore_ck.maintenance.fsck.findings import Finding, FsckReport
 from tensorstore_ck.store import ReadOnlyStore
+from tensorstore_ck.store.internals import log_of, require_location
 from tensorstore_ck.ui import space
 from tensorstore_ck.ui.background import Progress, Read
 from tensorstore_ck.ui.pages import Pages
@@ -81,7 +82,7 @@ def page(pages: Pages, request: Request) -> Response:
         background.start(store.uuid, CHECK, lambda progress: _check(pages.sources.open(store), progress))
         return RedirectResponse(pages.link("health", store), 303)
     opened, problem = _open(pages, store)
-    cold = Counter(opened.engine.log.view().locations().values()) if opened is not None else Counter[str]()
+    cold = Counter(log_of(opened).view().locations().values()) if opened is not None else Counter[str]()
     reach = background.read(store.uuid, REACH)
     if opened is not None and cold and time.time_ns() - (reach.result_ns or 0) > REACH_AGAIN_NS:
         asked = opened
@@ -96,7 +97,7 @@ def page(pages: Pages, request: Request) -> Response:
         "health",
         store=store,
         problem=problem,
-        is_changed=opened is not None and opened.engine.log.is_changed,
+        is_changed=opened is not None and log_of(opened).is_changed,
         runs=runs,
         read=read,
         report=report,
@@ -167,7 +168,7 @@ def _check(store: ReadOnlyStore, progress: Progress) -> FsckReport:
         progress("reading records, parts and the tables of packs", done, total)
 
     progress("reading the log", 0, 0)
-    return run_fsck(store.engine.of_store(), FsckOptions(progress=note))
+    return store.fsck(FsckOptions(progress=note), record=False)
 
 
 def _reach(store: ReadOnlyStore, urls: Iterable[str], progress: Progress) -> dict[str, str]:
@@ -176,7 +177,7 @@ def _reach(store: ReadOnlyStore, urls: Iterable[str], progress: Progress) -> dic
     for url in urls:
         progress(f"asking {url}", 0, 0)
         try:
-            store.engine.placed.marker(url)
+            require_location(store, url)
             errors[url] = ""
         except StoreError as exc:
             errors[url] = str(exc)

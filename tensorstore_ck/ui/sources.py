@@ -20,6 +20,7 @@ from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.errors import BackendUnavailableError, NotFoundError, PermissionDeniedError
 from tensorstore_ck.redaction import display_url
 from tensorstore_ck.store import ReadOnlyStore, Store
+from tensorstore_ck.store.internals import config_of
 from tensorstore_ck.ui.background import Background
 
 OpenStore = Callable[[str], ReadOnlyStore]
@@ -156,7 +157,7 @@ class Sources:
         with self._lock:
             if key.uuid not in self._opened:
                 opened = self._open_store(key.url)
-                if opened.engine.config.uuid != key.uuid:
+                if config_of(opened).uuid != key.uuid:
                     opened.close()
                     raise NotFoundError(f"another store is at {key.url} now: run `tsck catalog sync`", object_id=key.url)
                 self._opened[key.uuid] = opened
@@ -174,7 +175,7 @@ class Sources:
         with self._lock:
             if key.uuid not in self._writable:
                 opened = self._open_writable(url)
-                if opened.engine.config.uuid != key.uuid:
+                if config_of(opened).uuid != key.uuid:
                     opened.close()
                     raise NotFoundError(f"another store is at {key.url} now: load the page again", object_id=key.url)
                 self._writable[key.uuid] = opened
@@ -234,7 +235,7 @@ class Sources:
     def _forget_earlier(self, opened: ReadOnlyStore) -> None:
         """Removes stores from the catalog that were at this URL before."""
         with self.catalog.reading() as connection:
-            conditions = stores.c.url == opened.url, stores.c.uuid != opened.engine.config.uuid
+            conditions = stores.c.url == opened.url, stores.c.uuid != config_of(opened).uuid
             earlier = connection.execute(select(stores.c.uuid).where(*conditions)).scalars().all()
         for uuid in earlier:
             self.catalog.forget_store(uuid)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from tensorstore_ck.catalog.schema import policies, snapshots
-from tensorstore_ck.gc.usage import Usage, measure_usage
+from tensorstore_ck.gc.usage import Usage
 from tensorstore_ck.ui.background import Progress
 from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.sources import StoreKey
@@ -73,7 +73,7 @@ def page(pages: Pages, request: Request) -> Response:
     if "measure" in request.query_params:
 
         def measure(progress: Progress) -> Usage:
-            return measure_usage(pages.sources.open(store).engine.of_store(), progress=progress)
+            return pages.sources.open(store).usage(progress=progress)
 
         pages.sources.background.start(store.uuid, KIND, measure)
         return RedirectResponse(pages.link("space", store), 303)

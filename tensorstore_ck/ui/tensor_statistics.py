@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.units import human_bytes
-from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import NotFoundError
+from tensorstore_ck.store.internals import open_content
 from tensorstore_ck.ui.background import Progress, Read
 from tensorstore_ck.ui.catalog_snapshots import CatalogSnapshot, find_snapshot
 from tensorstore_ck.ui.contents import info_of
@@ -102,7 +102,7 @@ def read_statistics(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot, te
 
         with looks.alone(progress):
             progress("reading the tables", 0, 0)
-            content = open_snapshot(pages.sources.open(store).engine, info_of(pages, store, snapshot))
+            content = open_content(pages.sources.open(store), info_of(pages, store, snapshot))
             tensors = {name: stored for name, stored in stored_tensors(content).items() if is_wanted(name)}
             if not tensors:
                 raise NotFoundError(f"it has no tensor {tensor or group!r}; states of single ranks have no statistics", object_id=kind)

@@ -7,7 +7,7 @@ from typing import Final
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.log.ref_names import is_ref_glob
 from tensorstore_ck.log.retention import parse_rule
-from tensorstore_ck.maintenance.apply_policies import BranchVerdicts, RetentionReport, SnapshotVerdict, retain
+from tensorstore_ck.maintenance.apply_policies import BranchVerdicts, RetentionReport, SnapshotVerdict
 from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.sources import StoreKey
 
@@ -72,7 +72,7 @@ def try_rules(pages: Pages, store: StoreKey, query: Mapping[str, str]) -> Trial:
         return Trial(glob, {}, f"{too_long} is longer than {MAX_CHARS:,} characters")
     try:
         parsed = {name: parse_rule(name, text) for name, text in rules.items()}
-        report = retain(pages.sources.open(store).engine.of_store(), dry_run=True, rules=parsed, glob=glob)
+        report = pages.sources.open(store).apply_policies(dry_run=True, rules=parsed, glob=glob)
     except StoreError as exc:
         return Trial(glob, rules, str(exc))
     words = [f"{name}={text}" for name, text in rules.items()]

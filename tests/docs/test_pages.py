@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 import tensorstore_ck as tsck
+from tensorstore_ck.store import ReadOnlyStore, Store
 from tests import documents
 from tests.documents import DOCS, PAGES, README, REPOSITORY, text
 
@@ -57,7 +58,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 
 def test_the_readme_stays_short_and_every_page_is_in_the_navigation() -> None:
-    assert len(text(README).split()) <= 900
+    assert len(text(README).split()) <= 1000  # of these 110 are what commands print
     navigation = set(re.findall(r"[\w/-]+\.md", text(REPOSITORY / "mkdocs.yml").partition("\nnav:\n")[2]))
     assert {page.relative_to(DOCS).as_posix() for page in PAGES if page != README} <= navigation
 
@@ -65,7 +66,7 @@ def test_the_readme_stays_short_and_every_page_is_in_the_navigation() -> None:
 @pytest.mark.parametrize("name", sorted(tsck.__all__))
 def test_every_public_name_is_documented_and_in_the_reference(name: str) -> None:
     """`make docs` fails if a path there leads nowhere."""
-    shown = {path for page in (DOCS / "reference").glob("*.md") for path in re.findall(r"^::: ([\w.]+)$", text(page), re.MULTILINE)}
+    shown = {path for page in (DOCS / "reference").rglob("*.md") for path in re.findall(r"^::: ([\w.]+)$", text(page), re.MULTILINE)}
     exported = getattr(tsck, name)
     if isinstance(exported, ModuleType):
         return
@@ -74,6 +75,17 @@ def test_every_public_name_is_documented_and_in_the_reference(name: str) -> None
         assert {exported.__module__, f"{exported.__module__}.{exported.__qualname__}"} & shown
     else:
         assert any(path.endswith(f".{name}") for path in shown)
+
+
+def test_every_public_method_of_a_store_is_in_the_reference_once() -> None:
+    pages = [text(page) for page in (DOCS / "reference").rglob("*.md")]
+    shown = [
+        path for page in pages for path in re.findall(r"^::: tensorstore_ck\.store\.\w+\.(?:ReadOnly)?Store\.(\w+)$", page, re.MULTILINE)
+    ]
+    kept_internal = {"url", "close", "engine", "session"}  # the first two are below the class itself
+    earlier_names = {name for name in vars(Store) | vars(ReadOnlyStore) if getattr(getattr(Store, name), "__name__", name) != name}
+    public = {name for name in vars(Store) | vars(ReadOnlyStore) if not name.startswith("_")} - earlier_names
+    assert sorted(shown) == sorted(public - kept_internal)
 
 
 def test_the_benchmarks_are_those_of_the_results() -> None:

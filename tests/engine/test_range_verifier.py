@@ -31,7 +31,7 @@ def pack() -> bytes:
         def open_writer(self, _: str) -> Writer:
             return Writer()
 
-    writer = PackWriter(Folder(), new_ulid, lambda _: None)  # type: ignore[arg-type]
+    writer = PackWriter(Folder(), new_ulid, lambda _: {})  # type: ignore[arg-type]
     random = np.random.default_rng(0)
     for number in range(4):
         raw = random.bytes(50 * (number + 1))

@@ -49,7 +49,7 @@ def test_ids_of_every_shape_of_the_tree(cuda: torch.device, hasher: BlockHasher)
     sizes += [groups * GROUP_BYTES + more for groups in range(1, 70) for more in (-1025, -1, 0, 1, 64, 1025)]
     sizes += [draw.randrange(1, 8 * MIB) for _ in range(100)]
     starts = [draw.randrange(len(data) - size) & -draw.choice((1, 2, 4, 16)) for size in sizes]
-    found = hasher.hash(np.array(starts, np.int64) + memory.data_ptr(), np.array(sizes, np.int64))
+    found = hasher.start(np.array(starts, np.int64) + memory.data_ptr(), np.array(sizes, np.int64)).wait()
     wrong = [
         (start, size)
         for start, size, digest in zip(starts, sizes, found, strict=True)
@@ -61,10 +61,10 @@ def test_ids_of_every_shape_of_the_tree(cuda: torch.device, hasher: BlockHasher)
 def test_a_launch_that_writes_nothing_is_noticed(cuda: torch.device, hasher: BlockHasher, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = torch.zeros(MIB, dtype=torch.uint8, device=cuda)
     addresses, sizes = np.array([memory.data_ptr()], np.int64), np.array([MIB], np.int64)
-    hasher.hash(addresses, sizes)
+    hasher.start(addresses, sizes).wait()
     monkeypatch.setattr(hasher, "_merge_groups", lambda **_: None)
     with pytest.raises(RuntimeError, match="did not write all ids"):
-        hasher.hash(addresses, sizes)
+        hasher.start(addresses, sizes).wait()
 
 
 def test_roots_are_those_of_the_host(cuda: torch.device, hasher: BlockHasher, store: tsck.Store) -> None:

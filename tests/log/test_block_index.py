@@ -28,4 +28,4 @@ def test_what_waits_for_the_lock_is_noted() -> None:
     location = Location(new_ulid(), 0, 64, 100, 100, 0)
     index.add([(block, location)], published_at=3)
     index.close()
-    assert index.get(block) == location
+    assert index.find([block]) == {block: location}

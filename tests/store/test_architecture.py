@@ -1,5 +1,7 @@
 """ARCHITECTURE.md, the decisions and the code say the same."""
 
+import ast
+import dataclasses
 import re
 import subprocess
 import tomllib
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import tensorstore_ck
+from tensorstore_ck.engine.engine import Engine
 
 PACKAGE = Path(tensorstore_ck.__file__).parent
 ROOT = PACKAGE.parent
@@ -132,3 +135,40 @@ def test_decisions_are_cited_by_files_that_exist_and_nothing_cites_what_is_not_h
         paths = {path for path in quoted(page.read_text()) if re.fullmatch(r"[\w.-]+(/[\w.-]*)+", path)}
         assert [path for path in paths if not (ROOT / path.lstrip("/")).exists()] == [], page.name
     assert tracked("grep", "-nE", "DESIGN" + r"(\.md|,? section)") == ""
+
+
+ABOVE_THE_STORE = ("cli", "ui", "integrations", "training", "catalog")
+SAVES_OF_THEIR_OWN = {"integrations/dcp/dcp_save.py"}
+"""What is a save itself, whose phases another program calls: it works on the engine as `session/save` does."""
+
+
+def attributes(path: Path) -> Iterator[ast.Attribute]:
+    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
+
+
+def is_of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def test_what_is_built_on_a_store_reaches_into_it_through_one_interface() -> None:
+    """Trainers and databases have engines, too, which they keep as `self._engine`."""
+    reached = {
+        f"{name}:{node.lineno}"
+        for area in ABOVE_THE_STORE
+        for path in sorted((PACKAGE / area).rglob("*.py"))
+        if (name := path.relative_to(PACKAGE).as_posix()) not in SAVES_OF_THEIR_OWN
+        for node in attributes(path)
+        if node.attr in ("engine", "session", "_session") or (node.attr == "_engine" and not is_of_self(node))
+    }
+    assert reached == set(), "use a public method of the store, or store/internals.py"
+
+
+def test_an_engine_is_not_changed_after_it_was_made() -> None:
+    names = {field.name for field in dataclasses.fields(Engine)}
+    changed = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in python_files()
+        for node in attributes(path)
+        if isinstance(node.ctx, ast.Store) and node.attr in names and ast.unparse(node.value).rpartition(".")[2] in ("engine", "_engine")
+    ]
+    assert changed == [], "use dataclasses.replace"

@@ -122,7 +122,7 @@ def test_one_bad_read_is_no_damage(store: tsck.Store, monkeypatch: pytest.Monkey
 
 def test_large_states_span_packs(tmp_path: Path) -> None:
     backend = LocalBackend(str(tmp_path / "packs-only"))
-    writer = PackWriter(backend, new_ulid, lambda _: None, open_packs=2, limit_bytes=1 << 20)
+    writer = PackWriter(backend, new_ulid, lambda _: {}, open_packs=2, limit_bytes=1 << 20)
     blocks = [bytes([number]) * 300_000 for number in range(20)]
     ids = [writer.add([block])[0] for block in blocks]
     writer.close()

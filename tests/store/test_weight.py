@@ -32,33 +32,33 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(104, 664, 2850),
-    "put_snapshot_async": Weight(103, 660, 2980),
-    "checkout": Weight(62, 309, 2330),
+    "put_snapshot": Weight(104, 673, 2300),
+    "put_snapshot_async": Weight(103, 673, 2400),
+    "checkout": Weight(62, 313, 2340),
 }
 """For a state of four linear layers and its optimizer, on CPython 3.11."""
 ASYNC_SHARE = 1.15
 """How many times the calls of `put_snapshot` an asynchronous one may take."""
 
 MOST_LINES = {
-    "backend": 5900,
+    "backend": 6000,
     "catalog": 2400,
     "chunker": 100,
     "cli": 5200,
     "common": 2400,
-    "engine": 4400,
+    "engine": 4600,
     "errors": 400,
     "events": 300,
     "format": 4000,
     "gc": 3100,
-    "integrations": 19900,
-    "log": 6100,
+    "integrations": 20200,
+    "log": 6300,
     "maintenance": 7200,
     "redaction": 200,
     "session": 10500,
-    "state": 6300,
-    "store": 1300,
-    "training": 4600,
+    "state": 6700,
+    "store": 1500,
+    "training": 4800,
     "ui": 4000,
 }
 """Of the Python files of each area, rounded up to hundreds."""

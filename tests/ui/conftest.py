@@ -1,6 +1,5 @@
 """Stores, servers and browsers for the pages of `tsck ui`."""
 
-import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -84,22 +83,6 @@ def browser(client: Client) -> TestClient:
     entered = enter(client())
     entered.get("/")
     return entered
-
-
-@pytest.fixture(scope="session")
-def chromium() -> Iterator[Any]:
-    """A real browser; Debian's, since playwright's own cannot be downloaded everywhere."""
-    executable = shutil.which("chromium")
-    if executable is None:
-        pytest.skip("no chromium: the pages are not tested in a browser")
-    from playwright.sync_api import sync_playwright
-
-    quiet = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-    quiet += ["--disable-component-update", "--disable-sync"]
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=quiet)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

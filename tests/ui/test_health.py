@@ -77,10 +77,10 @@ def test_what_this_store_cannot_repair(browser: TestClient, store: Store) -> Non
 def test_a_check_that_ends_with_an_error(browser: TestClient, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(store, "runs/a", 1)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         store.resolve("runs/<script>")
 
-    monkeypatch.setattr(health, "run_fsck", fail)
+    monkeypatch.setattr(Store, "fsck", fail)
     text = browser.get(health_of(store, "?check=yes")).text
     assert "It could not be checked" in text
     assert "<script>" not in text.split("<main")[1]

@@ -107,7 +107,7 @@ def test_a_long_read_shows_how_far_it_is_and_the_server_ends_it(
         goes_on.wait(PATIENCE_SECONDS)
         progress("reading snapshots", 4, 10)
 
-    monkeypatch.setattr(space, "measure_usage", slow)
+    monkeypatch.setattr(Store, "usage", slow)
     monkeypatch.setattr("tensorstore_ck.ui.background.PATIENCE_SECONDS", 0.0)
     opened = sources()
     browser = enter(TestClient(make_app(opened, ACCESS), base_url=BASE))

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
@@ -30,7 +31,11 @@ from tensorstore_ck.log.block_index import Location
 MERGE_BYTES: Final = 8 << 20
 """Neighbouring blocks are fetched together up to this size."""
 DIRECT_BYTES: Final = 1 << 20
-"""On a local backend a raw block of this size or more is read straight into its destination."""
+"""On a local backend a raw block of this size or more is read straight into its destination, as are several that follow each other."""
+RUN_BYTES: Final = 16 << 20
+"""What one thread reads at a time straight into a destination: on 16 cores 20 GB/s into a GPU, and 7 to 11 in pieces of 4 MiB."""
+RUNS_A_THREAD: Final = 4
+"""At least, if there are blocks enough: the last runs end at about the same time."""
 MAX_GAP_BYTES: Final = 1 << 16
 REMOTE_THREADS: Final = 8
 DISK_QUEUE: Final = 2
@@ -123,8 +128,9 @@ def _where_it_is_now(block: WantedBlock) -> WantedBlock:
 def _read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
     local = engine.backend.is_local
     threads = cpu_threads() + DISK_QUEUE if local else REMOTE_THREADS
-    wanted.sort(key=lambda block: (block.pack, block.offset))
-    runs = list(_merge([block for block in wanted if block.codec not in CODECS_WITH_BASES], direct=local))
+    wanted.sort(key=attrgetter("pack", "offset"))
+    run_bytes = min(len(wanted) * engine.config.block_bytes // (RUNS_A_THREAD * threads), RUN_BYTES) if local else 0
+    runs = list(_merge([block for block in wanted if block.codec not in CODECS_WITH_BASES], direct=local, run_bytes=run_bytes))
     runs += [[block] for block in wanted if block.codec == Codec.DELTA]
     roundings = [[block] for block in wanted if block.codec == Codec.CAST]
     buffers = threading.local()
@@ -150,28 +156,81 @@ def _fetch(engine: Engine, run: list[WantedBlock], buffers: threading.local) -> 
     first, last = run[0], run[-1]
     name = pack_name(first.pack)
     size = last.offset + last.stored - first.offset
-    if len(run) == 1 and first.codec == Codec.RAW and (memory := first.target.memory()) is not None:
-        place = memory[first.start : first.start + first.raw]
-        engine.backend.read_into(name, first.offset, place)
-        _verify(engine, first, place, name)
+    if _is_straight(run) and _fetch_straight(engine, run, name):
         return
     buffer = getattr(buffers, "buffer", None)
     if buffer is None or len(buffer) < size:
         buffer = buffers.buffer = bytearray(max(size, MERGE_BYTES if len(run) > 1 else size))
     fetched = memoryview(buffer)[:size]
     engine.backend.read_into(name, first.offset, fetched)
-    for _, same in groupby(run, key=lambda block: block.offset):
+    for _, same in groupby(run, key=attrgetter("offset")):
         blocks = list(same)
         at = blocks[0].offset - first.offset
         whole = blocks[0].target.memory()
-        into = None if whole is None else whole[blocks[0].start : blocks[0].start + blocks[0].raw]
+        into = blocks[0].target.window(blocks[0].raw) if whole is None else whole[blocks[0].start : blocks[0].start + blocks[0].raw]
         raw = decode(blocks[0].codec, fetched[at : at + blocks[0].stored], blocks[0].raw, name, into)
         _verify(engine, blocks[0], raw, name)
-        expected = blocks[0].source.part.block_id(blocks[0].row)
-        for block in blocks[raw is into :]:
-            if block.raw != blocks[0].raw or block.source.part.block_id(block.row) != expected:
+        expected = blocks[0].source.part.block_id(blocks[0].row) if len(blocks) > 1 else None
+        for block in blocks[whole is not None and raw is into :]:
+            if block.raw != blocks[0].raw or (expected and block.source.part.block_id(block.row) != expected):
                 raise CorruptObjectError(f"{block.source.name}: two blocks claim one place in {name}", object_id=block.source.name)
             deliver(block.target, block.start, raw)
+
+
+def _is_straight(run: Sequence[WantedBlock]) -> bool:
+    """Whether the stored bytes of a run are the raw bytes of its blocks, one after another."""
+    pack, end = run[0].pack, run[0].offset
+    for block in run:
+        if block.codec != Codec.RAW or block.pack != pack or block.offset != end:
+            return False
+        end += block.stored
+    return True
+
+
+def _is_in_one_place(run: Sequence[WantedBlock]) -> bool:
+    """Whether the blocks of a run follow each other in one destination."""
+    target, end = run[0].target, run[0].start
+    for block in run:
+        if block.target is not target or block.start != end:
+            return False
+        end += block.raw
+    return True
+
+
+def _fetch_straight(engine: Engine, run: Sequence[WantedBlock], name: str) -> bool:
+    """Reads a straight run into its destination, or to where that takes it from fastest; returns False if there is no such memory."""
+    first, size_bytes = run[0], run[-1].offset + run[-1].raw - run[0].offset
+    memory = first.target.memory()
+    if memory is None:
+        place = first.target.window(size_bytes)
+    else:
+        place = memory[first.start : first.start + size_bytes] if len(run) == 1 or _is_in_one_place(run) else None
+    if place is None:
+        return False
+    engine.backend.read_into(name, first.offset, place)
+    for block in run:
+        at = block.offset - first.offset
+        _verify(engine, block, place[at : at + block.raw], name)
+    if memory is None:
+        _deliver_run(run, place)
+    return True
+
+
+def _deliver_run(run: Sequence[WantedBlock], data: memoryview) -> None:
+    """Delivers the verified bytes of a run; together where they follow each other."""
+    begin = 0
+    for number, block in enumerate(run, start=1):
+        if number == len(run) or not _is_in_one_place((block, run[number])):
+            first = run[begin]
+            at = first.offset - run[0].offset
+            deliver(first.target, first.start, data[at : block.offset + block.raw - run[0].offset])
+            begin = number
+
+
+def _belong_together(block: WantedBlock, later: WantedBlock) -> bool:
+    """Whether large blocks that lie side by side are worth reading together."""
+    pair = block, later
+    return _is_straight(pair) and (_is_in_one_place(pair) or (block.target.memory() is None and later.target.memory() is None))
 
 
 def _in_place(wanted: list[WantedBlock]) -> dict[Digest, memoryview]:
@@ -247,18 +306,17 @@ def deliver(target: ByteTarget, start: int, raw: memoryview) -> None:
         memory[start : start + len(raw)] = raw
 
 
-def _merge(wanted: list[WantedBlock], *, direct: bool) -> Iterator[list[WantedBlock]]:
-    """Groups sorted blocks that are worth fetching in one request."""
+def _merge(wanted: list[WantedBlock], *, direct: bool, run_bytes: int) -> Iterator[list[WantedBlock]]:
+    """Groups sorted blocks that are worth fetching in one request; raw ones that can be read straight by up to `run_bytes`."""
     run: list[WantedBlock] = []
     for block in wanted:
         if run:
             first, last = run[0], run[-1]
             near = block.pack == last.pack and block.offset - last.offset - last.stored <= MAX_GAP_BYTES
             same = block.pack == last.pack and block.offset == last.offset
-            alone = direct and block.raw >= DIRECT_BYTES
-            if not same and (
-                not near or alone or (last.raw >= DIRECT_BYTES and direct) or block.offset + block.stored - first.offset > MERGE_BYTES
-            ):
+            span = block.offset + block.stored - first.offset
+            alone = direct and max(block.raw, last.raw) >= DIRECT_BYTES
+            if not same and (not near or alone or span > MERGE_BYTES) and (span > run_bytes or not _belong_together(last, block)):
                 yield run
                 run = []
         run.append(block)
@@ -266,7 +324,7 @@ def _merge(wanted: list[WantedBlock], *, direct: bool) -> Iterator[list[WantedBl
         yield run
 
 
-class BufferTarget:
+class BufferTarget(ByteTarget):
     """`ByteTarget` over plain memory."""
 
     def __init__(self, view: memoryview) -> None:

@@ -10,7 +10,7 @@ from tensorstore_ck.format.layout import TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds
 
 
-class BoxTarget:
+class BoxTarget(ByteTarget):
     """`ByteTarget` over the bytes of a region; passes on those that lie in a wanted box."""
 
     def __init__(self, region: Region, spec: TensorSpec, box: BoxBounds, target: ByteTarget) -> None:
@@ -21,6 +21,10 @@ class BoxTarget:
 
     def memory(self) -> None:
         """None: bytes come through `write`."""
+
+    def window(self, size_bytes: int) -> memoryview | None:
+        """Of the target that it passes bytes on to."""
+        return self._target.window(size_bytes)
 
     def write(self, start: int, data: memoryview) -> None:
         """Takes whole elements."""

@@ -37,10 +37,10 @@ ReadPart = Callable[[Record, int], Part]
 
 
 def open_snapshot(
-    engine: Engine, info: SnapshotInfo, read: ReadBlocks = read_blocks, *, place: float = 0.0, read_part: ReadPart | None = None
+    engine: Engine, info: SnapshotInfo, read: ReadBlocks = read_blocks, *, position: float = 0.0, read_part: ReadPart | None = None
 ) -> "SnapshotReader | MergedSnapshot":
     """The snapshot, whatever layouts its ranks had. For the other parameters see `SnapshotReader`."""
-    first = SnapshotReader(engine, info, 0, read, place=place, read_part=read_part)
+    first = SnapshotReader(engine, info, 0, read, position=position, read_part=read_part)
     others = first_ranks(first.part.layout_of or b"")[1:]
     if not others:
         return first
@@ -90,7 +90,7 @@ class SnapshotReader:
         rank: int = 0,
         read: ReadBlocks = read_blocks,
         *,
-        place: float = 0.0,
+        position: float = 0.0,
         read_part: ReadPart | None = None,
         record: Record | None = None,
         budget: ParseBudget | None = None,
@@ -102,7 +102,7 @@ class SnapshotReader:
             info: The snapshot.
             rank: Of the part to begin with, the first one with its layout; that of a rank state stands alone.
             read: Reads tensors.
-            place: Position of this reader among all readers, from 0 to 1: ranks at the same position most likely saved what it wants.
+            position: Where this reader is among all readers, from 0 to 1: ranks at the same position most likely saved what it wants.
             read_part: Reads parts; None: the engine does.
             record: The snapshot's, if it was read already.
             budget: Of another reader of the snapshot, whose results are kept as well.
@@ -110,7 +110,7 @@ class SnapshotReader:
         self.info = info
         self._engine = engine
         self._read_blocks = read
-        self._place = place
+        self._position = position
         self._read_part = engine.read_part if read_part is None else read_part
         self._parts: dict[int, OpenPart] = {}
         self._plans: dict[int, PartIndex] = {}
@@ -130,7 +130,7 @@ class SnapshotReader:
                 f"{self.name} is one of {self.world_size}, but there are {len(self.record.parts)}", object_id=self.name
             )
         self._alike = (rank,) if self.part.layout_of is None else ranks_with_layout(self.part.layout_of, rank, self.world_size)
-        nearest = sorted(self._alike, key=lambda other: abs(other + 0.5 - place * self.world_size))
+        nearest = sorted(self._alike, key=lambda other: abs(other + 0.5 - position * self.world_size))
         self._nearest = [*dict.fromkeys([nearest[0], rank, *nearest])]  # this one is open already
         self._blob_first = np.concatenate(([0], np.cumsum(self.part.blobs["blocks"], dtype=np.int64)))
         encoded = self._blob(0)
@@ -149,7 +149,7 @@ class SnapshotReader:
             self.info,
             rank,
             self._read_blocks,
-            place=self._place,
+            position=self._position,
             read_part=self._read_part,
             record=self.record,
             budget=self.budget,
@@ -235,7 +235,7 @@ class SnapshotReader:
     def read(self, targets: dict[int, ByteTarget]) -> None:
         """Reads and verifies whole tensors, by their numbers in the layout."""
         tensors = self.layout.tensors
-        self.read_boxes(WantedBox(tensor, tensors[tensor].whole, target) for tensor, target in targets.items())
+        self.read_boxes([WantedBox(tensor, tensors[tensor].whole, target) for tensor, target in targets.items()])
 
     def read_boxes(self, wanted: Iterable[WantedBox]) -> None:
         """Reads and verifies boxes of tensors, each into its target; a block is fetched once."""
@@ -244,9 +244,14 @@ class SnapshotReader:
     def blocks_of(self, wanted: Iterable[WantedBox]) -> list[WantedBlock]:
         """The blocks that hold boxes of tensors; bytes that lie in parts are delivered at once."""
         blocks: list[WantedBlock] = []
-        for each in wanted:
-            for rank, held in self._holding(each.tensor, each.box):
-                blocks += self._wanted(rank, held, each)
+        only = self._plan(self._first) if len(self._alike) == 1 and not self.layout.meshes else None
+        for box in wanted:
+            if only is None:
+                for rank, held in self._holding(box.tensor, box.box):
+                    self._add_wanted(blocks, self._open(rank), held, box)
+            else:
+                for held in only.of(box.tensor):
+                    self._add_wanted(blocks, self._parts[self._first], held, box)
         return blocks
 
     def fetch(self, blocks: Sequence[WantedBlock]) -> None:
@@ -267,10 +272,7 @@ class SnapshotReader:
         return memory[start - first * spec.item_bytes : stop - first * spec.item_bytes]
 
     def _holding(self, tensor: int, box: BoxBounds) -> Iterator[tuple[int, RegionBytes]]:
-        """(rank, region in its part) of every region that overlaps the box."""
-        if len(self._alike) == 1 and not self.layout.meshes:
-            yield from ((self._first, held) for held in self._plan(self._first).of(tensor))
-            return
+        """(rank, region in its part) of every region that overlaps the box, where several ranks have this layout."""
         spec = self.layout.tensors[tensor]
         left = prod(box.sizes)
         for region in regions_of_tensor(self.layout, tensor, self._alike, self._reported_boxes, near=box, order=self._nearest):
@@ -298,12 +300,14 @@ class SnapshotReader:
             self._boxes[rank] = {each.tensor: each.boxes for each in self._explicit_of(rank)}
         return self._boxes[rank].get(tensor, ())
 
-    def _wanted(self, rank: int, held: RegionBytes, wanted: WantedBox) -> Iterator[WantedBlock]:
-        opened, region, spec = self._open(rank), held.region, self.layout.tensors[wanted.tensor]
+    def _add_wanted(self, blocks: list[WantedBlock], opened: OpenPart, held: RegionBytes, wanted: WantedBox) -> None:
+        """Adds the blocks of a region of `opened` that hold bytes of a box; its inline bytes are delivered at once."""
+        region, spec = held.region, self.layout.tensors[wanted.tensor]
         if not region.is_flat and (region.offsets, region.sizes) == wanted.box:
             if held.is_inline:
                 deliver(wanted.target, held.start, memoryview(opened.part.inline)[held.first : held.first + held.lengths[0]])
-            yield from wanted_blocks(opened, held.rows, held.start, wanted.target)
+            else:
+                blocks += wanted_blocks(opened, held.rows, held.start, wanted.target)
             return
         target = BoxTarget(region, spec, wanted.box, wanted.target)
         if held.is_inline:
@@ -313,13 +317,13 @@ class SnapshotReader:
         for row, length in zip(held.rows, held.lengths, strict=not held.is_inline):
             at = None if ahead is None else start - ahead * spec.item_bytes
             if at is not None and 0 <= at <= size_bytes - length:  # all of it lies there in one piece: no copy is needed
-                yield from wanted_blocks(opened, range(row, row + 1), at, wanted.target)
+                blocks += wanted_blocks(opened, range(row, row + 1), at, wanted.target)
             elif (
                 -length < at < size_bytes
                 if at is not None
                 else region.overlaps(spec, wanted.box, start // spec.item_bytes, (start + length) // spec.item_bytes)
             ):
-                yield from wanted_blocks(opened, range(row, row + 1), start, target)
+                blocks += wanted_blocks(opened, range(row, row + 1), start, target)
             start += length
 
 
@@ -351,7 +355,7 @@ class MergedSnapshot:
     def read(self, targets: dict[int, ByteTarget]) -> None:
         """Reads and verifies whole tensors, by their numbers in the layout."""
         tensors = self.layout.tensors
-        self.read_boxes(WantedBox(tensor, tensors[tensor].whole, target) for tensor, target in targets.items())
+        self.read_boxes([WantedBox(tensor, tensors[tensor].whole, target) for tensor, target in targets.items()])
 
     def read_boxes(self, wanted: Iterable[WantedBox]) -> None:
         """Reads and verifies boxes of tensors."""

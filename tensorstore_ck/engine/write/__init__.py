@@ -2,16 +2,14 @@
 
 write_and_commit.py  the phases "write" and "commit" of every save
 destination.py       where a save's bytes become durable
-request.py           what a save says besides the state, as of one entry of the log
+request.py           what a save says besides the state: its options, and the request as of one entry of the log
 part_writer.py       one rank's blocks and its part
 pack_writer.py       blocks into packs, each once
 dedup.py             which blocks need not be written
 unchanged_blocks.py  blocks on devices that are in the store already, and need not be read
 delta_bases.py       which blocks may be encoded against others
 rank_parts.py        what each rank has written and checked; the record of all
-failed_save.py       deletes what a save has written that failed for space
 publish.py           the log entry that publishes
-quota_check.py       refuses a save whose branch has no quota left
 branch_conflict.py   the error for a branch that another process moved
 sampled_checks.py    a sample of the state: changes during the capture, numbers that are not finite
 compare_parent.py    compares a part with those of earlier snapshots

@@ -51,7 +51,8 @@ class ParentComparison:
         self._known: list[_Predecessor] = []
         specs = captured.layout.tensors
         self._counters = find_counters(captured.layout)
-        counting = {each.number for each in self._counters.found if each.kind == "tensor"}
+        self._has_values = "value" in {counter.kind for counter in self._counters.found}
+        counting = {counter.number for counter in self._counters.found if counter.kind == "tensor"}
         kinds = {spec.dtype: spec.item_bytes for spec in specs}
         floats = {dtype for dtype, item_bytes in kinds.items() if is_floating(dtype, item_bytes)}
         self._is_float = [spec.dtype in floats and number not in counting for number, spec in enumerate(specs)]
@@ -121,7 +122,7 @@ class ParentComparison:
 
     def _find_places(self, counting: Set[int]) -> dict[int, tuple[struct.Struct, int]]:
         """The format and offset of counters that are small tensors inside the part."""
-        specs, found = self._captured.layout.tensors, {}
+        specs, found = self._captured.layout.tensors[:], {}
         for tensor, _, offset, _ in self._tensors.inlined if counting else ():
             if tensor in counting and (number := _NUMBERS.get(specs[tensor].dtype)) is not None:
                 found[tensor] = (number, offset)
@@ -130,7 +131,7 @@ class ParentComparison:
     def _read_counters(self, part: Part) -> dict[str, list[float]]:
         """The counters in a part with the same tensors, by optimizer."""
         values: Sequence[Any] = ()
-        if any(each.kind == "value" for each in self._counters.found):
+        if self._has_values:
             values = decode_values(part, "a part")
         found: dict[str, list[float]] = {}
         for counter in self._counters.found:

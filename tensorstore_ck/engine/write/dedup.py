@@ -1,8 +1,10 @@
 """Which blocks are in the store already, and need not be written again."""
 
 import contextlib
+import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
@@ -13,6 +15,8 @@ from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.log import ObjectKey, RefTable
 from tensorstore_ck.log.block_index import Location
+
+_logger: Final = logging.getLogger("tensorstore_ck.engine")
 
 
 class DedupIndex:
@@ -34,6 +38,9 @@ class DedupIndex:
         self._usable_bytes: dict[Ulid, int] = dict.fromkeys(packs_of_damaged(engine, self._view, rank), 0)
         info = self._view.by_root(parent) if parent else None
         if info is None or not self._view.is_live(info.ulid):
+            _logger.debug(
+                "no snapshot to share blocks with: they are looked up in this host's index" if elsewhere else "no block is shared"
+            )
             return
         try:
             record = engine.recent_record(info)
@@ -42,20 +49,25 @@ class DedupIndex:
                 self._parts.append((part, locate_blocks(engine, self._view, part)))
         except DamageError as exc:
             warnings.warn(f"cannot reuse the blocks of the parent snapshot, all are written again: {exc}", stacklevel=2)
+        _logger.debug("%d parts of %s@%s, root %s, have blocks to share", len(self._parts), info.ref, info.step, info.root.hex())
         for number, (part, _) in enumerate(self._parts):
             self._rows |= {block: (number, row) for row, block in enumerate(part.block_ids())}
 
-    def __call__(self, block: Digest) -> Location | None:
-        """Where a block lies, if it may be relied on."""
-        found = self._rows.get(block)
-        if found is not None:
-            part, places = self._parts[found[0]]
-            with contextlib.suppress(DamageError):  # the bases in a part may be invalid
-                location = location_of(part, places.packs, places.extents, found[1])
-                if self._is_usable(location):
-                    return location
-        elsewhere = self._engine.index.get(block) if self._elsewhere else None
-        return elsewhere if elsewhere is not None and self._is_usable(elsewhere) else None
+    def find(self, blocks: Sequence[Digest]) -> dict[Digest, Location]:
+        """See `BlockLookup`."""
+        known: dict[Digest, Location] = {}
+        for block in blocks:
+            if block in self._rows:
+                number, row = self._rows[block]
+                part, places = self._parts[number]
+                with contextlib.suppress(DamageError):  # the bases in a part may be invalid
+                    location = location_of(part, places.packs, places.extents, row)
+                    if self._is_usable(location):
+                        known[block] = location
+        if self._elsewhere and len(known) < len(blocks):
+            others = self._engine.index.find([block for block in blocks if block not in known])
+            known |= {block: location for block, location in others.items() if self._is_usable(location)}
+        return known
 
     @property
     def parts(self) -> "list[tuple[Part, BlockLocations]]":

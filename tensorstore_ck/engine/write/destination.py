@@ -1,19 +1,25 @@
 """Where the bytes of a save become durable: a store, or a staging disk in front of it. Knows no torch."""
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final, Protocol, Self, TypeVar
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart
 from tensorstore_ck.engine.write.publish import MAX_TRIES, check_expected
-from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.rank_parts import RankParts, publish_parts
 from tensorstore_ck.engine.write.request import SaveRequest
-from tensorstore_ck.errors import SnapshotExpiredError, StoreError
+from tensorstore_ck.errors import NoSpaceError, SnapshotExpiredError, StoreError
+from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.format.record import Record
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
+from tensorstore_ck.log.quota import check_quotas, quotas_of
+
+_logger: Final = logging.getLogger("tensorstore_ck.engine")
 
 T = TypeVar("T")
 
@@ -40,11 +46,8 @@ class Destination(Protocol):
     def ask(self, call: Callable[[], T]) -> T:
         """The result of `call`, which may need the store. Raises if that takes long and the save can do without."""
 
-    def admit(self, request: SaveRequest) -> None:
+    def admit(self, request: SaveRequest, view: RefTable) -> None:
         """Refuses a save whose ref is not where it must be, or has no quota left; checked again when the entry is appended."""
-
-    def begin(self, request: SaveRequest) -> None:
-        """Finds the snapshot with which the save may share blocks."""
 
     def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:
         """Which blocks of part `number` need not be written, by a `view` whose head is the anchor."""
@@ -68,7 +71,12 @@ class Destination(Protocol):
 
 
 class StoreDestination:
-    """The store itself."""
+    """The store itself. As a context manager around a save it deletes what the save has written if that fails for space.
+
+    Otherwise it would fill the disk until gc judges it by its age. Only names that this save itself drew are deleted, and only if its log
+    entry was never sent, which `NoSpaceError` says: a save whose entry may be there raises `UndecidedError`. See gc/PROTOCOL.md, "Who
+    deletes objects".
+    """
 
     is_offline = is_staging = False
     txn: Ulid | None = None
@@ -84,23 +92,27 @@ class StoreDestination:
         """Waits for the store."""
         return call()
 
-    def admit(self, request: SaveRequest) -> None:
+    def __enter__(self) -> Self:
+        self.engine = replace(self.engine, unpublished=[])
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, NoSpaceError):
+            names = [ObjectKey(kind, name).name for name in self.engine.unpublished or () for kind in FOLDERS if kind != "moved"]
+            with suppress(StoreError):  # gc frees what is left
+                self.engine.backend.delete(names)
+
+    def admit(self, request: SaveRequest, view: RefTable) -> None:
         """Checks quotas on rank 0, and of a process alone the ref. Both are checked again when the entry is appended.
 
         Raises:
             ConflictError: the ref is not where it must be.
             QuotaExceededError: the quota of the ref is used up.
         """
-        if self._rank == 0:
-            self.engine.log.look(lambda view: self._check(view, request))
-
-    def _check(self, view: RefTable, request: SaveRequest) -> None:
         if self._is_alone:
             check_expected(self.engine, view, request.ref, request.expect)
-        check_quotas(view, request.ref)
-
-    def begin(self, request: SaveRequest) -> None:
-        """Does nothing: `request` names the snapshot with which the save may share blocks."""
+        if self._rank == 0:
+            check_quotas(quotas_of(view, request.ref), request.ref)
 
     def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:
         """See `Destination`."""
@@ -113,7 +125,9 @@ class StoreDestination:
         self, request: SaveRequest, record: Record, parts: Sequence[RankParts], txn: Ulid, mark: tuple[str, str] | None = None
     ) -> SnapshotInfo:
         """See `Destination`."""
-        return publish_parts(self.engine, request, record, parts, txn=txn, mark=mark)
+        info = publish_parts(self.engine, request, record, parts, txn=txn, mark=mark)
+        self.engine.keep_record(info.ulid, record)
+        return info
 
     def keep(self, info: SnapshotInfo, written: Sequence[WrittenPart]) -> None:
         """See `Destination`."""
@@ -131,5 +145,6 @@ class StoreDestination:
         if not isinstance(error, SnapshotExpiredError) or self._tries == MAX_TRIES:
             return False
         self._tries += 1
+        _logger.debug("written again: %s", error)
         self.engine.log.sync()
         return True

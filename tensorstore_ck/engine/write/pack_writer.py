@@ -59,7 +59,10 @@ class EncodedBlock(NamedTuple):
     @property
     def stored_bytes(self) -> int:
         """Its size in a pack."""
-        return sum([memoryview(piece).nbytes for piece in self.pieces])
+        size_bytes = 0
+        for piece in self.pieces:
+            size_bytes += memoryview(piece).nbytes
+        return size_bytes
 
 
 class _OpenPack:
@@ -84,13 +87,15 @@ class PackWriter:
         self,
         backend: Backend,
         new_id: IdSource,
-        known: Callable[[Digest], Location | None],
+        known: Callable[[Sequence[Digest]], Mapping[Digest, Location]],
         *,
         open_packs: int = 1,
         limit_bytes: int = PACK_LIMIT_BYTES,
         meter: PutMeter | None = None,
     ) -> None:
-        """`known` returns where a block lies already; it is called under a lock. Up to `open_packs` are written in parallel.
+        """`known` returns the locations of those blocks that lie in the store already; it is called under a lock.
+
+        Up to `open_packs` are written in parallel.
 
         `meter` counts every run; an error that it raises ends the work.
         """
@@ -118,7 +123,7 @@ class PackWriter:
         with self._meter.timed("hash", sum(map(len, run))):
             ids = [block_id(raw) for raw in run]
         with self._lock:
-            fresh = list(compress(range(len(ids)), map(self._claim, ids)))
+            fresh = self._claim(ids)
         if fresh:
             with self._meter.timed("encode", sum([len(run[number]) for number in fresh])):
                 encoded = [encode(number) if encode else BlockEncoding(Encoded(Codec.RAW, (run[number],))) for number in fresh]
@@ -147,7 +152,7 @@ class PackWriter:
     def add_encoded(self, blocks: Sequence[EncodedBlock]) -> None:
         """Stores those blocks that are not there yet as they are; the caller has verified them. Their buffers may be reused afterwards."""
         with self._lock:
-            fresh = list(filter(lambda block: self._claim(block.id), blocks))
+            fresh = [blocks[number] for number in self._claim([block.id for block in blocks])]
         if fresh:
             self._append(fresh)
 
@@ -167,21 +172,22 @@ class PackWriter:
             pack.writer.abort()
 
     def _places_of(self, ids: Sequence[Digest]) -> dict[Digest, Location]:
-        places = ((block, self.found.get(block) or self._known(block)) for block in ids)
-        return {block: place for block, place in places if place is not None}
+        return {**self._known([block for block in ids if block not in self.found]), **{b: self.found[b] for b in ids if b in self.found}}
 
     def _add_found(self, places: Mapping[Digest, Location]) -> None:
         self.found |= places
         self._claimed |= places.keys()
 
-    def _claim(self, block: Digest) -> bool:
-        if block in self._claimed:
-            return False
-        self._claimed.add(block)
-        location = self._known(block)
-        if location is not None:
-            self.found[block] = location
-        return location is None
+    def _claim(self, ids: Sequence[Digest]) -> list[int]:
+        """The numbers of the blocks that this caller must write: those that nobody claimed before, and that are not in the store."""
+        first: dict[Digest, int] = {}
+        for number, block in enumerate(ids):
+            if block not in self._claimed:
+                first.setdefault(block, number)
+        there = self._known([*first])
+        self._add_found(there)
+        self._claimed |= first.keys()
+        return [number for block, number in first.items() if block not in there]
 
     def _append(self, blocks: list[EncodedBlock]) -> None:
         sizes = [block.stored_bytes for block in blocks]

@@ -3,6 +3,7 @@
 Knows neither refs nor the log, and no torch.
 """
 
+import logging
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,8 +33,12 @@ from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values,
 from tensorstore_ck.format.sealed import FREE_BYTES, HEADER_BYTES, ParseBudget, check_msgpack
 from tensorstore_ck.log.block_index import Base, Location
 
-RUN_BYTES: Final = 4 << 20
-"""Blocks that one thread handles at a time."""
+_logger: Final = logging.getLogger("tensorstore_ck.engine")
+MIN_RUN_BYTES: Final = 4 << 20
+MAX_RUN_BYTES: Final = 16 << 20
+"""Blocks that one thread handles at a time: they lie side by side in a pack, and a restore reads them together."""
+RUNS_A_THREAD: Final = 4
+"""At least, if there are blocks enough: the last runs end at about the same time."""
 RUN_BLOCKS: Final = 512
 """Small blocks are hashed and appended together, up to this many."""
 MAX_OPEN_PACKS: Final = 4
@@ -47,8 +52,8 @@ class BlockLookup(Protocol):
     def parts(self) -> Sequence[tuple[Part, BlockLocations]]:
         """Parts of the snapshot before that are most like the new one, and where their blocks are."""
 
-    def __call__(self, block: Digest, /) -> Location | None:
-        """Where a block is, if it may be relied on."""
+    def find(self, blocks: Sequence[Digest], /) -> Mapping[Digest, Location]:
+        """The locations of those `blocks` that may be relied on."""
 
 
 class PartSlot(NamedTuple):
@@ -160,7 +165,7 @@ def write_part(
 def open_packs(engine: Engine, known: BlockLookup, meter: PutMeter | None = None) -> Iterator[PackWriter]:
     """A writer of blocks that are not `known`; every pack is durable when the block ends."""
     open_at_once = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
-    packs = PackWriter(engine.backend, engine.put_id, known, open_packs=open_at_once, meter=meter)
+    packs = PackWriter(engine.backend, engine.put_id, known.find, open_packs=open_at_once, meter=meter)
     try:
         yield packs
         packs.close()
@@ -228,6 +233,7 @@ def write_tensors(
                 ids[row] = block
 
     computed: Mapping[int, Digest] = {}
+    must_agree = captured.device_blocks is not None and captured.device_blocks.must_agree
     if captured.device_blocks is not None:
         computed = skip_unchanged(captured, [block for block in blocks if ids[block.row] is ZERO_DIGEST], ids, packs, sample)
 
@@ -255,15 +261,16 @@ def write_tensors(
 
         for block, found in zip(run, packs.add(buffers, encode), strict=True):
             ids[block.row] = found
-            if sampling.verify_share and computed.get(block.row, found) != found:
+            if computed.get(block.row, found) != found and (sampling.verify_share or must_agree):
                 require_unchanged(captured, {block.tensor})
 
     masters = Fp32Masters(captured, blocks) if coding.mode != "raw" else None
-    weights = masters.of if masters is not None else {}
+    weights, threads = masters.of if masters is not None else {}, cpu_threads() + 1
     for later in (False, True):  # weights after their masters
         unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in weights) == later]
-        runs = [*batches(unread, lambda block: block.stop - block.start, RUN_BYTES, RUN_BLOCKS)]
-        for_each(runs, store, min(cpu_threads() + 1, len(runs)))
+        run_bytes = min(max(len(unread) * block_bytes // (RUNS_A_THREAD * threads), MIN_RUN_BYTES), MAX_RUN_BYTES)
+        runs = [*batches(unread, lambda block: block.stop - block.start, run_bytes, RUN_BLOCKS)]
+        for_each(runs, store, min(threads, len(runs)))
     for tensor, rows in frozen.items():
         _note_frozen(captured, tensor, [ids[row] for row in rows], cuts[tensor])
     sample.note_inline(inlined, inline, small)
@@ -327,7 +334,9 @@ def store_part(
     engine.backend.put(part_name(ulid), encoded)
     new = [item for writer in packs for item in writer.added.items()]
     added = {block: with_bases(place, places) if place.bases else place for block, place in new}
-    return WrittenPart(ulid, part, added, sum([writer.new_bytes for writer in packs]) + len(encoded), tensors)
+    new_bytes = sum([writer.new_bytes for writer in packs]) + len(encoded)
+    _logger.debug("part %s of rank %d: %d of %d blocks are new, %d bytes", part_name(ulid), slot.rank, len(new), len(ids), new_bytes)
+    return WrittenPart(ulid, part, added, new_bytes, tensors)
 
 
 def _require_readable(captured: CapturedState, part: Part, slot: PartSlot) -> None:

@@ -6,22 +6,24 @@ A crash or an error before the entry leaves orphans only. Saves of one process a
 end here; what they need besides is in the operations that they arrange. Knows neither ranks nor torch.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import condemned_among, locate_blocks
 from tensorstore_ck.engine.write.branch_conflict import moved_away
-from tensorstore_ck.engine.write.quota_check import check_quotas, warn_of_quotas
 from tensorstore_ck.errors import ConflictError, InvalidOptionError, MissingObjectError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, SnapshotInfo
+from tensorstore_ck.log.quota import Quota, check_quotas, quotas_of, warn_of_quotas
 from tensorstore_ck.log.retention import expire_at_put
 
 T = TypeVar("T")
 
+_logger: Final = logging.getLogger("tensorstore_ck.engine")
 MAX_TRIES: Final = 4
 
 
@@ -46,7 +48,8 @@ def retry_expired(attempt: Callable[[], T], before_retry: Callable[[], object] =
     for _ in range(MAX_TRIES - 1):
         try:
             return attempt()
-        except SnapshotExpiredError:
+        except SnapshotExpiredError as exc:
+            _logger.debug("written again: %s", exc)
             before_retry()
     return attempt()
 
@@ -95,11 +98,18 @@ def publish(
     """
     snapshot = snapshot or staged or txn
     duration_ns = None if began_ns is None else max(0, engine.clock() - began_ns)
+    if _logger.isEnabledFor(logging.DEBUG):
+        address, root = record.ref if record.step is None else f"{record.ref}@{record.step}", record.root().hex()
+        _logger.debug("publish %s, root %s, as %s in transaction %s", address, root, record_name(snapshot), ulid_text(txn))
     put = Op.put(record.ref, snapshot, record, encoded, anchor=anchor, txn=txn, staged=staged, duration_ns=duration_ns)
 
     def build(view: RefTable) -> list[Op]:
         ops = [] if view.outcome(txn) is not None else arrange(view, put)
         needed = condemned(view) if ops else None
+        if not ops:
+            _logger.debug("transaction %s is decided already, or has nothing to do", ulid_text(txn))
+        elif needed:
+            _logger.debug("rescue what gc has condemned of it: %s", ", ".join(key.name for key in needed))
         return [*ops, Op.rescue(needed)] if needed else ops
 
     info = engine.log.published(engine.log.append(build), snapshot)
@@ -118,15 +128,18 @@ def at_branch(engine: Engine, record: Record, expect: Expected, mark: tuple[str,
 
     def arrange(view: RefTable, put: Op) -> list[Op]:
         check_expected(engine, view, record.ref, expect)
-        check_quotas(view, record.ref)
-        return moving(engine, view, put, record, mark)
+        quotas = quotas_of(view, record.ref)
+        check_quotas(quotas, record.ref)
+        return moving(engine, view, put, record, quotas=quotas, mark=mark)
 
     return arrange
 
 
-def moving(engine: Engine, view: RefTable, put: Op, record: Record, mark: tuple[str, str] | None = None) -> list[Op]:
-    """What an entry does that moves a branch to a new snapshot."""
-    warn_of_quotas(engine, view, record)
+def moving(
+    engine: Engine, view: RefTable, put: Op, record: Record, *, quotas: Sequence[Quota], mark: tuple[str, str] | None = None
+) -> list[Op]:
+    """The operations of an entry that moves a branch, which has these `quotas`, to a new snapshot."""
+    warn_of_quotas(engine.backend.url, quotas, record.ref, record.new_bytes, engine.warned_quotas)
     marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
     return [put, *marks, *expire_at_put(view, put, engine.clock(), engine.backend.url)]
 

@@ -60,13 +60,12 @@ class RankParts(NamedTuple):
         )
 
 
-def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, *, sync: bool = True) -> RankParts:
-    """What a rank has written, checked at the newest log entry; or, without `sync`, at the last one that it knows.
+def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, view: RefTable) -> RankParts:
+    """What a rank has written, checked at the head of `view`.
 
     Raises:
         SnapshotExpiredError: gc freed something that it relies on: it must be written again.
     """
-    view = engine.log.newest_view() if sync else engine.log.view()
     head = view.head()
     checked = head.n if head is not None else 0
     return RankParts(

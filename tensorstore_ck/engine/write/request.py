@@ -1,14 +1,92 @@
-"""What a save says besides the state, as of one moment: which ref moves from where, and how blocks are encoded and checked."""
+"""What a save says besides the state: its options, as the caller gives them, and the request that they make at one entry of the log."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.write.publish import Expected
-from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
-from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveClaim, SaveFindings, judge
-from tensorstore_ck.format.codec import Coding
-from tensorstore_ck.format.record import SaveOrigin, with_store_metadata
+from tensorstore_ck.engine.write.publish import AnyHead, Expected
+from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, Sampling, turn_of
+from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveClaim, SaveFindings, judge, require_checks
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.format.codec import CodecName, Coding, DeltaOption, check_codec_name, check_delta
+from tensorstore_ck.format.record import MAX_STEP, SaveOrigin, check_metrics, check_origin, encode_metadata, with_store_metadata
+from tensorstore_ck.log import RefTable, validate_ref_name
+from tensorstore_ck.log.snapshot import Snapshot
+
+
+class LastSeen:
+    """The type of `LAST_SEEN`."""
+
+    def __repr__(self) -> str:
+        return "tsck.LAST_SEEN"
+
+
+LAST_SEEN: Final = LastSeen()
+"""The default. As ``expect=``: move the ref from where this handle last saved or restored it. As ``parent=``: that snapshot."""
+
+
+class SaveOptions(NamedTuple):
+    """The arguments of a save besides the state, checked as far as possible without reading the log."""
+
+    ref: str
+    step: int | None
+    expect: object
+    metadata: bytes
+    metrics: dict[str, float]
+    codec: CodecName | None
+    delta: DeltaOption
+    parent: object
+    checks: SaveChecks
+    origin: SaveOrigin
+    any_step: bool = False
+    """Whether the step may be lower than that of a head that was only restored: see `RefFence.check_step`."""
+
+    def sampling_of_copies(self, number: int) -> "tuple[Sampling, SaveOptions]":
+        """Which samples of save `number` to compare with its copies; and its options, with nothing to be read a second time."""
+        sampling = Sampling(turn_of(None, number), self.checks.verify_capture)
+        return sampling, self._replace(checks=self.checks._replace(verify_capture=0.0))
+
+
+def check_options(
+    engine: Engine,
+    ref: str,
+    *,
+    step: object = None,
+    metrics: Mapping[str, float] | None = None,
+    metadata: Mapping[str, object] | None = None,
+    expect: object = LAST_SEEN,
+    parent: object = LAST_SEEN,
+    codec: object = None,
+    delta: object = None,
+    unchanged: object = "warn",
+    verify_capture: object = SAMPLE_SHARE,
+    triggers: object = (),
+    epoch: object = None,
+    made_ns: int | None = None,
+    any_step: bool = False,
+) -> SaveOptions:
+    """Checks the arguments of a save.
+
+    Raises:
+        InvalidOptionError, InvalidNameError: an argument is not what it must be.
+    """
+    checks, origin = require_checks(unchanged, verify_capture), check_origin(triggers, epoch, made_ns)
+    validate_ref_name(ref)
+    packed_metadata, checked_metrics = encode_metadata(metadata), check_metrics(metrics)
+    if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
+        raise InvalidOptionError(f"step must be an integer, not {step!r}", object_id="step")
+    number = None if step is None else step.__index__()
+    if number is not None and not 0 <= number <= MAX_STEP:
+        raise InvalidOptionError(f"step {number} must be from 0 to {MAX_STEP}", object_id="step")
+    if not (expect is None or isinstance(expect, LastSeen | AnyHead | Snapshot | str)):
+        raise InvalidOptionError(f"expect must be a root, tsck.ANY or None, not {type(expect).__name__}", object_id="expect")
+    if not (parent is None or isinstance(parent, LastSeen | Snapshot | str)):
+        raise InvalidOptionError(f"parent must be an address, a Snapshot or None, not {type(parent).__name__}", object_id="parent")
+    engine.require_writable()
+    chosen = None if codec is None else check_codec_name(codec)
+    how = (chosen, check_delta(delta), parent, checks, origin, any_step)
+    return SaveOptions(ref, number, expect, packed_metadata, checked_metrics, *how)
 
 
 class SaveRequest(NamedTuple):
@@ -44,13 +122,13 @@ class SaveRequest(NamedTuple):
         """What the save claims of its place in the training."""
         return SaveClaim(self.ref, self.step, self.parent)
 
-    def judged(self, engine: Engine, found: SaveFindings) -> "SaveRequest":
+    def judged(self, engine: Engine, view: RefTable, found: SaveFindings) -> "SaveRequest":
         """Judges what all ranks found; returns the same request, with the share of numbers that are not finite in its metadata.
 
         Raises:
             SuspiciousSaveError: it must not be published.
         """
-        judge(engine, found, self.checks, self.claim)
+        judge(engine, view, found, self.checks, self.claim)
         if not found.non_finite:
             return self
         return self._replace(metadata=with_store_metadata(self.metadata, {"non_finite": found.finiteness.share}))

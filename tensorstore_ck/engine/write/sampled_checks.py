@@ -125,6 +125,7 @@ class CaptureSample:
 
     def __init__(self, captured: CapturedState, sampling: Sampling) -> None:
         self._captured = captured
+        self._specs = captured.layout.tensors[:]
         self._turn = sampling.turn
         state_bytes = captured.logical_bytes
         self._share = share_of(state_bytes, SAMPLE_SHARE)
@@ -144,14 +145,16 @@ class CaptureSample:
         """A block as it was read, before it is hashed and stored; it begins at `start` of its tensor."""
         if tensor in self._captured.frozen:
             return  # frozen tensors have their own check
-        stop, turn = start + len(data), self._turn
+        stop = start + len(data)
+        sampled = pieces(tensor, start, stop, self._share, self._turn)
         if self._verify_share and TensorBlock(row, tensor, start, stop) not in self._hashed:
-            for first, last in pieces(tensor, start, stop, self._verify_share, turn):
+            is_same = self._verify_share == self._share
+            for first, last in sampled if is_same else pieces(tensor, start, stop, self._verify_share, self._turn):
                 self._pieces.append(SampledPiece(tensor, first, last, block_id(data[first - start : last - start])))
-        spec = self._captured.layout.tensors[tensor]
+        spec = self._specs[tensor]
         if _mask_of(spec.dtype, spec.item_bytes) is None:
             return
-        for first, last in pieces(tensor, start, stop, self._share, turn):
+        for first, last in sampled:
             found = count_non_finite(data[first - start : last - start], spec.dtype, spec.item_bytes)
             with self._lock:
                 self._elements += found.elements
@@ -165,7 +168,7 @@ class CaptureSample:
     def note_unread(self, blocks: Iterable[TensorBlock]) -> None:
         """Blocks on devices that are not read: counts what `note` would have counted."""
         for tensor, several in groupby(blocks, key=lambda block: block.tensor):
-            spec = self._captured.layout.tensors[tensor]
+            spec = self._specs[tensor]
             if tensor in self._captured.frozen or _mask_of(spec.dtype, spec.item_bytes) is None:
                 continue
             sampled = [
@@ -181,7 +184,7 @@ class CaptureSample:
     def note_inline(self, inlined: Sequence[Inline], reads: Sequence[memoryview], data: bytes) -> None:
         """All small tensors, as they were read one by one, and together."""
         self._reads = reads
-        tensors, first = self._captured.layout.tensors[:], 0
+        tensors, first = self._specs, 0
         for last, each in enumerate(inlined, start=1):
             kind = tensors[each.tensor].dtype
             if last < len(inlined) and tensors[inlined[last].tensor].dtype == kind:
@@ -198,7 +201,7 @@ class CaptureSample:
     def _is_finite(self, tensor: int) -> bool:
         """Whether the whole sample of a tensor on a device is finite; False also if that is unknown."""
         captured = self._captured
-        spec, source = captured.layout.tensors[tensor], captured.sources[tensor]
+        spec, source = self._specs[tensor], captured.sources[tensor]
         mask, word_bytes = _mask_of(spec.dtype, spec.item_bytes), elements_of(spec.dtype, spec.item_bytes).item_bytes
         sampled = pieces(tensor, 0, source.size_bytes, self._share, self._turn)
         if not sampled or mask is None or captured.device_blocks is None:
@@ -212,7 +215,7 @@ class CaptureSample:
         )
 
     def _count_non_finite(self, tensor: int, start: int, stop: int) -> int:
-        spec = self._captured.layout.tensors[tensor]
+        spec = self._specs[tensor]
         return count_non_finite(self._captured.sources[tensor].read(start, stop), spec.dtype, spec.item_bytes).non_finite
 
     @property

@@ -4,6 +4,7 @@ Such a state is stored as it is; but users lost weeks to asynchronous saves that
 the weights. Each rank examines its own part (`compare_parent`); the rank that publishes judges the findings of all.
 """
 
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +18,7 @@ from tensorstore_ck.format.record import STORE_KEY, decode_metadata, record_name
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import RefTable, SnapshotInfo
 
+_logger: Final = logging.getLogger("tensorstore_ck.engine")
 JUMP: Final = 2.0
 """Warns if the share of numbers that are not finite grows by more than this factor, unchanged tensors apart."""
 
@@ -126,16 +128,18 @@ def merged(several: Sequence[SaveFindings]) -> SaveFindings:
     return found
 
 
-def judge(engine: Engine, found: SaveFindings, checks: SaveChecks, claim: SaveClaim) -> None:
+def judge(engine: Engine, view: RefTable, found: SaveFindings, checks: SaveChecks, claim: SaveClaim) -> None:
     """Warns of findings, or raises; nothing is published yet.
 
     Raises:
         SuspiciousSaveError: it must not be published.
     """
+    how = "tensors may differ" if found.has_moved else "no tensor differs"
+    _logger.debug("compared with the save before: %s; %d of %d numbers of the sample are not finite", how, found.non_finite, found.elements)
     if found.has_moved and not found.counts and not found.non_finite_moved:
         return  # nothing to compare with the save before
     ref, step, _ = claim
-    before = snapshot_before(engine.log.view(), claim)
+    before = snapshot_before(view, claim)
     doubts = "; ".join([] if checks.unchanged == "ok" else _doubts(found, before, step))
     if doubts and checks.unchanged == "error":
         raise SuspiciousSaveError(

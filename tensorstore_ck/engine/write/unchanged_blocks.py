@@ -10,6 +10,19 @@ from tensorstore_ck.engine.interfaces import BlockRange, CapturedState
 from tensorstore_ck.engine.write.delta_bases import TensorBlock
 from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.engine.write.sampled_checks import CaptureSample
+from tensorstore_ck.format.block_assignment import regions_of_rank
+
+
+def held_blocks(captured: CapturedState, tensors: Sequence[int], rank: int, block_bytes: int) -> list[BlockRange]:
+    """The blocks of what a rank holds of these tensors, which may be more than it writes."""
+    found, ends = list[BlockRange](), dict[int, int]()
+    for region in regions_of_rank(captured.layout, rank, (rank,), captured.explicit, tensors=tensors):
+        start = ends.get(region.tensor, 0)
+        for length in region.block_lengths(captured.layout.tensors[region.tensor], block_bytes):
+            found.append(BlockRange(region.tensor, start, start + length))
+            start += length
+        ends[region.tensor] = start
+    return found
 
 
 def skip_unchanged(

@@ -12,13 +12,12 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.destination import Destination, StoreDestination
-from tensorstore_ck.engine.write.failed_save import deleted_if_full
 from tensorstore_ck.engine.write.part_writer import WrittenPart, slot_of_one, write_part
 from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, record_of
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings, merged
 from tensorstore_ck.errors import StoreError, UndecidedError
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotInfo
 
 
 class Written(NamedTuple):
@@ -29,16 +28,14 @@ class Written(NamedTuple):
     findings: SaveFindings
 
 
-def write(destination: Destination, captured: CapturedState, request: SaveRequest, meter: PutMeter) -> Written:
-    """Writes the only part of a snapshot, and compares it with the snapshot before.
+def write(destination: Destination, captured: CapturedState, request: SaveRequest, meter: PutMeter, view: RefTable) -> Written:
+    """Writes the only part of a snapshot, and compares it with the snapshot before; the head of `view` is its anchor.
 
     Raises:
         SnapshotExpiredError: gc freed something that it relies on.
     """
     engine, is_offline = destination.engine, destination.is_offline
-    destination.admit(request)
-    destination.begin(request)
-    view = engine.log.view()
+    destination.admit(request, view)
     head, known = view.head(), destination.known(request, view, 0, 1)
     anchor = head.n if head is not None else 0
     written = write_part(
@@ -57,9 +54,9 @@ def write(destination: Destination, captured: CapturedState, request: SaveReques
     else:
         findings = ParentComparison(engine, view, written, captured, request.claim).examine()
     with meter.timed("commit"):
-        if destination.is_staging and not is_offline:  # it is published later
-            destination.ask(engine.log.sync)
-        return Written([written], checked_parts(engine, [written], anchor, sync=False), findings)
+        is_published_later = destination.is_staging and not is_offline
+        at = destination.ask(engine.log.newest_view) if is_published_later else view
+        return Written([written], checked_parts(engine, [written], anchor, at), findings)
 
 
 def commit(
@@ -70,6 +67,7 @@ def commit(
     *,
     logical_bytes: int,
     meter: PutMeter,
+    view: RefTable,
     txn: Ulid | None = None,
     streams: str = "",
     mark: tuple[str, str] | None = None,
@@ -83,6 +81,7 @@ def commit(
         findings: What each rank has found.
         logical_bytes: Of the whole state.
         meter: Counts the progress.
+        view: The log as of an entry at which the snapshot before was known.
         txn: The snapshot's ULID; None: a new one.
         streams: See `record_of`.
         mark: A mark for the snapshot, and the reason.
@@ -93,7 +92,7 @@ def commit(
         UndecidedError: the backend went away in the middle of the commit.
     """
     engine = destination.engine
-    request = request.judged(engine, merged(findings))
+    request = request.judged(engine, view, merged(findings))
     with meter.timed("commit"):
         record = record_of(engine, request, reports, logical_bytes=logical_bytes, streams=streams)
         txn = txn or destination.txn or engine.put_id()
@@ -114,19 +113,30 @@ def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest,
         UndecidedError: the backend went away in the middle of the commit.
     """
     engine.require_writable()
-    with deleted_if_full(engine) as engine_of_save:
-        return write_and_commit(StoreDestination(engine_of_save), captured, request, meter or PutMeter())
+    with StoreDestination(engine) as destination:
+        return write_and_commit(destination, captured, request, meter or PutMeter(), engine.log.view())
 
 
-def write_and_commit(destination: Destination, captured: CapturedState, request: SaveRequest, meter: PutMeter) -> SnapshotInfo:
-    """Both phases for a process alone, again after errors that writing the state once more may help against."""
+def write_and_commit(
+    destination: Destination, captured: CapturedState, request: SaveRequest, meter: PutMeter, view: RefTable
+) -> SnapshotInfo:
+    """Both phases for a process alone, as of `view`; again after errors that writing the state once more may help against."""
     while True:
         try:
-            written = write(destination, captured, request, meter)
-            info = commit(destination, request, [written.report], [written.findings], logical_bytes=captured.logical_bytes, meter=meter)
+            written = write(destination, captured, request, meter, view)
+            info = commit(
+                destination,
+                request,
+                [written.report],
+                [written.findings],
+                logical_bytes=captured.logical_bytes,
+                meter=meter,
+                view=view,
+            )
         except StoreError as exc:
             if not destination.recovers(exc):
                 raise
+            view = destination.engine.log.view()
         else:
             destination.keep(info, written.parts)
             return info

@@ -3,7 +3,7 @@
 Nothing needs to be undone when a rank fails: DCP informs all ranks, and the written objects become garbage.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tensorstore_ck.common.free_space import require_free_space
@@ -14,15 +14,16 @@ from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.destination import StoreDestination
 from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, inline_of, open_packs, store_part, write_blobs, write_tensors
-from tensorstore_ck.engine.write.publish import retry_expired
+from tensorstore_ck.engine.write.publish import check_expected, retry_expired
 from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.request import SaveRequest, check_options
 from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
-from tensorstore_ck.engine.write.suspicious_save import SaveFindings
+from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveFindings
 from tensorstore_ck.engine.write.write_and_commit import commit
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.plans import Role
 from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log.quota import check_quotas, quotas_of
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.save_status import SaveStatus
 
@@ -55,6 +56,43 @@ class Gathered(NamedTuple):
     """Its own state, with the values of all ranks."""
     others: Sequence[WriterReport]
     """By the number of the part."""
+
+
+def coordinators_request(
+    context: SaveContext,
+    ref: str,
+    *,
+    step: int | None,
+    metrics: Mapping[str, float] | None,
+    metadata: Mapping[str, object] | None,
+    checks: SaveChecks,
+    adopts_head: bool,
+) -> SaveRequest:
+    """The request of the rank that publishes. `adopts_head`: the first save of this handle to the ref continues from its head.
+
+    Raises:
+        InvalidOptionError, InvalidNameError: an argument is invalid.
+        ConflictError: the ref is not where it must be.
+        QuotaExceededError: the quota of the ref is used up.
+    """
+    engine, fence = context.engine, context.fence
+    options = check_options(engine, ref, step=step, metrics=metrics, metadata=metadata, **checks._asdict())
+    view = engine.log.newest_view()
+    if adopts_head:
+        fence.adopt(view, ref)
+    request = fence.request_at(engine, view, options)
+    check_expected(engine, view, ref, request.expect)
+    check_quotas(quotas_of(view, ref), ref)
+    return request
+
+
+def ranks_request(context: SaveContext, ref: str, step: int | None, checks: SaveChecks) -> SaveRequest:
+    """The request of a rank that publishes nothing: it takes the branch's head for the parent."""
+    engine = context.engine
+    engine.require_writable()
+    branch = engine.log.newest_view().branch(ref)
+    parent = None if branch is None else branch.root
+    return SaveRequest(ref, step, parent, expect=None, metadata=b"", metrics={}, coding=engine.codecs.coding(ref), checks=checks)
 
 
 class DcpSave:
@@ -135,7 +173,7 @@ class DcpSave:
         written = store_part(engine, captured, blobs, tensors, [begun.packs, packs], anchor=begun.anchor, slot=slot)
         return (
             written,
-            checked_parts(engine, [written], begun.anchor),
+            checked_parts(engine, [written], begun.anchor, engine.log.newest_view()),
             ParentComparison(engine, view, written, captured, self._request.claim).examine(),
         )
 
@@ -167,6 +205,7 @@ class DcpSave:
                 [found, *findings],
                 logical_bytes=captured.logical_bytes,
                 meter=meter,
+                view=self._engine.log.view(),
             )
             self._destination.keep(info, [written])
             return info

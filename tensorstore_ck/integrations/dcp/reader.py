@@ -27,7 +27,6 @@ from torch.futures import Future
 
 from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
-from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import ConflictError, MismatchError, StoreError
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.sharding import BoxBounds
@@ -45,7 +44,8 @@ from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.registered_types import decode_torch
 from tensorstore_ck.state.wrapper_subclasses import OUTER_KEY
 from tensorstore_ck.store import ReadOnlyStore
-from tensorstore_ck.training.rank_group import place_among_ranks
+from tensorstore_ck.store.internals import log_of, note_restored, open_content
+from tensorstore_ck.training.rank_group import position_among_ranks
 
 _CPU: Final = torch.device("cpu")
 
@@ -188,15 +188,14 @@ class Reader(StorageReader):
 
     def _metadata(self) -> Metadata:
         store, address = self._target.store, self._target.address(self._checkpoint_id)
-        store.engine.log.sync()
-        found = resolve(store.engine.log.view(), address)
+        found = resolve(log_of(store).newest_view(), address)
         snapshot = Snapshot.from_info(found.info)
         if not self._allow_marked:
             refuse_marked(snapshot, address, "pass allow_marked=True")
-        self._content = open_snapshot(store.engine, found.info, place=place_among_ranks())
+        self._content = open_content(store, found.info, position=position_among_ranks())
         metadata = self._describe(address)
         self.snapshot = snapshot
-        store.session.fence.note_restored(found)
+        note_restored(store, found)
         return metadata
 
     def _describe(self, address: str) -> Metadata:

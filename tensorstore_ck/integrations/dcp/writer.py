@@ -20,23 +20,21 @@ from torch.futures import Future
 
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.publish import check_expected
-from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SuspiciousSaveWarning, Unchanged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError
 from tensorstore_ck.format.layout import layout_id
-from tensorstore_ck.integrations.dcp.dcp_save import Begun, DcpSave, Gathered, WriterReport
+from tensorstore_ck.integrations.dcp.dcp_save import Begun, DcpSave, Gathered, WriterReport, coordinators_request, ranks_request
 from tensorstore_ck.integrations.dcp.duplicate_items import DuplicateItems, differences, explain, hash_copies, local_items
 from tensorstore_ck.integrations.dcp.flat_layout import build_flat_layout, items_of_plans
 from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, flat_layout_of, resolve_items, with_tiny
 from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.queued_save import QueuedSave
-from tensorstore_ck.session.save_options import check_options
 from tensorstore_ck.state.opaque_item import OpaqueItem
 from tensorstore_ck.store import Store
+from tensorstore_ck.store.internals import save_context, save_queue
 
 T = TypeVar("T")
 
@@ -217,7 +215,7 @@ class Writer(StorageWriter):
         except BaseException as exc:  # noqa: BLE001 - `finish` raises it, with the events of a save that failed
             put.fail(exc)
         del put  # the queue drops the state before it reports the end
-        self.snapshot = self._target.store.session.queue.finish(queued)
+        self.snapshot = save_queue(self._target.store).finish(queued)
 
     # --- the work -----------------------------------------------------------------------------------------------------
 
@@ -266,13 +264,13 @@ class Writer(StorageWriter):
 
     def _begin(self, make_request: Callable[[], SaveRequest]) -> None:
         """This rank's save begins, after the saves in progress of the same store handle."""
-        session, saving = self._target.store.session, self._saving
+        store, saving = self._target.store, self._saving
 
         def make() -> DcpSave:
-            save = saving.save = DcpSave(session.context, make_request(), saving.rank)
+            save = saving.save = DcpSave(save_context(store), make_request(), saving.rank)
             return save
 
-        saving.queued = session.queue.begin(make)
+        saving.queued = save_queue(store).begin(make)
 
     def _stored(self, write: Callable[[DcpSave, PutMeter], T]) -> T:
         """What `write` returns; if it raises, the save has failed."""
@@ -283,31 +281,22 @@ class Writer(StorageWriter):
             return write(put, queued.status.meter)
         except BaseException as exc:
             put.fail(exc)
-            self._target.store.session.queue.finish(queued)
+            save_queue(self._target.store).finish(queued)
             raise
 
     def _coordinators_request(self) -> SaveRequest:
-        session, ref = self._target.store.session, self._saving.ref
-        engine = session.engine
-        engine.require_writable()
-        engine.log.sync()
-        if not self._target.is_shared:
-            session.fence.adopt(engine.log.view(), ref)
-        checks = self._checks._asdict()
-        options = check_options(engine, ref, step=self._saving.step, metrics=self._metrics, metadata=self._metadata, **checks)
-        request = session.fence.at_head(engine, options)
-        check_expected(engine, engine.log.view(), ref, request.expect)
-        check_quotas(engine.log.view(), ref)
-        return request
+        return coordinators_request(
+            save_context(self._target.store),
+            self._saving.ref,
+            step=self._saving.step,
+            metrics=self._metrics,
+            metadata=self._metadata,
+            checks=self._checks,
+            adopts_head=not self._target.is_shared,
+        )
 
     def _ranks_request(self) -> SaveRequest:
-        """Of a rank that publishes nothing: it takes the branch's head for the parent."""
-        engine, ref = self._target.store.session.engine, self._saving.ref
-        engine.require_writable()
-        engine.log.sync()
-        branch = engine.log.view().branch(ref)
-        parent = None if branch is None else branch.root
-        return SaveRequest(ref, self._saving.step, parent, None, b"", {}, engine.codecs.coding(ref), checks=self._checks)
+        return ranks_request(save_context(self._target.store), self._saving.ref, self._saving.step, self._checks)
 
 
 def _filled(begun: Begun, metadata: Metadata, values: Mapping[str, OpaqueItem]) -> CapturedState:

@@ -141,8 +141,8 @@ class SnapshotMixin:
 class _Snapshots:
     """An engine's saves to a branch."""
 
-    def __init__(self, engine: Any, store: Store, ref: str, **options: Any) -> None:
-        self._engine, self._store, self._ref, self._options = engine, store, ref, options
+    def __init__(self, engine: Any, store: Store, ref: str, *, asynchronous: bool, keep: Mapping[str, object] | None) -> None:
+        self._engine, self._store, self._ref, self._asynchronous, self._keep = engine, store, ref, asynchronous, keep
         self._values: dict[str, Any] = {CLIENT_STATE: {}}
         self._state, self._shared = training_of(engine, self._values)
         self._checkpointer: Checkpointer | None = None
@@ -164,8 +164,15 @@ class _Snapshots:
         if engine.micro_steps % engine.gradient_accumulation_steps():
             warnings.warn("saved between the micro-batches of a step, whose gradients so far are not saved", stacklevel=3)
         if self._checkpointer is None:
-            options = {"argument": "load_checkpoint()", "group": self._group, **self._options}
-            self._checkpointer = new_checkpointer(self._store, self._state, self._ref, **options)
+            self._checkpointer = new_checkpointer(
+                self._store,
+                self._state,
+                self._ref,
+                argument="load_checkpoint()",
+                group=self._group,
+                keep=self._keep,
+                asynchronous=self._asynchronous,
+            )
         self._values[CLIENT_STATE] = dict(client_state)
         self._shared.saves_frozen = not excludes_frozen
         with partitioned(self._engine):

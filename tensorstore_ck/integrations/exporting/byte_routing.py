@@ -103,7 +103,7 @@ def size_bytes(form: LeafForm) -> int:
     return prod(form.shape) * form.dtype.itemsize
 
 
-class _FanOutTarget:
+class _FanOutTarget(ByteTarget):
     """`ByteTarget` that writes the bytes of one tensor to several ranges."""
 
     def __init__(self, ranges: Sequence[FileRange]) -> None:

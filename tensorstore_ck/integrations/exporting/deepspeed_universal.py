@@ -28,7 +28,7 @@ from tensorstore_ck.integrations.exporting.torch_file import TorchOutput
 from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, build_template
 from tensorstore_ck.state.select import listed
 from tensorstore_ck.training.rank_own_state import VALUES, own_states
-from tensorstore_ck.training.training_state import OWN
+from tensorstore_ck.training.state_sides import OWN
 
 LATEST: Final = "latest_universal"
 VERSION: Final = "0.19.8"

@@ -9,9 +9,7 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from tensorstore_ck.common.deprecation import renamed_argument
-from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import SnapshotContent
-from tensorstore_ck.engine.read.snapshot_reader import open_rank_state, open_snapshot
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError
 from tensorstore_ck.format.record import STORE_KEY
 from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
@@ -23,13 +21,12 @@ from tensorstore_ck.integrations.exporting.strip_prefix import sole_prefix, with
 from tensorstore_ck.integrations.model_file_names import USUAL_FILE
 from tensorstore_ck.integrations.weight_names import read_names
 from tensorstore_ck.integrations.weight_names.content import convert_content
-from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
-from tensorstore_ck.state import restore
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
 from tensorstore_ck.state.select import Selection
 from tensorstore_ck.store import ReadOnlyStore
+from tensorstore_ck.store.internals import log_of, open_content
 
 Format = Literal["dcp", "deepspeed-universal", "hf", "megatron", "safetensors", "torch"]
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)
@@ -124,21 +121,19 @@ def export_snapshot(
     if config_from is not None and format != "hf":
         raise InvalidOptionError(f"config_from= (--config-from) is for the format hf, not {format}", object_id="config_from")
     target.check(overwrite=overwrite)
-    engine = store.engine
-    engine.log.sync()
-    info = resolve(engine.log.view(), address).info
+    info = resolve(log_of(store).newest_view(), address).info
     snapshot = Snapshot.from_info(info)
     if not allow_marked:
         refuse_marked(snapshot, address, "pass allow_marked=True (--allow-marked)")
-    content: SnapshotContent = open_snapshot(engine, info)
+    content: SnapshotContent = open_content(store, info)
     tree, write = _plan(content, format, select, exclude, strip_prefix, None if config_from is None else os.fspath(config_from))
     renamed = None if names is None else convert_content(read_names(names), content, tree)
     if renamed is not None:
         content, tree, _ = renamed
-    metadata = engine.read_metadata(info)
+    metadata = store.metadata(snapshot.root)
     metadata.pop(STORE_KEY, None)  # the store's own note
     with atomic_folder(target, overwrite=overwrite) as folder:
-        rank_state = partial(_first_rank_state, engine, info)
+        rank_state = partial(_first_rank_state, store, snapshot.root)
         written = write(ExportJob(content, tree, metadata, folder, target, max_file_bytes, rank_state=rank_state))
         sizes = dict(sorted(_sizes(folder)))
     files = tuple(ExportedFile(name, size) for name, size in sizes.items())
@@ -147,10 +142,10 @@ def export_snapshot(
     return ExportReport(format, target.path, snapshot, files, written.tensors, written.tensor_bytes, left_out, notes)
 
 
-def _first_rank_state(engine: Engine, info: SnapshotInfo) -> Any:
+def _first_rank_state(store: ReadOnlyStore, root: str) -> Any:
     """What the first rank saved as its own; an empty dict if there is none."""
     try:
-        return restore(open_rank_state(engine, info, 0))
+        return store.rank_state(root, 0)
     except NotFoundError:
         return {}
 

@@ -13,15 +13,17 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, rotate_checkpoints, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, rotate_checkpoints
 
 from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
+from tensorstore_ck.integrations.hf.adapter_base import AdapterBase
 from tensorstore_ck.integrations.hf.compatibility import require_supported
 from tensorstore_ck.integrations.hf.exception_save import ExceptionSaveMixin
 from tensorstore_ck.integrations.hf.imported_folder import remove_imported, write_imported
+from tensorstore_ck.integrations.hf.resume_source import ARGUMENT, begin_search, native_folder
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES
 from tensorstore_ck.integrations.trainer import persistent_workers
 from tensorstore_ck.integrations.trainer.arguments import opened
@@ -29,13 +31,12 @@ from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
 from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
-from tensorstore_ck.integrations.trainer.saves import new_checkpointer, published_or_newest, require_own_ref
+from tensorstore_ck.integrations.trainer.saves import new_checkpointer, published_or_newest
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.rank_own_state import VALUES
-from tensorstore_ck.training.resume_search import ResumeSearch
 
 NOT_WEIGHTS: Final = ("optimizer", "scheduler", "scaler", "rank_values")
 """Restored together with the weights; the generators come last."""
@@ -50,6 +51,7 @@ class SnapshotMixin(ExceptionSaveMixin):
         store: Store | str | os.PathLike[str],
         ref: str,
         asynchronous: bool = True,
+        save_base: bool = False,
         frozen_base: bool = False,
         on_exception: bool = True,
         **options: Any,
@@ -64,9 +66,12 @@ class SnapshotMixin(ExceptionSaveMixin):
             store: The store; or its URL or path, where it is created if there is none.
             ref: The branch; each trial of a hyperparameter search has one below it.
             asynchronous: Save in the background.
-            frozen_base: Parameters that do not require gradients, such as the base model below adapters of peft, do not change: they are
-                read at the first save and at each tenth, and not copied. A change is an error: at the next save or, if torch does not note
-                it (`merge_adapter`, a model that averages weights), at the tenth.
+            save_base: Store the base below adapters of peft in each snapshot. By default a snapshot holds what peft saves, the adapter, and
+                refers to the base by name and hash: a resume with another base is a MismatchError, and so is a resume without peft.
+                With DeepSpeed, FSDP or quantized weights the base is stored.
+            frozen_base: Store the base, too; parameters that do not require gradients do not change: they are read at the first save and at
+                each tenth, and not copied. A change is an error: at the next save or, if torch does not note it (`merge_adapter`, a model
+                that averages weights), at the tenth.
             on_exception: In one process, save if an exception comes between two steps, such as in an evaluation, and `save_strategy` is on.
             options: For the Trainer.
 
@@ -76,10 +81,17 @@ class SnapshotMixin(ExceptionSaveMixin):
             InvalidNameError: `ref` is no valid name.
         """
         super().__init__(*args, **options)
-        self._use_store(store, ref, asynchronous=asynchronous, frozen_base=frozen_base, on_exception=on_exception)
+        self._use_store(store, ref, asynchronous=asynchronous, save_base=save_base, frozen_base=frozen_base, on_exception=on_exception)
 
     def _use_store(
-        self, store: Store | str | os.PathLike[str], ref: str, *, asynchronous: bool, frozen_base: bool, on_exception: bool
+        self,
+        store: Store | str | os.PathLike[str],
+        ref: str,
+        *,
+        asynchronous: bool,
+        save_base: bool,
+        frozen_base: bool,
+        on_exception: bool,
     ) -> None:
         require_supported()
         self._saves_on_exception = on_exception and self._native.args.save_strategy != SaveStrategy.NO
@@ -96,6 +108,9 @@ class SnapshotMixin(ExceptionSaveMixin):
         self._values: dict[str, Any] = {}
         self._frozen_base = weights.FrozenBase() if frozen_base else None
         self._frozen: list[str] = []
+        self._saves_base = save_base or frozen_base
+        self._known_base: AdapterBase | None = None
+        self._reference: AdapterBase | None = None
         self._is_resuming = False
         self._named = NamedSaves()
 
@@ -104,15 +119,23 @@ class SnapshotMixin(ExceptionSaveMixin):
         """DeepSpeed's, once it is prepared; None: there is none."""
         return self._native.deepspeed if self._native.is_deepspeed_enabled else None
 
+    @property
+    def _base(self) -> AdapterBase:
+        """Of the present model, which transformers may make itself."""
+        if self._known_base is None or self._known_base.model is not self._native.model:
+            self._known_base = AdapterBase(self._native.model)
+        return self._known_base
+
     # --- resume -------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> TrainOutput:
         """As transformers' Trainer.
 
         Args:
-            resume_from_checkpoint: True: the newest intact snapshot of the ref; an address in the store, such as ``runs/x@10``, or a
-                branch, of which it is the newest intact snapshot; or a folder, of this Trainer or of transformers. A folder whose save was
-                never published means the newest, with a warning.
+            resume_from_checkpoint: ``"auto"``: the newest intact snapshot of the ref, or the beginning if there is none, so that the first
+                start and each later one are the same call; True: the same, and it must be there; an address in the store, such as
+                ``runs/x@10``, or a branch, of which it is the newest intact snapshot; or a folder, of this Trainer or of transformers.
+                A folder whose save was never published means the newest, with a warning.
             trial: See transformers.
             ignore_keys_for_eval: See transformers.
 
@@ -123,16 +146,18 @@ class SnapshotMixin(ExceptionSaveMixin):
             ConflictError: the ref has snapshots of another run, and `resume_from_checkpoint` is not given.
             StoreError: a save failed permanently; see `Checkpointer`.
         """
-        self._checkpointer = None
+        self._checkpointer = self._known_base = self._reference = None
         self._frozen_base = None if self._frozen_base is None else weights.FrozenBase()
         given = published_or_newest(self._store, resume_from_checkpoint, self._ref_of(trial), self._group)
-        search = self._search(given, self._ref_of(trial))
+        search = begin_search(self._store, given, self._ref_of(trial), self._group)
         output: TrainOutput | None = None
         while output is None:
             address = None if search is None else search.next_address()
             self._is_resuming = address is not None
             try:
-                folder = self._native_folder(given) if address is None else self._light_folder(address, given)
+                folder = (
+                    native_folder(given, self._native.args.output_dir, self._ref) if address is None else self._light_folder(address, given)
+                )
                 output = super().train(folder, trial, ignore_keys_for_eval)  # type: ignore[misc]
             except StoreError as exc:
                 if search is None or not self._is_resuming:
@@ -141,34 +166,6 @@ class SnapshotMixin(ExceptionSaveMixin):
         self._finish_saves()
         remove_imported(self._native.args.output_dir)
         return output
-
-    def _search(self, given: str | bool | None, ref: str) -> ResumeSearch | None:
-        """For the snapshot to resume from; None: transformers starts from the beginning, or resumes from a folder of its own."""
-        if given is None or given is False:
-            require_own_ref(self._store, ref, "resume_from_checkpoint=True")
-            return None
-        address, missing = (
-            (ref, "") if given is True else (str(given), f"Can't find a valid checkpoint at {given}: there is no such folder")
-        )
-        if given is not True and os.path.isdir(address):
-            pointer = read_pointer(address)
-            if pointer is None:
-                return None
-            address = pointer.address_in(self._store, address)
-        missing = missing and f"{missing}, and no such snapshot in {self._store.url}"
-        advice = "pass an earlier step, or resume_from_checkpoint={} to accept it"
-        return ResumeSearch(self._store, address, self._group, advice=advice, missing=missing)
-
-    def _native_folder(self, given: str | bool | None) -> str | bool | None:
-        """True: the newest whole folder that transformers wrote, not a light one, whose save may never have been published."""
-        if given is not True:
-            return given
-        for folder in reversed(sort_checkpoints(self._native.args.output_dir)):
-            if read_pointer(folder) is None and (Path(folder) / TRAINER_STATE_NAME).exists():  # their last file
-                return str(folder)
-        raise ValueError(
-            f"No valid checkpoint found in output directory ({self._native.args.output_dir}), and {self._ref!r} has no snapshot"
-        )
 
     def _light_folder(self, address: str, given: str | bool | None) -> str:
         """The light folder from which transformers resumes: the given one, or one that is written now; or an imported snapshot's."""
@@ -226,7 +223,7 @@ class SnapshotMixin(ExceptionSaveMixin):
 
     def _load_weights(self, address: str) -> None:
         if self._engine is None:
-            weights.restore(self._native, self._store, address, self._group)
+            weights.restore(self._native, self._store, address, self._group, self._base)
             return
         with held_engine.partitioned(self._engine):
             self._training({}).restore(self._store, address, group=self._group, parts=("model",))
@@ -275,8 +272,9 @@ class SnapshotMixin(ExceptionSaveMixin):
         if self._frozen_base is not None:
             self._frozen[:] = self._frozen_base.names(native.model)
         metrics = trainer_values.step_metrics(state, self._store, self._group)
+        metadata = {} if self._reference is None else self._reference.metadata()
         with held_engine.partitioned(self._engine):
-            saved = self._checkpointer.step(state.global_step, metrics, epoch=state.epoch)
+            saved = self._checkpointer.step(state.global_step, metrics, epoch=state.epoch, metadata=metadata)
         self._named.finish()
         self._saved_step = state.global_step if saved is not None else self._saved_step
         if saved is None:
@@ -304,9 +302,16 @@ class SnapshotMixin(ExceptionSaveMixin):
             if args.metric_for_best_model is not None:
                 metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
                 keep["keep_best"] = (1, metric, "max" if args.greater_is_better else "min")
-        training = self._training(self._values, small_files.capture(self._native, self._group))
+        files = small_files.capture(self._native, self._group)
+        training = self._training(self._values, files)
+        refers = not self._saves_base and self._engine is None and weights.takes_by_name(self._native)
+        left_out = self._base.choose(files.get(MODEL_FILES, {})) if refers else ()
+        if left_out:
+            self._reference, training = self._base, training.leaving_out(left_out)
+            if args.process_index == 0:
+                self._base.announce()
         options: dict[str, Any] = {"group": self._group, "keep": keep, "asynchronous": self._asynchronous}
-        return new_checkpointer(self._store, training, ref, argument="resume_from_checkpoint=True", **options)
+        return new_checkpointer(self._store, training, ref, argument=ARGUMENT, **options)
 
     def _training(self, values: dict[str, Any], extra: dict[str, Any] | None = None) -> TrainingState:
         native = self._native
@@ -358,6 +363,7 @@ def attach(
     store: Store | str | os.PathLike[str],
     ref: str,
     asynchronous: bool = True,
+    save_base: bool = False,
     frozen_base: bool = False,
     on_exception: bool = True,
 ) -> None:
@@ -368,13 +374,13 @@ def attach(
         store: See `SnapshotMixin`.
         ref: See `SnapshotMixin`.
         asynchronous: See `SnapshotMixin`.
+        save_base: See `SnapshotMixin`.
         frozen_base: See `SnapshotMixin`.
         on_exception: See `SnapshotMixin`.
 
     Raises:
         InvalidOptionError: it saves into a store already; or see `SnapshotMixin`.
     """
-    begin = partial(
-        SnapshotMixin._use_store, trainer, store, ref, asynchronous=asynchronous, frozen_base=frozen_base, on_exception=on_exception
-    )
+    options = {"asynchronous": asynchronous, "save_base": save_base, "frozen_base": frozen_base, "on_exception": on_exception}
+    begin = partial(SnapshotMixin._use_store, trainer, store, ref, **options)
     mix_in(trainer, SnapshotMixin, transformers.Trainer, begin, title="Trainer", expected="a transformers.Trainer")

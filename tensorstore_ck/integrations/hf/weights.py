@@ -7,6 +7,7 @@ from torch import nn
 from transformers import Trainer as NativeTrainer
 
 from tensorstore_ck.errors import FrozenChangedError
+from tensorstore_ck.integrations.hf.adapter_base import AdapterBase
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState, model_state
 from tensorstore_ck.training.parameter_names import MODEL, ParameterNames
@@ -42,14 +43,25 @@ class FrozenBase:
         return list(self._declared)
 
 
-def restore(trainer: NativeTrainer, store: Store, address: str, group: "ProcessGroup | None") -> None:
-    """Restores the weights in place; through the model's own `load_state_dict`, if it has one, as transformers does.
+def takes_by_name(trainer: NativeTrainer) -> bool:
+    """Whether tensors can be filled in place: the model has no `load_state_dict` of its own, through which transformers restores it.
 
     Such a model may, for example, resize a buffer that grew.
     """
     native: Any = trainer
-    if type(native.model).load_state_dict is nn.Module.load_state_dict or native.is_fsdp_enabled:
-        TrainingState(model=native.model).restore(store, address, group=group, parts=("model",))
+    return type(native.model).load_state_dict is nn.Module.load_state_dict or native.is_fsdp_enabled
+
+
+def restore(trainer: NativeTrainer, store: Store, address: str, group: "ProcessGroup | None", base: AdapterBase) -> None:
+    """Restores the weights in place, or through the model's own `load_state_dict`; `base`: of the model, to which a snapshot may refer.
+
+    Raises:
+        MismatchError: the snapshot refers to another base.
+    """
+    native: Any = trainer
+    if takes_by_name(trainer):
+        left_out, found = store.restoring(address, base.left_out, group=group)
+        TrainingState(model=native.model).leaving_out(left_out).restore(store, found.root, group=group, parts=("model",))
     else:
         stored = store.checkout(address, select=["model.*"], group=group)["model"]
         native.model.load_state_dict(model_state.state_dict_of(native.model, stored))

@@ -9,24 +9,25 @@ import numpy as np
 from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, block_id
 from tensorstore_ck.common.threads import cpu_threads, for_each
-from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.part_writer import places_of, slot_of_one
 from tensorstore_ck.format.block_assignment import encode_regions
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values
 from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.store import ReadOnlyStore
+from tensorstore_ck.store.internals import config_of, read_record
 
 _RUN_BLOCKS: Final = 64
 
 
-def is_in_snapshot(engine: Engine, captured: CapturedState, info: SnapshotInfo) -> bool:
+def is_in_snapshot(store: ReadOnlyStore, captured: CapturedState, info: SnapshotInfo) -> bool:
     """Whether a save of `captured` would store the snapshot's tensors, values and structure.
 
     Raises:
         CorruptObjectError: the snapshot's record, or the source of `captured`, is damaged.
     """
-    return engine.read_record(info).part_ids == _part_id(captured, engine.config.block_bytes)
+    return read_record(store, info).part_ids == _part_id(captured, config_of(store).block_bytes)
 
 
 def _part_id(captured: CapturedState, block_bytes: int) -> Digest:

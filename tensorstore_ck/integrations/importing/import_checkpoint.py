@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import AnyHead
+from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.record import STORE_KEY
 from tensorstore_ck.integrations.importing.crc_check import with_crc_check
@@ -20,10 +21,10 @@ from tensorstore_ck.integrations.importing.resolve_placeholders import resolve_p
 from tensorstore_ck.integrations.weight_names import read_names
 from tensorstore_ck.integrations.weight_names.states import convert_state
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save_options import LAST_SEEN, LastSeen
 from tensorstore_ck.state import capture
 from tensorstore_ck.state.select import listed
 from tensorstore_ck.store import Store
+from tensorstore_ck.store.internals import put_captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +185,3 @@ def opened(
             found.missing,
         )
         yield Opened(contents, captured, files, state)
-
-
-def put_captured(store: Store, captured: CapturedState, *, ref: str, step: int | None, **options: Any) -> Snapshot:
-    """`Store.put_snapshot` of a captured state; its content and step are the checkpoint's, and are not doubted."""
-    return store.session.put(captured, ref, step=step, any_step=True, unchanged="ok", verify_capture=0.0, **options)

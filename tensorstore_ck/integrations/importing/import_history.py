@@ -12,17 +12,17 @@ from functools import partial
 from typing import Final
 
 from tensorstore_ck.common.deprecation import renamed_argument
-from tensorstore_ck.engine.write.publish import check_expected
 from tensorstore_ck.errors import AmbiguousAddressError, InvalidOptionError, MismatchError, NotFoundError, SnapshotAbortedError
 from tensorstore_ck.format.record import check_metrics, encode_metadata
 from tensorstore_ck.integrations.importing.compare_snapshot import is_in_snapshot
 from tensorstore_ck.integrations.importing.crc_check import with_crc_check
-from tensorstore_ck.integrations.importing.import_checkpoint import CheckpointContents, Opened, opened, put_captured
+from tensorstore_ck.integrations.importing.import_checkpoint import CheckpointContents, Opened, opened
 from tensorstore_ck.integrations.importing.lookup import metric_at, step_at
 from tensorstore_ck.integrations.importing.step_from_filename import steps_of_names
 from tensorstore_ck.log import RefTable, validate_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
+from tensorstore_ck.store.internals import log_of, put_captured
 
 KEY: Final = "key:"
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -88,9 +88,7 @@ def import_history(
     validate_ref_name(ref)
     encode_metadata(metadata)
     plan = inspect_history(paths, step_from=step_from, metrics=metrics, exclude=exclude)
-    view = _synced(store)
-    branch = view.branch(ref)
-    check_expected(store.engine, view, ref, branch.root if branch else None)
+    view = log_of(store).newest_view()
     _require_order(view, ref, plan)
     planned(plan)
     done = []
@@ -125,7 +123,7 @@ def inspect_history(
 
 
 def _import_one(store: Store, each: PlannedImport, found: Opened, ref: str, metadata: Mapping[str, object]) -> ImportedStep:
-    view = _synced(store)
+    view = log_of(store).newest_view()
     captured = with_crc_check(found.captured, found.files.expected)
     ulid = view.newest_with_step(ref, each.step)
     there = view.snapshot(ulid) if ulid is not None else None
@@ -135,7 +133,7 @@ def _import_one(store: Store, each: PlannedImport, found: Opened, ref: str, meta
         head = branch.root.hex() if branch else None
         snapshot = put(metadata={**found.contents.metadata, **metadata}, expect=head, parent=head)
         return ImportedStep(each.path, snapshot, was_there=False)
-    if not is_in_snapshot(store.engine, captured, there):
+    if not is_in_snapshot(store, captured, there):
         raise MismatchError(
             f"{ref}@{each.step} is already on the branch, and differs from {each.path}: it came from elsewhere, the file has changed, "
             "or other values were excluded. Import to another ref, or omit this file",
@@ -204,11 +202,6 @@ def _metrics(found: Opened, metrics: Mapping[str, str | float], origin: str) -> 
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
-
-
-def _synced(store: Store) -> RefTable:
-    store.engine.log.sync()
-    return store.engine.log.view()
 
 
 def _require_order(view: RefTable, ref: str, plan: Sequence[PlannedImport]) -> None:

@@ -6,15 +6,16 @@ from typing import Any
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedObject, ShardedTensor
 
-from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.integrations.megatron.compatibility import LoadBase
 from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, other_backend, version_of
 from tensorstore_ck.integrations.megatron.stored_state import StoredState
 from tensorstore_ck.integrations.trainer.pointer_folders import POINTER, read_pointer
+from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.store import Store
-from tensorstore_ck.training.rank_group import place_among_ranks
+from tensorstore_ck.store.internals import log_of, note_restored, open_content
+from tensorstore_ck.training.rank_group import position_among_ranks
 
 
 class UnpublishedError(NotFoundError, CheckpointingException):  # type: ignore[misc]
@@ -93,7 +94,7 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
                 f"{path} is missing: no snapshot was published for this folder; resume from an earlier one", object_id=path
             )
         try:
-            found = self._store.session.resolve(pointer.address_in(self._store, path))
+            found = resolve(log_of(self._store).newest_view(), pointer.address_in(self._store, path))
         except NotFoundError as exc:
             if pointer.store == self._store.url:
                 why = "is not there: a policy or a person dropped it; resume from another one"
@@ -105,9 +106,9 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
         refuse_marked(Snapshot.from_info(found.info), path, "resume from an earlier one")
         root = found.info.root.hex()
         if self._opened is None or self._opened[0] != root:
-            content = open_snapshot(self._store.engine, found.info, place=place_among_ranks())
+            content = open_content(self._store, found.info, position=position_among_ranks())
             self._opened = root, StoredState(content, f"the snapshot that {path} names")
-        self._store.session.fence.note_restored(found)
+        note_restored(self._store, found)
         return self._opened[1]
 
 

@@ -8,7 +8,9 @@ from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.integrations.megatron.snapshot_folder import latest_folder, other_backend
 from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
+from tensorstore_ck.log.address import resolve
 from tensorstore_ck.store import Store
+from tensorstore_ck.store.internals import log_of
 
 
 def head_before_local_checkpoint(store: Store, ref: str, parent: Path, common_state: Any) -> Digest | None:
@@ -36,7 +38,7 @@ def head_before_local_checkpoint(store: Store, ref: str, parent: Path, common_st
         pointer = read_pointer(latest)
         if pointer is None:
             return None
-        found = store.session.resolve(pointer.address_in(store, str(latest)))
+        found = resolve(log_of(store).newest_view(), pointer.address_in(store, str(latest)))
     except StoreError:
         return None  # the save meets the same, and says so
     is_head = found.branch == ref and found.info.root == found.branch_root

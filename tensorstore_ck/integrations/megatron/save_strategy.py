@@ -32,6 +32,7 @@ from tensorstore_ck.redaction import one_line
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.session.save.ranks import UnpreparedState
 from tensorstore_ck.store import Store
+from tensorstore_ck.store.internals import continue_ref, knows_ref
 from tensorstore_ck.training.rank_group import ask_first_rank
 
 _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
@@ -100,16 +101,15 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
 
     def _continue_ref(self, checkpoint_dir: Path, state: dict[str, Any] | UnpreparedState) -> None:
         """At the first save: see `local_resume`. The first rank decides."""
-        fence = self._store.session.fence
 
         def head() -> bytes:
-            if fence.knows(self._ref) or isinstance(state, UnpreparedState):
+            if knows_ref(self._store, self._ref) or isinstance(state, UnpreparedState):
                 return b""
             return head_before_local_checkpoint(self._store, self._ref, checkpoint_dir.parent, state[COMMON]) or b""
 
         root = ask_first_rank(self._store, dist.group.WORLD, f"the first save to {self._ref!r}", head)
         if root:
-            fence.note(self._ref, Digest(root), Digest(root))
+            continue_ref(self._store, self._ref, Digest(root))
 
     def _finish(self, folder: Path, pending: PendingSnapshot) -> None:
         """Called by Megatron before it writes ``metadata.json``.

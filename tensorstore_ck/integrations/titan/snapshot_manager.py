@@ -29,7 +29,7 @@ from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.resume_search import ResumeSearch
-from tensorstore_ck.training.training_state import PARTS
+from tensorstore_ck.training.state_sides import PARTS
 
 IN_STORE: Final = "tsck://"
 """`initial_load_path` of a snapshot in the store: ``tsck://runs/base@1000``."""

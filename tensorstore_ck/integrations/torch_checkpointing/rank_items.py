@@ -23,6 +23,7 @@ from tensorstore_ck.session.group.rank_kinds import encode_kind
 from tensorstore_ck.state import Box, Boxes, FlatShard
 from tensorstore_ck.state.boxes import is_checkpointable
 from tensorstore_ck.state.capture import capture
+from tensorstore_ck.store.internals import groups_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -80,7 +81,7 @@ def find_own(store: "Store", group: "ProcessGroup", prepare: Callable[[], tuple[
     Returns:
         The paths, and what rank 0 said.
     """
-    place = store.session.groups.of(group)[0]
+    place = groups_of(store).of(group)[0]
     attempt = place.begin(_TITLE, object_id=_TITLE, timeout=timeout)
     paths: dict[bytes, Path] = {}
     found: list[Any] = []

@@ -12,15 +12,15 @@ from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save import PendingSnapshot
 
-Place = str | os.PathLike[str]
+AnyPath = str | os.PathLike[str]
 
 
 class PointerFiles(NamedTuple):
     """How pointers are read, written and removed."""
 
-    read: Callable[[Place], SnapshotPointer | None]
-    write: Callable[[Place, SnapshotPointer], None]
-    remove: Callable[[Place], None]
+    read: Callable[[AnyPath], SnapshotPointer | None]
+    write: Callable[[AnyPath, SnapshotPointer], None]
+    remove: Callable[[AnyPath], None]
 
 
 FOLDERS: Final = PointerFiles(read_pointer, write_pointer, remove_pointer)
@@ -29,7 +29,7 @@ FOLDERS: Final = PointerFiles(read_pointer, write_pointer, remove_pointer)
 class _Unfinished(NamedTuple):
     pending: PendingSnapshot
     pointer: SnapshotPointer
-    paths: Sequence[Place]
+    paths: Sequence[AnyPath]
     latest: Path | None
 
 
@@ -41,7 +41,7 @@ class NamedSaves:
         self._unfinished: list[_Unfinished] = []
 
     def name(
-        self, saved: Snapshot | PendingSnapshot, paths: Sequence[Place], store_url: str, ref: str, *, run: str, latest: Path | None = None
+        self, saved: Snapshot | PendingSnapshot, paths: Sequence[AnyPath], store_url: str, ref: str, *, run: str, latest: Path | None = None
     ) -> None:
         """Writes pointers that name a save.
 
@@ -74,13 +74,13 @@ class NamedSaves:
             else:
                 self._write(SnapshotPointer(pointer.store, root), left, latest)
 
-    def _write(self, pointer: SnapshotPointer, paths: Sequence[Place], latest: Path | None = None) -> None:
+    def _write(self, pointer: SnapshotPointer, paths: Sequence[AnyPath], latest: Path | None = None) -> None:
         for path in paths:
             self._files.write(path, pointer)
         if paths and latest is not None:
             replace_file(latest, Path(paths[-1]).name.encode())
 
-    def _read(self, path: Place) -> SnapshotPointer | None:
+    def _read(self, path: AnyPath) -> SnapshotPointer | None:
         try:
             return self._files.read(path)
         except InputError:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tensorstore_ck.errors import ConflictError, NotFoundError
 from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
 from tensorstore_ck.store import Store
+from tensorstore_ck.store.internals import knows_ref
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer, Trigger
 from tensorstore_ck.training.checkpointing.triggers import TriggerContext
@@ -90,7 +91,7 @@ def require_own_ref(store: Store, ref: str, argument: str) -> None:
     Raises:
         ConflictError: the ref has snapshots that this `Store` neither saved nor restored; `argument` continues them.
     """
-    if store.session.fence.knows(ref) or ref not in store.branches():
+    if knows_ref(store, ref) or ref not in store.branches():
         return
     newest = store.resolve(ref)
     raise ConflictError(

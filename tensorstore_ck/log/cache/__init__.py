@@ -8,8 +8,7 @@ protocol.py           what the log and the block index need of a table
 open_cache.py         where a host keeps its cache
 lmdb_table.py         a handle on a table in LMDB
 lmdb_environment.py   one LMDB environment of this process
-lmdb_view.py          a read view of it
-lmdb_rows.py          its rows, with their checksums
+lmdb_view.py          its rows, with their checksums, and a read view of them
 allocated_file.py     disk space for a file that is written through a map
 batch_lock.py         the lock of a batch against other processes
 memory_table.py       a table in memory

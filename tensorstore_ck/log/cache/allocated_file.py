@@ -12,9 +12,9 @@ def allocate(path: Path, size_bytes: int) -> None:
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        found = os.fstat(fd)
-        if not found.st_size or found.st_blocks * 512 < found.st_size:
-            os.posix_fallocate(fd, 0, found.st_size or size_bytes)
+        status = os.fstat(fd)
+        if not status.st_size or status.st_blocks * 512 < status.st_size:
+            os.posix_fallocate(fd, 0, status.st_size or size_bytes)
     except OSError as exc:
         exc.filename = str(path)
         raise

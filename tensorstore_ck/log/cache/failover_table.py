@@ -9,7 +9,7 @@ import os
 import time
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -75,6 +75,15 @@ class FailoverTable(FailoverReader):
         """Since when memory is used because the lock was held; None: the disk is in use, or failed."""
         self._warned = False
         self._pid = os.getpid()
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """See `Table.get_many`."""
+        while True:
+            table = self._current()
+            try:
+                return table.get_many(keys)
+            except TableError as exc:
+                self._leave(table, exc)
 
     def view(self, prefix: bytes) -> Reader:
         """See `Table.view`. Its reads may raise `TableError`."""

@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -23,9 +23,8 @@ import lmdb
 
 from tensorstore_ck.log.cache.allocated_file import allocate
 from tensorstore_ck.log.cache.batch_lock import BatchLock
-from tensorstore_ck.log.cache.lmdb_rows import get_row, protect, read_page
-from tensorstore_ck.log.cache.lmdb_view import LmdbView
-from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, TableError, check_key, scan_pages
+from tensorstore_ck.log.cache.lmdb_view import LmdbView, get_row, get_rows, protect, read_page
+from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, TableError, scan_pages
 
 with suppress(ImportError):  # some versions import it at the first `lmdb.open`: a child forked during that would hang
     import_module("lmdb._envid")
@@ -87,6 +86,10 @@ class Environment:
     def get(self, key: bytes) -> bytes | None:
         """The value of `key`."""
         return self._read(get_row, key)
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """See `Table.get_many`."""
+        return self._read(get_rows, keys)
 
     def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
         """See `scan_pages`."""
@@ -204,8 +207,8 @@ class Environment:
         if self._failure or self._pid != os.getpid():
             self._require_usable()
         try:
-            found = os.fstat(self._data_file)
-            if (found.st_mtime_ns, found.st_size) != self._intact:
+            status = os.fstat(self._data_file)
+            if (status.st_mtime_ns, status.st_size) != self._intact:
                 self._require_intact()
             return use(*args, **kwargs)
         except lmdb.Error as exc:
@@ -256,6 +259,9 @@ class Environment:
 
         Checks both meta pages (struct MDB_meta in LMDB's mdb.c) if the file was written since the last check.
         """
+        status = os.fstat(self._data_file)
+        if (status.st_mtime_ns, status.st_size) == self._intact:
+            return
         for tries_left in reversed(range(_CHECK_TRIES)):
             try:
                 self._check_metas()
@@ -268,8 +274,6 @@ class Environment:
 
     def _check_metas(self) -> None:
         status = os.fstat(self._data_file)
-        if (status.st_mtime_ns, status.st_size) == self._intact:
-            return
         metas = [os.pread(self._data_file, _META.size, at) for at in (0, self._page_bytes)]
         size_bytes = os.fstat(self._data_file).st_size  # after the metas: a commit of another process grows the file before its metas
         for meta in metas:
@@ -304,16 +308,25 @@ class _LmdbBatch:
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
         return scan_pages(self._page, prefix, start, reverse)
 
-    def put(self, key: bytes, value: bytes) -> None:
-        check_key(key)
-        self._write(key, protect(key, value))
+    def put(self, key: bytes, value: bytes | None) -> None:
+        stored = None if value is None else protect(key, value)
+        self._journal.append((key, stored))
+        if len(self._journal) % PAGE_ITEMS == 0:
+            self._environment.lock.show_progress()
+        try:
+            if stored is None:
+                self._txn.delete(key)
+            else:
+                self._txn.put(key, stored)
+        except lmdb.MapFullError:
+            self._grow()
 
     def delete(self, key: bytes) -> None:
-        self._write(key, None)
+        self.put(key, None)
 
     def clear(self, prefix: bytes) -> None:
         for key in [key for key, _ in self.scan(prefix)]:
-            self._write(key, None)
+            self.put(key, None)
 
     def commit(self) -> None:
         while True:
@@ -331,18 +344,6 @@ class _LmdbBatch:
     def _page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
         self._environment.lock.show_progress()
         return read_page(self._txn, low, high, reverse)
-
-    def _write(self, key: bytes, value: bytes | None) -> None:
-        self._journal.append((key, value))
-        if len(self._journal) % PAGE_ITEMS == 0:
-            self._environment.lock.show_progress()
-        try:
-            if value is None:
-                self._txn.delete(key)
-            else:
-                self._txn.put(key, value)
-        except lmdb.MapFullError:
-            self._grow()
 
     def _grow(self) -> None:
         """Repeats all writes so far. Nobody else wrote meanwhile, so what was read in this batch is still valid."""

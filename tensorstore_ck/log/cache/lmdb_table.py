@@ -6,7 +6,7 @@ environments: in the child, an inherited table raises `TableDamagedError`.
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Final
@@ -98,6 +98,10 @@ class LmdbTable:
     def get(self, key: bytes) -> bytes | None:
         """See `Reader.get`."""
         return (self._environment or self._opened(wait=False)).get(key)
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """See `Table.get_many`."""
+        return (self._environment or self._opened(wait=False)).get_many(keys)
 
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
         """See `Reader.scan`."""

@@ -1,19 +1,81 @@
-"""A read view of a table in LMDB: one read transaction.
+"""Rows in LMDB, read by key or in pages, and a read view of them: one read transaction.
 
-The pages that it reads are not used again while it lives, so views are dropped soon. LMDB's map must not grow while a read transaction
-of this process is open: the environment then lets each view copy its rows into memory.
+Each row has a checksum, since LMDB has none. The pages that a view reads are not used again while it lives, so views are dropped soon.
+LMDB's map must not grow while a read transaction of this process is open: the environment then lets each view copy its rows into memory.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, ParamSpec, Protocol, TypeVar
+from zlib import crc32
 
-from tensorstore_ck.log.cache.lmdb_rows import get_row, read_page
+import lmdb
+
 from tensorstore_ck.log.cache.memory_table import MemoryTable
-from tensorstore_ck.log.cache.protocol import Item, scan_pages
+from tensorstore_ck.log.cache.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Item, bad_key, scan_pages
+
+_CRC_BYTES: Final = 4
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+
+def protect(key: bytes, value: bytes) -> bytes:
+    """A value as it is stored.
+
+    Raises:
+        ValueError: LMDB cannot store the key: a bug of the caller.
+    """
+    if not 0 < len(key) <= MAX_KEY_BYTES:
+        raise bad_key(key)
+    return value + crc32(value, crc32(key)).to_bytes(_CRC_BYTES, "little")
+
+
+def get_row(txn: Any, key: bytes) -> bytes | None:
+    """The value of `key`.
+
+    Raises:
+        lmdb.Error: it, or the file, is damaged.
+    """
+    stored = txn.get(key) if 0 < len(key) <= MAX_KEY_BYTES else None
+    return None if stored is None else _unprotect(key, stored)
+
+
+def get_rows(txn: Any, keys: Iterable[bytes]) -> list[bytes | None]:
+    """The value of each key: see `get_row`."""
+    with txn.cursor() as cursor:
+        stored = dict(cursor.getmulti(keys))
+    return [_unprotect(key, stored[key]) if key in stored else None for key in keys]
+
+
+def read_page(txn: Any, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+    """See `scan_pages`.
+
+    Raises:
+        lmdb.Error: a row, or the file, is damaged.
+    """
+    items: list[Item] = []
+    with txn.cursor() as cursor:
+        if not reverse:
+            has_row = cursor.set_range(low)
+        elif high is not None and cursor.set_range(high):
+            has_row = cursor.prev()
+        else:
+            has_row = cursor.last()
+        while has_row and len(items) < PAGE_ITEMS:
+            key, stored = cursor.item()
+            if key < low if reverse else (high is not None and key >= high):
+                break
+            items.append((key, _unprotect(key, stored)))
+            has_row = cursor.prev() if reverse else cursor.next()
+    return items
+
+
+def _unprotect(key: bytes, stored: bytes) -> bytes:
+    value = stored[:-_CRC_BYTES]
+    if crc32(value, crc32(key)) != int.from_bytes(stored[-_CRC_BYTES:], "little") or len(stored) < _CRC_BYTES:
+        raise lmdb.CorruptedError("a value does not match its checksum")
+    return value
 
 
 class Guarded(Protocol):

@@ -5,10 +5,10 @@ A batch writes in place under the table's lock and keeps an undo list, so that o
 
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, check_key, prefix_end, scan_pages
+from tensorstore_ck.log.cache.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Batch, Item, bad_key, prefix_end, scan_pages
 
 
 class MemoryTable:
@@ -25,6 +25,11 @@ class MemoryTable:
         """See `Reader.get`."""
         with self._lock:
             return self._values.get(key)
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """See `Table.get_many`."""
+        with self._lock:
+            return [*map(self._values.get, keys)]
 
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
         """See `Reader.scan`."""
@@ -83,7 +88,8 @@ class _MemoryBatch:
         self.scan = table.scan
 
     def put(self, key: bytes, value: bytes) -> None:
-        check_key(key)
+        if not 0 < len(key) <= MAX_KEY_BYTES:
+            raise bad_key(key)
         self._undo.append((key, self._table.get(key)))
         self._table._set(key, value)
 

@@ -6,7 +6,7 @@ that readers of the log's fold get neither error. Methods may be called from sev
 a batch excludes all other batches.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Final, Protocol
 
@@ -67,6 +67,9 @@ class Batch(Reader, Protocol):
 class Table(Reader, Protocol):
     """An ordered map of bytes."""
 
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The value of each key, all as of one moment."""
+
     def view(self, prefix: bytes) -> Reader:
         """The rows whose keys begin with `prefix`, as they are now: batches do not change them. The caller drops it soon.
 
@@ -103,10 +106,9 @@ def write_rows(table: Table, rows: Mapping[bytes, bytes | None]) -> None:
     shielded(write, finish=True)
 
 
-def check_key(key: bytes) -> None:
-    """Refuses a key that some table could not store: a bug of the caller."""
-    if not 0 < len(key) <= MAX_KEY_BYTES:
-        raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
+def bad_key(key: bytes) -> ValueError:
+    """The error for a key that some table could not store: a bug of the caller."""
+    return ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
 
 
 def prefix_end(prefix: bytes) -> bytes | None:

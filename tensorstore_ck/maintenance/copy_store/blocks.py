@@ -99,7 +99,7 @@ def copy_piece(
         DamageError: a block of the source is missing, or not what its id says; the message names it.
     """
     is_local = source.is_local and target.is_local
-    writer = PackWriter(target, new_id, lambda _: None, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if target.is_local else 1)
+    writer = PackWriter(target, new_id, lambda _: {}, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if target.is_local else 1)
     buffers = threading.local()
     lock = threading.Lock()
     failed = Flag()

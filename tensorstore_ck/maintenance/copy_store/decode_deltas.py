@@ -25,7 +25,7 @@ def copy_decoded(
         DamageError: a block, or one of its bases, is missing or damaged.
     """
     located = {block: location_of(part, locations.packs, locations.extents, row) for block, row in rows.items()}
-    writer = PackWriter(target.backend, target.new_id, lambda _: None)
+    writer = PackWriter(target.backend, target.new_id, lambda _: {})
 
     def copy(block: Digest) -> None:
         location = located[block]

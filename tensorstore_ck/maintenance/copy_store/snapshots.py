@@ -133,15 +133,16 @@ class SnapshotCopier:
             return parent.root
         return branch.root if branch is not None else None
 
-    def _copy_part(self, info: SnapshotInfo, part: Part, known: Callable[[Digest], Location | None], anchor: int) -> Part:
+    def _copy_part(self, info: SnapshotInfo, part: Part, known: DedupIndex, anchor: int) -> Part:
         """The part for the target, where all its blocks are durable."""
         ids = [part.block_id(row) for row in range(part.block_count)]
+        there = known.find([*dict.fromkeys(ids)])
         located: dict[Digest, Location] = {}
         missing: dict[Digest, int] = {}
         for row, (block, raw) in enumerate(zip(ids, part.extents["raw"][: len(ids)].tolist(), strict=True)):
             if block in located or block in missing:
                 continue
-            location = known(block)
+            location = there.get(block)
             if location is not None and location.raw == raw:
                 located[block] = location
                 self._meter.advance(raw)

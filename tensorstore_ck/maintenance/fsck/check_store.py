@@ -33,7 +33,7 @@ from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.format.writer_record import WRITERS
 from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.roots import roots
-from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo, store_objects
+from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo, lost_log, sign_of_lost_log, store_objects
 from tensorstore_ck.log.checkpoint import checkpoint_folder
 from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copies
 from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_log
@@ -205,18 +205,24 @@ class Fsck:
         chain, elsewhere, more = self.engine.log.chain, self.engine.log.seen_elsewhere, list[LogProblem | None]()
         if not log.is_unreadable:
             more = [*(host_saw_more(log, head, chain, elsewhere) for head in seen), cache_problem(log, self.engine.log)]
+            more += [self._lost_log()] if not log.last and not self._found.names(CONFIG_NAME) else []
         for problem in [*log.problems, *(found for found in more if found)]:
             severity: Severity = "error" if problem.is_error else "notice"
             self._found.add(problem.kind, problem.object, problem.message, severity=severity, repairable=problem.is_repairable)
             if problem.kind == "broken_log":
                 self._broken.append(problem.object)
 
+    def _lost_log(self) -> LogProblem | None:
+        """The problem if the log is empty and was not."""
+        sign, name = sign_of_lost_log(self._backend, self.engine.config.log), self.engine.log.chain.name(1)
+        return None if sign is None else LogProblem("broken_log", name, str(lost_log(name, self._backend.url, sign)))
+
     # --- snapshots and packs ------------------------------------------------------------------------------------------
 
     def _list(self) -> None:
         config = self.engine.config
         in_force = (f"{config.log}/", checkpoint_folder(config.log))
-        for name, size_bytes, modified_ns in store_objects(self._backend):
+        for name, size_bytes, modified_ns, _ in store_objects(self._backend):
             if name.startswith((*in_force, WRITERS)):
                 continue
             folder, ulid = name.partition("/")[0], parse_ulid(name[-26:])

@@ -225,7 +225,7 @@ class PartRebuilder:
         known = find_copies(self._packs, ids, unless={})
         safe = {block: copy for block, copies in known.items() for copy in copies if copy.pack in self._safe and _is_plain(copy)}
         source = BlockSource(self._engine.backend, self._packs, self._other, [block for block in ids if block not in safe])
-        writer = PackWriter(self._engine.backend, self._engine.new_id, lambda _: None)
+        writer = PackWriter(self._engine.backend, self._engine.new_id, lambda _: {})
         try:
             for block in ids:
                 if block not in safe:

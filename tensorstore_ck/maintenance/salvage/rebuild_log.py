@@ -38,6 +38,8 @@ class KeptHistory(NamedTuple):
     """Packs at other locations -> URL."""
     are_entries_lost: bool
     """A lost entry may be an undo: so undo windows start again now."""
+    left: Sequence[Digest] = ()
+    """Roots of records that are not published: the log names them, so that gc does not take it for one that began again."""
 
 
 class NewLog:
@@ -192,6 +194,8 @@ class _EventReplay:
             note = RefTable(self._table).read(NOTES, root)
             if note is not None:
                 self._new.add(self._now_ns, [_fixed(Op.annotate(root, note.metrics), Op.mark(root, note.mark, note.reason))])
+        for at in range(0, len(self._kept.left), REFS_AN_ENTRY):
+            self._new.add(self._now_ns, [_fixed(*(Op.annotate(root, {}) for root in self._kept.left[at : at + REFS_AN_ENTRY]))])
 
 
 def _fixed(*ops: Op) -> Make:

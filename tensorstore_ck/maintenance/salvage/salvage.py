@@ -32,10 +32,21 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
-from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
+from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.gc.listing import list_kind
-from tensorstore_ck.log import Entry, Log, ObjectKey, Op, RefTable, SnapshotInfo, holds_snapshots, logs_in, validate_ref_name
+from tensorstore_ck.log import (
+    Entry,
+    Log,
+    ObjectKey,
+    Op,
+    RefTable,
+    SnapshotInfo,
+    holds_snapshots,
+    logs_in,
+    validate_ref_name,
+    without_named_parent,
+)
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.fsck.check_config import confirmed, is_log_lost
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, check_log
@@ -143,7 +154,10 @@ class _Salvage:
             self._write(
                 config,
                 rebuild_log(
-                    filled.table, KeptHistory(held, doubtful, in_use, self._locations_of(packs), are_entries_lost), self._put, self._clock()
+                    filled.table,
+                    KeptHistory(held, doubtful, in_use, self._locations_of(packs), are_entries_lost, self._roots_left()),
+                    self._put,
+                    self._clock(),
                 ),
             )
             self._backend.replace(CONFIG_NAME, config.encode())
@@ -231,7 +245,7 @@ class _Salvage:
                 require_reachable(self._backend, exc)
                 self._lost[ulid] = Salvaged(ulid_text(ulid), "", None, "", str(exc))
                 continue
-            yield _Stray(_info(ulid, record, data), record, data)
+            yield _Stray(SnapshotInfo.of_record(ulid, record, data), record, data)
 
     def _check_snapshots(self, engine: Engine, packs: Packs, infos: list[SnapshotInfo]) -> dict[Ulid, _Intact]:
         """The intact snapshots.
@@ -257,28 +271,35 @@ class _Salvage:
         """Puts for lost entries, by number.
 
         A put's entry comes after its anchor, and after the entry at which gc condemned its record, if it did. If it does not fit into a
-        gap, it was never published, unless it continues its branch: then its entry was the last one, and left no trace.
+        gap, it was never published, unless it continues its branch: then its entry was the last one, and left no trace. If the log was
+        lost and began again, all were published before; the branches stay where they are.
         """
         after: dict[Ulid, int] = {}
         for ulid in strays.keys() & intact.keys():
             condemned = log.view.object_state(ObjectKey("snapshot", ulid))
             after[ulid] = max(intact[ulid].anchor, condemned.n if condemned is not None else 0)
         _order_parents_first(after, strays, log.view)
+        has_begun_again = not log.lost and bool(without_named_parent(self._backend, log.view, strays))
         heads = {branch: head.root for branch in log.view.branches() if (head := log.view.branch(branch))}
-        fill: dict[int, list[Entry]] = {}
+        refs, fill = set(heads), dict[int, list[Entry]]()
         for ulid, anchor in sorted(after.items(), key=lambda item: (item[1], strays[item[0]].info.time_ns)):
             stray, info, outcome = strays[ulid], strays[ulid].info, log.view.outcome(ulid)
             n = next((max(gap.start, anchor + 1) for gap in log.lost if gap.stop > max(gap.start, anchor + 1)), log.last + 1)
-            continues = intact[ulid].anchor >= log.last or heads.get(info.ref) == info.parent
+            continues = has_begun_again or intact[ulid].anchor >= log.last or heads.get(info.ref) == info.parent
             if outcome is not None or (n > log.last and not continues):
                 why = "it was aborted" if outcome else "no lost entry can have published it: it was never published"
                 self._left_out.append(salvaged(info, why))
                 continue
-            if n > log.last:
+            back = [Op.reset(info.ref, heads[info.ref])] if has_begun_again and info.ref in refs else []
+            if n > log.last and not back:
                 heads[info.ref] = info.root
             put = Op.put(info.ref, ulid, stray.record, stray.data, anchor=0, txn=ulid)
-            fill.setdefault(n, []).append(Entry(n, Digest(bytes(32)), bytes(16), info.time_ns, "", (put,), Digest(bytes(32)), 0))
+            fill.setdefault(n, []).append(Entry(n, Digest(bytes(32)), bytes(16), info.time_ns, "", (put, *back), Digest(bytes(32)), 0))
         return fill
+
+    def _roots_left(self) -> list[Digest]:
+        """The roots of records that the new log does not publish."""
+        return [Digest(bytes.fromhex(left.root)) for left in (*self._lost.values(), *self._left_out) if left.root]
 
     # --- the new log --------------------------------------------------------------------------------------------------
 
@@ -339,23 +360,3 @@ def _order_parents_first(after: dict[Ulid, int], strays: Mapping[Ulid, _Stray], 
         parents = by_root.get(strays[ulid].info.parent or Digest(b""), [])
         if len(parents) == 1 and view.object_state(ObjectKey("snapshot", parents[0])) is None:
             after[parents[0]] = min(after[parents[0]], max(after[ulid] - 1, 0))
-
-
-def _info(ulid: Ulid, record: Record, data: bytes) -> SnapshotInfo:
-    """The log's row for a record."""
-    return SnapshotInfo(
-        ulid,
-        record.root(),
-        object_hash(data),
-        record.parent,
-        record.ref,
-        record.step,
-        0,
-        record.time_ns,
-        record.metrics,
-        record.logical_bytes,
-        record.new_bytes,
-        record.time_ns,
-        record.triggers,
-        record.epoch,
-    )

@@ -22,6 +22,7 @@ import numpy as np
 from tensorstore_ck.common.ids import DIGEST_BYTES, derived_hash
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import ByteTarget
 from tensorstore_ck.engine.read.block_reader import MAX_GAP_BYTES, MERGE_BYTES, WantedBlock, deliver, read_blocks
 from tensorstore_ck.log import SnapshotInfo
 
@@ -260,7 +261,7 @@ class _SharedWindow:
         os.close(self._file)
 
 
-class _Slot:
+class _Slot(ByteTarget):
     """`ByteTarget` over a block of a window."""
 
     def __init__(self, window: _SharedWindow, number: int) -> None:

@@ -110,7 +110,7 @@ class RankSave:
         """What this rank is about to save."""
         self._engine.require_writable()
         self._request, self._captured = request, captured
-        self._destination.admit(request)
+        self._destination.admit(request, self._engine.log.view())
         expect = None if self._destination.is_staging else request.expect  # rank 0 decides where the ref may be then
         return {
             "ref": request.ref,
@@ -127,7 +127,6 @@ class RankSave:
         if go["explain"]:
             return describe_options(self._described_options()) if self._group.rank in go["explain"] else {}
         self.follow(go)
-        self._destination.begin(self._request)
         self._captured = self._planning.follow(go, self._captured)
         result = retry_expired(self._write).record()
         self._destination.wrote(self._request)
@@ -205,7 +204,8 @@ class RankSave:
         replicas = self._digests(slot, only_copies=bool(turn))
         replica_hashes = replica_drift.hash_replicas(self._captured, slot, self._written[0].part, block_bytes, turn) if turn else None
         findings = ParentComparison(engine, view, self._written[0], self._captured, self._request.claim).examine()
-        return RankResult(checked_parts(engine, self._written, anchor), self._reported_bytes(slot), replicas, replica_hashes, findings)
+        parts = checked_parts(engine, self._written, anchor, engine.log.newest_view())
+        return RankResult(parts, self._reported_bytes(slot), replicas, replica_hashes, findings)
 
     def take_slot(self) -> PartSlot:
         """Sets and returns which part this rank writes."""
@@ -262,6 +262,7 @@ class RankSave:
             [result.findings for result in results],
             logical_bytes=self._captured.logical_bytes + sum(result.reported_bytes for result in results),
             meter=self._meter,
+            view=self._engine.log.view(),
             txn=self._txn,
             streams="" if self._captured.own is None else RULE,
             mark=self._mark(drifted),

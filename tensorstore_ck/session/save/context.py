@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tensorstore_ck.session.peers import Replicator
+    from tensorstore_ck.state.device.step_gates import StepGates
 
 T = TypeVar("T")
 
@@ -52,6 +53,8 @@ class SaveContext:
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
     """For groups whose ranks keep copies of each other's staged files."""
+    step_gates: "StepGates | None" = None
+    """Of optimizers whose tensors are copied from devices until the next step; made at the first such save."""
 
     def is_store_gone(self) -> bool:
         """Whether the store does not answer, and keeps only saves waiting that are safe on the staging disk."""

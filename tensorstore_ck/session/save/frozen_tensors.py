@@ -25,7 +25,8 @@ class FrozenTensors:
     """The frozen tensors of one store handle."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _FrozenTensor] = {}
+        self.known: dict[str, _FrozenTensor] = {}
+        """What is known, by the tensor's name."""
 
     def mark(self, captured: CapturedState, globs: Sequence[str], scope: bytes = b"") -> CapturedState:
         """The state with the tensors marked whose names match. `scope`: the group that saves it.
@@ -41,16 +42,16 @@ class FrozenTensors:
         selection, frozen = Selection(globs) if globs else None, dict[int, FrozenTensor]()
         for number, spec in enumerate(captured.layout.tensors):
             if selection is None or not selection.fits(spec.name):
-                self._known.pop(spec.name, None)
+                self.known.pop(spec.name, None)
                 continue
             source = captured.sources[number]
             place = (scope, spec, *memory_key(source))
-            known = self._known.get(spec.name)
+            known = self.known.get(spec.name)
             if known is None or known.place != place:
-                known = self._known[spec.name] = _FrozenTensor(place, FrozenTensor(VERIFY_EVERY), source)
+                known = self.known[spec.name] = _FrozenTensor(place, FrozenTensor(VERIFY_EVERY), source)
             frozen[number] = known.frozen
         return captured._replace(frozen=frozen)
 
     def forget(self) -> None:
         """Forgets all tensors, since a restore may have filled them."""
-        self._known.clear()
+        self.known.clear()

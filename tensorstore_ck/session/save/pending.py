@@ -97,9 +97,7 @@ class PendingSnapshot:
             SnapshotDroppedError: it was skipped, replaced by a newer one, or cancelled.
             StoreError: it failed; nothing of it is visible.
         """
-        self.published.wait(timeout_seconds)
-        assert self._status.snapshot is not None
-        return self._status.snapshot
+        return self._status.result(timeout_seconds)
 
     def done(self) -> bool:
         """Whether it has ended: published, failed or dropped."""

@@ -3,8 +3,10 @@
 import time
 import traceback
 from collections.abc import Callable
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
+from tensorstore_ck.common.put_progress import Progress
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.save_status import SaveStatus
@@ -158,15 +160,14 @@ class QueuedSave:
             "frozen_bytes": save.frozen_bytes,
         }
 
-    def seconds_fields(self) -> dict[str, float]:
+    def seconds_fields(self, progress: Progress) -> dict[str, float]:
         """The times that an event reports of a save that has ended."""
         total, waited = time.monotonic() - self.called, self.begun - self.captured
-        return {"total_seconds": total, "queued_seconds": waited, **self.status.meter.snapshot().seconds_fields()}
+        return {"total_seconds": total, "queued_seconds": waited, **progress.seconds_fields()}
 
-    def sizes(self, snapshot: Snapshot) -> dict[str, int | float]:
+    def sizes(self, snapshot: Snapshot, progress: Progress) -> dict[str, int | float]:
         """The sizes that an event reports of a published snapshot."""
-        went = self.status.meter.snapshot().stage_bytes
-        hashed, new, written = went["hash"], went["encode"], went["write"]
+        hashed, new, written = itemgetter("hash", "encode", "write")(progress.stage_bytes)
         return {
             "stall_seconds": self.stall_seconds,
             "logical_bytes": snapshot.logical_bytes,

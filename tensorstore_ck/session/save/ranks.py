@@ -16,7 +16,7 @@ from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.write_and_commit import write_and_commit
 from tensorstore_ck.errors import ConflictError
 from tensorstore_ck.format.sealed import Body, take
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.session.group import Participant
 from tensorstore_ck.session.group.rank_save import RankSave
 from tensorstore_ck.session.save.context import SaveContext
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from tensorstore_ck.session.peers import Replicator
     from tensorstore_ck.state.sharded_tensors import SpreadDescriber
 
-Begin = Callable[[], tuple[SaveRequest, CapturedState]]
-"""What this process saves as of now; called again if the branch was moved by an earlier save of this handle."""
+Begin = Callable[[], tuple[SaveRequest, CapturedState, RefTable]]
+"""What this process saves as of now, by a view of the log; called again if the branch was moved by an earlier save of this handle."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Alone:
         """Writes and commits; again if an earlier save of this handle, whose answer was lost, is published meanwhile."""
         engine, fence = self._context.engine, self._context.fence
         while True:
-            request, captured = begin()
+            request, captured, view = begin()
             try:
-                return write_and_commit(destination, captured, request, meter)
+                return write_and_commit(destination, captured, request, meter, view)
             except ConflictError:
                 if destination.is_staging or not fence.settle(engine, engine.log.newest_view(), request.ref):
                     raise
@@ -173,7 +173,8 @@ class RankRound:
 
 
 def _propose(side: RankSave, begin: Begin) -> Body:
-    return side.propose(*begin())
+    request, captured, _ = begin()
+    return side.propose(request, captured)
 
 
 Ranks = Alone | RankRound

@@ -6,7 +6,7 @@ from typing import Final, TypeVar, cast
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.retry import next_delay
-from tensorstore_ck.errors import InvalidOptionError, RetryableError, SnapshotAbortedError, StoreError, UndecidedError
+from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, SnapshotAbortedError, StoreError, UndecidedError
 from tensorstore_ck.log import Op
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.context import SaveContext
@@ -51,7 +51,7 @@ def _decided(context: SaveContext, error: UndecidedError, pauses: list[float]) -
         try:
             engine.log.append(lambda view: [] if view.outcome(txn) is not None else [Op.abort(txn)])
             info = engine.log.view().snapshot(txn)
-        except RetryableError:
+        except (BackendUnavailableError, UndecidedError):
             if pause is None:
                 raise error from None
             time.sleep(pause)

@@ -12,28 +12,34 @@ and commits. `Ranks` decides who takes part, and a destination where the bytes g
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.threads import cpu_threads
+from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.destination import Destination, StoreDestination
-from tensorstore_ck.engine.write.failed_save import deleted_if_full
 from tensorstore_ck.engine.write.publish import check_expected
-from tensorstore_ck.engine.write.quota_check import check_quotas
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.request import SaveOptions, SaveRequest, check_options
+from tensorstore_ck.engine.write.unchanged_blocks import held_blocks
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
 from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log.quota import check_quotas, quotas_of
+from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.queued_save import Admission
 from tensorstore_ck.session.save.ranks import Ranks, UnpreparedState
 from tensorstore_ck.session.save.save_status import SaveStatus
 from tensorstore_ck.session.save.staged_save import StagedSave
 from tensorstore_ck.session.save.staged_upload import StagedUpload
-from tensorstore_ck.session.save_options import SaveOptions, check_options
 from tensorstore_ck.session.staging.staging_destination import StagingDestination
 from tensorstore_ck.state.capture import capture
 from tensorstore_ck.state.capture_copy import Slot, copy_captured, slot_bytes
+from tensorstore_ck.state.device.capture_proofs import Overlap
+from tensorstore_ck.state.device.step_gates import StepGates
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Save:
@@ -49,6 +55,7 @@ class Save:
         step: int | None,
         rank_state: object = None,
         frozen: Sequence[str] = (),
+        changed_by: Sequence["torch.optim.Optimizer"] = (),
         **options: Any,
     ) -> None:
         """`state`: what the user saves, or a `CapturedState`, or an `UnpreparedState`. `options`: see `check_options`."""
@@ -59,6 +66,7 @@ class Save:
         self._given: Mapping[str, Any] = {"step": step, **options}
         self._options: SaveOptions | None = None
         self._captured: CapturedState | None = None
+        self._changed_by = changed_by
         self._is_copied = False
         """Whether the state is in memory that is reused once it is staged."""
 
@@ -88,7 +96,7 @@ class Save:
             fence.settle(engine, view, self.ref)
             fence.check_step(engine, view, options)
             check_expected(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
-            check_quotas(view, self.ref)
+            check_quotas(quotas_of(view, self.ref), self.ref)
 
         if engine.tier is None:
             engine.log.look(check)
@@ -112,7 +120,9 @@ class Save:
             if isinstance(state, CapturedState):
                 captured = state
             else:
-                captured = self._context.frozen.mark(capture(state, self._ranks.describer()), frozen, self._ranks.scope)
+                captured = capture(state, self._ranks.describer())
+                if frozen or self._context.frozen.known:
+                    captured = self._context.frozen.mark(captured, frozen, self._ranks.scope)
             self._captured = captured if rank_state is None else captured._replace(own=capture(rank_state))
             self._state = None  # the caller's containers may be freed
         return self._captured
@@ -142,13 +152,23 @@ class Save:
 
     def copy_into(self, slot: Slot) -> None:
         """Copies the state, which may be changed afterwards."""
-        copies, start = [], 0
+        copies, start, states = list[CapturedState](), 0, self._states()
         sampling, self._options = self.check().sampling_of_copies(self.number)
-        for each in self._states():
-            copies.append(copy_captured(each, slot, skip=each.frozen, threads=cpu_threads(), start_bytes=start, sampling=sampling))
+        overlap = self._overlap(states[0]) if sampling.verify_share and states[0].device_blocks is not None else None
+        for each in states:
+            copy = partial(copy_captured, each, slot, skip=each.frozen, threads=cpu_threads())
+            copies.append(copy(start_bytes=start, sampling=sampling, overlap=None if copies else overlap))
             start += slot_bytes(each, each.frozen)
         self._is_copied = True
         self._captured = copies[0]._replace(own=copies[1] if len(copies) > 1 else None)
+
+    def _overlap(self, captured: CapturedState) -> Overlap:
+        """What copies from devices need to go on beside the training."""
+        context = self._context
+        if context.step_gates is None:
+            context.step_gates = StepGates()
+        blocks_of = partial(held_blocks, captured, rank=self.rank, block_bytes=self._engine.config.block_bytes)
+        return Overlap(blocks_of, context.step_gates.of(self._changed_by))
 
     def _states(self) -> list[CapturedState]:
         """The state, and that of this rank alone, if any."""
@@ -163,8 +183,8 @@ class Save:
         with context.explains_errors():
             if tier is not None:
                 return self._stage(tier, status)
-            with deleted_if_full(self._engine) as engine:
-                info = self._write_and_commit(StoreDestination(engine, self.rank, is_alone=self._ranks.is_alone), status)
+            with StoreDestination(self._engine, self.rank, is_alone=self._ranks.is_alone) as destination:
+                info = self._write_and_commit(destination, status)
         context.note_speed(status)
         context.fence.note(self.ref, info.root, info.root)
         return info
@@ -189,19 +209,21 @@ class Save:
         begin = partial(self._begin, destination, status)  # no closure: the frames of an error would keep it, and so the state
         return self._ranks.together(begin, destination, status.meter)
 
-    def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState]:
-        """What is saved, as of the newest entry of the log; takes the state apart if it was not yet."""
+    def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState, RefTable]:
+        """The request, the state and a view of the log, all as of its newest entry; takes the state apart if it was not yet."""
         status.check()
         fence, options, captured = self._context.fence, self.check(), self.capture()
         size_bytes = captured.logical_bytes if self._ranks.is_alone else captured.held_bytes
         status.meter.expect("hash", size_bytes)
         self._require_space(size_bytes, status)
         try:
-            return destination.ask(partial(fence.at_head, self._engine, options)), captured
+            request, view = destination.ask(partial(_at_head, self._engine, fence, options))  # it may outlive the save: not with the state
         except BackendUnavailableError:
             if not destination.go_offline():
                 raise
-            return fence.at_head(self._engine, options, sync=False), captured
+            view = self._engine.log.view()
+            request = fence.request_at(self._engine, view, options, is_offline=True)
+        return request, captured, view
 
     def _require_space(self, needed_bytes: int, status: SaveStatus) -> None:
         """See `SaveContext.reserve_space`. A staged save that could not be published uses space until it is."""
@@ -237,3 +259,8 @@ class Save:
     def fail(self, error: BaseException) -> None:
         """Reports to the other ranks that this one cannot save. May raise the error that all ranks raise."""
         self._ranks.fail(error)
+
+
+def _at_head(engine: Engine, fence: RefFence, options: SaveOptions) -> tuple[SaveRequest, RefTable]:
+    view = engine.log.newest_view()
+    return fence.request_at(engine, view, options), view

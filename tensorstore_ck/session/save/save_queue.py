@@ -137,7 +137,7 @@ class SaveQueue:
         self._store(queued)
         if not queued.status.has_ended:
             self._publish(queued)
-        return PendingSnapshot(queued.status).wait()
+        return queued.status.result()
 
     def pending(self) -> list[PendingSnapshot]:
         """The saves in progress, oldest first."""
@@ -301,7 +301,7 @@ class SaveQueue:
             return items_of(workers or self._workers)
 
     def _is_idle(self) -> bool:
-        return all(worker.thread is None for worker in self._workers)
+        return [worker.thread for worker in self._workers] == [None] * len(self._workers)
 
     def _is_done(self) -> bool:
         """Whether the only saves in progress were asked to give up."""
@@ -313,7 +313,7 @@ class SaveQueue:
         return self._is_done() or (is_safe and self._stays.is_store_gone())
 
     def _is_worker(self) -> bool:
-        return any(worker.thread is threading.current_thread() for worker in self._workers)
+        return threading.current_thread() in [worker.thread for worker in self._workers]
 
     def _store(self, queued: QueuedSave) -> None:
         assert queued.save is not None
@@ -367,7 +367,9 @@ class SaveQueue:
         snapshot = self._safe = Snapshot.from_info(info)
         queued.status.is_ending = True
         queued.forget_state()
-        self._emit(queued.status, "published", root=snapshot.root, snapshot=snapshot.id, **self._totals(queued), **queued.sizes(snapshot))
+        progress = queued.status.meter.snapshot()
+        fields = {**queued.seconds_fields(progress), **queued.sizes(snapshot, progress), **self._in_use()}
+        self._emit(queued.status, "published", root=snapshot.root, snapshot=snapshot.id, **fields)
         queued.status.succeed(snapshot)
 
     def _fail(self, queued: QueuedSave, exc: BaseException) -> None:
@@ -381,7 +383,8 @@ class SaveQueue:
         else:
             kind = exc.kind if isinstance(exc, StoreError) else type(exc).__name__
             is_waited_for = int(not queued.is_background)
-            self._emit(status, "failed", error=str(exc), error_kind=kind, is_waited_for=is_waited_for, **self._totals(queued))
+            fields = {**queued.seconds_fields(status.meter.snapshot()), **self._in_use()}
+            self._emit(status, "failed", error=str(exc), error_kind=kind, is_waited_for=is_waited_for, **fields)
         status.fail(exc)
         with self._changed.lock:
             if not status.is_raised and queued.is_background:
@@ -394,6 +397,3 @@ class SaveQueue:
 
     def _in_use(self) -> dict[str, int]:
         return {"queue_depth": sum(not queued.status.is_ending for queued in self._queued()), "memory_bytes": self._memory.allocated_bytes}
-
-    def _totals(self, queued: QueuedSave) -> dict[str, int | float]:
-        return {**queued.seconds_fields(), **self._in_use()}

@@ -141,6 +141,12 @@ class SaveStatus:
         assert self.error is not None
         raise self.error
 
+    def result(self, timeout_seconds: float | None = None) -> Snapshot:
+        """Waits for the snapshot; see `wait` for errors."""
+        self.wait(SaveMilestone.PUBLISHED, timeout_seconds)
+        assert self.snapshot is not None
+        return self.snapshot
+
     def wait_for_end(self, timeout_seconds: float | None) -> bool:
         """Waits until it has ended in any way; returns whether it has."""
         return self._changed.wait_for(lambda: self._ended, timeout_seconds)

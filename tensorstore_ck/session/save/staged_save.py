@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from tensorstore_ck.backend.staging.unsent_file import StagedDamageError
 from tensorstore_ck.common.retry import next_delay
-from tensorstore_ck.errors import RetryableError, SnapshotDroppedError, SnapshotExpiredError, StoreError
+from tensorstore_ck.errors import BackendUnavailableError, SnapshotDroppedError, SnapshotExpiredError, StoreError, UndecidedError
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.save.context import LONGEST_PAUSE_SECONDS, SaveContext
 from tensorstore_ck.session.save.save_status import SaveStatus
@@ -241,7 +241,7 @@ class PublishAlone:
         """Notes in the log that it will never be published; returns the snapshot if another process published it, else `error`."""
         try:
             return give_up(self._context.engine, self._upload.txn) or error
-        except RetryableError as exc:  # the log still lists it as staged: see `tsck staging`
+        except (BackendUnavailableError, UndecidedError) as exc:  # the log still lists it as staged: see `tsck staging`
             self._context.retried(status, "giving up what was staged", exc, 0.0)
             if is_cancelled:
                 return error

@@ -145,11 +145,12 @@ class ChainedBlocks:
         """See `BlockLookup`."""
         return self._known.parts if self._known is not None else ()
 
-    def __call__(self, block: Digest) -> Location | None:
-        """Where a block lies, if it may be relied on. Called under its caller's lock."""
-        found = self._links.location(block)
-        if found is None:
-            return self._known(block) if self._known is not None else None
-        # Its delta bases may lie in packs of the shared base snapshot; those are in the store.
-        self.packs |= {pack_name(place.pack) for place in chain_of(found)} & self._links.names
-        return found
+    def find(self, blocks: Sequence[Digest]) -> dict[Digest, Location]:
+        """See `BlockLookup`. Called under its caller's lock."""
+        located = ((block, self._links.location(block)) for block in blocks)
+        staged = {block: location for block, location in located if location is not None}
+        for location in staged.values():
+            # Its delta bases may lie in packs of the shared base snapshot; those are in the store.
+            self.packs |= {pack_name(place.pack) for place in chain_of(location)} & self._links.names
+        others = [block for block in blocks if block not in staged]
+        return {**staged, **self._known.find(others)} if self._known is not None and others else staged

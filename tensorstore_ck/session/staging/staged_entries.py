@@ -15,6 +15,7 @@ from tensorstore_ck.engine.write.rank_parts import RankParts, condemned_of_ranks
 from tensorstore_ck.errors import SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log.quota import quotas_of
 from tensorstore_ck.session.staging.manifest import Accepts, Manifest, PublishingLead, read_manifests
 from tensorstore_ck.session.staging.outcome import published_as
 
@@ -99,7 +100,7 @@ def publish_staged(
         if renewed is not None and lead.pinned is not None and not view.is_live(lead.pinned):
             raise SnapshotExpiredError(f"the staged snapshot of {ref!r} shares blocks with one that gc freed", object_id=ref)
         ended = [Op.abort(txn)] if renewed is not None else []
-        return [*moving(engine, view, put, record, lead.mark), *ended, *_unpin(view, txn), *pins]
+        return [*moving(engine, view, put, record, quotas=quotas_of(view, ref), mark=lead.mark), *ended, *_unpin(view, txn), *pins]
 
     try:
         return publish(

@@ -16,13 +16,13 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart
 from tensorstore_ck.engine.write.publish import AnyHead
-from tensorstore_ck.engine.write.quota_check import check_quotas
 from tensorstore_ck.engine.write.rank_parts import RankParts
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.errors import BackendUnavailableError, SnapshotAbortedError, SnapshotExpiredError, StoreError, UndecidedError
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log.quota import check_quotas, quotas_of
 from tensorstore_ck.session.staging.manifest import Accepts, Manifest, PublishingLead, manifest_key
 from tensorstore_ck.session.staging.staged_chain import ChainedBlocks, StagedChain, StagedLink
 from tensorstore_ck.session.staging.staged_entries import announce, check_accepted
@@ -112,7 +112,7 @@ class StagingDestination:
         self._begin_writing()
         return True
 
-    def admit(self, request: SaveRequest) -> None:
+    def admit(self, request: SaveRequest, view: RefTable) -> None:
         """Checks on rank 0 where the ref is: others may not know yet what became of earlier saves.
 
         Raises:
@@ -120,24 +120,13 @@ class StagingDestination:
             QuotaExceededError: its quota is used up.
         """
         self._accepts = self._links.accepts(request.expect)
-        if self.is_offline:
-            self._check(self._store.log.view(), request.ref)
-        elif self._rank == 0:
-            self.ask(lambda: self._store.log.look(lambda view: self._check(view, request.ref)))
-
-    def _check(self, view: RefTable, ref: str) -> None:
-        check_accepted(self._store, view, ref, self._accepts)
-        check_quotas(view, ref)
-
-    def begin(self, request: SaveRequest) -> None:
-        """Finds the base; all ranks find the same one."""
-        if self._stop is not None:
-            self._store.log.sync()
-        self._base = None if self.is_offline else base_of(self._store.log.view(), request)
+        if self._rank == 0:
+            check_accepted(self._store, view, request.ref, self._accepts)
+            check_quotas(quotas_of(view, request.ref), request.ref)
 
     def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:
-        """See `Destination`."""
-        base = self._base
+        """See `Destination`. All ranks find the same base."""
+        base = self._base = None if self.is_offline else base_of(view, request)
         there = DedupIndex(self.engine, base.root, number, ranks, elsewhere=False, view=view) if base is not None else None
         self._known.append(ChainedBlocks(self._links, there))
         return self._known[-1]

@@ -11,6 +11,7 @@ from tensorstore_ck.backend.staging import StagingFolder, StagingTier
 from tensorstore_ck.backend.staging.upload_journal import JournalEntry
 from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import ByteTarget
 from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.engine.read.block_reader import OpenPart, read_unpublished, wanted_blocks
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError
@@ -65,7 +66,7 @@ def verify_staged(
         _restart_upload(tier.folder, tier.backend.store, name)
 
 
-class _Nowhere:
+class _Nowhere(ByteTarget):
     """A `ByteTarget` that drops verified bytes."""
 
     def memory(self) -> None:

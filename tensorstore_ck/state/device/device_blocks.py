@@ -1,5 +1,6 @@
 """`DeviceBlocks`: the ids of blocks that lie on devices, and whether sampled numbers are finite, without a copy to the host."""
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +14,7 @@ from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest
 from tensorstore_ck.engine.interfaces import BlockRange, ByteSource, SampledBytes
 from tensorstore_ck.state.byte_sources import CopySource, pieces
-from tensorstore_ck.state.device.kernel import BlockHasher, Ids, Numbers, hasher_of
+from tensorstore_ck.state.device.kernel import BlockHasher, Numbers, StartedHash, hasher_if_ready, hasher_of
 from tensorstore_ck.state.device.window_copies import copies_of
 from tensorstore_ck.state.plain_memory import is_dense
 from tensorstore_ck.state.rank_shares import ChainedSource
@@ -23,6 +24,7 @@ MIN_SOURCE_BYTES: Final = 256 << 10
 GATHER_BYTES: Final = 64 << 20
 """Bytes of non-dense tensors that are gathered on the device at a time."""
 _ALIGN: Final = 16
+HasherOf = Callable[[torch.device], BlockHasher | None]
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -45,34 +47,73 @@ class _Gathered(NamedTuple):
     stop: int
 
 
+class _Hashing(NamedTuple):
+    """Blocks of one device that are being hashed."""
+
+    positions: Sequence[int]
+    """Among the ranges."""
+    hash: StartedHash
+
+
+class StartedIds:
+    """The ids of blocks as they were when `DeviceBlocks.start` was called."""
+
+    def __init__(self, ranges: Sequence[BlockRange], hashing: Sequence[_Hashing]) -> None:
+        self._ranges = ranges
+        self._hashing = hashing
+        self._lock = threading.Lock()
+        self._ids: dict[BlockRange, Digest] | None = None
+
+    @property
+    def tensors(self) -> set[int]:
+        """The tensors of which each block is hashed."""
+        hashed = {position for each in self._hashing for position in each.positions}
+        left = {block.tensor for position, block in enumerate(self._ranges) if position not in hashed}
+        return {block.tensor for block in self._ranges} - left
+
+    def hold_streams(self) -> None:
+        """Work that this thread queues later on the devices' current streams comes after the hashing. Does not wait."""
+        for each in self._hashing:
+            each.hash.hold_stream()
+
+    def wait(self) -> dict[BlockRange, Digest]:
+        """The ids of those blocks that a device hashes. Thread-safe.
+
+        Raises:
+            RuntimeError: a device failed.
+        """
+        with self._lock:
+            if self._ids is None:
+                self._ids = {}
+                for each in self._hashing:
+                    data = each.hash.wait().tobytes()
+                    for number, position in enumerate(each.positions):
+                        self._ids[self._ranges[position]] = Digest(data[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
+            return self._ids
+
+
 class DeviceBlocks:
     """See `engine.interfaces.DeviceBlocks`. Caches nothing: each call computes ids, so no id is of memory that was reused since."""
 
-    def __init__(self, hasher: Callable[[torch.device], BlockHasher | None] = hasher_of) -> None:
+    must_agree = False
+
+    def __init__(self, hasher: HasherOf = hasher_of, ready: HasherOf = hasher_if_ready) -> None:
+        """`hasher` makes the hasher of a device, and `ready` returns the one that was made."""
         self._hasher_of = hasher
+        self._ready_hasher_of = ready
 
     def ids(self, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> list[Digest | None]:
         """See `engine.interfaces.DeviceBlocks`."""
-        digests: list[Digest | None] = [None] * len(ranges)
-        on_devices: dict[torch.device, list[_Run]] = {}
-        for number, several in groupby(enumerate(ranges), key=lambda item: item[1].tensor):
-            for run in _runs(sources[number], [(position, block.start, block.stop) for position, block in several]):
-                on_devices.setdefault(run.tensor.device, []).append(run)
-        for device, runs in on_devices.items():
-            hasher = self._hasher_of(device)
-            if hasher is None:
-                continue
-            try:
-                with _on_stream_of(device):
-                    hashed = list(_hash(hasher, runs))
-            except RuntimeError as exc:
-                warnings.warn(f"blocks on {device} are hashed by the host this time: {exc}", stacklevel=2)
-                continue
-            for positions, ids in hashed:
-                data = ids.tobytes()
-                for number, position in enumerate(positions):
-                    digests[position] = Digest(data[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
-        return digests
+        found: dict[BlockRange, Digest] = {}
+        try:
+            found = _start(self._hasher_of, sources, ranges).wait()
+        except RuntimeError as exc:
+            _warn_of(exc)
+        return [found.get(block) for block in ranges]
+
+    def start(self, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> StartedIds:
+        """Begins to compute the ids of blocks as they are now; there are none of those that no device can hash. Does not wait."""
+        return _start(self._ready_hasher_of, sources, ranges)
 
     def is_finite(self, source: ByteSource, sampled: SampledBytes, mask: int, item_bytes: int) -> bool:
         """See `engine.interfaces.DeviceBlocks`."""
@@ -84,6 +125,28 @@ class DeviceBlocks:
             start, size, step = sampled.start // item_bytes, sampled.size_bytes // item_bytes, sampled.step_bytes // item_bytes
             sample = words.as_strided((sampled.runs, size), (step, 1), words.storage_offset() + start)
             return not bool(((sample & mask) == mask).any())
+
+
+def _start(hasher_of: HasherOf, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> StartedIds:
+    on_devices: dict[torch.device, list[_Run]] = {}
+    for number, several in groupby(enumerate(ranges), key=lambda item: item[1].tensor):
+        for run in _runs(sources[number], [(position, block.start, block.stop) for position, block in several]):
+            on_devices.setdefault(run.tensor.device, []).append(run)
+    hashing: list[_Hashing] = []
+    for device, runs in on_devices.items():
+        hasher = hasher_of(device)
+        if hasher is None:
+            continue
+        try:
+            with _on_stream_of(device):
+                hashing += [_Hashing(positions, started) for positions, started in _hash(hasher, runs)]
+        except RuntimeError as exc:
+            _warn_of(exc)
+    return StartedIds(ranges, hashing)
+
+
+def _warn_of(error: RuntimeError) -> None:
+    warnings.warn(f"blocks on a device are hashed by the host this time: {error}", stacklevel=3)
 
 
 def device_blocks() -> DeviceBlocks | None:
@@ -105,14 +168,14 @@ def _runs(source: ByteSource, blocks: Sequence[tuple[int, int, int]]) -> Iterato
         yield _Run(source.tensor, positions, np.array(starts, np.int64), np.array(stops, np.int64) - np.array(starts, np.int64))
 
 
-def _hash(hasher: BlockHasher, runs: Sequence[_Run]) -> Iterator[tuple[Sequence[int], Ids]]:
-    """Positions of one device's blocks, and their ids: of dense tensors all at once, of others a few at a time."""
+def _hash(hasher: BlockHasher, runs: Sequence[_Run]) -> Iterator[tuple[Sequence[int], StartedHash]]:
+    """Positions of one device's blocks, and the hash that was started: of dense tensors all at once, of others a few at a time."""
     dense = [run for run in runs if is_dense(run.tensor)]
     if dense:
         addresses = np.concatenate([run.tensor.data_ptr() + run.starts for run in dense])
         yield (
             [position for run in dense for position in run.positions],
-            hasher.hash(addresses, np.concatenate([run.sizes for run in dense])),
+            hasher.start(addresses, np.concatenate([run.sizes for run in dense])),
         )
     strided = [
         _Gathered(run.tensor, position, start, start + size)
@@ -124,7 +187,7 @@ def _hash(hasher: BlockHasher, runs: Sequence[_Run]) -> Iterator[tuple[Sequence[
         yield [block.position for block in several], _hash_gathered(hasher, several)
 
 
-def _hash_gathered(hasher: BlockHasher, blocks: Sequence[_Gathered]) -> Ids:
+def _hash_gathered(hasher: BlockHasher, blocks: Sequence[_Gathered]) -> StartedHash:
     sizes = np.array([block.stop - block.start for block in blocks], np.int64)
     starts = np.concatenate(([0], np.cumsum(-(-sizes // _ALIGN) * _ALIGN)))
     memory = torch.empty(int(starts[-1]), dtype=torch.uint8, device=blocks[0].tensor.device)
@@ -135,7 +198,7 @@ def _hash_gathered(hasher: BlockHasher, blocks: Sequence[_Gathered]) -> Ids:
             until = position + count * item_bytes
             memory[position:until].view(elements.dtype).view(elements.shape).copy_(elements)
             position = until
-    return hasher.hash(starts[:-1] + memory.data_ptr(), sizes)
+    return hasher.start(starts[:-1] + memory.data_ptr(), sizes)
 
 
 def _on_stream_of(device: torch.device) -> AbstractContextManager[object]:

@@ -5,6 +5,7 @@ If a check fails, the host hashes.
 """
 
 import warnings
+from concurrent.futures import Future
 from functools import cache
 from importlib.resources import files
 from typing import Any, Final, NamedTuple, Protocol
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, block_id
+from tensorstore_ck.common.threads import Helper
 
 GROUP_BYTES: Final = 128 << 10
 """Bytes that one CTA of the kernel hashes."""
@@ -29,11 +31,25 @@ Ids = npt.NDArray[np.uint8]
 """A row of `DIGEST_BYTES` for each block."""
 
 
+class StartedHash(Protocol):
+    """Ids that a device computes."""
+
+    def wait(self) -> Ids:
+        """The ids, when the device has computed them. Thread-safe.
+
+        Raises:
+            RuntimeError: the device failed.
+        """
+
+    def hold_stream(self) -> None:
+        """Work that this thread queues later on the device's current stream comes after the hashing. Does not wait."""
+
+
 class BlockHasher(Protocol):
     """Hashes blocks of one device's memory."""
 
-    def hash(self, addresses: Numbers, sizes_bytes: Numbers) -> Ids:
-        """The ids of blocks, each of at least one byte, on the current stream.
+    def start(self, addresses: Numbers, sizes_bytes: Numbers) -> StartedHash:
+        """Begins to hash blocks, each of at least one byte, on the current stream. Does not wait for the device.
 
         Raises:
             RuntimeError: the device failed, or has no memory left.
@@ -74,9 +90,10 @@ class CudaHasher:
             self._hash_groups = compiled(source, "hash_groups")
             self._merge_groups = compiled(source, "merge_groups")
 
-    def hash(self, addresses: Numbers, sizes_bytes: Numbers) -> Ids:
+    def start(self, addresses: Numbers, sizes_bytes: Numbers) -> StartedHash:
         """See `BlockHasher`."""
-        table = [torch.from_numpy(column).to(self._device) for column in table_of(addresses, sizes_bytes)]
+        columns = [torch.from_numpy(column).pin_memory() for column in table_of(addresses, sizes_bytes)]
+        table = [column.to(self._device, non_blocking=True) for column in columns]
         blocks, groups = len(table[1]), len(table[3])
         nodes, spare = torch.empty((2, groups, DIGEST_BYTES), dtype=torch.uint8, device=self._device)
         ids = torch.full((blocks, DIGEST_BYTES), _POISON, dtype=torch.uint8, device=self._device)
@@ -85,10 +102,33 @@ class CudaHasher:
             launch = {"block": (THREADS, 1, 1), "stream": stream}
             self._hash_groups(grid=(groups, 1, 1), args=[*table, nodes], **launch)
             self._merge_groups(grid=(blocks, 1, 1), args=[table[2], nodes, spare, ids], **launch)
-        on_host: Ids = ids.cpu().numpy()  # waits: the errors of the launches are raised here
-        if (on_host == _POISON).all(axis=1).any():
-            raise RuntimeError(f"the kernel that hashes blocks did not write all ids on {self._device}")
-        return on_host
+            hashed = stream.record_event()
+            on_host = torch.full(ids.shape, _POISON, dtype=torch.uint8, pin_memory=True)
+            on_host.copy_(ids, non_blocking=True)
+            arrived = stream.record_event()
+        return _OnDevice(self._device, hashed, on_host, arrived)
+
+
+class _OnDevice:
+    """`StartedHash` of a CUDA device."""
+
+    def __init__(self, device: torch.device, hashed: torch.cuda.Event, ids: torch.Tensor, arrived: torch.cuda.Event) -> None:
+        self._device = device
+        self._hashed = hashed
+        self._ids = ids
+        self._arrived = arrived
+
+    def hold_stream(self) -> None:
+        """See `StartedHash`."""
+        torch.cuda.current_stream(self._device).wait_event(self._hashed)
+
+    def wait(self) -> Ids:
+        """See `StartedHash`."""
+        self._arrived.synchronize()  # the errors of the launches are raised here
+        found: Ids = self._ids.numpy()
+        if (found == _POISON).all(axis=1).any():
+            raise RuntimeError("the kernel that hashes blocks did not write all ids")
+        return found
 
 
 def require_known_ids(hasher: BlockHasher, device: torch.device) -> None:
@@ -106,10 +146,23 @@ def require_known_ids(hasher: BlockHasher, device: torch.device) -> None:
     data = (np.arange(at, dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(24)).astype(np.uint8).tobytes()
     memory = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     starts, sizes = np.array(ranges, np.int64).T
-    digests = hasher.hash(starts + memory.data_ptr(), sizes)
+    digests = hasher.start(starts + memory.data_ptr(), sizes).wait()
     for (start, size), digest in zip(ranges, digests, strict=True):
         if digest.tobytes() != block_id(data[start : start + size]):
             raise RuntimeError(f"the kernel that hashes blocks returned a wrong id for {size} bytes at {start} on {device}")
+
+
+@cache
+def _being_made(device: torch.device) -> "Future[BlockHasher | None]":
+    made: Future[BlockHasher | None] = Future()
+    Helper(lambda: made.set_result(hasher_of(device)), "tsck-compile").start()
+    return made
+
+
+def hasher_if_ready(device: torch.device) -> BlockHasher | None:
+    """The hasher of a device if it was made; otherwise None, and a thread makes it."""
+    made = _being_made(device)
+    return made.result() if made.done() else None
 
 
 @cache

@@ -1,10 +1,10 @@
 """Copies from CUDA devices into host memory while the caller computes. Knows tensors and streams; no state, no slot.
 
 Stream order makes the copies safe: the side stream waits for the work that the caller has queued, so that it copies finished values; work
-that the caller queues next waits for the side stream, so that it does not overwrite them. Only readers of the copies wait on the CPU.
+that overwrites them waits for the side stream (`DeviceArrival.hold_streams`). Only readers of the copies wait on the CPU.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
@@ -23,6 +23,9 @@ def is_on_device(tensor: torch.Tensor | npt.NDArray[Any]) -> TypeGuard[torch.Ten
     return not isinstance(tensor, np.ndarray) and tensor.is_cuda
 
 
+StreamOf = Callable[[torch.device], torch.cuda.Stream]
+
+
 class DeviceCopy(NamedTuple):
     """One copy to make."""
 
@@ -37,12 +40,15 @@ class DeviceArrival(Protocol):
     def wait(self) -> None:
         """Returns when all copies are complete. Thread-safe, and cheap once they are."""
 
+    def hold_streams(self, stream_of: StreamOf | None = None) -> None:
+        """Work that is queued later on these streams, by default this thread's current ones, comes after the copies. Does not wait."""
+
 
 class DeviceCopies(Protocol):
     """A way to copy from devices."""
 
     def start(self, copies: Sequence[DeviceCopy]) -> DeviceArrival:
-        """Starts copies. When it returns, work queued on the current streams may overwrite the tensors."""
+        """Starts copies of what the work queued on the current streams leaves. Other work may overwrite it: see `hold_streams`."""
 
 
 class SideStreams:
@@ -63,19 +69,16 @@ class SideStreams:
                 stream.synchronize()
             raise
 
-    def _start(self, device: torch.device, copies: Sequence[DeviceCopy]) -> torch.cuda.Event:
+    def _start(self, device: torch.device, copies: Sequence[DeviceCopy]) -> "_DeviceEvent":
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-        current = torch.cuda.current_stream(device)
-        stream.wait_stream(current)
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for copy in copies:
                 for tensor, target in _pieces(copy):
                     # A lazy conjugate or negative would be resolved on the CPU, before its bytes have arrived.
                     target.copy_(tensor.resolve_conj().resolve_neg().contiguous(), non_blocking=True)
                 copy.tensor.record_stream(stream)
-        event: torch.cuda.Event = stream.record_event()
-        current.wait_event(event)
-        return event
+        return _DeviceEvent(device, stream.record_event())
 
 
 def _pieces(copy: DeviceCopy) -> Iterator[DeviceCopy]:
@@ -91,11 +94,20 @@ def _pieces(copy: DeviceCopy) -> Iterator[DeviceCopy]:
             yield DeviceCopy(tensor[index], target[index])
 
 
+class _DeviceEvent(NamedTuple):
+    device: torch.device
+    event: torch.cuda.Event
+
+
 class _Events:
-    def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
-        self._events = events
+    def __init__(self, events: Sequence[_DeviceEvent]) -> None:
+        self._left = self._events = events
 
     def wait(self) -> None:
-        for event in self._events:
+        for _, event in self._left:
             event.synchronize()
-        self._events = ()
+        self._left = ()
+
+    def hold_streams(self, stream_of: StreamOf | None = None) -> None:
+        for device, event in self._events:
+            (stream_of or torch.cuda.current_stream)(device).wait_event(event)

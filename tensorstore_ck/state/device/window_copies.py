@@ -1,6 +1,6 @@
 """Copies from and to CUDA devices, on one stream a direction. Each copy is complete when its function returns.
 
-The caller computes on other streams, so `follow` orders these after the work that the caller has queued. Reads go through pinned windows.
+The caller computes on other streams, so `follow` orders these after the work that the caller has queued. They go through pinned windows.
 """
 
 import threading
@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from tensorstore_ck.state.device.windows import WINDOW_BYTES, Windows, view_of
+from tensorstore_ck.state.device.windows import IN_BYTES, OUT_BYTES, Windows, view_of
 
 SMALL_BYTES: Final = 64 << 10
 """Smaller copies use no window: many small tensors would use all windows."""
@@ -26,9 +26,10 @@ class PieceCopy(NamedTuple):
 class WindowCopies:
     """Copies from and to one device. Thread-safe."""
 
-    def __init__(self, device: torch.device, windows: Windows) -> None:
+    def __init__(self, device: torch.device, out_windows: Windows, in_windows: Windows) -> None:
         self._device = device
-        self._windows = windows
+        self._out_windows = out_windows
+        self._in_windows = in_windows
         self._turn = threading.Lock()
         """One copy to the host at a time: 16 threads that waited for copies of their own had four fifths of the speed."""
         self._out: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -50,18 +51,23 @@ class WindowCopies:
     def fetch(self, pieces: Sequence[PieceCopy]) -> memoryview:
         """The bytes of the pieces, one after another; a window, if they fit into one."""
         size_bytes = sum(piece.size_bytes for piece in pieces)
-        window = self._windows.take() if SMALL_BYTES <= size_bytes <= WINDOW_BYTES else None
-        fetched = memoryview(bytearray(size_bytes)) if window is None else view_of(window, size_bytes)
+        fetched = _view_of_one(self._out_windows, size_bytes)
+        if fetched is None:
+            fetched = memoryview(bytearray(size_bytes))
         if size_bytes:
             self._fetch_into(pieces, torch.frombuffer(fetched, dtype=torch.uint8))
         return fetched
 
+    def window(self, size_bytes: int) -> memoryview | None:
+        """Memory that `fill` copies from fastest; None if all is in use."""
+        return _view_of_one(self._in_windows, size_bytes)
+
     def fill(self, target: torch.Tensor, elements: torch.Tensor) -> None:
-        """Copies elements from the host to a device tensor of the same size; the device converts them. A window would be slower."""
+        """Copies elements from the host to a device tensor of the same size; the device converts them."""
         with torch.cuda.stream(self._in):
-            target.copy_(elements.view(target.shape))
-            if target.dtype != elements.dtype or not target.is_contiguous():
-                self._in.synchronize()  # the device converts and distributes after the copy, for which torch has waited
+            target.copy_(elements.view(target.shape), non_blocking=True)
+            copied = self._in.record_event()
+        copied.synchronize()  # not the stream: that would wait for the copies of other threads, too
 
     def _fetch_into(self, pieces: Sequence[PieceCopy], memory: torch.Tensor) -> None:
         at = 0
@@ -73,15 +79,26 @@ class WindowCopies:
                 at += size_bytes
 
 
+def _view_of_one(windows: Windows, size_bytes: int) -> memoryview | None:
+    """The beginning of a window; None if the size is not for one, or all are in use."""
+    window = windows.take() if SMALL_BYTES <= size_bytes <= windows.window_bytes else None
+    return None if window is None else view_of(window, size_bytes)
+
+
 @cache
-def _windows() -> Windows:
-    return Windows()
+def _windows(window_bytes: int) -> Windows:
+    return Windows(window_bytes)
 
 
 @cache
 def copies_of(device: torch.device) -> WindowCopies:
     """The copies of a device. Pinned memory belongs to the process, so all stores that it has open share the windows."""
-    return WindowCopies(device, _windows())
+    return WindowCopies(device, _windows(OUT_BYTES), _windows(IN_BYTES))
+
+
+def out_stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The stream that reads tensors of a device."""
+    return copies_of(device).out_stream
 
 
 def follow(tensor: Any) -> None:

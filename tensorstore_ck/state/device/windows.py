@@ -15,8 +15,10 @@ import torch
 
 Window = npt.NDArray[np.uint8]
 
-WINDOW_BYTES: Final = 4 << 20
-"""A block, by default: each thread that reads has one or two."""
+OUT_BYTES: Final = 4 << 20
+"""A window that is copied to: a block, by default; each thread that reads has some."""
+IN_BYTES: Final = 16 << 20
+"""A window that is copied from. Copies of single blocks had half the speed."""
 SLAB_BYTES: Final = 64 << 20
 """Pinned together."""
 MAX_SLABS: Final = 4
@@ -28,9 +30,10 @@ def _pinned(size_bytes: int) -> Window:
 
 
 class Windows:
-    """Windows of `WINDOW_BYTES`, in up to `MAX_SLABS` pieces of memory that are allocated when they are needed. Thread-safe."""
+    """Windows of one size, in up to `MAX_SLABS` pieces of memory that are allocated when they are needed. Thread-safe."""
 
-    def __init__(self, allocate: Callable[[int], Window] = _pinned) -> None:
+    def __init__(self, window_bytes: int, allocate: Callable[[int], Window] = _pinned) -> None:
+        self.window_bytes = window_bytes
         self._allocate = allocate
         self._lock = threading.Lock()
         self._slabs = 0
@@ -45,7 +48,8 @@ class Windows:
                 if window is None and self._slabs < MAX_SLABS:
                     slab = self._allocate(SLAB_BYTES)
                     self._slabs += 1
-                    self._free.extend(slab[start : start + WINDOW_BYTES] for start in range(0, SLAB_BYTES, WINDOW_BYTES))
+                    size_bytes = self.window_bytes
+                    self._free.extend(slab[start : start + size_bytes] for start in range(0, SLAB_BYTES, size_bytes))
                     window = self._pop()
         if window is None:
             return None

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from tensorstore_ck.common.ids import Ulid, new_ulid, parse_ulid, ulid_text
+from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, SnapshotDroppedError, StoreError
@@ -12,11 +12,12 @@ from tensorstore_ck.format.record import MAX_TRIGGER_CHARS, MAX_TRIGGERS
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.maintenance.advise import NOTE, note_costs, note_of
+from tensorstore_ck.maintenance.advise import NOTE, note_costs
 from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, SaveCosts
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
+from tensorstore_ck.store.internals import groups_of
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
 from tensorstore_ck.training.checkpointing.exception_save import CAUSE, ExceptionSave
@@ -42,14 +43,17 @@ def _run(began_ns: object, resumes: object) -> str:
     return f"{began_ns}-{resumes}"
 
 
-def _note_of(store: "ReadOnlyStore", found: Snapshot) -> dict[str, Any]:
-    info = store.engine.log.view().snapshot(parse_ulid(found.id) or Ulid(b""))
-    return {} if info is None else note_of(store.engine, info)
+def _note_of(store: "ReadOnlyStore", snapshot: Snapshot) -> dict[str, Any]:
+    try:
+        note = store.metadata(snapshot.root).get(NOTE)
+    except NotFoundError:
+        return {}
+    return note if isinstance(note, dict) else {}
 
 
-def saved_by(store: "ReadOnlyStore", found: Snapshot) -> str:
+def saved_by(store: "ReadOnlyStore", snapshot: Snapshot) -> str:
     """The `Checkpointer.run` that saved a snapshot."""
-    note = _note_of(store, found)
+    note = _note_of(store, snapshot)
     return _run(note.get("began_ns"), note.get("resumes"))
 
 
@@ -148,8 +152,8 @@ class Checkpointer:
         """The start of the run: equal on all ranks, since the metadata contains it."""
         self._flag: StepFlag | None = None
         if group is not None:
-            run, renew, prefix = store.session.groups.runner(group), store.session.groups.of(group)[0].renew, f"tsck/{run_id}/"
-            self._flag = StepFlag(run, renew, rank=group.rank(), prefix=prefix, lead_steps=lead_steps, clock=clock)
+            own = groups_of(store).of(group)[0]
+            self._flag = StepFlag(own.run, own.renew, rank=group.rank(), prefix=f"tsck/{run_id}/", lead_steps=lead_steps, clock=clock)
         self._pending = PendingSaves(
             store, ref, group, self._unsaved, self._flag, run_id=run_id, timeout_seconds=timeout_seconds, clock=clock
         )
@@ -201,36 +205,38 @@ class Checkpointer:
         began = self._clock()
         self._pending.begin_round()
         options: dict[str, Any] = {"advice": ON_DRIFT, "drift": drift, "timeout_seconds": self._timeout_seconds}
-        found = ResumeSearch(self._store, self._ref, self._group, **options).restore(self._restore)
-        if found is not None:
+        snapshot = ResumeSearch(self._store, self._ref, self._group, **options).restore(self._restore)
+        if snapshot is not None:
             self._restart = self._clock() - began
-            self.note_resumed(found)
+            self.note_resumed(snapshot)
         self._unsaved.begin()
-        return found
+        return snapshot
 
     def _restore(self, address: str) -> Snapshot:
         state, store, group, timeout_seconds = self._state, self._store, self._group, self._timeout_seconds
         if not isinstance(state, TrainingState):
-            return store.restoring(address, lambda found: found.checkout(into=state), group=group, timeout_seconds=timeout_seconds)[1]
-        found = state.restore(store, address, group=group, timeout_seconds=timeout_seconds)
-        if found is None:
+            return store.restoring(address, lambda restoring: restoring.checkout(into=state), group=group, timeout_seconds=timeout_seconds)[
+                1
+            ]
+        snapshot = state.restore(store, address, group=group, timeout_seconds=timeout_seconds)
+        if snapshot is None:
             raise NotFoundError(f"{address} was deleted meanwhile", object_id=address)
-        return found
+        return snapshot
 
-    def note_resumed(self, found: Snapshot) -> None:
+    def note_resumed(self, snapshot: Snapshot) -> None:
         """For a job that has restored a snapshot by itself: the triggers count from its step on. All ranks call it."""
-        read = lambda: json.dumps(_note_of(self._store, found)).encode()  # noqa: E731
-        note: dict[str, Any] = json.loads(self._from_first(f"the notes of {found.root}", lambda: with_retries(read)))
+        read = lambda: json.dumps(_note_of(self._store, snapshot)).encode()  # noqa: E731
+        note: dict[str, Any] = json.loads(self._from_first(f"the notes of {snapshot.root}", lambda: with_retries(read)))
         epoch, resumes, began_ns = note.get("epoch"), note.get("resumes"), note.get("began_ns")
         costs = note_costs(note)
         self._stall = self._stall or costs.get("stall", 0.0)
         self._pending.lag_seconds = self._pending.lag_seconds or costs.get("lag", 0.0)
         self._resumes = 1 + (resumes if isinstance(resumes, int) else 0)
-        self._began_ns = began_ns if isinstance(began_ns, int) else found.time_ns
-        self._before = TriggerContext(found.step or 0, epoch if isinstance(epoch, int | float) else None)
-        self._run_mtbf = max(1.0, (found.time_ns - self._began_ns) / 1e9) / self._resumes
-        for each in self._decided:
-            each.begin()
+        self._began_ns = began_ns if isinstance(began_ns, int) else snapshot.time_ns
+        self._before = TriggerContext(snapshot.step or 0, epoch if isinstance(epoch, int | float) else None)
+        self._run_mtbf = max(1.0, (snapshot.time_ns - self._began_ns) / 1e9) / self._resumes
+        for trigger in self._decided:
+            trigger.begin()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -288,7 +294,7 @@ class Checkpointer:
         if not self._when.fires(moment):
             return None
         self._saves += 1
-        self.preempted |= any(isinstance(each, on_preemption) and each.fires(moment) for each in self._decided)
+        self.preempted |= any(isinstance(trigger, on_preemption) and trigger.fires(moment) for trigger in self._decided)
         self._when.saved(moment)
         return self._put(moment)
 
@@ -317,7 +323,7 @@ class Checkpointer:
         began = self._clock()
         self._unsaved.begin_save()
         state, store = self._state, self._store
-        found: Snapshot | PendingSnapshot
+        saved: Snapshot | PendingSnapshot
         try:
             options["metadata"] = {**self._metadata, NOTE: self._note(moment)}
             if self._asynchronous:
@@ -325,9 +331,9 @@ class Checkpointer:
                     state.put_async(store, **options) if isinstance(state, TrainingState) else store.put_snapshot_async(state, **options)
                 )
                 self._pending.add(pending, began)
-                found = pending
+                saved = pending
             else:
-                found = state.put(store, **options) if isinstance(state, TrainingState) else store.put_snapshot(state, **options)
+                saved = state.put(store, **options) if isinstance(state, TrainingState) else store.put_snapshot(state, **options)
                 self._unsaved.note_published()
         except StoreError as exc:
             self._pending.fail(moment.step, exc)
@@ -338,7 +344,7 @@ class Checkpointer:
         self._measure(self._clock() - began)
         if self._dropped is not None:
             self._dropped.note_save()
-        return found
+        return saved
 
     def _note(self, moment: TriggerContext) -> dict[str, object]:
         """Notes about the run for the snapshot; equal on all ranks, so costs are those of the first."""
@@ -348,9 +354,9 @@ class Checkpointer:
 
     def _measure(self, stall: float) -> None:
         self._stall = stall if not self._stall else (self._stall + stall) / 2
-        for each in self._decided:
-            if isinstance(each, auto):
-                each.measured(self._stall, self._pending.lag_seconds, self._restart, self._run_mtbf)
+        for trigger in self._decided:
+            if isinstance(trigger, auto):
+                trigger.measured(self._stall, self._pending.lag_seconds, self._restart, self._run_mtbf)
 
     def wait(self) -> None:
         """Waits until every begun save has ended; failures are warnings.

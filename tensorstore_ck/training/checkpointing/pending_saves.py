@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tensorstore_ck.errors import SnapshotAbortedError, StoreError
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
+from tensorstore_ck.store.internals import groups_of
 from tensorstore_ck.training.checkpointing.step_flag import StepFlag
 from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime, will_repeat
 
@@ -65,8 +66,8 @@ class PendingSaves:
             StoreError: a permanent failure.
         """
         pending, self._pending = self._pending, []
-        for each, _ in pending:
-            self._wait_for(each)
+        for save, _ in pending:
+            self._wait_for(save)
         if self._unsaved.refusal is not None:
             self.end()
 
@@ -121,9 +122,7 @@ class PendingSaves:
             return not self._must_end()
         title, must_end = f"whether saves to {self._ref!r} still fail ({self._run_id}, {self._round})", self._must_end()
         try:
-            ending = self._store.session.groups.all_gather(
-                self._group, title, lambda: bytes([must_end]), timeout_seconds=self._timeout_seconds
-            )
+            ending = groups_of(self._store).all_gather(self._group, title, lambda: bytes([must_end]), timeout_seconds=self._timeout_seconds)
         except StoreError as exc:
             self._unsaved.failure = self._unsaved.failure or exc
             return False

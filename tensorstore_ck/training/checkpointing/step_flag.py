@@ -58,14 +58,14 @@ class StepFlag:
 
         if self._trouble is None or self._clock() >= self._again_at:
             try:
-                found = self._ask(talk)
+                answer = self._ask(talk)
             except (RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors; time-outs are OSErrors
                 self._trouble = exc
                 self._away_since = self._clock() if self._away_since is None else self._away_since
                 self._again_at = self._clock() + min(self.away_seconds, LONGEST_PAUSE_SECONDS)
             else:
                 self._trouble = self._away_since = None
-                return None if found is None else int(found)
+                return None if answer is None else int(answer)
         raise SnapshotAbortedError(f"the ranks cannot agree on when to save: {self._trouble}", object_id=name) from self._trouble
 
     def _ask(self, talk: Callable[[KeyValue], bytes | None]) -> bytes | None:
@@ -82,21 +82,21 @@ class StepFlag:
 
 def poll_triggers(flag: StepFlag | None, triggers: Sequence[DecidedTrigger], saves: int, step: int) -> None:
     """Sets, on all ranks, the step from which each trigger fires. `saves`: the number of saves so far, equal on all ranks."""
-    for number, each in enumerate(triggers):
-        if each.since is not None:
+    for number, trigger in enumerate(triggers):
+        if trigger.since is not None:
             continue
         if flag is None:
-            each.since = step if each.wants() else None
+            trigger.since = step if trigger.wants() else None
             continue
-        wants = (each.any_rank or flag.is_first) and each.wants()
+        wants = (trigger.any_rank or flag.is_first) and trigger.wants()
         try:
-            each.since = flag.poll(f"{number}/{saves}", step, wants=wants)
+            trigger.since = flag.poll(f"{number}/{saves}", step, wants=wants)
         except SnapshotAbortedError as exc:
             warnings.warn(str(exc), stacklevel=3)
             continue
-        if each.since is not None and each.since < step:
+        if trigger.since is not None and trigger.since < step:
             warnings.warn(
-                f"this rank is at step {step}, past step {each.since}, from which rank 0 wanted to save: make lead_steps larger than "
+                f"this rank is at step {step}, past step {trigger.since}, from which rank 0 wanted to save: make lead_steps larger than "
                 "the distance between ranks",
                 stacklevel=3,
             )

@@ -71,28 +71,28 @@ class Trigger(ABC):
 
 class _Joined(Trigger):
     def __init__(self, join: Callable[[Collection[bool]], bool], *triggers: Trigger) -> None:
-        for each in triggers:
-            if not isinstance(each, Trigger):
-                raise InvalidOptionError(f"{each!r} is not a trigger such as every_steps(1000)", object_id="when")
+        for trigger in triggers:
+            if not isinstance(trigger, Trigger):
+                raise InvalidOptionError(f"{trigger!r} is not a trigger such as every_steps(1000)", object_id="when")
         self._join, self._triggers = join, triggers
         self._fired: list[bool] = []
 
     def fires(self, moment: TriggerContext) -> bool:
-        self._fired = [each.fires(moment) for each in self._triggers]  # no short circuit: some triggers count calls
+        self._fired = [trigger.fires(moment) for trigger in self._triggers]  # no short circuit: some triggers count calls
         return self._join(self._fired)
 
     def causes(self) -> "Iterator[str]":
-        for each, fired in zip(self._triggers, self._fired, strict=True):
+        for trigger, fired in zip(self._triggers, self._fired, strict=True):
             if fired:
-                yield from each.causes()
+                yield from trigger.causes()
 
     def saved(self, moment: TriggerContext) -> None:
-        for each in self._triggers:
-            each.saved(moment)
+        for trigger in self._triggers:
+            trigger.saved(moment)
 
     def decided(self) -> "Iterator[DecidedTrigger]":
-        for each in self._triggers:
-            yield from each.decided()
+        for trigger in self._triggers:
+            yield from trigger.decided()
 
 
 class _Pure(Trigger):
@@ -180,14 +180,14 @@ def at_fraction(fraction: float | Collection[float]) -> Trigger:
     Needs ``total_steps=`` in `Checkpointer`.
     """
     several = [fraction] if isinstance(fraction, int | float) else list(fraction)
-    for each in several:
-        if not (isinstance(each, int | float) and not isinstance(each, bool) and 0 < each <= 1):
-            raise InvalidOptionError(f"a fraction must be larger than 0 and at most 1, not {each!r}", object_id="fraction")
+    for share in several:
+        if not (isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1):
+            raise InvalidOptionError(f"a fraction must be larger than 0 and at most 1, not {share!r}", object_id="fraction")
 
     def holds(moment: TriggerContext) -> bool:
         if moment.total_steps is None:
             raise InvalidOptionError("at_fraction needs the length of the training: Checkpointer(total_steps=...)", object_id="total_steps")
-        before, steps = moment.previous_step or 0, [max(1, round(each * moment.total_steps)) for each in several]
+        before, steps = moment.previous_step or 0, [max(1, round(share * moment.total_steps)) for share in several]
         if isinstance(fraction, int | float):
             return moment.step // steps[0] > before // steps[0]
         return any(before < step <= moment.step for step in steps)

@@ -138,7 +138,7 @@ class SteppingBackend:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         found: Any = self._ask(Request("list", prefix))
-        return iter([ObjectInfo(name, size, MODIFIED_NS) for name, size in found])
+        return iter([ObjectInfo(name, size, MODIFIED_NS, MODIFIED_NS) for name, size in found])
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:  # one by one: an actor may die in between

@@ -11,6 +11,7 @@ from tensorstore_ck.backend.protocol import Created
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, NoSpaceError, UndecidedError
 from tensorstore_ck.log import Log, RefTable
+from tensorstore_ck.log.entry_writer import EntryWriter
 from tests.gc.interleavings.actor import Actor, Process, SteppingBackend
 from tests.gc.interleavings.scenes import Scene
 from tests.gc.interleavings.schedule import Violation, explore, explore_random, replay
@@ -40,13 +41,13 @@ def test_an_answer_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     append = Log.append
     monkeypatch.setattr(Log, "append", lambda self, build: append(self, lambda view: build(Forgetful(view))))
 
-    def create(self: Log, sealed: bytes, entry: Any) -> bool:
+    def create(self: EntryWriter, sealed: bytes, entry: Any) -> bool:
         try:
-            return self._backend.create(self.chain.name(entry.n), sealed) is Created.CREATED
+            return self._backend.create(self._chain.name(entry.n), sealed) is Created.CREATED
         except BackendUnavailableError:
             return False
 
-    monkeypatch.setattr(Log, "_create", create)
+    monkeypatch.setattr(EntryWriter, "create", create)
     with pytest.raises(Violation, match="was told that its snapshot is not published") as caught:
         explore(writers("A", "B"))
     assert len(caught.value.schedule) < 20
@@ -72,10 +73,10 @@ def test_exclusive_create_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_an_undecided_save_wrote_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save deletes its objects although its entry was sent, and comes late."""
-    monkeypatch.setattr("tensorstore_ck.log.log.RESEND_DELAYS", (0.0,))
+    monkeypatch.setattr("tensorstore_ck.log.entry_writer.RESEND_DELAYS", (0.0,))
     case = writers("A", "B")._replace(faults=("delayed",), max_faults=1)
     explore(case)
-    monkeypatch.setattr("tensorstore_ck.engine.write.failed_save.NoSpaceError", (NoSpaceError, UndecidedError))
+    monkeypatch.setattr("tensorstore_ck.engine.write.destination.NoSpaceError", (NoSpaceError, UndecidedError))
     with pytest.raises(Violation):
         explore(case)
 

@@ -53,10 +53,10 @@ def stage(engine: Engine, disk: Disk, ref: str, labels: str) -> Manifest:
 
     tier: Any = SimpleNamespace(folder=disk, uploader=SimpleNamespace(drop=disk.unsent.delete))
     with StagingDestination(engine, tier, StagedChain(), engine.new_id()) as destination:
-        engine.log.sync()
-        branch = engine.log.view().branch(ref)
+        view = engine.log.newest_view()
+        branch = view.branch(ref)
         request = SaveRequest(ref, None, branch.root if branch else None, ANY, encode_metadata({"labels": words}), {})
-        write_and_commit(destination, captured(words), request, PutMeter())
+        write_and_commit(destination, captured(words), request, PutMeter(), view)
     assert destination.manifest is not None
     return destination.manifest
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin
-from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 import tensorstore_ck as tsck
@@ -274,72 +273,6 @@ def test_an_existing_trainer_of_a_subclass_is_attached(tmp_path: Path, undisturb
     trainer._store.close()
 
 
-def _adapted(folder: Path, **options: Any) -> dict[str, Any]:
-    """The arguments of a Trainer that trains an adapter of peft."""
-    given = runs.parts(folder, **options)
-    given["model"].config.n_embd = 64  # so that the base has far more bytes than all else
-    wide = GPT2LMHeadModel(given["model"].config)
-    given["model"] = get_peft_model(wide, LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True))
-    return given
-
-
-@pytest.mark.parametrize("frozen_base", [False, True])
-def test_adapters_of_peft_resume(tmp_path: Path, store: tsck.Store, frozen_base: bool) -> None:
-    def run(folder: Path, kill_after: int | None = None) -> hf.Trainer:
-        callbacks = [] if kill_after is None else [runs.KillAfter(kill_after)]
-        return hf.Trainer(**_adapted(folder), callbacks=callbacks, store=store, ref=folder.name, frozen_base=frozen_base)
-
-    whole = run(tmp_path / "whole")
-    whole.train()
-    with pytest.raises(runs.Killed):
-        run(tmp_path / "cut", kill_after=9).train()
-    store.drain()
-    resumed = run(tmp_path / "cut")
-    resumed.train(resume_from_checkpoint=True)
-    assert runs.losses(resumed) == runs.losses(whole)
-    runs.assert_equal(runs.weights(resumed), runs.weights(whole))
-
-
-class _ChangeBase(TrainerCallback):  # type: ignore[misc]
-    """Changes a parameter of the base after step 5, as a script can, or begins to train it."""
-
-    def __init__(self, how: str) -> None:
-        self._how = how
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        weight = kwargs["model"].get_parameter("base_model.model.transformer.ln_f.weight")
-        if state.global_step == 5 and self._how == "changed":
-            with torch.no_grad():
-                weight.fill_(7)
-        elif state.global_step == 5:
-            weight.requires_grad_(True)
-
-
-def test_a_frozen_base_is_read_at_the_first_save_only(tmp_path: Path, store: tsck.Store) -> None:
-    hashed: list[int] = []
-    store.on_event(lambda event: hashed.append(int(event.fields["hashed_bytes"])) if event.kind == "published" else None)
-    trainer = hf.Trainer(**_adapted(tmp_path / "out", save_steps=2), store=store, ref=runs.REF, frozen_base=True)
-    base = sum(each.nbytes for each in trainer.model.parameters() if not each.requires_grad)
-    trainer.train()
-    assert hashed[0] > base
-    assert all(each < base for each in hashed[1:])
-    assert len(hashed) == 6
-    found = store.checkout(runs.REF, select=["model.*"])["model"]
-    runs.assert_equal(found, runs.weights(trainer))
-
-
-@pytest.mark.parametrize("how", ["changed", "trained"])
-def test_a_frozen_base_that_changes_is_an_error(tmp_path: Path, store: tsck.Store, how: str) -> None:
-    callbacks = [_ChangeBase(how)]
-    given = _adapted(tmp_path / "out", save_steps=2)
-    trainer = hf.Trainer(**given, callbacks=callbacks, store=store, ref=runs.REF, frozen_base=True, asynchronous=False)
-    with pytest.raises(tsck.errors.FrozenChangedError, match=r"ln_f\.weight .* frozen_base"):
-        trainer.train()
-    assert _snapshot_steps(store) == [2, 4]
-    weight = store.checkout(runs.REF)["model"]["base_model.model.transformer.ln_f.weight"]
-    assert torch.equal(weight, torch.ones_like(weight))
-
-
 def test_another_version_of_transformers_is_refused(tmp_path: Path, store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as changed:
         changed.setattr(transformers, "__version__", "6.1.0")
@@ -393,6 +326,32 @@ def test_what_does_not_exist_is_reported_as_by_transformers(tmp_path: Path, stor
             runs.over_store(tmp_path / "out", store).train(resume_from_checkpoint=missing)
     with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
         runs.over_store(tmp_path / "out", store).train(resume_from_checkpoint=True)
+
+
+def test_one_call_starts_a_run_and_continues_it(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
+    """The first start, a second one after a kill, and a third one after the end."""
+    with pytest.raises(runs.Killed):
+        runs.over_store(tmp_path / "out", store, kill_after=9).train(resume_from_checkpoint="auto")
+    store.drain()
+    for _ in range(2):
+        with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache") as another:
+            resumed = runs.over_store(tmp_path / "out", another)
+            resumed.train(resume_from_checkpoint="auto")
+        runs.assert_equal(runs.weights(resumed), undisturbed.weights)
+    assert _snapshot_steps(store) == [4, 8, 12]
+    with pytest.raises(tsck.ConflictError, match='pass resume_from_checkpoint="auto" to continue it'):
+        runs.over_store(tmp_path / "out", tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache")).train()
+
+
+def test_auto_continues_a_run_of_transformers(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:
+    trainer = runs.native(tmp_path)
+    trainer.add_callback(runs.KillAfter(9))
+    with pytest.raises(runs.Killed):
+        trainer.train()
+    resumed = runs.over_store(tmp_path, store)
+    resumed.train(resume_from_checkpoint="auto")
+    runs.assert_equal(runs.weights(resumed), undisturbed.weights)
+    assert _snapshot_steps(store) == [12]
 
 
 def test_a_finished_run_that_is_resumed_trains_no_further_step(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:

@@ -1,7 +1,7 @@
 """A table on disk that fails, at one call or from one on: damaged, locked by another process, or emptied by one."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -64,6 +64,10 @@ class FaultyTable(MemoryTable):
     def get(self, key: bytes) -> bytes | None:
         self._call(is_batch=False)
         return super().get(key)
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        self._call(is_batch=False)
+        return super().get_many(keys)
 
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
         for item in super().scan(prefix, start=start, reverse=reverse):

@@ -15,7 +15,7 @@ from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
-from tensorstore_ck.engine.write.failed_save import deleted_if_full
+from tensorstore_ck.engine.write.destination import StoreDestination
 from tensorstore_ck.engine.write.publish import Expected
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.errors import (
@@ -166,8 +166,8 @@ def put_ranks(
 ) -> SnapshotInfo:
     """One rank's side of a save, without a session."""
     attempt = group.begin(f"the save to {ref!r}", object_id=ref, timeout=timeout)
-    with deleted_if_full(engine) as engine_of_save:
-        side = RankSave(engine_of_save, group, attempt, memory=memory)
+    with StoreDestination(engine, group.rank) as destination:
+        side = RankSave(destination.engine, group, attempt, memory=memory, destination=destination)
         outcome = attempt.run(Participant(lambda: side.propose(*prepare()), side.execute, side.resolve, side.compare, side.commit))
         info = side.published(outcome)
         side.keep(info, outcome)

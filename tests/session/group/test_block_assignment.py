@@ -14,6 +14,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Replicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
+from tensorstore_ck.engine.interfaces import ByteTarget
 from tensorstore_ck.engine.read.box_copy import BoxTarget
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format import block_assignment
@@ -232,7 +233,7 @@ def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> BoxBounds:
     return BoxBounds(offsets, tuple(draw(st.integers(1, extent - offset)) for extent, offset in zip(shape, offsets, strict=True)))
 
 
-class Writing:
+class Writing(ByteTarget):
     """`ByteTarget` without memory, that notes what came."""
 
     def __init__(self, size: int) -> None:
@@ -248,7 +249,7 @@ class Writing:
         self.came[start : start + len(data)] += 1
 
 
-class Remembering:
+class Remembering(ByteTarget):
     """`ByteTarget` with memory."""
 
     def __init__(self, size: int) -> None:

@@ -48,7 +48,7 @@ def test_few_parts_are_opened(ranks: int) -> None:
     with open_store(backend) as store:
         store.engine.log.sync()
         for rank in range(ranks):
-            reader = open_snapshot(store.engine, info, place=(rank + 0.5) / ranks)
+            reader = open_snapshot(store.engine, info, position=(rank + 0.5) / ranks)
             assert isinstance(reader, SnapshotReader)
             wanted = intervals(rank, ranks)
             memory = [bytearray(4 * (stop - start)) for _, start, stop in wanted]

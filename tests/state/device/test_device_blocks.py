@@ -41,7 +41,7 @@ class Device(HostHasher):
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """Every tensor is on it: none is read in place."""
     found = Device()
-    monkeypatch.setattr(CAPTURE, "device_blocks", lambda: DeviceBlocks(lambda _: found))
+    monkeypatch.setattr(CAPTURE, "device_blocks", lambda: DeviceBlocks(lambda _: found, lambda _: found))
     monkeypatch.setattr(byte_sources, "is_dense", lambda tensor: False)
     monkeypatch.setattr(TensorTable, "add_run", lambda self, items, start: start)
     read = byte_sources.CopySource.read

@@ -12,11 +12,11 @@ from tensorstore_ck.state.byte_sources import pieces
 from tensorstore_ck.state.device import side_streams, window_copies
 from tensorstore_ck.state.device.side_streams import DeviceCopy, SideStreams
 from tensorstore_ck.state.device.window_copies import SMALL_BYTES, PieceCopy, WindowCopies
-from tensorstore_ck.state.device.windows import MAX_SLABS, SLAB_BYTES, WINDOW_BYTES, Window, Windows, view_of
+from tensorstore_ck.state.device.windows import MAX_SLABS, OUT_BYTES, SLAB_BYTES, Window, Windows, view_of
 from tests.state.samples import tensor
 
 CPU = torch.device("cpu")
-COUNT = MAX_SLABS * SLAB_BYTES // WINDOW_BYTES
+COUNT = MAX_SLABS * SLAB_BYTES // OUT_BYTES
 
 
 class Slabs:
@@ -33,13 +33,16 @@ class Slabs:
 class NoWindows(Windows):
     """All are in use."""
 
+    def __init__(self) -> None:
+        super().__init__(OUT_BYTES)
+
     def take(self) -> None:
         return None
 
 
 def test_windows_are_allocated_once_and_come_back_when_nothing_refers_to_them() -> None:
     slabs = Slabs()
-    windows = Windows(slabs)
+    windows = Windows(OUT_BYTES, slabs)
     taken = [windows.take() for _ in range(COUNT)]
     assert len({each.ctypes.data for each in taken if each is not None}) == COUNT
     assert windows.take() is None
@@ -117,13 +120,13 @@ def views() -> list[torch.Tensor]:
 def test_what_is_fetched_is_complete(streams: Streams, number: int) -> None:
     found = views()[number]
     expected = found.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if found.numel() else b""
-    for windows in (Windows(Slabs()), NoWindows()):
+    for windows in (Windows(OUT_BYTES, Slabs()), NoWindows()):
         several = [PieceCopy(found[index], count * found.itemsize) for index, count in pieces(tuple(found.shape), 0, found.numel())]
-        assert bytes(WindowCopies(CPU, windows).fetch(several)) == expected
+        assert bytes(WindowCopies(CPU, windows, windows).fetch(several)) == expected
 
 
 def test_a_window_is_not_lent_again_while_its_bytes_are_used(streams: Streams) -> None:
-    copies = WindowCopies(CPU, Windows(Slabs()))
+    copies = WindowCopies(CPU, Windows(OUT_BYTES, Slabs()), NoWindows())
     sources = [torch.full((SMALL_BYTES,), number, dtype=torch.uint8) for number in range(2 * COUNT)]
     fetched = [copies.fetch([PieceCopy(source, source.nbytes)]) for source in sources]
     assert all(set(bytes(view)) == {number} for number, view in enumerate(fetched))
@@ -134,13 +137,13 @@ def test_what_is_filled_is_complete_and_converted(streams: Streams, stored: torc
     elements = torch.arange(1000, dtype=stored)
     dense, strided = torch.zeros(10, 100), torch.zeros(1000, 2)[:, 0]
     for target in (dense, strided):
-        WindowCopies(CPU, Windows(Slabs())).fill(target, elements)
+        WindowCopies(CPU, Windows(OUT_BYTES, Slabs()), NoWindows()).fill(target, elements)
     elements.zero_()
     assert [dense.view(-1).tolist(), strided.tolist()] == [list(range(1000))] * 2
 
 
 def test_copies_follow_work_that_is_queued(streams: Streams) -> None:
-    copies = WindowCopies(CPU, Windows(Slabs()))
+    copies = WindowCopies(CPU, Windows(OUT_BYTES, Slabs()), NoWindows())
     copies.follow()
     assert streams.log == []
     streams.is_busy = True

@@ -52,7 +52,7 @@ from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowli
 from tensorstore_ck.integrations.trainer.pointer_folders import POINTER
 from tensorstore_ck.state.sourced_tensor import ElementRun, SourcedTensor, tensor_of_runs
 from tensorstore_ck.training.rank_own_state import VALUES
-from tensorstore_ck.training.training_state import OWN
+from tensorstore_ck.training.state_sides import OWN
 
 LATEST_UNIVERSAL: Final = "latest_universal"
 _MAX_TAG_BYTES: Final = 4096

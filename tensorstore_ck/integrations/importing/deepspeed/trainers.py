@@ -36,7 +36,7 @@ from tensorstore_ck.integrations.trainer_names import (
 )
 from tensorstore_ck.state.sourced_tensor import SourcedTensor
 from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES
-from tensorstore_ck.training.training_state import OWN
+from tensorstore_ck.training.state_sides import OWN
 
 _OF_ACCELERATE: Final = re.compile(
     r"random_states_\d{1,6}\.pkl|custom_checkpoint_\d{1,6}\.pkl|(scheduler|sampler|dl_state_dict)(_\d{1,6})?\.bin"

@@ -1,0 +1,119 @@
+"""`EntryWriter`: creates the next entry of a log, and finds out whether it is there when the backend did not say."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from tensorstore_ck.backend.protocol import Backend, Created
+from tensorstore_ck.common.ids import Clock
+from tensorstore_ck.errors import BackendUnavailableError, DamageError, StoreError, UndecidedError
+from tensorstore_ck.log.create_entry import create_entry
+from tensorstore_ck.log.entry import Entry
+from tensorstore_ck.log.entry_reader import EntryReader
+
+_logger: Final = logging.getLogger("tensorstore_ck.log")
+_REMEMBERED_WRITES: Final = 1000
+RESEND_DELAYS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 10, 10, 10, 10, 10, 10, 10, 10)
+"""Seconds between tries to find out whether an entry was written: about 100 in all."""
+_RESEND_SECONDS: Final = 120.0
+"""No try begins after this time. A single try may wait long for a server that hangs."""
+
+
+class EntryWriter:
+    """Creates the entries of one open log. The caller holds the lock of the `Log`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        chain: EntryReader,
+        *,
+        clock: Clock,
+        sleep: Callable[[float], object],
+        require_store: Callable[[], object],
+        shared: bool,
+    ) -> None:
+        """See `Log`."""
+        self._backend = backend
+        self._chain = chain
+        self._clock = clock
+        self._sleep = sleep
+        self._require_store = require_store
+        self._shared = shared
+        self._durable_n = 0
+        self._undecided: UndecidedError | None = None
+        self._written: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED_WRITES)
+        """The numbers and write ids of the entries that this object tried to create."""
+
+    def require_decided(self) -> None:
+        """Checks that no earlier entry can arrive late and overwrite a later one, which only a backend for a single writer allows.
+
+        Raises:
+            UndecidedError: one can.
+        """
+        if self._undecided is not None and not self._shared:
+            raise self._undecided
+
+    def create(self, sealed: bytes, entry: Entry) -> bool:
+        """Creates the entry; returns whether the number is ours. Sends the same bytes until the number is taken.
+
+        Once the bytes were sent, an absent entry proves nothing: the request may still be in progress.
+        """
+        name = self._chain.name(entry.n)
+        self._require_store()
+        self.make_durable(entry.n - 1)
+        self._written.append((entry.n, entry.write_id))
+        sent, trouble, began_ns = False, "the backend did not report the outcome", self._clock()
+        for delay in RESEND_DELAYS:
+            if self._clock() - began_ns > _RESEND_SECONDS * 1e9:
+                break
+            try:
+                outcome = create_entry(self._backend, name, sealed, entry.ops)
+            except BackendUnavailableError as exc:
+                outcome, trouble = Created.UNKNOWN, str(exc)
+            except StoreError as exc:
+                if not sent:
+                    raise  # refused, and nothing was sent before
+                outcome, trouble = Created.UNKNOWN, str(exc)
+            _logger.debug("entry %d (%s): %s", entry.n, ", ".join(op.name for op in entry.ops), outcome.value)
+            if outcome is Created.CREATED:
+                self._durable_n = entry.n
+                return True
+            sent = True
+            try:
+                winner = self._chain.read(entry.n)
+                if winner is not None and winner.write_id != entry.write_id:
+                    return False
+                if winner is not None:
+                    self.make_durable(entry.n)
+                    return True
+            except DamageError:
+                raise
+            except StoreError as exc:
+                trouble = str(exc)
+            self._sleep(delay)
+        next_step = "`Store.retrying` or `Store.checkout` reads the log" if self._shared else "open the store again"
+        self._undecided = UndecidedError(
+            f"log entry {name} may or may not have been written ({trouble}): {next_step} when the backend answers; "
+            f"the operation happened if that entry has the write id {entry.write_id.hex()}",
+            object_id=entry.write_id.hex(),
+        )
+        if not self._shared:
+            self._undecided.retry = "after_reopen"
+        raise self._undecided
+
+    def make_durable(self, n: int) -> None:
+        """An entry found by reading may not be durable yet; later entries must not become durable before it."""
+        if n > self._durable_n:
+            self._backend.sync_folders(self._chain.name(n))
+            self._durable_n = n
+
+    def wrote(self, n: int) -> bool:
+        """Whether this object created entry `n`, even if an interrupt or a lost reply hid the success.
+
+        Raises:
+            StoreError: the entry cannot be read.
+        """
+        tried = [write_id for number, write_id in list(self._written) if number == n]
+        entry = self._chain.read(n) if tried else None
+        return entry is not None and entry.write_id in tried

@@ -1,0 +1,160 @@
+"""`StateSides`: the shared side of a `TrainingState` and this rank's own, captured together and loaded together."""
+
+import copy
+import warnings
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from torch.distributed.tensor import DTensor
+
+from tensorstore_ck.errors import InvalidOptionError, MismatchError
+from tensorstore_ck.format.random_streams import Streams
+from tensorstore_ck.session.restoring import Restoring
+from tensorstore_ck.session.save.ranks import UnpreparedState
+from tensorstore_ck.training import environment, optimizers
+from tensorstore_ck.training.rank_agreement import SINGLE, Agreement, Agreements, RankReport
+from tensorstore_ck.training.rank_own_state import GENERATORS, LOADER_GENERATORS, VALUES, RankOwnState, own_states
+from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
+from tensorstore_ck.training.stateful_parts import StatefulPart
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tensorstore_ck.store import Store
+
+OWN: Final = "rank"
+PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "dataloader", "extra", VALUES, GENERATORS, "gradients")
+"""What `TrainingState.restore` can restore alone."""
+OWN_PARTS: Final = {"buffers": "model", "extra_buffers": "extra", LOADER_GENERATORS: "dataloader"}
+"""Keys of a rank's own state whose part has another name."""
+State = dict[str, Any]
+
+
+class StateSides:
+    """What all ranks share, and what is this rank's own."""
+
+    def __init__(self, shared: SharedState, own: RankOwnState, loaders: StatefulPart) -> None:
+        """`loaders`: those that have a position for each rank."""
+        self.shared, self.own = shared, own
+        self.parts: Collection[str] = PARTS
+        self._loaders = loaders
+        self._agreements = Agreements()
+
+    def capture(
+        self,
+        ranks: int,
+        *,
+        with_gradients: bool = False,
+        get_optimizer: GetOptimizer = optimizers.get_state,
+        agreement: Agreement = SINGLE,
+    ) -> tuple[State, State]:
+        """The shared side, and this rank's own. Tensors are not copied."""
+        get_optimizer = get_optimizer if agreement.same_groups else partial(optimizers.get_state, by_name=True)
+        shared = {**self.shared.capture(get_optimizer), "ranks": ranks, "mid_step": with_gradients}
+        self.own.lead(shared, agreement)
+        own = {"environment": environment.describe(ranks, self.shared.meshes()), **self.own.capture(agreement)}
+        if with_gradients:
+            shared["gradients"], own["gradients"] = self.shared.capture_gradients()
+        return shared, own
+
+    def for_save(
+        self, store: "Store", group: "ProcessGroup | None", timeout: float, *, with_gradients: bool
+    ) -> tuple[State | UnpreparedState, State | None]:
+        """The shared side and this rank's own. A failure here is raised by the save, which all ranks must begin together."""
+        if group is None:
+            shared, own = self.capture(1, with_gradients=with_gradients)
+            return {**shared, OWN: own}, None
+        try:
+            describe = lambda: RankReport(self.own.digests(), self.shared.optimizer_members())  # noqa: E731
+            agreement = self._agreements.ask(store, group, describe, timeout)
+            return self.capture(group.size(), with_gradients=with_gradients, agreement=agreement)
+        except Exception as exc:  # noqa: BLE001 - the save raises it
+            return UnpreparedState(exc), None
+
+    def leaving_out(self, names: Collection[str]) -> Self:
+        """The same objects; snapshots do not contain these tensors of the only model."""
+        limited = copy.copy(self)
+        limited.shared = self.shared.leaving_out(names)
+        return limited
+
+    def only(self, parts: Collection[str]) -> Self:
+        """The same objects, of which only `parts` are restored."""
+        unknown = [parts] if isinstance(parts, str) else [part for part in parts if part not in PARTS]
+        if unknown:
+            raise InvalidOptionError(f"parts= takes any of {', '.join(PARTS)}, not {unknown[0]!r}", object_id="parts")
+        limited = copy.copy(self)
+        limited.parts = frozenset(parts)
+        limited.shared, limited.own, limited._loaders = self.shared.only(parts), self.own.only(parts), self._loaders.only(parts)
+        return limited
+
+    def restore(self, address: str, ranks: int, broadcast: bool, restoring: Restoring) -> State:
+        """Restores a snapshot, which can fail on one rank alone. Returns the stored own state of this rank, or of the first."""
+        stored = restoring.lazy()
+        values, names = stored.state_values, [*stored.names(), *stored.state_values]
+        put_by = values.get("ranks")
+        if type(put_by) is not int:
+            raise MismatchError(
+                f"{address!r} was not put by TrainingState.put: restore it with store.checkout, then save it with TrainingState.put",
+                object_id=address,
+            )
+        self.require_fitting(put_by, ranks, mid_step=bool(values.get("mid_step")))
+        rank = 0 if restoring.group is None else restoring.group.rank()
+        whose = [rank] if put_by == ranks else range(put_by if self.own.merge is not None else 1)
+        held = own_states(restoring.selected(OWN)[OWN], put_by) if any(name.startswith(f"{OWN}.") for name in names) else None
+        olds = [restoring.rank_state(old_rank) if held is None else held[old_rank] for old_rank in whose]
+        kept = {*self.parts, "environment"}
+        olds = [{key: value for key, value in old.items() if OWN_PARTS.get(key, key) in kept} for old in olds]
+        own = olds[0]
+        if put_by == ranks:
+            self.own.check(own)
+        taken = None if put_by == ranks else self.own.taken(olds)
+        shared = {*self.parts, "ranks", "mid_step"}
+        try:
+            state = restoring.checkout(
+                into={"ranks": None, "mid_step": None, **self.shared.target(stored)},
+                rename=lambda name: self.shared.name_of(name) if name.partition(".")[0] in shared else None,
+                broadcast=broadcast,
+            )
+        except MismatchError as exc:
+            what = f"{address.removesuffix('~0')!r} holds another model or optimizer than this training has"
+            raise MismatchError(f"{what}: if it is another run, give this one a ref of its own ({exc})", object_id=exc.object_id) from None
+        if taken is None:
+            self.load(state, own)
+        else:
+            self.load(state, taken, restoring.streams())
+        return {**own, "environment": {**own["environment"], "ranks": put_by}}
+
+    def load(self, state: Mapping[str, Any], own: State, streams: Streams | None = None) -> None:
+        """Generators come last, since loading may draw from them. `streams`: if `own` was merged from another number of ranks."""
+        self.shared.load(state, own.get("gradients", {}))
+        if streams is None:
+            self.own.load(own, next(iter(self.shared.meshes()), None))
+        else:
+            self.own.load_taken(own, streams, seeds_process=GENERATORS in self.parts)
+
+    def require_fitting(self, put_by: int, ranks: int, *, mid_step: bool) -> None:
+        """Raises if the state cannot be restored on another number of ranks."""
+        if put_by == ranks:
+            return
+        if self._loaders.objects:
+            path = self._loaders.path(next(iter(self._loaders.objects)))
+            raise MismatchError(
+                f"{path} has a position for each of {put_by} ranks, and there are {ranks} now. Use a tsck.SampleCursor, which fits any "
+                "number; or restore with a TrainingState without dataloader=, and restart the epoch",
+                object_id=path,
+            )
+        if mid_step and any(not isinstance(parameter, DTensor) for parameter in self.shared.names().parameters.values()):
+            raise MismatchError(
+                f"the snapshot was saved in the middle of a step, with gradients of each of {put_by} ranks, and there are {ranks} now: "
+                "restore one that was saved between steps",
+                object_id="gradients",
+            )
+
+    def warn_of_differences(self, what: str, old: State, ranks: int, *, stacklevel: int = 3) -> None:
+        """`old`: the stored own state of this rank, or of the first."""
+        changes = environment.differences(old["environment"], environment.describe(ranks, self.shared.meshes()))
+        if changes:
+            seeded = f"; {self.own.describe_taken(old)}" if old["environment"]["ranks"] != ranks else ""
+            message = f"{what} was saved in another environment, so the job may not resume bit for bit: {'; '.join(changes)}{seeded}"
+            warnings.warn(message, environment.EnvironmentChangedWarning, stacklevel=stacklevel)
