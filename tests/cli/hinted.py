@@ -209,7 +209,7 @@ def save_staged_apart(store: tsck.Store) -> object:
 MIRROR: Final = {"OTHER_STORE": "a mirror"}
 FROM_MIRROR: Final = Hint(cures=True, filled=MIRROR)
 FINDS: Final = Hint(40)
-LOST_ENTRY: Final = {"fsck": FINDS, "fsck --repair": FROM_MIRROR, "salvage": Hint(cures=True)}
+LOST_ENTRY: Final = {"fsck": FINDS, "fsck --repair": FROM_MIRROR, "salvage": Hint(cures=True), "log": Hint()}
 
 CASES: Final[dict[str, Case]] = {
     "no store": Case(model_file, "log", 30, {"init": Hint(cures=True)}),
@@ -238,7 +238,10 @@ CASES: Final[dict[str, Case]] = {
     ),
     "a damaged log entry": Case(forget_host(damaged("log/", 1)), "log", 43, LOST_ENTRY),
     "a lost newest entry": Case(
-        without("log/"), "fsck", 40, {"accept-log": Hint(cures=True), "fsck --repair": FROM_MIRROR, "salvage": Hint(cures=True)}
+        without("log/"),
+        "fsck",
+        40,
+        {"accept-log": Hint(cures=True), "fsck --repair": FROM_MIRROR, "salvage": Hint(cures=True), "log": Hint()},
     ),
     "a log that went back": Case(without("log/"), "log", 0, {"log": Hint(), "accept-log": Hint(cures=True)}),
     "store.json is damaged": Case(forget_host(damaged("store.json")), "log", 41, {"fsck": FINDS}),

@@ -183,7 +183,7 @@ class Fsck:
             data.never_verified,
             data.oldest_verified_ns,
             data.is_out_of_time,
-            self._freeing.freeable,
+            None if self._broken else self._freeing.freeable,  # gc refuses a broken log
         )
 
     # --- configuration and log ----------------------------------------------------------------------------------------
