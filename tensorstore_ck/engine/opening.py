@@ -22,6 +22,7 @@ from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.backend.reserve import fill_reserve
 from tensorstore_ck.backend.staging import ReadThroughBackend, Staging, StagingTier, Uploader
 from tensorstore_ck.backend.throttled import throttled
+from tensorstore_ck.common.folder_identity import folder_identity
 from tensorstore_ck.common.free_space import FOLDER_MIN_FREE, MinFree, require_free_space
 from tensorstore_ck.common.ids import Clock, IdSource, new_ulid
 from tensorstore_ck.common.printed_commands import name_store
@@ -98,7 +99,11 @@ def open_engine(
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid, open_verifier) if options is not None else None
         watermark = Watermark(
-            _head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url, inode=_inode(backend)
+            _head_file(backend, state_dir, config),
+            log=config.log,
+            rollback=rollback,
+            url=backend.url,
+            identity=folder_identity(backend.url) if backend.is_local else 0,
         )
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
         opener = LocationOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit, allowed)
@@ -180,14 +185,6 @@ def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, confi
         return None
     folder = platformdirs.user_state_path("tensorstore_ck", appauthor=False) if state_dir is None else Path(state_dir)
     return HeadFile(folder, config.uuid)
-
-
-def _inode(backend: Backend) -> int:
-    """The number of the store's folder; 0 without one."""
-    try:
-        return os.stat(backend.url).st_ino if backend.is_local else 0
-    except OSError:
-        return 0
 
 
 def read_config(backend: Backend) -> StoreConfig | None:
