@@ -39,7 +39,7 @@ S3_FAULTS: Final = (
     "no DeleteObjects",
     "no checksums",
     "no conditions",
-    "304 for 412",
+    "wrong region",
     "409 once",
 )
 NOW: Final = "--min-age 0s --undo-window 0s --max-delete 100%"
@@ -238,6 +238,7 @@ def strike_server(fault: str, proxy: ChaosProxy) -> None:
             (501, b"NotImplemented"),
         ),
         "no conditions": (is_create, (400, b"NotImplemented")),
+        "wrong region": (lambda _: True, (400, b"AuthorizationHeaderMalformed")),
         "409 once": (lambda request: is_create(request) and first(), (409, b"OperationAborted")),
     }
     if fault not in plans:
