@@ -89,9 +89,19 @@ class Saves:
         self._step += 1
         self._store.put_snapshot(state, ref=REF, step=self._step, expect=tsck.ANY, unchanged="ok", **options)
 
-    def put_async(self, state: State) -> "tsck.PendingSnapshot":
+    def put_async(self, state: State, *changed_by: torch.optim.Optimizer) -> "tsck.PendingSnapshot":
         self._step += 1
-        return self._store.put_snapshot_async(state, ref=REF, step=self._step, expect=tsck.ANY, unchanged="ok")
+        return self._store.put_snapshot_async(state, ref=REF, step=self._step, expect=tsck.ANY, unchanged="ok", changed_by=changed_by)
+
+    def prepare(self, state: State, *changed_by: torch.optim.Optimizer) -> None:
+        self._store.prepare(state, changed_by=changed_by)
+
+
+class SavesAtOnce(Saves):
+    """Copies before the next work."""
+
+    def put_async(self, state: State, *_: torch.optim.Optimizer) -> "tsck.PendingSnapshot":
+        return super().put_async(state)
 
 
 def limits(_: Path) -> None:
@@ -244,8 +254,8 @@ def peers(folder: Path) -> None:
 def loop(folder: Path, saver: str) -> None:
     """A training loop with saves in the background."""
     with opened(folder, codec="raw") as store:
-        saves = Saves(store)
-        print(json.dumps(run_loop(DEVICE, None if saver == "none" else saves.put_async)), flush=True)
+        savers = {"none": None, "tsck": Saves(store), "at-once": SavesAtOnce(store)}
+        print(json.dumps(run_loop(DEVICE, savers[saver])), flush=True)
 
 
 def main() -> None:

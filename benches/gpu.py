@@ -21,6 +21,7 @@ STEPS = {
     "restore": 40,
     "stall": 40,
     "loop none": 40,
+    "loop at-once": 60,
     "loop tsck": 60,
     "peers": 60,
 }

@@ -1,13 +1,13 @@
 """Backends: bytes by name in a folder, in an object store or in memory, and `open_backend`, which makes one from a URL.
 
-This is the only module that understands URLs. It loads fsspec only for what is not a local path, so that local commands start fast.
+This is the only module that understands URLs. It loads fsspec only for URLs of remote stores, so that local commands start fast.
 
 protocol.py               what the store needs of a backend
 object_names.py           which names a backend takes
 local.py                  a folder of a local or network filesystem
 local_io.py               system calls on one file
 local_reads.py            reads of files, tried again where a network folder lost its handle
-local_modes.py            modes and group of what a store in a folder makes
+local_modes.py            modes and group of the files and folders of a store in a folder
 local_writer.py           one large local file, written by several threads
 local_direct_writer.py    the same past the page cache
 os_errors.py              from an `OSError` to this package's errors
@@ -143,4 +143,6 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
         return S3Backend(lambda: connect(single_shot), bucket, prefix.strip("/"), timing=timing, on_wait=on_wait, secrets=secrets)
     from tensorstore_ck.backend.fsspec_backend import CREATE_CALLS, FsspecBackend  # noqa: PLC0415 - loads fsspec
 
-    return FsspecBackend(connect, root, f"{protocol}://{root.lstrip('/')}", CREATE_CALLS.get(protocol), secrets)
+    return FsspecBackend(
+        connect=connect, root=root, url=f"{protocol}://{root.lstrip('/')}", create_call=CREATE_CALLS.get(protocol), secrets=secrets
+    )

@@ -25,7 +25,7 @@ CreateCall = Callable[[Any, str, bytes], None]
 
 
 def create_in_memory(filesystem: Any, path: str, data: bytes) -> None:
-    """For fsspec's memory filesystem, which is a dict: `setdefault` is atomic."""
+    """Creates in fsspec's memory filesystem, which is a dict: `setdefault` is atomic."""
     path = filesystem._strip_protocol(path)
     file = MemoryFile(filesystem, path, data)
     if filesystem.store.setdefault(path, file) is not file:
@@ -33,13 +33,13 @@ def create_in_memory(filesystem: Any, path: str, data: bytes) -> None:
 
 
 def create_on_server(filesystem: Any, path: str, data: bytes) -> None:
-    """For gcsfs (generation 0) and adlfs (If-None-Match), whose servers check the condition."""
+    """Creates with gcsfs (generation 0) and adlfs (If-None-Match), whose servers check the condition."""
     filesystem.pipe_file(path, data, mode="create")
 
 
 _TIMES: Final = ("LastModified", "last_modified", "mtime", "updated", "created")
 _SERVER_TIMES: Final = ("LastModified", "last_modified", "updated", "created")
-"""Those of `_TIMES` that a server sets, and not a writer."""
+"""The fields of `_TIMES` that a server sets, and no writer can set."""
 CREATE_CALLS: Final[Mapping[str, CreateCall]] = {
     "memory": create_in_memory,
     "gs": create_on_server,
@@ -240,7 +240,7 @@ class _FileWriter:
 
 
 def _time_ns(info: Mapping[str, Any], fields: Sequence[str]) -> int:
-    """The time in the first of `fields` that is there; 0 without one."""
+    """The time in the first existing field of `fields`; 0 without one."""
     for field in fields:
         value = info.get(field)
         if isinstance(value, str):

@@ -21,9 +21,10 @@ _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def make_as_owner(root: str, make: Callable[[], T]) -> T:
-    """What `make` returns, which makes a file or folder below `root`. Root does it as the owner of `root`, if that user may.
+    """Calls `make`, which makes a file or folder below `root`, and returns its result. The root user acts as the owner of `root`, if that
+    user may write there.
 
-    Root does not give away what it made: a link in a user's folder could lead to any other place.
+    The root user gives no file away: a link in a user's folder could lead to any other file.
     """
     owner = None
     if os.geteuid() == 0 and (calls := _filesystem_ids()) is not None:
@@ -89,7 +90,7 @@ def mode_below(root: os.stat_result, *, is_folder: bool) -> int:
 
 
 def has_default_acl(folder: str) -> bool:
-    """Whether what is made in a folder gets its access from the folder's ACL."""
+    """Whether new files in a folder get their access from the folder's ACL."""
     try:
         return bool(os.getxattr(folder, "system.posix_acl_default"))
     except (OSError, AttributeError):  # it has none, or the system knows none
@@ -99,7 +100,7 @@ def has_default_acl(folder: str) -> bool:
 def files_unlike_root(root: str, names: Iterable[str], *, change: bool = False) -> list[str]:
     """Files and folders whose mode or group is not the one that `inherit_from_root` gives, sorted by name.
 
-    `names`: of what lies in `root`, the store's; only these, and everything below them, are looked at. `change`: gives them that mode and
+    `names`: the store's files and folders in `root`; only these, and those below them, are looked at. `change`: gives them that mode and
     group, and returns those that this user could change. Follows no links, and leaves files with several names alone.
     """
     wanted, acl_decides = os.stat(root), has_default_acl(root)

@@ -1,7 +1,7 @@
 """Reads of local files, tried again where a network folder lost its handle for a moment.
 
 After a server of NFS or SMB restarted, one read fails (ESTALE, EIO), and the next one, with a new handle, succeeds. EIO of a disk of
-this host stays, and is reported at once. Only what changes nothing is tried again: a failed write or fsync is final. Errors are
+this host stays, and is reported at once. Only reads are tried again: a failed write or fsync is final. Errors are
 `OSError`, for the caller to translate.
 """
 
@@ -21,7 +21,7 @@ from tensorstore_ck.errors import MissingObjectError
 T = TypeVar("T")
 
 PAUSES_SECONDS: Final = (0.1, 0.4, 1.0)
-"""Before each further try. NFS itself waits much longer before it reports an error."""
+"""The pauses before further tries. NFS itself waits much longer before it reports an error."""
 
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a planted FIFO must not block us
 

@@ -24,7 +24,7 @@ WRITE_BACK_BYTES: Final = 64 << 20
 class LocalWriter:
     """See `ObjectWriter`. `seal` makes the file durable under its name and closes the descriptor; `unlink` removes it.
 
-    `folder`: on whose disk it is.
+    `folder`: a folder on the same disk.
     """
 
     def __init__(self, fd: int, unlink: Callable[[], object], name: str, seal: Callable[[int], None], folder: str) -> None:

@@ -64,7 +64,7 @@ def store_error(exc: OSError, action: str, name: str, folder: str = "") -> Store
 
 
 def _who(path: str) -> str:
-    """Which user may not do it, and whose it is, as far as this user can see that."""
+    """Names the user who lacks the right, and the owner of the file, as far as this user can see that."""
     text = f" for user {os.geteuid()}"
     if os.path.isabs(path):  # else it is relative to a folder that is not known here
         with suppress(OSError):

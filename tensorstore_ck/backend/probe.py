@@ -29,7 +29,7 @@ SPEED_BYTES: Final = 64 << 20
 PIECE_BYTES: Final = 4 << 20
 RANGE_BYTES: Final = 8 << 20
 SECOND_UPLOAD_BYTES: Final = 16 << 20
-"""More than one request to S3 sends."""
+"""Bytes: more than one request to S3 sends."""
 TIMED_CREATES: Final = 5
 
 T = TypeVar("T")
@@ -37,10 +37,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What was found out about a backend."""
+    """The result of a probe."""
 
     exclusive_create: bool
-    """If several writers create one name, one succeeds and the others learn it: needed by every store with several writers."""
+    """Whether exactly one of several writers of one name succeeds, and the others learn it. Every store with several writers needs this."""
     read_after_write: bool
     list_after_write: bool
     write_bytes_per_second: float
@@ -52,7 +52,7 @@ class ProbeResult:
     create_seconds: float
     """Median of an uncontested create, for which a commit waits."""
     problems: tuple[str, ...]
-    """For a person to read."""
+    """What failed, for a person to read."""
 
 
 def probe_create(backend: Backend, *, unsynced: Backend | None = None) -> bool:

@@ -15,13 +15,13 @@ from tensorstore_ck.errors import NoSpaceError, StoreError
 T = TypeVar("T")
 
 STEP_BYTES: Final = 1 << 20
-"""No log entry is larger."""
+"""The size of each object of the reserve. No log entry is larger."""
 NAMES: Final = tuple(f"gc/reserve-{number}" for number in range(4))
-"""In a folder of which builds that do not know the reserve take no notice."""
+"""Builds that do not know the reserve ignore this folder."""
 
 
 def fill_reserve(backend: Backend) -> None:
-    """Writes what is missing of the reserve, if `backend` is a folder, as far as a step stays free. Never fails."""
+    """Writes the missing objects of the reserve, if `backend` is a folder and space for one more stays free. Never fails."""
     data = b""
     with suppress(StoreError):  # the space is needed elsewhere, or this user may not write: the next run of gc tries again
         if not backend.is_local or backend.space() is None:
@@ -38,7 +38,7 @@ def fill_reserve(backend: Backend) -> None:
 
 
 def has_reserve(backend: Backend) -> bool:
-    """Whether something is left of it."""
+    """Whether an object of the reserve is left."""
     return any(info.name in NAMES for info in backend.list("gc/"))
 
 

@@ -59,7 +59,9 @@ class S3Backend:
         self._prefix = f"{prefix}/" if prefix else ""
         self._has_condition = False
         self._deletes_singly = False
-        self._requests = S3Requests(self.url, bucket, self._filesystem.get, timing or RetryTiming(), on_wait, secrets=secrets)
+        self._requests = S3Requests(
+            url=self.url, bucket=bucket, filesystem=self._filesystem.get, timing=timing or RetryTiming(), on_wait=on_wait, secrets=secrets
+        )
         self._creator = S3Creator(self._requests)
 
     # --- read ---
@@ -194,7 +196,7 @@ class S3Backend:
         return s3_resumable_upload.begin(self._creator, name, self._key(name), size_bytes)
 
     def resume_upload(self, name: str, size_bytes: int, token: str) -> Upload:
-        return s3_resumable_upload.resume(self._creator, name, self._key(name), size_bytes, token)
+        return s3_resumable_upload.resume(self._creator, name=name, key=self._key(name), size_bytes=size_bytes, token=token)
 
     def give_up_upload(self, name: str, token: str) -> None:
         if upload_id := s3_resumable_upload.upload_id_of(token):

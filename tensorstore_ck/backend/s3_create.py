@@ -28,7 +28,7 @@ class NewObject(NamedTuple):
     name: str
     key: str
     mark: str
-    """In its metadata; empty if an earlier version of this package, which used none, began the upload."""
+    """The mark in the object's metadata; empty if an earlier version of this package, which used none, began the upload."""
 
 
 def new_object(name: str, key: str) -> NewObject:
@@ -41,7 +41,7 @@ class UploadedPieces(NamedTuple):
 
     upload_id: str
     tags: Mapping[int, str]
-    """Of the pieces, by number."""
+    """The tags of the pieces, by number."""
     size_bytes: int
     """Of the object."""
 
@@ -60,7 +60,7 @@ class S3Creator:
         """Methods for which the server does not support the header."""
 
     def call(self, action: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
-        """Any other request: see `S3Requests.call`."""
+        """Sends any other request: see `S3Requests.call`."""
         return self._requests.call(action, name, method, **arguments)
 
     def put(self, new: NewObject, body: BinaryIO) -> None:

@@ -18,7 +18,7 @@ from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.errors import BackendUnavailableError, StoreError
 
 PIECE_BYTES: Final = 15 << 20
-"""16 MiB with the request's own memory."""
+"""A piece takes 16 MiB with the request's own memory."""
 PIECES_IN_FLIGHT: Final = 4
 PIECES_OF_ONE_SIZE: Final = 1000  # of the 10,000 that S3 allows: sizes double after each 1,000
 

@@ -1,6 +1,6 @@
-"""What S3 servers do not support: by which refusal each of them says so.
+"""Features that some S3 servers lack, and the refusals by which they say so.
 
-A refusal that names nothing (501 of any request) counts as one of the condition, without which no commit is safe.
+A refusal that names no feature (501 of any request) counts as a refusal of the condition, without which no commit is safe.
 """
 
 import logging
@@ -34,7 +34,7 @@ def refuses_checksums(error: StoreError) -> bool:
 
 
 def refuses_batches(error: StoreError) -> bool:
-    """Whether the server cannot delete several objects with one request: or not without headers that botocore does not send any more."""
+    """Whether the server cannot delete several objects with one request, or only with headers that botocore no longer sends."""
     status, code, _ = _refusal(error)
     return refuses_checksums(error) or status in _NOT_SUPPORTED or code in _NOT_SUPPORTED_CODES | _BATCH_CODES
 

@@ -36,7 +36,7 @@ CANCEL_SECONDS: Final = 1.0
 
 _FINAL_STATUSES: Final = {501, 505}
 _PASSING_BOTOCORE_ERRORS: Final = {"HTTPClientError", "ConnectionError", "IncompleteReadError", "ChecksumError", "FlexibleChecksumError"}
-"""The others are of options, credentials and arguments."""
+"""botocore's other errors concern options, credentials and arguments."""
 _NOT_THE_SERVER: Final = (ValueError, TypeError, AttributeError, LookupError, AssertionError, RuntimeError)
 """An interpreter that is shutting down raises some of these, too."""
 
@@ -65,7 +65,7 @@ def without_retries(storage_options: Mapping[str, Any]) -> tuple[dict[str, Any],
 
 
 def is_passing(error: StoreError) -> bool:
-    """Whether the same request may succeed a moment later: no answer, a broken one, or one that says so."""
+    """Whether the same request may succeed a moment later: there was no answer, a broken one, or one that says so."""
     cause = error.__cause__
     if not isinstance(error, BackendUnavailableError) or cause is None:
         return False
@@ -161,7 +161,7 @@ class S3Requests:
         return Request(send, body)
 
     def is_there(self, key: str) -> Request[bool]:
-        """Whether an object is there; a missing one is a `MissingObjectError`."""
+        """Asks whether an object is there; a missing one is a `MissingObjectError`."""
 
         async def send(filesystem: Any, _: OnProgress) -> bool:
             await filesystem._call_s3("head_object", Bucket=self.bucket, Key=key)
@@ -180,7 +180,7 @@ class S3Requests:
 
 
 class Operation:
-    """Requests that share one time limit for their retries. For one thread."""
+    """Requests that share one time limit for their retries. Not thread-safe."""
 
     def __init__(self, requests: S3Requests, action: str, name: str, max_tries: int | None) -> None:
         self.attempt = 1

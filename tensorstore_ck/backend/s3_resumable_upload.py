@@ -35,7 +35,7 @@ class Destination(NamedTuple):
         return self.creator.has(self.new, self.size_bytes)
 
     def token(self, piece_bytes: int, upload_id: str = "") -> str:
-        """With which another process continues."""
+        """The token with which another process continues the upload."""
         return f"{piece_bytes}-{self.new.mark}/{upload_id}"
 
 
@@ -108,7 +108,7 @@ class MultipartUpload:
     """An object of many pieces."""
 
     def __init__(self, destination: Destination, token: str, missing: Sequence[UploadPiece], tags: dict[int, str]) -> None:
-        """`tags`: of the pieces that are not missing, by number."""
+        """`tags`: the tags of the pieces that are not missing, by number."""
         self.token = token
         self.missing = missing
         self._destination = destination

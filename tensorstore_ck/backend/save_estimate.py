@@ -19,7 +19,7 @@ from tensorstore_ck.common.ids import block_id
 from tensorstore_ck.errors import InvalidOptionError
 
 MAX_RANKS: Final = 8
-"""More would only share this host's path."""
+"""The most threads. More would only share this host's connection."""
 MAX_CORES: Final = 16
 REMOTE_THREADS: Final = 8
 BLOCK_BYTES: Final = 4 << 20
@@ -43,18 +43,18 @@ class SaveEstimate:
     """Written by all measured ranks together."""
     measured_ranks: int
     write_bytes_per_second: float
-    """Of all measured ranks at once, with hashing."""
+    """Bytes per second of all measured ranks at once, with hashing."""
     rank_write_bytes_per_second: float
     """Of one rank alone."""
     read_bytes_per_second: float
-    """Of the data just written, so perhaps from a cache."""
+    """Bytes per second of reading the data just written, perhaps from a cache."""
     rank_read_bytes_per_second: float
     commit_seconds: float
-    """A part, a record and a log entry: a snapshot with nothing new."""
+    """Seconds for a part, a record and a log entry: a snapshot with nothing new."""
     save_seconds: float
-    """With all ranks on this host."""
+    """Seconds with all ranks on this host."""
     save_seconds_elsewhere: float
-    """At best, with each rank on a host of its own, as fast as one alone was here."""
+    """Seconds at best: each rank has its own host, and is as fast as one rank alone was here."""
     restore_seconds: float
     restore_seconds_elsewhere: float
     free_bytes: int | None

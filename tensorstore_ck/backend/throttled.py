@@ -1,6 +1,6 @@
 """A backend that limits its rates of reads and writes, and stops writing before its filesystem is full.
 
-For bulk reads and writes in the background of a training. Uploads from a staging disk are limited in `backend.staging.upload_pass`
+It is for bulk reads and writes in the background of a training. Uploads from a staging disk are limited in `backend.staging.upload_pass`
 instead. All objects, ranges and appends are limited, so the log, for which nobody should wait, uses the backend itself. `create`,
 `replace`, listings and deletions are never delayed. Large ranges and appends pass in slices. Free space is checked once per
 `CHECK_BYTES` written, for all objects together, and more often when there is less of it.
@@ -47,7 +47,7 @@ def throttled_to(backend: Backend, rate: float | str | None) -> Backend:
 
 
 def without_min_free(backend: Backend) -> Backend:
-    """The same for what frees space: it may use the space that saves leave free."""
+    """The same backend for operations that free space: they may use the space that saves leave free."""
     if not isinstance(backend, ThrottledBackend):
         return backend
     return throttled(backend._inner, writes=backend._writes, reads=backend._reads, sleep=backend._sleep)
@@ -66,13 +66,13 @@ class ThrottledBackend:
         self._sleep = sleep
         self._lock = threading.Lock()
         self._unchecked_bytes = 0
-        """What may still be written before the next check."""
+        """The bytes that may still be written before the next check."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For workers in other processes, which check the free space themselves; a limit of this process cannot be theirs."""
+        """For workers in other processes: they check the free space themselves, and cannot share a rate limit with this process."""
         return _from_pickle, (self._inner, self._writes, self._reads, self._min_free)
 
     def get(self, name: str, *, max_bytes: int) -> bytes:

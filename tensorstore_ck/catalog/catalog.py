@@ -141,7 +141,9 @@ class Catalog:
             if batch.is_last:
                 if entries >= BATCH_ENTRIES:
                     self._database.analyze(snapshots.name, metrics.name)
-                return SyncReport(config_of(store).uuid, store.url, entries, count, batch.head_n, reason)
+                return SyncReport(
+                    store=config_of(store).uuid, url=store.url, entries=entries, snapshots=count, head_n=batch.head_n, anew=reason
+                )
 
     def _batch(self, store: ReadOnlyStore, *, from_start: bool) -> SyncBatch:
         with self._database.writing() as connection:
@@ -208,18 +210,18 @@ class Catalog:
                 select(jobs, stores.c.url).join(stores, stores.c.store_id == jobs.c.store_id).order_by(jobs.c.ref)
             ):
                 job = CatalogJob(
-                    row.url,
-                    row.ref,
-                    row.job,
-                    row.puts,
-                    row.processes,
-                    counts.get((row.store_id, row.ref), (0, 0))[1],
-                    row.first_step,
-                    row.last_step,
-                    row.first_time_ns,
-                    row.last_time_ns,
-                    row.logical_bytes,
-                    row.new_bytes,
+                    store=row.url,
+                    ref=row.ref,
+                    job=row.job,
+                    puts=row.puts,
+                    processes=row.processes,
+                    live=counts.get((row.store_id, row.ref), (0, 0))[1],
+                    first_step=row.first_step,
+                    last_step=row.last_step,
+                    first_time_ns=row.first_time_ns,
+                    last_time_ns=row.last_time_ns,
+                    logical_bytes=row.logical_bytes,
+                    new_bytes=row.new_bytes,
                 )
                 jobs_by_store.setdefault(row.store_id, []).append(job)
             runs = last_runs(connection)
@@ -228,14 +230,14 @@ class Catalog:
                 limits.setdefault(row.store_id, {})[row.glob] = Quota(row.glob, row.warn_bytes, row.refuse_bytes, row.used_bytes)
             return tuple(
                 CatalogStore(
-                    row.uuid,
-                    row.url,
-                    row.head_n,
-                    row.synced_ns,
-                    sum(count for (store_id, _), (count, _) in counts.items() if store_id == row.store_id),
-                    tuple(jobs_by_store.get(row.store_id, ())),
-                    limits.get(row.store_id, {}),
-                    runs.get(row.store_id, {}),
+                    uuid=row.uuid,
+                    url=row.url,
+                    head_n=row.head_n,
+                    synced_ns=row.synced_ns,
+                    snapshots=sum(count for (store_id, _), (count, _) in counts.items() if store_id == row.store_id),
+                    jobs=tuple(jobs_by_store.get(row.store_id, ())),
+                    quotas=limits.get(row.store_id, {}),
+                    last_runs=runs.get(row.store_id, {}),
                 )
                 for row in connection.execute(select(stores).order_by(stores.c.url, stores.c.uuid))
             )

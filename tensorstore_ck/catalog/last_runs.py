@@ -16,13 +16,13 @@ def last_runs(connection: Connection) -> dict[int, dict[str, RunOutcome]]:
     runs: dict[int, dict[str, RunOutcome]] = {}
     for row in connection.execute(select(reports).join(last, is_last).order_by(reports.c.run, reports.c.position)):
         runs.setdefault(row.store_id, {})[row.run] = RunOutcome(
-            row.run,
-            row.outcome,
-            row.time_ns,
-            row.duration_ns / 1e9,
-            json.loads(row.counts),
-            row.message,
-            row.actor,
-            row.n,
+            run=row.run,
+            outcome=row.outcome,
+            time_ns=row.time_ns,
+            duration_seconds=row.duration_ns / 1e9,
+            counts=json.loads(row.counts),
+            message=row.message,
+            actor=row.actor,
+            entry=row.n,
         )
     return runs

@@ -37,7 +37,7 @@ class CheckedQuery:
     state: str | None
     now_ns: int
     metrics: tuple[str, ...]
-    """Those in the condition and the order."""
+    """The metrics in the condition and the order."""
     order_by: Name | None
     descending: bool
     limit: int | None
@@ -75,7 +75,16 @@ class CheckedQuery:
         order = _order_name(order_by) if order_by is not None else None
         query = [*names, *([order] if order is not None else [])]
         metrics = tuple(dict.fromkeys(name.text for name in query if is_metric(name)))
-        return cls(node, state, now_ns, metrics, order, descending, limit if limit is None else min(limit, _MAX_LIMIT), offset)
+        return cls(
+            node=node,
+            state=state,
+            now_ns=now_ns,
+            metrics=metrics,
+            order_by=order,
+            descending=descending,
+            limit=limit if limit is None else min(limit, _MAX_LIMIT),
+            offset=offset,
+        )
 
 
 def find(connection: Connection, query: CheckedQuery) -> tuple[FoundSnapshot, ...]:
@@ -98,22 +107,22 @@ def find(connection: Connection, query: CheckedQuery) -> tuple[FoundSnapshot, ..
     pinned = {tuple(row) for row in _select(connection, tuple_(pins.c.store_id, pins.c.ulid), by_ulid, pins.c.store_id, pins.c.ulid)}
     return tuple(
         FoundSnapshot(
-            urls[row.store_id],
-            row.ref,
-            row.job,
-            row.root,
-            row.ulid,
-            row.step,
-            row.time_ns,
-            row.actor,
-            row.logical_bytes,
-            row.new_bytes,
-            row.mark,
-            row.reason,
-            row.state,
-            dict(sorted(metrics_by_id.get(row.id, {}).items())),
-            tuple(sorted(tags_by_ulid.get((row.store_id, row.ulid), ()))),
-            (row.store_id, row.ulid) in pinned,
+            store=urls[row.store_id],
+            ref=row.ref,
+            job=row.job,
+            root=row.root,
+            id=row.ulid,
+            step=row.step,
+            time_ns=row.time_ns,
+            actor=row.actor,
+            logical_bytes=row.logical_bytes,
+            new_bytes=row.new_bytes,
+            mark=row.mark,
+            reason=row.reason,
+            state=row.state,
+            metrics=dict(sorted(metrics_by_id.get(row.id, {}).items())),
+            tags=tuple(sorted(tags_by_ulid.get((row.store_id, row.ulid), ()))),
+            pinned=(row.store_id, row.ulid) in pinned,
         )
         for row in rows
     )
@@ -141,7 +150,7 @@ def statement(query: CheckedQuery, is_rare: IsRare) -> Select[Any]:
 
 
 def _is_rare(connection: Connection, those: Select[Any]) -> bool:
-    """Only SQLite needs to know: PostgreSQL plans both forms alike, by its statistics."""
+    """Whether a metric is rare. Only SQLite needs this: PostgreSQL plans both forms alike, by its statistics."""
     if connection.dialect.name != "sqlite":
         return False
     some = those.limit(MAX_RARE + 1).subquery()

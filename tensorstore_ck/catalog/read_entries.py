@@ -39,8 +39,9 @@ CHANGED_TABLES: Final[Mapping[str, tuple[str, ...]]] = {
     "settle": (),
     "quota": ("quotas",),
     "report": (),
+    "finished": (),
 }
-"""Operation -> the tables that it may change, of those that are read from the fold. Any other operation changes none."""
+"""Operation -> the tables that it may change, among the tables that are read from the fold. Any other operation changes none."""
 _GC: Final = ("condemn", "sweep", "relocate", "purge", "settle")
 _TEXTS: Final = ("mark", "reason", "owner", "glob", "url", "run", "outcome", "message")
 _NUMBERS: Final = ("step", "logical_bytes", "new_bytes", "expires_ns", "duration_ns", "warn_bytes", "refuse_bytes")
@@ -60,7 +61,7 @@ class AnnotatedEvent(NamedTuple):
     root: str
     metrics: Mapping[str, float]
     mark: tuple[str, str] | None
-    """With its reason; None: unchanged."""
+    """The mark with its reason; None: unchanged."""
 
 
 class FreedEvent(NamedTuple):
@@ -90,7 +91,7 @@ class EntryEvents:
     all_affected: bool = False
     """The state of any snapshot may have changed."""
     tables: set[str] = field(default_factory=set)
-    """Those that are read from the fold and may have changed."""
+    """Tables that are read from the fold and may have changed."""
 
     def add(self, entry: Entry) -> None:
         """Adds the changes of one entry."""
@@ -156,7 +157,7 @@ def job_of(ref: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Without zero bytes, which PostgreSQL cannot hold."""
+    """The text without zero bytes, which PostgreSQL cannot hold."""
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 

@@ -16,7 +16,7 @@ class SyncReport:
     """The store's uuid."""
     url: str
     entries: int
-    """Entries of the log that it read."""
+    """Entries of the log that the sync read."""
     snapshots: int
     """Snapshots that these entries published."""
     head_n: int
@@ -52,9 +52,9 @@ class CatalogJob:
     first_time_ns: int
     last_time_ns: int
     logical_bytes: int
-    """Of the newest snapshot."""
+    """The size of the newest snapshot."""
     new_bytes: int
-    """Of all snapshots together, when they were put."""
+    """The bytes that all snapshots added when they were saved."""
 
 
 @dataclass(frozen=True, slots=True)

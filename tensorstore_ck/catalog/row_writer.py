@@ -132,7 +132,7 @@ class RowWriter:
             if before.new is None:
                 self._replaced.append(before.id)
         root = self._by_root.setdefault(row["root"], _Root())
-        snapshot = _Snapshot(row["id"], row["ulid"], row["root"], root.mark, root.reason, None, row)
+        snapshot = _Snapshot(row["id"], ulid=row["ulid"], root=row["root"], mark=root.mark, reason=root.reason, freed_n=None, new=row)
         snapshot.metrics = {name: (value, 0) for name, value in put.metrics.items()}
         snapshot.metrics |= {name: (value, 1) for name, value in root.metrics.items()}
         root.members.append(snapshot)

@@ -1,12 +1,12 @@
-"""The usual time between the saves of a branch, and when its next save is late."""
+"""The usual time between the saves of a branch, when its next save is late, and which branches have finished."""
 
 import statistics
 from itertools import pairwise
 from typing import Final
 
-from sqlalchemy import Connection, bindparam, select
+from sqlalchemy import Connection, and_, bindparam, select
 
-from tensorstore_ck.catalog.schema import snapshots
+from tensorstore_ck.catalog.schema import events, refs, snapshots
 
 LATE: Final = 3
 """Usual intervals after which a branch's next save is late."""
@@ -25,3 +25,10 @@ def usual_interval(connection: Connection, store_id: int, ref: str) -> int | Non
     times = sorted(connection.execute(_RECENT_TIMES, {"of_ref": ref, "of_store": store_id}).scalars())
     intervals = [later - earlier for earlier, later in pairwise(times)]
     return int(statistics.median(intervals)) if len(intervals) >= 2 else None
+
+
+def finished_refs(connection: Connection) -> set[tuple[int, str]]:
+    """(store, branch) of each branch whose training has ended with its newest snapshot: it expects no save."""
+    is_head = and_(refs.c.store_id == events.c.store_id, refs.c.name == events.c.ref, refs.c.root == events.c.root)
+    query = select(refs.c.store_id, refs.c.name).join(events, is_head).where(events.c.op == "finished")
+    return {(store_id, name) for store_id, name in connection.execute(query)}

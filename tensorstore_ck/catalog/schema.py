@@ -11,7 +11,7 @@ VERSION: Final = 4
 """Raised with each change; a catalog of another version must be rebuilt."""
 
 PUT_BITS: Final = 13
-"""An entry of 1 MiB has fewer puts."""
+"""The most puts of an entry: one of 1 MiB has fewer."""
 STORE_BITS: Final = 47
 """A snapshot's id is its store's, its entry's number and its position among that entry's puts: the same in every sync."""
 
@@ -60,7 +60,7 @@ jobs: Final = Table(
     _required("logical_bytes"),
     _required("new_bytes"),
 )
-"""The snapshots of each branch. `logical_bytes`: of the newest; `new_bytes`: of all together."""
+"""The snapshots of each branch. `logical_bytes` is that of the newest snapshot; `new_bytes` is the sum over all."""
 
 snapshots: Final = Table(
     "snapshots",
@@ -90,8 +90,8 @@ snapshots: Final = Table(
     Index("snapshots_mark", "mark"),
     Index("snapshots_time", "time_ns"),
 )
-"""All that were ever put. `state`: live, forgotten (only undo windows hold it) or gone; `freed_n`: the entry that freed its record.
-`duration_ns`: how long the save took, if its entry says so."""
+"""All snapshots that were ever put. `state`: live, forgotten (only undo windows hold it) or gone; `freed_n`: the entry that freed its
+record. `duration_ns`: how long the save took, if its entry says so."""
 
 metrics: Final = Table(
     "metrics",

@@ -35,7 +35,7 @@ def parse_query(text: str) -> Condition:
     """The tree of a condition that is short and shallow enough for a database.
 
     Raises:
-        InvalidOptionError: it is not a condition, or too large a one.
+        InvalidOptionError: it is not a condition, or it is too large.
     """
     node = parse(text, max_chars=MAX_CHARS)
     if node.depth > MAX_DEPTH or node.tests > MAX_TESTS:
@@ -50,11 +50,11 @@ def to_sql(node: Condition, now_ns: int, is_rare: IsRare) -> SqlCondition:
 
     Args:
         node: The tree.
-        now_ns: What ages count from.
+        now_ns: The time from which ages count.
         is_rare: Whether a statement finds so few snapshots that a lookup by id is faster than a test of each snapshot.
 
     Raises:
-        InvalidOptionError: a comparison that makes no sense.
+        InvalidOptionError: a comparison makes no sense.
     """
     if isinstance(node, Joined):
         parts = [to_sql(part, now_ns, is_rare) for part in node.parts]

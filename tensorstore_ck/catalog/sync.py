@@ -56,7 +56,7 @@ def sync_batch(connection: Connection, store: ReadOnlyStore, *, size: int, now_n
     count = RowWriter(connection, at.store_id).write(events, view)
     values = {"url": store.url, "log": config.log, "head_n": last_n, "head_hash": last_hash, "synced_ns": now_ns}
     connection.execute(update(stores).where(stores.c.store_id == at.store_id).values(values))
-    return SyncBatch(last_n - at.head_n, count, last_n, reason, last_n >= newest_n)
+    return SyncBatch(entries=last_n - at.head_n, snapshots=count, head_n=last_n, restart_reason=reason, is_last=last_n >= newest_n)
 
 
 class _Position(NamedTuple):

@@ -20,7 +20,7 @@ class SyncedStore:
         self.store: ReadOnlyStore | None = None
         """None: it could not be opened."""
         self.uuid: str | None = None
-        """Of the store that was opened last."""
+        """The UUID of the store that was opened last."""
         self.error: StoreError | None = None
         """Why the last `refresh` failed; None: it did not."""
         self._catalog = catalog

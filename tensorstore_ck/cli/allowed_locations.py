@@ -22,13 +22,13 @@ def read_places() -> tuple[str, ...]:
     except OSError:
         return ()  # it does not exist, or is another user's: it allows nothing
     lines = [line.strip() for line in text.splitlines()]
-    found = [line for line in lines if line and not line.startswith("#")]
-    wrong = next((line for line in found if not can_allow(line)), None)
+    locations = [line for line in lines if line and not line.startswith("#")]
+    wrong = next((line for line in locations if not can_allow(line)), None)
     if wrong is not None:
         raise InvalidOptionError(
             f"{path}: a line is a URL such as s3://bucket/prefix or an absolute path, not {wrong!r}: correct it", object_id=str(path)
         )
-    return tuple(found)
+    return tuple(locations)
 
 
 def note_places(places: Sequence[str]) -> None:

@@ -63,7 +63,7 @@ class Program(click.Group):
     """The group of all commands."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of `COMMANDS`."""
+        """The names in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -71,7 +71,9 @@ class Program(click.Group):
         name = ALIASES.get(cmd_name, cmd_name)
         if name not in self.commands and name in COMMANDS:
             module = importlib.import_module(f"tensorstore_ck.cli.{COMMANDS[name]}")
-            self.commands.update((each.name, each) for each in vars(module).values() if isinstance(each, click.Command) and each.name)
+            self.commands.update(
+                (command.name, command) for command in vars(module).values() if isinstance(command, click.Command) and command.name
+            )
         return self.commands.get(name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -82,7 +84,7 @@ class Program(click.Group):
         """As click does; for an unknown command, names similar ones."""
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
-            close = [f"`tsck {found}`" for found in difflib.get_close_matches(name, [*COMMANDS, *ALIASES], 3)]
+            close = [f"`tsck {candidate}`" for candidate in difflib.get_close_matches(name, [*COMMANDS, *ALIASES], 3)]
             meant = LISTS if name in ("ls", "list") else f"did you mean {' or '.join(close)}?" if close else "`tsck --help` lists them."
             raise click.UsageError(f"There is no command {name!r}: {meant}", ctx)
         return super().resolve_command(ctx, args)
@@ -149,7 +151,7 @@ def _lost_output(exc: OSError) -> int:
 
 
 def _store_among(arguments: list[str]) -> str:
-    """What to type instead, if a store stands where no command takes one: each takes it as ``-s``. No other argument is repeated."""
+    """The command to type instead, if a store stands where no command takes one: each takes it as ``-s``. Repeats no other argument."""
     for at, word in enumerate(arguments[1:], 1):
         is_option = word.startswith("-") or arguments[at - 1].startswith("-")
         if not is_option and os.path.isfile(os.path.join(word, "store.json")):
@@ -168,8 +170,8 @@ def _arranged(arguments: list[str]) -> list[str]:
         case ["help", *command]:
             return [*command, "--help"]
         case [command, *more]:
-            of_program = [each for each in leading if each == NO_PAGER]
-            return [*of_program, command, *(each for each in leading if each != NO_PAGER), *more]
+            of_program = [option for option in leading if option == NO_PAGER]
+            return [*of_program, command, *(option for option in leading if option != NO_PAGER), *more]
     if leading:
         raise click.UsageError(f"There is no command after {' '.join(leading)}: write it there, as in `tsck -s ./ckpt log`.")
     return []

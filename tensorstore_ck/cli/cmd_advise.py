@@ -45,7 +45,7 @@ def advise(
 ) -> None:
     """Compute how often the job of the branch REF should save to lose least time to saves, failures and restarts."""
     with choice.look() as store:
-        found = store.advise(
+        advice = store.advise(
             ref,
             stall_seconds=stall,
             lag_seconds=lag,
@@ -55,39 +55,43 @@ def advise(
             bytes_per_day=growth_per_day,
         )
     if plot is not None:
-        draw(found, plot)
-    emit(found, _lines(found), as_json=as_json)
+        draw(advice, plot)
+    emit(advice, _lines(advice), as_json=as_json)
 
 
-def _lines(found: Advice) -> Iterator[str]:
-    yield f"{printable(found.ref)}, by {found.snapshots} snapshots"
-    costs = [(name, f"{value:g} s ({found.sources[name]})") for name, value in found.costs._asdict().items()]
-    yield from indented(facts([*costs, ("a snapshot adds", human_bytes(found.bytes_per_snapshot))]))
+def _lines(advice: Advice) -> Iterator[str]:
+    yield f"{printable(advice.ref)}, by {advice.snapshots} snapshots"
+    costs = [(name, f"{value:g} s ({advice.sources[name]})") for name, value in advice.costs._asdict().items()]
+    yield from indented(facts([*costs, ("a snapshot adds", human_bytes(advice.bytes_per_snapshot))]))
     yield ""
     rows = [
-        ["now", "-" if found.interval is None else f"{found.interval:.0f} s", "-" if found.ettr_now is None else f"{found.ettr_now:.2%}"],
-        ["best", f"{found.best_interval:.0f} s", f"{found.best_ettr:.2%}"],
-        ["Young", f"{found.young_interval:.0f} s", ""],
-        ["Daly", f"{found.daly_interval:.0f} s", ""],
+        [
+            "now",
+            "-" if advice.interval is None else f"{advice.interval:.0f} s",
+            "-" if advice.ettr_now is None else f"{advice.ettr_now:.2%}",
+        ],
+        ["best", f"{advice.best_interval:.0f} s", f"{advice.best_ettr:.2%}"],
+        ["Young", f"{advice.young_interval:.0f} s", ""],
+        ["Daly", f"{advice.daly_interval:.0f} s", ""],
     ]
-    rows += [["", f"{interval:.0f} s", f"{share:.2%}"] for interval, share in found.curve[::5]]
+    rows += [["", f"{interval:.0f} s", f"{share:.2%}"] for interval, share in advice.curve[::5]]
     yield from table(["", "INTERVAL", "ETTR"], rows, right={"INTERVAL", "ETTR"})
     yield ""
-    bandwidth = "" if found.bandwidth_share is None else f", {found.bandwidth_share:.0%} of the bandwidth"
-    yield f"at the best interval the store grows by {human_bytes(found.bytes_per_day)} a day before gc{bandwidth}"
-    yield from (f"{number}. {each}" for number, each in enumerate(found.advice, start=1))
+    bandwidth = "" if advice.bandwidth_share is None else f", {advice.bandwidth_share:.0%} of the bandwidth"
+    yield f"at the best interval the store grows by {human_bytes(advice.bytes_per_day)} a day before gc{bandwidth}"
+    yield from (f"{number}. {text}" for number, text in enumerate(advice.advice, start=1))
     yield FORMULA
 
 
-def draw(found: Advice, path: str) -> None:
+def draw(advice: Advice, path: str) -> None:
     """The curve as a PNG."""
     figure, axes = new_figure()
-    axes.plot([interval for interval, _ in found.curve], [100 * share for _, share in found.curve])
-    marks = {"best": found.best_interval, "Young": found.young_interval, "now": found.interval}
+    axes.plot([interval for interval, _ in advice.curve], [100 * share for _, share in advice.curve])
+    marks = {"best": advice.best_interval, "Young": advice.young_interval, "now": advice.interval}
     for (name, at), style in zip(marks.items(), ("-", ":", "--"), strict=True):
         if at is not None:
             axes.axvline(at, linestyle=style, color="grey", label=f"{name}: {at:.0f} s")
     axes.set_xscale("log")
-    axes.set(xlabel="training between two saves, seconds", ylabel="effective training time, % of wall time", title=found.ref)
+    axes.set(xlabel="training between two saves, seconds", ylabel="effective training time, % of wall time", title=advice.ref)
     axes.legend()
     save_png(figure, path)

@@ -23,7 +23,7 @@ SKIP_EXIT: Final = 125
 MAX_BAD_EXIT: Final = 127
 _COLOURS: Final[dict[str, Callable[[str], str]]] = {"good": green, "bad": red, "skip": str}
 _Test = Callable[[Snapshot], tuple[bool | None, str]]
-"""Whether a snapshot is bad, and what is printed of it."""
+"""Whether a snapshot is bad, and why."""
 
 
 @command(
@@ -77,14 +77,14 @@ def bisect(
 
     def is_bad(snapshot: Snapshot) -> bool | None:
         nonlocal why
-        found, why = test(snapshot)
-        return found
+        verdict, why = test(snapshot)
+        return verdict
 
-    def tested(each: "Tested") -> None:
+    def tested(result: "Tested") -> None:
         nonlocal why
-        outcomes.append({**each._asdict(), "why": why})
+        outcomes.append({**result._asdict(), "why": why})
         if not as_json:
-            bar.say(_test_line(each, why))
+            bar.say(_test_line(result, why))
         why = _FREED
 
     with Bar() as bar, choice.open(bar if nan else None, read_only=not pins) as store:
@@ -92,10 +92,10 @@ def bisect(
             test = _program_test(program, choice.require_url(), quiet=as_json)
         else:
             test = _metric_test(text) if text is not None else _nan_test(store, include or None, bar)
-        found = store.bisect(ref, is_bad, good=good, bad=bad, pin_for=pin_for, unpinned_unsafe=not pins, tested=tested)
-    next_command = choice.complete(f"`tsck diff {short_root(found.last_good.root)} {short_root(found.first_bad.root)} --stats`")
-    document = {**fields_of(found), "tested": outcomes, "next": next_command.strip("`")}
-    emit(document, [*_answer_lines(found), f"{next_command} shows what changed"], as_json=as_json)
+        bisection = store.bisect(ref, is_bad, good=good, bad=bad, pin_for=pin_for, unpinned_unsafe=not pins, tested=tested)
+    next_command = choice.complete(f"`tsck diff {short_root(bisection.last_good.root)} {short_root(bisection.first_bad.root)} --stats`")
+    document = {**fields_of(bisection), "tested": outcomes, "next": next_command.strip("`")}
+    emit(document, [*_answer_lines(bisection), f"{next_command} shows what changed"], as_json=as_json)
 
 
 def _program_test(program: str, url: str, *, quiet: bool) -> _Test:
@@ -139,15 +139,15 @@ def _nan_test(store: "Store", include: tuple[str, ...] | None, bar: Bar) -> _Tes
     return test
 
 
-def _test_line(each: "Tested", why: str) -> str:
-    line = snapshot_line(_COLOURS[each.verdict](each.verdict.ljust(4)), each.snapshot)
+def _test_line(result: "Tested", why: str) -> str:
+    line = snapshot_line(_COLOURS[result.verdict](result.verdict.ljust(4)), result.snapshot)
     return f"{line}  {printable(why)}" if why else line
 
 
-def _answer_lines(found: "Bisection") -> list[str]:
-    lines = ["", snapshot_line("last good:", found.last_good)]
-    if found.skipped:
-        steps = ", ".join(f"{short_root(each.root)}" for each in found.skipped[:5])
-        more = f" and {len(found.skipped) - 5:,} more" if len(found.skipped) > 5 else ""
+def _answer_lines(bisection: "Bisection") -> list[str]:
+    lines = ["", snapshot_line("last good:", bisection.last_good)]
+    if bisection.skipped:
+        steps = ", ".join(f"{short_root(snapshot.root)}" for snapshot in bisection.skipped[:5])
+        more = f" and {len(bisection.skipped) - 5:,} more" if len(bisection.skipped) > 5 else ""
         lines.append(f"not tested: {steps}{more}: the first bad snapshot is one of these, or")
-    return [*lines, red(snapshot_line("first bad:", found.first_bad))]
+    return [*lines, red(snapshot_line("first bad:", bisection.first_bad))]

@@ -142,17 +142,17 @@ def find(condition: str, *, db: str | None, sort: str | None, desc: bool, limit:
     if desc and sort is None:
         raise click.UsageError("--desc is for --sort.")
     with _open(db) as opened:
-        found = opened.find(condition, order_by=sort, descending=desc, limit=limit + 1, state=None if everything else "live")
+        matching = opened.find(condition, order_by=sort, descending=desc, limit=limit + 1, state=None if everything else "live")
         synced = opened.synced()
         names = opened.metrics_in(condition, sort)
-    shown = found[:limit]
+    shown = matching[:limit]
     document = {
         "catalog": opened.url,
         "synced": {url: iso_time(at) for url, at in synced.items()},
         "found": shown,
-        "more": len(found) > limit,
+        "more": len(matching) > limit,
     }
-    emit_paged(document, _found_lines(shown, names, synced, more=len(found) > limit), as_json=as_json)
+    emit_paged(document, _found_lines(shown, names, synced, more=len(matching) > limit), as_json=as_json)
 
 
 def _open(db: str | None) -> "Catalog":
@@ -201,15 +201,15 @@ def _job_cells(job: "CatalogJob") -> list[str]:
     ]
 
 
-def _found_lines(found: Sequence["FoundSnapshot"], names: Sequence[str], synced: Mapping[str, int], *, more: bool) -> Iterable[str]:
-    if found:
+def _found_lines(snapshots: Sequence["FoundSnapshot"], names: Sequence[str], synced: Mapping[str, int], *, more: bool) -> Iterable[str]:
+    if snapshots:
         header = ["REF", "STEP", "TIME (UTC)", "SIZE", "NEW", *map(printable, names), "ROOT", "TAGS", "PINNED", "STATE", "MARK"]
-        rows = [_cells(each, names) for each in found]
+        rows = [_cells(snapshot, names) for snapshot in snapshots]
         if len(synced) > 1:
-            header, rows = ["STORE", *header], [[printable(each.store), *row] for each, row in zip(found, rows, strict=True)]
-        styles = [red if each.mark else str for each in found]
+            header, rows = ["STORE", *header], [[printable(snapshot.store), *row] for snapshot, row in zip(snapshots, rows, strict=True)]
+        styles = [red if snapshot.mark else str for snapshot in snapshots]
         yield from table(header, rows, right={"STEP", "SIZE", "NEW", *map(printable, names)}, styles=styles)
-        yield f"... and more: -n {2 * len(found)} shows them" if more else counted(len(found), "snapshot")
+        yield f"... and more: -n {2 * len(snapshots)} shows them" if more else counted(len(snapshots), "snapshot")
     else:
         yield "no snapshot matches"
     oldest = min(synced.values(), default=None)
@@ -217,17 +217,17 @@ def _found_lines(found: Sequence["FoundSnapshot"], names: Sequence[str], synced:
     yield f"{as_of}; `tsck catalog sync` adds newer ones"
 
 
-def _cells(each: "FoundSnapshot", names: Sequence[str]) -> list[str]:
+def _cells(snapshot: "FoundSnapshot", names: Sequence[str]) -> list[str]:
     return [
-        printable(each.ref),
-        step_text(each.step),
-        iso_time(each.time_ns),
-        human_bytes(each.logical_bytes),
-        human_bytes(each.new_bytes),
-        *(short_number(each.metrics[name]) if name in each.metrics else "-" for name in names),
-        short_root(each.root),
-        printable(", ".join(each.tags)),
-        "yes" if each.pinned else "",
-        "" if each.state == "live" else each.state,
-        ": ".join(printable(text) for text in (each.mark, each.reason) if text) if each.mark else "",
+        printable(snapshot.ref),
+        step_text(snapshot.step),
+        iso_time(snapshot.time_ns),
+        human_bytes(snapshot.logical_bytes),
+        human_bytes(snapshot.new_bytes),
+        *(short_number(snapshot.metrics[name]) if name in snapshot.metrics else "-" for name in names),
+        short_root(snapshot.root),
+        printable(", ".join(snapshot.tags)),
+        "yes" if snapshot.pinned else "",
+        "" if snapshot.state == "live" else snapshot.state,
+        ": ".join(printable(text) for text in (snapshot.mark, snapshot.reason) if text) if snapshot.mark else "",
     ]

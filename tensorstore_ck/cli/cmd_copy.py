@@ -79,6 +79,8 @@ def copy(
         executor: DaskCluster | None = None
         if dask is not None:
             from_engine, to_engine = from_choice.portable(from_engine), to_choice.portable(to_engine)
+            for engine in (from_engine, to_engine):
+                stack.enter_context(closing(engine.backend))
             executor = stack.enter_context(DaskCluster(dask))
         bar = stack.enter_context(Bar("copying"))
         report = copy_refs(from_engine, to_engine, refs=refs, pace=pace, progress=bar, executor=executor)

@@ -84,6 +84,7 @@ def fsck(
         executor: DaskCluster | None = None
         if dask is not None:
             engine = choice.portable(engine)
+            stack.enter_context(closing(engine.backend))
             executor = stack.enter_context(DaskCluster(dask))
         bar = stack.enter_context(Bar("checking"))
         options = FsckOptions(read_data, sample, max_time, rate_limit=rate_limit)
@@ -94,8 +95,8 @@ def fsck(
             if is_sure:
                 repaired = recorded_repair(engine, options, other=source)
             else:  # the log may be another store's: write nothing
-                found = run_fsck(engine, options)
-                repaired = RepairReport(found, (), (), (), found)
+                checked = run_fsck(engine, options)
+                repaired = RepairReport(before=checked, mended=(), marked=(), unmarked=(), after=checked)
             repaired = replace(repaired, before=_completed(repaired.before, choice), after=_completed(repaired.after, choice))
             report = repaired.after
         else:
@@ -124,10 +125,10 @@ def _open(choice: StoreChoice, stack: ExitStack, other: Engine | None, *, change
         if exc.object_id != CONFIG_NAME:
             raise
     with closing(choice.open_backend()) as backend:
-        found = find_config(backend, other.config if other is not None else None, is_writable=changes)
-    if not found.is_sure:  # this host's cache may be another store's
+        stored = find_config(backend, other.config if other is not None else None, is_writable=changes)
+    if not stored.is_sure:  # this host's cache may be another store's
         choice = replace(choice, cache_dir=stack.enter_context(TemporaryDirectory(prefix="tsck-")))
-    return stack.enter_context(closing(choice.open_engine(read_only=not changes, config=found.config))), found.is_sure
+    return stack.enter_context(closing(choice.open_engine(read_only=not changes, config=stored.config))), stored.is_sure
 
 
 def _completed(report: FsckReport, choice: StoreChoice) -> FsckReport:

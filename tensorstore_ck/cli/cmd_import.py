@@ -183,7 +183,7 @@ def _import_history(
         numbers = iter(range(1, 1 << 62))
 
         def planned(plan: "Sequence[PlannedImport]") -> None:
-            sizes.update((each.path, each.contents.tensor_bytes) for each in plan)
+            sizes.update((checkpoint.path, checkpoint.contents.tensor_bytes) for checkpoint in plan)
             bar.expect(sum(sizes.values()))
 
         def imported(step: "ImportedStep") -> None:
@@ -193,9 +193,9 @@ def _import_history(
                 bar.say(f"{number}/{len(sizes)} {_step_line(step)}")
 
         steps = import_history(store, paths, ref=ref, metadata=metadata, planned=planned, imported=imported, **source)
-    found = sum(step.was_there for step in steps)
-    were = f", {counted(found, 'snapshot')} {'was' if found == 1 else 'were'} there already" if found else ""
-    done = f": {counted(len(steps) - found, 'snapshot')} imported{were}"
+    present = sum(step.was_there for step in steps)
+    were = f", {counted(present, 'snapshot')} {'was' if present == 1 else 'were'} there already" if present else ""
+    done = f": {counted(len(steps) - present, 'snapshot')} imported{were}"
     emit({"plan": [], "steps": steps}, [snapshot_line(f"{printable(ref)} has", steps[-1].snapshot) + done], as_json=as_json)
 
 
@@ -216,8 +216,13 @@ def _hinting(choice: StoreChoice, path: str, ref: str, exclude: Sequence[str]) -
 
 def _plan_lines(plan: "Sequence[PlannedImport]") -> list[str]:
     rows = [
-        [str(each.step), printable(os.path.basename(each.path)), human_bytes(each.contents.tensor_bytes), metrics_text(each.metrics)]
-        for each in plan
+        [
+            str(checkpoint.step),
+            printable(os.path.basename(checkpoint.path)),
+            human_bytes(checkpoint.contents.tensor_bytes),
+            metrics_text(checkpoint.metrics),
+        ]
+        for checkpoint in plan
     ]
     return table(["STEP", "FILE", "SIZE", "METRICS"], rows, right={"STEP", "SIZE"})
 

@@ -65,16 +65,16 @@ def probe(context: click.Context, choice: StoreChoice, *, size: int | None, rank
     """
     if ranks is not None and size is None:
         raise click.UsageError("--ranks is for --size.")
-    found: SaveEstimate | None = None
+    forecast: SaveEstimate | None = None
     with closing(choice.open_backend()) as backend:
         result = run_probe(backend)
         if size is not None and result.exclusive_create:
-            found = estimate_save(backend, size, ranks or 1)
-    lines = _probe_lines(result) + (["", *_forecast_lines(found)] if found is not None else [])
-    emit({"url": backend.url, "result": result, **({} if size is None else {"forecast": found})}, lines, as_json=as_json)
+            forecast = estimate_save(backend, size, ranks or 1)
+    lines = _probe_lines(result) + (["", *_forecast_lines(forecast)] if forecast is not None else [])
+    emit({"url": backend.url, "result": result, **({} if size is None else {"forecast": forecast})}, lines, as_json=as_json)
     if not result.exclusive_create:
         context.exit(UnsafeBackendError.exit_code)
-    if found is not None and found.fits is False:
+    if forecast is not None and forecast.fits is False:
         context.exit(NoSpaceError.exit_code)
 
 
@@ -106,34 +106,34 @@ def _probe_lines(result: ProbeResult) -> list[str]:
     return lines
 
 
-def _forecast_lines(found: SaveEstimate) -> list[str]:
+def _forecast_lines(forecast: SaveEstimate) -> list[str]:
     def speed(count: float) -> str:
         return f"{human_bytes(int(count))}/s"
 
     def bandwidth(together: float, alone: float) -> str:
-        of_several = f" by {found.measured_ranks} ranks on this host, {speed(alone)} by one alone"
-        return speed(together) + (of_several if found.measured_ranks > 1 else "")
+        of_several = f" by {forecast.measured_ranks} ranks on this host, {speed(alone)} by one alone"
+        return speed(together) + (of_several if forecast.measured_ranks > 1 else "")
 
     def lasts(here: float, elsewhere: float) -> str:
-        at_best = f" with all ranks on this host; {_seconds(elsewhere)} at best, on hosts of their own" if found.ranks > 1 else ""
+        at_best = f" with all ranks on this host; {_seconds(elsewhere)} at best, on hosts of their own" if forecast.ranks > 1 else ""
         return f"{_seconds(here)}{at_best}"
 
     space = "this location cannot report its free space"
-    if found.free_bytes is not None:
-        space = f"{human_bytes(found.free_bytes)} are free: it {green('fits') if found.fits else red('does NOT fit')}"
+    if forecast.free_bytes is not None:
+        space = f"{human_bytes(forecast.free_bytes)} are free: it {green('fits') if forecast.fits else red('does NOT fit')}"
     return [
-        f"A snapshot of {human_bytes(found.size_bytes)} by {counted(found.ranks, 'rank')}, with no block in the store yet:",
+        f"A snapshot of {human_bytes(forecast.size_bytes)} by {counted(forecast.ranks, 'rank')}, with no block in the store yet:",
         *facts(
             [
-                ("save", lasts(found.save_seconds, found.save_seconds_elsewhere)),
-                ("of that, commit", _seconds(found.commit_seconds)),
-                ("restore", lasts(found.restore_seconds, found.restore_seconds_elsewhere)),
+                ("save", lasts(forecast.save_seconds, forecast.save_seconds_elsewhere)),
+                ("of that, commit", _seconds(forecast.commit_seconds)),
+                ("restore", lasts(forecast.restore_seconds, forecast.restore_seconds_elsewhere)),
                 ("space", space),
-                ("writes", bandwidth(found.write_bytes_per_second, found.rank_write_bytes_per_second)),
-                ("reads", bandwidth(found.read_bytes_per_second, found.rank_read_bytes_per_second)),
+                ("writes", bandwidth(forecast.write_bytes_per_second, forecast.rank_write_bytes_per_second)),
+                ("reads", bandwidth(forecast.read_bytes_per_second, forecast.rank_read_bytes_per_second)),
             ]
         ),
-        f"Measured from this host alone, with {human_bytes(found.sample_bytes)} that were also hashed, and read back at once, perhaps",
+        f"Measured from this host alone, with {human_bytes(forecast.sample_bytes)} that were also hashed, and read back at once, perhaps",
         "from a cache. One host cannot measure how much ranks on several hosts get together.",
     ]
 
@@ -212,7 +212,13 @@ def _salvaged_lines(title: str, snapshots: tuple[Salvaged, ...], style: Callable
     if not snapshots:
         return []
     rows = [
-        [short_root(found.root), printable(found.ref), "" if found.step is None else str(found.step), found.id, printable(found.note)]
-        for found in snapshots
+        [
+            short_root(snapshot.root),
+            printable(snapshot.ref),
+            "" if snapshot.step is None else str(snapshot.step),
+            snapshot.id,
+            printable(snapshot.note),
+        ]
+        for snapshot in snapshots
     ]
     return [style(title), *indented(table(["ROOT", "REF", "STEP", "ID", "WHY"], rows, right={"STEP"})), ""]

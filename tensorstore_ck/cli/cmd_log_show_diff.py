@@ -87,20 +87,20 @@ def show(address: str, choice: StoreChoice, *, stats: bool, everything: bool, as
 
 
 def _statistics_lines(statistics: "Sequence[TensorStatistics]", limit: int | None) -> list[str]:
-    lost = [each.name for each in statistics if each.nan or each.inf]
-    found = red(f"; {counted(len(lost), 'tensor')} with NaN or infinity: {first_names(lost)}") if lost else ""
+    lost = [tensor.name for tensor in statistics if tensor.nan or tensor.inf]
+    invalid = red(f"; {counted(len(lost), 'tensor')} with NaN or infinity: {first_names(lost)}") if lost else ""
     head = ["NAME", "NAN", "INF", "ZEROS", "MIN", "MAX", "MEAN", "STD", "NORM"]
     rows = [
         [
-            printable(each.name),
-            *(_count(count) for count in (each.nan, each.inf, each.zeros)),
-            *(_number(number) for number in (each.min, each.max, each.mean, each.std, each.norm)),
+            printable(tensor.name),
+            *(_count(count) for count in (tensor.nan, tensor.inf, tensor.zeros)),
+            *(_number(number) for number in (tensor.min, tensor.max, tensor.mean, tensor.std, tensor.norm)),
         ]
-        for each in statistics[:limit]
+        for tensor in statistics[:limit]
     ]
-    styles = [red if each.nan or each.inf else str for each in statistics[:limit]]
+    styles = [red if tensor.nan or tensor.inf else str for tensor in statistics[:limit]]
     shown = indented(table(head, rows, right={*head[1:]}, styles=styles))
-    return ["", f"statistics of {counted(len(statistics), 'tensor')}{found}", *shown, *_rest(len(statistics) - len(rows))]
+    return ["", f"statistics of {counted(len(statistics), 'tensor')}{invalid}", *shown, *_rest(len(statistics) - len(rows))]
 
 
 def _count(count: int | None) -> str:
@@ -155,7 +155,7 @@ def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
 
 def _cost(group: GroupCost) -> list[str]:
     total = sum(group.codecs.values())
-    codecs = ", ".join(f"{name} {size / total:.0%}" for name, size in sorted(group.codecs.items(), key=lambda each: -each[1]))
+    codecs = ", ".join(f"{name} {size / total:.0%}" for name, size in sorted(group.codecs.items(), key=lambda item: -item[1]))
     ratio = f"{group.stored_bytes / group.raw_bytes:.0%}" if group.raw_bytes else "-"
     return [human_bytes(group.raw_bytes), human_bytes(group.stored_bytes), ratio, codecs]
 
@@ -176,46 +176,51 @@ def diff(old: str, new: str, choice: StoreChoice, *, stats: bool, as_json: bool)
     With --stats also by how much the numbers in these tensors changed: see `Store.change_statistics`.
     """
     with choice.look() as store:
-        found = store.diff(old, new)
-        statistics = store.change_statistics(found.old.root, found.new.root) if stats else []
-    lines = _diff_lines(found)
+        difference = store.diff(old, new)
+        statistics = store.change_statistics(difference.old.root, difference.new.root) if stats else []
+    lines = _diff_lines(difference)
     if statistics:
         lines += ["", "by how much the numbers changed", *_changes_lines(statistics)]
-    emit_paged({**fields_of(found), "statistics": statistics} if stats else found, lines, as_json=as_json)
+    emit_paged({**fields_of(difference), "statistics": statistics} if stats else difference, lines, as_json=as_json)
 
 
 def _changes_lines(statistics: "Sequence[ChangeStatistics]") -> list[str]:
     head = ["NAME", "CHANGE", "RELATIVE", "MAX", "NAN", "INF"]
     rows = [
-        [printable(each.name), each.kind, *map(_number, (each.relative_change, each.max_change)), *map(_count, (each.nan, each.inf))]
-        for each in statistics
+        [
+            printable(change.name),
+            change.kind,
+            *map(_number, (change.relative_change, change.max_change)),
+            *map(_count, (change.nan, change.inf)),
+        ]
+        for change in statistics
     ]
-    styles = [red if each.nan or each.inf else str for each in statistics]
+    styles = [red if change.nan or change.inf else str for change in statistics]
     return indented(table(head, rows, right={*head[2:]}, styles=styles))
 
 
-def _diff_lines(found: SnapshotDiff) -> list[str]:
-    lines = snapshot_table([found.old, found.new], ["old", "new"], "")
-    lines += ["", _summary(found)]
-    if found.tensors:
-        rows = [[printable(it.name), it.change, _form(it.old), _form(it.new), human_bytes(it.changed_bytes)] for it in found.tensors]
+def _diff_lines(difference: SnapshotDiff) -> list[str]:
+    lines = snapshot_table([difference.old, difference.new], ["old", "new"], "")
+    lines += ["", _summary(difference)]
+    if difference.tensors:
+        rows = [[printable(it.name), it.change, _form(it.old), _form(it.new), human_bytes(it.changed_bytes)] for it in difference.tensors]
         lines += [
             "",
-            counted(len(found.tensors), "tensor"),
+            counted(len(difference.tensors), "tensor"),
             *indented(table(["NAME", "CHANGE", "OLD", "NEW", "BYTES"], rows, right={"BYTES"})),
         ]
-    if found.values:
-        values = [[printable(change.path), change.change, _value(change.old), _value(change.new)] for change in found.values]
-        lines += ["", counted(len(found.values), "value"), *indented(table(_CHANGES, values))]
+    if difference.values:
+        values = [[printable(change.path), change.change, _value(change.old), _value(change.new)] for change in difference.values]
+        lines += ["", counted(len(difference.values), "value"), *indented(table(_CHANGES, values))]
     return lines
 
 
-def _summary(found: SnapshotDiff) -> str:
-    if not found.tensors and not found.values and not found.layout_changed:
+def _summary(difference: SnapshotDiff) -> str:
+    if not difference.tensors and not difference.values and not difference.layout_changed:
         return "the same tensors and values"
-    alike = f"{counted(found.unchanged_tensors, 'tensor')} and {counted(found.unchanged_values, 'value')} are the same"
-    layout = "; the layout differs" if found.layout_changed else ""
-    return f"{human_bytes(found.changed_bytes)} of {human_bytes(found.tensor_bytes)} differ; {alike}{layout}"
+    alike = f"{counted(difference.unchanged_tensors, 'tensor')} and {counted(difference.unchanged_values, 'value')} are the same"
+    layout = "; the layout differs" if difference.layout_changed else ""
+    return f"{human_bytes(difference.changed_bytes)} of {human_bytes(difference.tensor_bytes)} differ; {alike}{layout}"
 
 
 def _form(form: tuple[str, tuple[int, ...], int] | None) -> str:

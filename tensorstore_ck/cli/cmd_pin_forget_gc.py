@@ -89,9 +89,9 @@ def forget(addresses: tuple[str, ...], choice: StoreChoice, *, by_policy: bool, 
         apply_policies(choice, addresses, dry_run=dry_run, as_json=as_json)
         return
     with choice.open(read_only=not addresses) as store:
-        found = store.forget(*addresses) if addresses else store.forgotten()
+        snapshots = store.forget(*addresses) if addresses else store.forgotten()
     nothing = "nothing was forgotten that can be undone"
-    emit(found, _forgotten_lines(found, "forgot" if addresses else "") or [nothing], as_json=as_json)
+    emit(snapshots, _forgotten_lines(snapshots, "forgot" if addresses else "") or [nothing], as_json=as_json)
 
 
 @command("Bring back what was forgotten.", "tsck undo", "tsck undo runs/gpt@900")
@@ -100,19 +100,19 @@ def forget(addresses: tuple[str, ...], choice: StoreChoice, *, by_policy: bool, 
 def undo(address: str | None, choice: StoreChoice, *, as_json: bool) -> None:
     """Bring back what was forgotten last, of all refs or of one; or the snapshot REF@STEP."""
     with choice.open() as store:
-        found = store.undo(address)
-    emit(found, _forgotten_lines(found, "brought back"), as_json=as_json)
+        snapshots = store.undo(address)
+    emit(snapshots, _forgotten_lines(snapshots, "brought back"), as_json=as_json)
 
 
-def _forgotten_lines(found: tuple[Forgotten, ...], verb: str) -> list[str]:
+def _forgotten_lines(snapshots: tuple[Forgotten, ...], verb: str) -> list[str]:
     lines = []
-    for one in found:
-        what = {"branch": "branch", "tag": "tag", "snapshots": "of branch"}[one.kind]
-        lead = f"{verb} " if verb else f"{iso_time(one.time_ns)}  "
-        lines.append(f"{lead}{what} {printable(one.ref)}: {counted(len(one.snapshots), 'snapshot')}")
+    for snapshot in snapshots:
+        what = {"branch": "branch", "tag": "tag", "snapshots": "of branch"}[snapshot.kind]
+        lead = f"{verb} " if verb else f"{iso_time(snapshot.time_ns)}  "
+        lines.append(f"{lead}{what} {printable(snapshot.ref)}: {counted(len(snapshot.snapshots), 'snapshot')}")
         rows = [
-            [short_root(it.root), step_text(it.step), human_bytes(it.logical_bytes), ", ".join(map(printable, one.held_by[it.id]))]
-            for it in one.snapshots
+            [short_root(it.root), step_text(it.step), human_bytes(it.logical_bytes), ", ".join(map(printable, snapshot.held_by[it.id]))]
+            for it in snapshot.snapshots
         ]
         lines += shortened_table(["ROOT", "STEP", "SIZE", "STILL HELD BY"], rows, right={"STEP", "SIZE"})
     return lines

@@ -68,8 +68,8 @@ def policy(action: str, target: str | None, rules: tuple[str, ...], choice: Stor
             report = store.apply_policies(str(target), dry_run=True, rules=values or None)
             emit(report, map(choice.complete, _verdict_lines(report)), as_json=as_json)
         else:
-            found = store.policies()
-            emit({glob: each.encode() for glob, each in found.items()}, map(choice.complete, _policy_lines(found)), as_json=as_json)
+            policies = store.policies()
+            emit({glob: own.encode() for glob, own in policies.items()}, map(choice.complete, _policy_lines(policies)), as_json=as_json)
 
 
 def apply_policies(choice: StoreChoice, refs: Sequence[str], *, dry_run: bool, as_json: bool) -> None:
@@ -80,15 +80,15 @@ def apply_policies(choice: StoreChoice, refs: Sequence[str], *, dry_run: bool, a
 
 
 def _rules(words: tuple[str, ...]) -> dict[str, object]:
-    found: dict[str, object] = {}
+    rules: dict[str, object] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not value:
             raise click.UsageError(f"{word!r} is not RULE=VALUE, such as: {RULES}")
-        if name in found:
+        if name in rules:
             raise click.UsageError(f"{name} is given twice")
-        found[name] = parse_rule(name, value)
-    return found
+        rules[name] = parse_rule(name, value)
+    return rules
 
 
 def _urls(values: Mapping[str, object]) -> list[str]:
@@ -96,10 +96,10 @@ def _urls(values: Mapping[str, object]) -> list[str]:
     return [stage[1] for stage in stages if len(stage) == 2] if isinstance(stages, list) else []
 
 
-def _policy_lines(found: Mapping[str, Policy]) -> Iterator[str]:
-    if not found:
+def _policy_lines(policies: Mapping[str, Policy]) -> Iterator[str]:
+    if not policies:
         yield f"no policies, so every snapshot stays: `tsck policy set 'runs/*' {RULES.partition(' keep_best')[0]}` makes one"
-    yield from table(["REFS", "WHAT STAYS"], [[printable(glob), printable(str(each))] for glob, each in found.items()]) if found else ()
+    yield from table(["REFS", "WHAT STAYS"], [[printable(glob), printable(str(own))] for glob, own in policies.items()]) if policies else ()
 
 
 def _verdict_lines(report: RetentionReport) -> Iterator[str]:
@@ -111,13 +111,13 @@ def _verdict_lines(report: RetentionReport) -> Iterator[str]:
         yield f"{printable(branch.ref)}: {counted(len(branch.snapshots), 'snapshot')}, by {', '.join(map(printable, branch.policies))}"
         rows = [
             [
-                short_root(each.snapshot.root),
-                step_text(each.snapshot.step),
-                "stays" if each.stays else "goes",
-                printable(", ".join(each.why)),
-                "" if each.frees_bytes is None else human_bytes(each.frees_bytes),
+                short_root(verdict.snapshot.root),
+                step_text(verdict.snapshot.step),
+                "stays" if verdict.stays else "goes",
+                printable(", ".join(verdict.why)),
+                "" if verdict.frees_bytes is None else human_bytes(verdict.frees_bytes),
             ]
-            for each in reversed(branch.snapshots)
+            for verdict in reversed(branch.snapshots)
         ]
         header = ["ROOT", "STEP", "", "WHY", "FREES"]
         yield from shortened_table(header, rows, right={"STEP", "FREES"}, limit=MAX_SHOWN, rest="older ones")

@@ -41,8 +41,8 @@ def quota(action: str, glob: str | None, warn: int | None, refuse: int | None, c
             store.remove_quota(str(glob))
             emit({"removed": glob}, [f"removed the quota for {printable(str(glob))}"], as_json=as_json)
         else:
-            found = store.quotas()
-            emit({name: _document(each) for name, each in found.items()}, map(choice.complete, _quota_lines(found)), as_json=as_json)
+            quotas = store.quotas()
+            emit({name: _document(own) for name, own in quotas.items()}, map(choice.complete, _quota_lines(quotas)), as_json=as_json)
 
 
 def _document(quota: Quota) -> dict[str, object]:
@@ -54,14 +54,14 @@ def _quota_lines(quotas: dict[str, Quota]) -> list[str]:
         return ["no quotas: `tsck quota set GLOB --warn SIZE --refuse SIZE` sets one"]
     rows = [
         [
-            printable(each.glob),
-            human_bytes(each.used_bytes),
-            "-" if each.warn_bytes is None else typed_bytes(each.warn_bytes),
-            "-" if each.refuse_bytes is None else typed_bytes(each.refuse_bytes),
-            f"{each.share:.0%}",
-            each.state,
+            printable(own.glob),
+            human_bytes(own.used_bytes),
+            "-" if own.warn_bytes is None else typed_bytes(own.warn_bytes),
+            "-" if own.refuse_bytes is None else typed_bytes(own.refuse_bytes),
+            f"{own.share:.0%}",
+            own.state,
         ]
-        for each in quotas.values()
+        for own in quotas.values()
     ]
-    styles = [red if each.state != "ok" else str for each in quotas.values()]
+    styles = [red if own.state != "ok" else str for own in quotas.values()]
     return table(["GLOB", "USED", "WARN", "REFUSE", "SHARE", "STATE"], rows, right={"USED", "WARN", "REFUSE", "SHARE"}, styles=styles)

@@ -28,30 +28,30 @@ def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, code
     and EXCLUSIVE those that forgetting it frees when the undo window has ended. The last lines say when gc and fsck ran last.
     """
     with choice.look() as store:
-        found, runs = store.usage(per_snapshot=snapshots), store.last_runs()
+        usage, runs = store.usage(per_snapshot=snapshots), store.last_runs()
     if snapshots:
-        lines = _snapshot_lines(found.by_snapshot or ())
+        lines = _snapshot_lines(usage.by_snapshot or ())
     elif packs:
-        lines = _pack_lines(found.packs)
+        lines = _pack_lines(usage.packs)
     elif codecs:
-        lines = _codec_lines(found.codecs)
+        lines = _codec_lines(usage.codecs)
     elif jobs:
         header = ["JOB", "REFS", "SNAPSHOTS", *SIZES]
         lines = _table(
             header,
-            ([printable(job.job), str(job.refs), str(job.snapshots), *_sizes(job), human_bytes(job.exclusive_bytes)] for job in found.jobs),
+            ([printable(job.job), str(job.refs), str(job.snapshots), *_sizes(job), human_bytes(job.exclusive_bytes)] for job in usage.jobs),
         )
     else:
         header = ["REF", "SNAPSHOTS", *SIZES]
-        rows = [[printable(ref.ref), str(ref.snapshots), *_sizes(ref), human_bytes(ref.exclusive_bytes)] for ref in found.refs]
-        lines = _table(header, [*rows, ["all refs", str(found.snapshots), *_sizes(found), ""]])
+        rows = [[printable(ref.ref), str(ref.snapshots), *_sizes(ref), human_bytes(ref.exclusive_bytes)] for ref in usage.refs]
+        lines = _table(header, [*rows, ["all refs", str(usage.snapshots), *_sizes(usage), ""]])
     lines += [
         "",
-        *map(choice.complete, _store_lines(found)),
-        *choice.advice_lines(found.freeable.describe()),
+        *map(choice.complete, _store_lines(usage)),
+        *choice.advice_lines(usage.freeable.describe()),
         *map(_run_line, runs.values()),
     ]
-    emit({**fields_of(found), "last_runs": runs}, lines, as_json=as_json)
+    emit({**fields_of(usage), "last_runs": runs}, lines, as_json=as_json)
 
 
 def _sizes(held: object) -> list[str]:
@@ -96,15 +96,15 @@ def _codec_lines(codecs: Sequence[CodecUsage]) -> list[str]:
     return _table(["CODEC", "BLOCKS", "UNIQUE", "STORED", "RATIO"], rows)
 
 
-def _store_lines(found: Usage) -> list[str]:
-    parts = [f"in the store: {human_bytes(found.objects_bytes)}"]
+def _store_lines(usage: Usage) -> list[str]:
+    parts = [f"in the store: {human_bytes(usage.objects_bytes)}"]
     for size, what in (
-        (found.pinned_bytes, "held by pins alone"),
-        (found.undo_bytes, "by undo windows alone (`tsck forget` lists them)"),
-        (found.unreferenced_bytes, "held by nothing"),
+        (usage.pinned_bytes, "held by pins alone"),
+        (usage.undo_bytes, "by undo windows alone (`tsck forget` lists them)"),
+        (usage.unreferenced_bytes, "held by nothing"),
     ):
         parts += [f"{human_bytes(size)} {what}"] if size else []
-    parts += [f"{human_bytes(place.bytes)} at {printable(place.url)}" for place in found.places]
+    parts += [f"{human_bytes(place.bytes)} at {printable(place.url)}" for place in usage.places]
     return [", ".join(parts)]
 
 

@@ -62,7 +62,7 @@ GROUPS: Final = {
 """Name of a group -> what it is for, and its commands, each with its module, which is loaded when the command is asked for."""
 COMMANDS: Final = {name: module for _, commands in GROUPS.values() for name, module in commands.items()}
 FIRST: Final = ("init", "put", "get", "log", "show", "diff", "policy", "gc", "fsck", "ui")
-"""What a newcomer needs."""
+"""The commands that a newcomer needs."""
 
 
 def write_commands(program: click.Group, formatter: click.HelpFormatter) -> None:

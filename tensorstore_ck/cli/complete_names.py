@@ -73,12 +73,12 @@ def complete_metric(context: click.Context, _: click.Parameter, incomplete: str)
 def _offered(context: click.Context, incomplete: str, names: "Callable[[RefTable], Names]") -> "list[CompletionItem[Any]]":
     from click.shell_completion import CompletionItem  # noqa: PLC0415 - only a completion needs it
 
-    found = list[tuple[str, str]]()
+    offers = list[tuple[str, str]]()
     with suppress(Exception, _TooLongError), _deadline(), _view(context) as view:
         if view is not None:
             fit = ((name, what) for name, what in names(view) if name.startswith(incomplete) and _PLAIN.fullmatch(name.replace("@", "")))
-            found.extend(islice(fit, MAX_OFFERED))
-    return [CompletionItem(name, help=what) for name, what in found]
+            offers.extend(islice(fit, MAX_OFFERED))
+    return [CompletionItem(name, help=what) for name, what in offers]
 
 
 @contextmanager

@@ -19,15 +19,15 @@ class ExitCode(NamedTuple):
 
 def exit_codes() -> list[ExitCode]:
     """All of them, in order."""
-    kinds = {found for found in vars(errors).values() if isinstance(found, type) and issubclass(found, errors.StoreError)}
-    found = [ExitCode(kind.exit_code, kind.kind, (kind.__doc__ or "").splitlines()[0]) for kind in kinds - {errors.StoreError}]
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.StoreError)}
+    of_errors = [ExitCode(kind.exit_code, kind.kind, (kind.__doc__ or "").splitlines()[0]) for kind in kinds - {errors.StoreError}]
     own = [
         ExitCode(0, "", "Done."),
         ExitCode(errors.StoreError.exit_code, errors.StoreError.kind, "An error of no other kind; or a bug, with its traceback."),
         ExitCode(USAGE, "usage", "The command line is wrong."),
         ExitCode(INTERRUPTED, "interrupted", "Ctrl-C; unpublished snapshots are not visible."),
     ]
-    return sorted([*own, *found])
+    return sorted([*own, *of_errors])
 
 
 def help_lines() -> list[str]:

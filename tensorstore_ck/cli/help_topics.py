@@ -1,4 +1,4 @@
-"""`tsck help TOPIC` for what is no command: a group of commands, the exit codes, a kind of error."""
+"""`tsck help TOPIC` for topics other than commands: a group of commands, the exit codes, a kind of error."""
 
 import re
 from pathlib import Path

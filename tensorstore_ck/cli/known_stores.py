@@ -33,7 +33,7 @@ def note_store(url: str, options: Mapping[str, Any], cache_dir: str | None, key:
 
 
 def find_key(url: str, options: Mapping[str, Any], cache_dir: str | None) -> str | None:
-    """What `note_store` noted, if anything."""
+    """The key that `note_store` noted, if any."""
     with suppress(OSError, ValueError, PermissionDeniedError), closing(_folder(cache_dir)) as folder:
         with open(os.open(_name(url, options), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.fd()), "rb") as file:
             key = file.read(_MAX_KEY_BYTES + 1).decode("ascii")

@@ -36,7 +36,7 @@ class LoadedFile(NamedTuple):
 
     state: Any
     metadata: dict[str, str]
-    """Of a .safetensors file."""
+    """The metadata of a .safetensors file."""
 
     @property
     def tensor_bytes(self) -> int:
@@ -213,8 +213,8 @@ def _load_torch(path: str) -> LoadedFile:
 
 
 def _refused(path: str, reason: str) -> str:
-    found = re.search(r"GLOBAL (\S+)", reason) or re.search(r"WeightsUnpickler error: ([^\n]*)", reason)
-    what = f" ({found[1]})" if found else ""
+    match = re.search(r"GLOBAL (\S+)", reason) or re.search(r"WeightsUnpickler error: ([^\n]*)", reason)
+    what = f" ({match[1]})" if match else ""
     return (
         f"{path} holds objects that could run code when they are loaded{what}, so only its author can vouch for it: "
         "load it where you trust it, and save state_dict()s and plain values alone; or put them from Python with put_snapshot"

@@ -307,17 +307,19 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
             **kwargs: Any,
         ) -> None:
             context, chosen, given = click.get_current_context(), url or store, dict(storage_option)
-            arguments = store_arguments(context, chosen, given, {"cache_dir": cache_dir, "state_dir": state_dir}, allow_place)
+            arguments = store_arguments(
+                context, url=chosen, storage_options=given, folders={"cache_dir": cache_dir, "state_dir": state_dir}, places=allow_place
+            )
             choice = StoreChoice(
-                chosen,
-                given,
-                cache_dir,
-                single_writer_unsafe,
-                no_sync,
-                allow_place,
-                lambda text: complete(context, text, arguments),
-                state_dir,
-                rollback,
+                url=chosen,
+                storage_options=given,
+                cache_dir=cache_dir,
+                single_writer_unsafe=single_writer_unsafe,
+                no_sync=no_sync,
+                places=allow_place,
+                complete=lambda text: complete(context, text, arguments),
+                state_dir=state_dir,
+                rollback=rollback,
             )
             show_completed(choice.complete)
             try:

@@ -73,7 +73,7 @@ def clear_line() -> None:
 
 def _escaped(document: str) -> str:
     """JSON without control characters."""
-    return _NOT_ASCII.sub(lambda found: found[0] if found[0].isprintable() else _json_escape(found[0]), document)
+    return _NOT_ASCII.sub(lambda match: match[0] if match[0].isprintable() else _json_escape(match[0]), document)
 
 
 def _json_escape(char: str) -> str:
@@ -121,7 +121,7 @@ def printable(text: object) -> str:
 
 
 def metrics_text(metrics: Mapping[str, float], width: int | None = None) -> str:
-    """``name=number``, sorted by name. What `width` has no room for is counted; losses come first then."""
+    """``name=number``, sorted by name. Metrics that do not fit into `width` are counted; losses come first then."""
     words = {name: f"{printable(name)}={short_number(value)}" for name, value in sorted(metrics.items())}
     text = " ".join(words.values())
     if width is None or len(text) <= width:
@@ -181,7 +181,7 @@ def table(
 def shortened_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Set[str] = frozenset(), limit: int = MAX_SHOWN, rest: str = "more"
 ) -> list[str]:
-    """The first rows of a table, indented, and how many there are besides."""
+    """The first rows of a table, indented, and how many more there are."""
     more = [f"... and {len(rows) - limit:,} {rest}"] if len(rows) > limit else []
     return indented([*table(header, rows[:limit], right=right), *more])
 
@@ -259,7 +259,7 @@ def snapshot_line(what: str, snapshot: "Snapshot") -> str:
 
 
 def put_sizes(snapshot: "Snapshot") -> str:
-    """What a save added. A small state can add more than its own size: packs and parts have an index."""
+    """The bytes that a save added. A small state can add more than its own size: packs and parts have an index."""
     return f"  ({human_bytes(snapshot.logical_bytes)}; the store grew by {human_bytes(snapshot.new_bytes)})"
 
 

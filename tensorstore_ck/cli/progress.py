@@ -52,7 +52,7 @@ class Bar:
         self._total = total
 
     def phase(self, what: str, done: int, total: int) -> None:
-        """Reports what is being done now, and how many of how many are done."""
+        """Reports the current work, and how many of how many steps are done."""
         with self._lock:
             if what != self._label:
                 self._label, self._done = what, 0

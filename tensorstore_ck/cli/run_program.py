@@ -39,11 +39,11 @@ def run_program(words: Sequence[str], snapshot: Snapshot, url: str, *, quiet: bo
         OSError: it could not be run.
     """
     step = "" if snapshot.step is None else str(snapshot.step)
-    said = {"root": snapshot.root, "step": step, "ref": snapshot.ref, "store": url}
-    environment = {**os.environ, **{f"TSCK_{name.upper()}": value for name, value in said.items()}}
+    values = {"root": snapshot.root, "step": step, "ref": snapshot.ref, "store": url}
+    environment = {**os.environ, **{f"TSCK_{name.upper()}": value for name, value in values.items()}}
     sys.stdout.flush()
-    return subprocess.run(_filled(words, said), check=False, env=environment, stdout=_STDERR if quiet else None).returncode
+    return subprocess.run(_filled(words, values), check=False, env=environment, stdout=_STDERR if quiet else None).returncode
 
 
-def _filled(words: Sequence[str], said: Mapping[str, str]) -> list[str]:
-    return [word.format(**said) for word in words]
+def _filled(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    return [word.format(**values) for word in words]

@@ -1,4 +1,4 @@
-"""What bash, zsh and fish ask when Tab is pressed, and the scripts that make them ask. Prints nothing on errors.
+"""The candidates that bash, zsh and fish ask for when Tab is pressed, and the scripts that make them ask. Prints nothing on errors.
 
 click has the words and the scripts of zsh and fish. bash gets a script of its own: it cuts words at ``@``, ``=`` and ``:``, so that it is
 given only what comes after the last of them.
@@ -41,7 +41,7 @@ class _Arranged(ShellComplete):
         leading, rest = split_leading(args)
         if leading and not rest and leading[-1] in LEADING:
             return [CompletionItem(incomplete, type="dir")]
-        leading = [each for each in leading if each != NO_PAGER]
+        leading = [option for option in leading if option != NO_PAGER]
         return super().get_completions([*rest[:1], *leading, *rest[1:]] if rest else [], incomplete)
 
     def source(self) -> str:
@@ -77,7 +77,7 @@ SHELLS: Final[dict[str, type[_Arranged]]] = {"bash": _Bash, "zsh": _Zsh, "fish":
 
 
 def script(shell: str, program: click.Command) -> str:
-    """What the shell must source."""
+    """The script for the shell to source."""
     return SHELLS[shell](program, {}, PROGRAM, COMPLETION_VARIABLE).source()
 
 

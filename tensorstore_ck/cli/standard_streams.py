@@ -72,7 +72,7 @@ def _text(writer: _Writer, stream: TextIO | None) -> TextIO:
 
 
 def _reserve_descriptors() -> None:
-    """Opens what is closed of the first three, so that no file of a store gets such a number, to which a library may print."""
+    """Opens the closed ones of the first three. Otherwise a file of a store could get such a number, and a library print into it."""
     fd = os.open(os.devnull, os.O_RDWR)
     while fd <= 2:
         os.set_inheritable(fd, True)

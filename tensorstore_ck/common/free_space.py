@@ -50,11 +50,7 @@ class MinFree:
 
     @classmethod
     def parse(cls, value: object) -> Self:
-        """From ``"5%"``, ``"50GB"``, a number of bytes, or 0 for nothing.
-
-        Raises:
-            InvalidOptionError: it is none of these.
-        """
+        """From ``"5%"``, ``"50GB"``, a number of bytes, or 0 for nothing. Raises `InvalidOptionError` if it is none of these."""
         if isinstance(value, str) and (match := _PERCENT.fullmatch(value.strip())) is not None and float(match[1]) < 100:
             return cls(fraction=float(match[1]) / 100)
         try:
@@ -116,11 +112,11 @@ def disk_of(path: str) -> str:
     """The disk that `path` is on and how full it is: ``the disk at /data has 0 B of 24.0 MiB free``; empty if that cannot be found out."""
     folder = mount_point(path)
     try:
-        found = os.statvfs(folder)
+        status = os.statvfs(folder)
     except OSError:
         return ""
-    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-    inodes = f", and {found.f_favail:,} of {found.f_files:,} inodes" if found.f_files and found.f_favail < _FEW_INODES else ""
+    free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    inodes = f", and {status.f_favail:,} of {status.f_files:,} inodes" if status.f_files and status.f_favail < _FEW_INODES else ""
     return f"the disk at {folder} has {human_bytes(free)} of {human_bytes(total)} free{inodes}"
 
 

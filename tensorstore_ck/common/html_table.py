@@ -9,12 +9,14 @@ from tensorstore_ck.redaction import one_line
 
 MAX_ROWS: Final = 200
 """A notebook keeps what it shows."""
+GLANCE_ROWS: Final = 20
+"""Of what is opened rather than asked for, such as a store."""
 
 
-def html_table(caption: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table. With more than `MAX_ROWS` rows: the first ones, and a row with the number of the others."""
+def html_table(caption: str, header: Sequence[str], rows: Iterable[Sequence[object]], max_rows: int = MAX_ROWS) -> str:
+    """A table. With more than `max_rows` rows: the first ones, and a row with the number of the others."""
     rows = iter(rows)
-    shown = ["".join(f"<td>{_text(cell)}</td>" for cell in row) for row in islice(rows, MAX_ROWS)]
+    shown = ["".join(f"<td>{_text(cell)}</td>" for cell in row) for row in islice(rows, max_rows)]
     if rest := sum(1 for _ in rows):
         shown.append(f'<td colspan="{len(header)}">... and {rest:,} more</td>')
     head = "".join(f"<th>{_text(title)}</th>" for title in header)

@@ -118,11 +118,7 @@ def closed_folders(
 
 
 def scan(folder: str, dir_fd: int) -> Files:
-    """The entries of a folder; those deleted meanwhile are left out.
-
-    Raises:
-        OSError: it is not a folder, or cannot be read.
-    """
+    """The entries of a folder; those deleted meanwhile are left out. Raises `OSError` if it is not a folder, or cannot be read."""
     files: Files = []
     fd = os.open(folder, _FOLDER, dir_fd=dir_fd)
     try:

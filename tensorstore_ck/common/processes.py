@@ -40,7 +40,13 @@ def this_process() -> Process | None:
         status = _status(os.getpid())
     except (OSError, ValueError):
         return None
-    return Process(f"{os.uname().nodename}/{machine_id}", boot_id, namespace, os.getpid(), status.start_ticks)
+    return Process(
+        host=f"{os.uname().nodename}/{machine_id}",
+        boot_id=boot_id,
+        pid_namespace=namespace,
+        pid=os.getpid(),
+        start_ticks=status.start_ticks,
+    )
 
 
 def has_ended(process: Process, us: Process) -> bool:

@@ -125,10 +125,12 @@ class PutMeter:
             done, total = min(shown.done_bytes, shown.total_bytes), shown.total_bytes
             rate = done / (now - shown.begun_at) if now > shown.begun_at else 0.0
         return Progress(
-            "queued" if queued else begun[-1],
-            done,
-            total,
-            rate,
-            {stage: tally.seconds + (now - tally.busy_since if tally.threads else 0.0) for stage, tally in self._tallies.items()},
-            {stage: tally.done_bytes for stage, tally in self._tallies.items()},
+            stage="queued" if queued else begun[-1],
+            done_bytes=done,
+            total_bytes=total,
+            bytes_per_second=rate,
+            stage_seconds={
+                stage: tally.seconds + (now - tally.busy_since if tally.threads else 0.0) for stage, tally in self._tallies.items()
+            },
+            stage_bytes={stage: tally.done_bytes for stage, tally in self._tallies.items()},
         )

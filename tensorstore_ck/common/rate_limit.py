@@ -23,11 +23,7 @@ class RateLimit:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begins with an empty bucket.
-
-        Raises:
-            InvalidOptionError: not a rate.
-        """
+        """Begins with an empty bucket. Raises `InvalidOptionError` if it is not a rate."""
         self._rate = self._whole = parse_rate(rate)
         self._clock = clock
         self._lock = threading.Lock()

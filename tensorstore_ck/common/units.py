@@ -19,11 +19,7 @@ _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgtp])(i?))?b?", re.IG
 
 
 def parse_seconds(value: object, what: str) -> float:
-    """The seconds of a text, a number of seconds or a `timedelta`.
-
-    Raises:
-        InvalidOptionError: not a duration.
-    """
+    """The seconds of a text, a number of seconds or a `timedelta`. Raises `InvalidOptionError` if it is not a duration."""
     if isinstance(value, timedelta):
         value = value.total_seconds()
     match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -35,11 +31,7 @@ def parse_seconds(value: object, what: str) -> float:
 
 
 def parse_bytes(value: object, what: str) -> int:
-    """The bytes of a text or a number of bytes.
-
-    Raises:
-        InvalidOptionError: not a size.
-    """
+    """The bytes of a text or a number of bytes. Raises `InvalidOptionError` if it is not a size."""
     if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())) is not None:
         size = float(match[1]) * (1024 if match[3] else 1000) ** (" kmgtp".index((match[2] or " ").lower()))
         value = int(size) if size < math.inf else value
@@ -49,11 +41,7 @@ def parse_bytes(value: object, what: str) -> int:
 
 
 def parse_rate(value: float | str) -> float:
-    """The bytes per second that ``100MB``, ``1.5GiB/s`` or a number stands for.
-
-    Raises:
-        InvalidOptionError: it stands for none.
-    """
+    """The bytes per second that ``100MB``, ``1.5GiB/s`` or a number stands for. Raises `InvalidOptionError` if it stands for none."""
     rate = parse_bytes(value.strip().removesuffix("/s"), "rate limit") if isinstance(value, str) else value
     if not 0 < rate < math.inf:
         raise InvalidOptionError(f"a rate limit must be more than 0 bytes per second, not {value}", object_id="rate limit")

@@ -100,6 +100,8 @@ class CapturedState(NamedTuple):
     """None: no tensor is on a device."""
     own: "CapturedState | None" = None
     """Of a rank: the state that belongs to it alone."""
+    is_copy: bool = False
+    """Whether its bytes were copied, so that training goes on while they are stored."""
 
     @property
     def logical_bytes(self) -> int:

@@ -106,7 +106,14 @@ def open_engine(
             identity=folder_identity(backend.url) if backend.is_local else 0,
         )
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
-        opener = LocationOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit, allowed)
+        opener = LocationOpener(
+            store_url=backend.url,
+            storage_options=dict(storage_options or {}),
+            no_sync=no_sync,
+            read_only=read_only,
+            on_wait=observers.emit,
+            allowed=allowed,
+        )
         same_store = partial(require_same_store, backend, config, config.encode())
         engine = make_engine(
             backend,

@@ -70,7 +70,10 @@ def location_of(part: Part, packs: Sequence[Ulid], extents: Extents, row: int, d
         raise CorruptObjectError(
             f"{pack_name(packs[pack])}: a part names a block there with invalid delta bases", object_id=pack_name(packs[pack])
         )
-    bases = tuple(Base(part.block_id(base), location_of(part, packs, extents, base, depth + 1)) for base in range(first, first + count))
+    bases = tuple(
+        Base(part.block_id(base), location_of(part, packs=packs, extents=extents, row=base, depth=depth + 1))
+        for base in range(first, first + count)
+    )
     return Location(packs[pack], entry, offset, stored, raw, codec, bases, flags if count else 0)
 
 

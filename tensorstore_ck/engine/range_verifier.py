@@ -67,8 +67,8 @@ class _PackVerifier:
         self._ends = self._entries["offset"] + self._entries["stored"]
 
     def __call__(self, offset: int, data: memoryview) -> None:
-        _require_equal(self._name, 0, self._header, offset, data)
-        _require_equal(self._name, self._footer_start, self._footer, offset, data)
+        _require_equal(self._name, start=0, expected=self._header, offset=offset, data=data)
+        _require_equal(self._name, start=self._footer_start, expected=self._footer, offset=offset, data=data)
         first = int(np.searchsorted(self._ends, offset, side="right"))
         stop = int(np.searchsorted(self._entries["offset"], offset + len(data), side="left"))
         for block, start, check, stored, _, codec, _, _ in self._entries[first:stop].tolist():

@@ -77,8 +77,12 @@ def locate_blocks(engine: Engine, view: RefTable, part: Part) -> BlockLocations:
     return BlockLocations(packs, extents, frozenset(moved))
 
 
-def follow(engine: Engine, view: RefTable, entries: Mapping[Ulid, Entries]) -> Iterator[tuple[Ulid, Entries, Ulid | None]]:
+def follow(
+    engine: Engine, view: RefTable, entries: Mapping[Ulid, Entries], doubted: Collection[Ulid] = ()
+) -> Iterator[tuple[Ulid, Entries, Ulid | None]]:
     """Follows sorted `entries` of packs: yields (pack, entries, None) for where they are now, and (pack, no entries, relocation map).
+
+    Entries that a `doubted` relocation map lists may be there, or where they would be without that map: both are yielded.
 
     Raises:
         DamageError: a relocation map cannot be read, or relocations form a cycle.
@@ -95,7 +99,7 @@ def follow(engine: Engine, view: RefTable, entries: Mapping[Ulid, Entries]) -> I
             yield pack, left[:0], relocation.moved
             for number, at in grouped(to["target"]):
                 pending.setdefault(found.targets[number], []).append(to["entry"][at])
-            left = left[~hit]
+            left = left if relocation.moved in doubted else left[~hit]
         if len(left):
             yield pack, left, None
     for pack, rest in pending.items():

@@ -114,17 +114,10 @@ def regions_of_rank(
     *,
     tensors: Sequence[int] | None = None,
 ) -> list[Region]:
-    """Every region that a rank holds, in the order of the layout.
+    """Every region that a rank holds, in the order of the layout; with `tensors` only of these, in order.
 
-    Args:
-        layout: The layout.
-        rank: The rank.
-        layout_ranks: The ranks with this layout, in order: the replicas of whole tensors.
-        explicit: The regions in that rank's part, of tensors whose regions do not follow from the layout.
-        tensors: Only of these tensors, in order; None: of all.
-
-    Raises:
-        CorruptObjectError: `explicit` lacks a tensor.
+    `layout_ranks`: the ranks with this layout, in order: the replicas of whole tensors. `explicit`: the regions in that rank's part, of
+    tensors whose regions do not follow from the layout. Raises `CorruptObjectError` if it lacks one.
     """
     regions: list[Region] = []
     explicit_of = {region.tensor: region for region in explicit}
@@ -135,7 +128,9 @@ def regions_of_rank(
         spec, spread = specs[number], layout.spreads[number] if layout.spreads else None
         if spread is None:
             if 0 not in spec.shape:
-                regions.append(Region(number, (0,) * len(spec.shape), spec.shape, False, layout_ranks))
+                regions.append(
+                    Region(tensor=number, offsets=(0,) * len(spec.shape), sizes=spec.shape, is_flat=False, replicas=layout_ranks)
+                )
         elif isinstance(spread, str):
             if number not in explicit_of:
                 raise CorruptObjectError(f"the part of rank {rank} does not list its regions of tensor {spec.name!r}", object_id=spec.name)
@@ -167,7 +162,7 @@ def regions_of_tensor(
     spec, spread = layout.tensors[tensor], layout.spreads[tensor] if layout.spreads else None
     if spread is None:
         if 0 not in spec.shape:
-            yield Region(tensor, (0,) * len(spec.shape), spec.shape, False, layout_ranks)
+            yield Region(tensor=tensor, offsets=(0,) * len(spec.shape), sizes=spec.shape, is_flat=False, replicas=layout_ranks)
     elif isinstance(spread, str):
         for rank in layout_ranks if order is None else order:
             yield from (Region(tensor, *box, spread == "flat", (rank,)) for box in explicit_boxes(rank, tensor))
@@ -195,7 +190,7 @@ def _positions(
         else:  # the first mesh dim to split this tensor dim: computed, not searched, as there may be thousands of positions
             whole.remove(shard.dim)
             start, size = near.offsets[shard.dim], near.sizes[shard.dim]
-            yield holders_of(shape[shard.dim], shard.split_factor, extent, start, start + size)
+            yield holders_of(shape[shard.dim], pieces=shard.split_factor, count=extent, start=start, stop=start + size)
 
 
 def bytes_of_replicas(layout: Layout, held: Sequence[Region]) -> dict[tuple[int, ...], int]:
@@ -212,11 +207,7 @@ def assign_blocks(layout: Layout, held: Sequence[Region], rank: int, target_byte
     All regions of one set of n replicas, T bytes together, are divided into k = max(1, min(n, T // `MIN_RUN_BYTES`)) runs: a block
     that begins at byte c belongs to run c * k // T, and run j to the j-th replica (FORMAT.md, "Who writes what").
 
-    Args:
-        layout: The layout.
-        held: The regions that the rank holds, or a part of them that has all regions of each set of replicas.
-        rank: The rank.
-        target_bytes: The target size of a block.
+    `held`: the regions that the rank holds, or a part of them that has all regions of each set of replicas. `target_bytes`: of a block.
     """
     is_shared = any(map(len, [region.replicas[1:] for region in held]))
     totals = bytes_of_replicas(layout, held) if is_shared else {}

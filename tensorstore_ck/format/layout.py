@@ -224,7 +224,13 @@ def _checked(body: Body) -> Layout:
         if type(tensor_name) is not str or len(tensor_name) > MAX_NAME_BYTES:
             raise ValueError("a tensor's name is malformed")
         dtype, item_bytes = dtypes[dtype_number]
-        spec = TensorSpec(tensor_name, dtype, item_bytes, tuple(extents[position : position + dims]), orders.get(number, ()))
+        spec = TensorSpec(
+            name=tensor_name,
+            dtype=dtype,
+            item_bytes=item_bytes,
+            shape=tuple(extents[position : position + dims]),
+            order=orders.get(number, ()),
+        )
         # Zero extents are left out: the strides of an empty tensor must be computable, too.
         size = item_bytes * prod(spec.shape if 0 not in spec.shape else filter(None, spec.shape))
         if size > (MAX_TENSOR_BYTES if 0 not in spec.shape else (1 << 63) - 1):
@@ -236,7 +242,9 @@ def _checked(body: Body) -> Layout:
     if len(spreads) != (0 if body.get("placements") is None else len(tensors)) or (meshes and not spreads):
         raise ValueError("not every tensor has a placement")
     _check_spreads(spreads, meshes, tensors)
-    return Layout(tensors, body["tree"], _storages(take(body, "storages", list), tensors), meshes, spreads)
+    return Layout(
+        tensors=tensors, tree=body["tree"], storages=_storages(take(body, "storages", list), tensors), meshes=meshes, spreads=spreads
+    )
 
 
 def _orders(items: list[Any], dims_of: Sequence[int]) -> dict[int, tuple[int, ...]]:

@@ -130,11 +130,7 @@ def encode_values(values: Sequence[object]) -> bytes:
 
 
 def decode_values(part: Part, name: str) -> list[Any]:
-    """The encoded values of a part.
-
-    Raises:
-        CorruptObjectError: they are not a msgpack list.
-    """
+    """The encoded values of a part. Raises `CorruptObjectError` if they are not a msgpack list."""
     values = unpack_body(memoryview(part.values), name)
     if not isinstance(values, list):
         raise CorruptObjectError(f"{name}: its values are not a list", object_id=name)
@@ -142,28 +138,24 @@ def decode_values(part: Part, name: str) -> list[Any]:
 
 
 def decode_part(data: bytes, name: str) -> Part:
-    """Decodes and checks a sealed part.
-
-    Raises:
-        CorruptObjectError: not a part, or its fields contradict each other.
-    """
+    """Decodes and checks a sealed part. Raises `CorruptObjectError` if it is not a part, or its fields contradict each other."""
     body = unseal("part", data, name)
     try:
         packs = take(body, "packs", bytes)
         part = Part(
-            take_digest(body, "layout"),
-            take_count(body, "rank"),
-            take_count(body, "world_size"),
-            np.frombuffer(take(body, "blobs", bytes), BLOB_DTYPE),
-            take(body, "ids", bytes),
-            take(body, "values", bytes),
-            take(body, "inline", bytes),
-            split_ulids(packs),
-            np.frombuffer(take(body, "extents", bytes), EXTENT_DTYPE),
-            take(body, "base_ids", bytes),
-            take_count(body, "anchor"),
-            None if body.get("coordinate") is None else take(body, "coordinate", bytes),
-            b"" if body.get("regions") is None else take(body, "regions", bytes),
+            layout_id=take_digest(body, "layout"),
+            rank=take_count(body, "rank"),
+            world_size=take_count(body, "world_size"),
+            blobs=np.frombuffer(take(body, "blobs", bytes), BLOB_DTYPE),
+            ids=take(body, "ids", bytes),
+            values=take(body, "values", bytes),
+            inline=take(body, "inline", bytes),
+            packs=split_ulids(packs),
+            extents=np.frombuffer(take(body, "extents", bytes), EXTENT_DTYPE),
+            base_ids=take(body, "base_ids", bytes),
+            anchor=take_count(body, "anchor"),
+            layout_of=None if body.get("coordinate") is None else take(body, "coordinate", bytes),
+            regions=b"" if body.get("regions") is None else take(body, "regions", bytes),
         )
     except (TypeError, ValueError) as exc:
         raise CorruptObjectError(f"{name} is not a valid part: {exc!r}", object_id=name) from exc

@@ -63,7 +63,14 @@ class PartIndex:
         for share in assign_blocks(layout, all_regions, part.rank, block_bytes):
             region = all_regions[share.region]
             at = inline if share.is_inline else row
-            held = RegionBytes(region, share.start, share.start + sum(share.lengths), at, share.lengths, share.is_inline)
+            held = RegionBytes(
+                region=region,
+                start=share.start,
+                stop=share.start + sum(share.lengths),
+                first=at,
+                lengths=share.lengths,
+                is_inline=share.is_inline,
+            )
             self._held.setdefault(region.tensor, []).append(held)
             if share.is_inline:
                 inline += share.lengths[0]

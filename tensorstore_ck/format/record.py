@@ -103,30 +103,26 @@ record_name = partial(object_name, "snapshot")
 
 
 def decode_record(data: bytes, name: str) -> Record:
-    """Decodes and checks a sealed record.
-
-    Raises:
-        CorruptObjectError: not a record, or its root does not match its content.
-    """
+    """Decodes and checks a sealed record. Raises `CorruptObjectError` if it is not a record, or its root does not match its content."""
     body = unseal("snapshot", data, name)
     try:
         parts, metrics = take(body, "parts", bytes), take(body, "metrics", dict)
         if any(type(value) is not float for value in metrics.values()):
             raise TypeError("a metric is not a float")
         record = Record(
-            take(body, "ref", str),
-            None if body["step"] is None else take(body, "step", int),
-            None if body["parent"] is None else take_digest(body, "parent"),
-            take(body, "metadata", bytes),
-            metrics,
-            take_count(body, "time_ns"),
-            split_ulids(parts),
-            take(body, "part_ids", bytes),
-            take_count(body, "logical_bytes"),
-            take_count(body, "new_bytes"),
-            take(body, "streams", str) if "streams" in body else "",
-            triggers if are_triggers(triggers := body.get("triggers")) else (),
-            epoch if is_epoch(epoch := body.get("epoch")) else None,
+            ref=take(body, "ref", str),
+            step=None if body["step"] is None else take(body, "step", int),
+            parent=None if body["parent"] is None else take_digest(body, "parent"),
+            metadata=take(body, "metadata", bytes),
+            metrics=metrics,
+            time_ns=take_count(body, "time_ns"),
+            parts=split_ulids(parts),
+            part_ids=take(body, "part_ids", bytes),
+            logical_bytes=take_count(body, "logical_bytes"),
+            new_bytes=take_count(body, "new_bytes"),
+            streams=take(body, "streams", str) if "streams" in body else "",
+            triggers=triggers if are_triggers(triggers := body.get("triggers")) else (),
+            epoch=epoch if is_epoch(epoch := body.get("epoch")) else None,
         )
         is_root = record.root() == body["root"]
     except (KeyError, TypeError, ValueError, struct.error) as exc:

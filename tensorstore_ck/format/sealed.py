@@ -60,11 +60,7 @@ class ParseBudget:
         self._stored_bytes += size_bytes
 
     def spend(self, size_bytes: int, items: int, name: str) -> None:
-        """Counts decoded bytes and msgpack items.
-
-        Raises:
-            CorruptObjectError: the stored bytes do not allow that much.
-        """
+        """Counts decoded bytes and msgpack items. Raises `CorruptObjectError` if the stored bytes do not allow that much."""
         spent_bytes = self._spent_bytes + size_bytes + BYTES_PER_ITEM * items
         allowed_bytes = self._free_bytes + BYTES_PER_STORED * self._stored_bytes
         if spent_bytes > allowed_bytes:
@@ -136,11 +132,7 @@ def unseal(kind: str, data: bytes, name: str, budget: ParseBudget | None = None)
 
 
 def unpack_body(data: memoryview, name: str, budget: ParseBudget | None = None) -> Any:
-    """Decodes msgpack after `check_msgpack`.
-
-    Raises:
-        CorruptObjectError: not msgpack of the form that `pack_body` writes.
-    """
+    """Decodes msgpack after `check_msgpack`. Raises `CorruptObjectError` if it is not msgpack of the form that `pack_body` writes."""
     if len(data) > MAX_BODY_BYTES:
         raise CorruptObjectError(f"{name} has {len(data)} bytes, more than an object may have", object_id=name)
     check_msgpack(data, name, budget)
@@ -160,11 +152,7 @@ def _map(pairs: list[tuple[object, object]]) -> dict[str, object]:
 
 
 def take(body: Body, key: str, kind: type[T]) -> T:
-    """The value of `key`.
-
-    Raises:
-        TypeError: its type is not exactly `kind`; decoders turn this into a `CorruptObjectError`.
-    """
+    """The value of `key`. Raises `TypeError` if its type is not exactly `kind`; decoders turn this into a `CorruptObjectError`."""
     value = body.get(key)
     if type(value) is not kind:
         raise TypeError(f"{key} is a {type(value).__name__}, not a {kind.__name__}")

@@ -46,7 +46,15 @@ class StoreConfig:
 
 def new_config(*, exclusive_create: bool) -> StoreConfig:
     """The configuration of a new store."""
-    return StoreConfig(STORE_FORMAT, str(uuid.uuid4()), BLOCK_BYTES, "blake3", (), "log", exclusive_create)
+    return StoreConfig(
+        format=STORE_FORMAT,
+        uuid=str(uuid.uuid4()),
+        block_bytes=BLOCK_BYTES,
+        hash="blake3",
+        features=(),
+        log="log",
+        exclusive_create=exclusive_create,
+    )
 
 
 def decode_config(data: bytes, url: str) -> StoreConfig:
@@ -74,7 +82,15 @@ def decode_config(data: bytes, url: str) -> StoreConfig:
         )
     if not all(is_valid(body.get(key)) for key, is_valid in _CHECKS.items()):
         raise CorruptObjectError(f"{where} has impossible values; run `tsck fsck`", object_id=CONFIG_NAME)
-    return StoreConfig(STORE_FORMAT, body["uuid"], body["block_bytes"], "blake3", (), body["log"], body["exclusive_create"])
+    return StoreConfig(
+        format=STORE_FORMAT,
+        uuid=body["uuid"],
+        block_bytes=body["block_bytes"],
+        hash="blake3",
+        features=(),
+        log=body["log"],
+        exclusive_create=body["exclusive_create"],
+    )
 
 
 _CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {

@@ -235,7 +235,7 @@ class _Parser:
                 if not all(type(key) is str for key in keys):
                     self.fail("a field is not a name")
             case "r", [str(), inner]:
-                return Container(node, path[:-1], (), [self.tree(inner, path, depth)], None)
+                return Container(node=node, path=path[:-1], keys=(), children=[self.tree(inner, path, depth)], attributes=None)
             case _:
                 self.fail(f"container node {str(node)[:80]}")
         if len(keys) != len(nodes):
@@ -247,7 +247,7 @@ class _Parser:
         attributes = None
         if tag == "o" and rest[2] is not False:
             attributes = self.tree(rest[2], f"{path}{ATTRIBUTES}.", depth)
-        return Container(node, path[:-1], keys, children, attributes)
+        return Container(node=node, path=path[:-1], keys=keys, children=children, attributes=attributes)
 
     def _int(self, value: object) -> int:
         if type(value) is not int:

@@ -53,11 +53,7 @@ _LONG_DOUBLE: Final = f"#{np.finfo(np.longdouble).nmant}"
 
 
 def encode(value: object, path: str, encode_other: Encode | None = None) -> Any:
-    """The msgpack-able form of `value`.
-
-    Raises:
-        UnsupportedValueError: `value` has no such form; the message names `path`.
-    """
+    """The msgpack-able form of `value`. Raises `UnsupportedValueError` if `value` has no such form; the message names `path`."""
     return _encode(value, path, encode_other, 0)
 
 
@@ -175,11 +171,7 @@ def msgpack_blobs(values: Sequence[Any], name: str) -> frozenset[int]:
 
 
 def decode(encoded: Any, *, decode_other: Decode | None = None, blob: Callable[[int], bytes] | None = None, name: str = "a value") -> Any:
-    """The value that `encode` encoded; `blob` gives the bytes of a large one.
-
-    Raises:
-        CorruptObjectError: `encoded` is malformed.
-    """
+    """The value that `encode` encoded; `blob` gives the bytes of a large one. Raises `CorruptObjectError` if `encoded` is malformed."""
     try:
         if type(encoded) is list and encoded and encoded[0] == "b" and blob is not None:
             _, kind, index = encoded

@@ -64,11 +64,11 @@ def decode_writer_record(data: bytes, name: str) -> WriterRecord:
     body = unseal("writer", data, name)
     try:
         process = Process(
-            take(body, "host", str),
-            take(body, "boot_id", str),
-            take(body, "pid_namespace", str),
-            take_count(body, "pid"),
-            take_count(body, "start_ticks"),
+            host=take(body, "host", str),
+            boot_id=take(body, "boot_id", str),
+            pid_namespace=take(body, "pid_namespace", str),
+            pid=take_count(body, "pid"),
+            start_ticks=take_count(body, "start_ticks"),
         )
         record = WriterRecord(take(body, "series", bytes), process, take_count(body, "time_ns"))
         is_named_so = len(record.series) == SERIES_BYTES and record.name == name

@@ -45,12 +45,12 @@ def distinct_blocks(packs: Sequence[Ulid], extents: Extents) -> BlockSet:
     numbers = keys >> 32
     starts = np.flatnonzero(np.diff(numbers, prepend=-1))
     return BlockSet(
-        [packs[number] for number in numbers[starts].tolist()],
-        np.diff(starts, append=len(keys)),
-        keys & (1 << 32) - 1,
-        extents["stored"][rows],
-        extents["raw"][rows],
-        extents["codec"][rows],
+        packs=[packs[number] for number in numbers[starts].tolist()],
+        counts=np.diff(starts, append=len(keys)),
+        entries=keys & (1 << 32) - 1,
+        stored=extents["stored"][rows],
+        raw=extents["raw"][rows],
+        codecs=extents["codec"][rows],
     )
 
 

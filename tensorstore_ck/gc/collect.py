@@ -16,8 +16,9 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import GcRefusedError, NoSpaceError, StoreError, UnsafeBackendError
 from tensorstore_ck.gc.compact import SparsePack, commit_relocations, compact, live_bytes
 from tensorstore_ck.gc.free_objects import DELETE_BATCH, OBJECTS_AN_ENTRY, changed_log, condemn, delete, truncate_tombstones
+from tensorstore_ck.gc.live_set import LiveSet
 from tensorstore_ck.gc.options import GcOptions
-from tensorstore_ck.gc.plan import GcPlan, Planner, written_bytes
+from tensorstore_ck.gc.plan import GcPlan, Planner, simulate, written_bytes
 from tensorstore_ck.gc.report import GcReport, GoneSnapshot, Progress, ProgressSum, RewrittenPack, ignore_progress
 from tensorstore_ck.log import FOLDERS, ObjectKey, Objects, Op, RefTable
 
@@ -51,6 +52,8 @@ class _Gc:
         self._progress = progress
         self._planner = Planner(engine, options, progress)
         self._notes = self._planner.notes
+        self._accepted: set[tuple[object, ...]] = set()
+        """The planned ends of undo windows and pins."""
         self._deleted: set[ObjectKey] = set()
 
     def run(self) -> GcReport:
@@ -66,10 +69,11 @@ class _Gc:
             f"refused: {refusal}" if refusal else "dry run" if self._dry_run else "goes on",
         )
         if self._dry_run:
-            return self._report(plan, plan.doomed, plan.sparse, written_bytes(plan.sparse), refusal)
+            return self._report(plan, deleted=plan.doomed, rewritten=plan.sparse, written_bytes=written_bytes(plan.sparse), refusal=refusal)
         if refusal is not None:
             raise refusal
         self._engine.placed.require_owner()
+        self._accepted = {tuple(op.fields.values()) for op in plan.ending}
         self._delete(plan.listed)  # frees what earlier runs swept: on a full disk, the entries of this run need the space
         self._condemn(plan)
         self._delete(plan.listed)
@@ -148,24 +152,29 @@ class _Gc:
         Writes one entry on a full disk. Elsewhere each step is an entry: if one is lost, salvage still learns from the others what was
         freed.
         """
-        accepted = {tuple(op.fields.values()) for op in plan.ending}
-
-        def ending(view: RefTable) -> list[Op]:
-            return [op for op in self._planner.ending(view) if tuple(op.fields.values()) in accepted] if accepted else []
-
         space = self._engine.backend.space()
         is_full = space is not None and space.free_bytes < SPARE_BYTES
-        if len(accepted) > (ENDINGS_AN_ENTRY if is_full else 0):
-            while len(self._engine.log.append(lambda view: ending(view)[:ENDINGS_AN_ENTRY]).ops) == ENDINGS_AN_ENTRY:
+        if len(self._accepted) > (ENDINGS_AN_ENTRY if is_full else 0):
+            while len(self._engine.log.append(lambda view: self._ending(view)[:ENDINGS_AN_ENTRY]).ops) == ENDINGS_AN_ENTRY:
                 pass
         condemn(
             self._engine,
             self._planner.live,
             plan.garbage,
-            ending=ending,
+            ending=self._ending,
             due=self._due if is_full and not self._options.grace_seconds else None,
         )
         self._sweep()
+
+    def _ending(self, view: RefTable) -> list[Op]:
+        """The planned ends of undo windows and pins that are still to come."""
+        return [op for op in self._planner.ending(view) if tuple(op.fields.values()) in self._accepted] if self._accepted else []
+
+    def _live_at(self, view: RefTable) -> LiveSet:
+        """What is needed at `view`, as if what is planned to end had ended."""
+        ending = self._ending(view)
+        self._planner.live.update(simulate(view, ending) if ending else view)
+        return self._planner.live
 
     def _compact(self, packs: Sequence[SparsePack]) -> tuple[list[SparsePack], int]:
         """Copies the live entries of packs, each within its own location; returns the packs that were replaced, and the bytes written.
@@ -205,7 +214,8 @@ class _Gc:
         return packs[: sum(written_bytes(packs[:count]) <= free_bytes for count in range(1, len(packs) + 1))]
 
     def _due(self, view: RefTable) -> list[ObjectKey]:
-        return [key for key, state in view.objects() if not state.swept and self._planner.is_due(state.n)]
+        live = self._live_at(view)  # others may have condemned what is needed
+        return [key for key, state in view.objects() if not state.swept and self._planner.is_due(state.n) and not live.needs(key)]
 
     def _sweep(self) -> None:
         left = True
@@ -220,10 +230,11 @@ class _Gc:
             self._engine.log.append(build)
 
     def _delete(self, keys: Iterable[ObjectKey]) -> None:
-        """Deletes the objects among `keys` that this run or another one has swept."""
+        """Deletes the objects among `keys` that the log calls swept, and that nothing needs: a sweep alone proves nothing."""
         view = self._engine.log.view()
+        live = self._live_at(view)
         states = ((key, view.object_state(key)) for key in keys if key not in self._deleted)
-        dead = sorted(key for key, state in states if state is not None and state.swept)
+        dead = sorted(key for key, state in states if state is not None and state.swept and not live.needs(key))
         _logger.debug("delete %s", ", ".join(key.name for key in dead) or "nothing")
         delete(self._engine, dead, ProgressSum(self._progress, "deleting objects", len(dead)).add)
         self._deleted.update(dead)
@@ -246,18 +257,18 @@ class _Gc:
         batch = 1 if self._engine.backend.is_local else DELETE_BATCH
         writes = sum(2 + live_bytes(pack) // (8 << 20) for pack in rewritten)
         return GcReport(
-            self._dry_run,
-            tuple(GoneSnapshot(ulid_text(info.ulid), info.root.hex(), info.ref, info.step) for info in gone),
-            {kind: sum(key.kind == kind for key in deleted) for kind in FOLDERS},
-            sum(plan.listed[key].size_bytes for key in deleted),
-            tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten),
-            written_bytes,
-            waiting,
-            len(plan.young),
-            sum(listed.size_bytes for listed in plan.listed.values()),
-            self._planner.requests + -(-len(deleted) // batch) + writes,
-            tuple(self._notes),
-            None if refusal is None else str(refusal),
-            plan.freeable.command,
-            plan.freeable.later,
+            dry_run=self._dry_run,
+            snapshots=tuple(GoneSnapshot(ulid_text(info.ulid), info.root.hex(), info.ref, info.step) for info in gone),
+            deleted={kind: sum(key.kind == kind for key in deleted) for kind in FOLDERS},
+            deleted_bytes=sum(plan.listed[key].size_bytes for key in deleted),
+            rewritten=tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten),
+            written_bytes=written_bytes,
+            waiting=waiting,
+            young=len(plan.young),
+            total_bytes=sum(listed.size_bytes for listed in plan.listed.values()),
+            requests=self._planner.requests + -(-len(deleted) // batch) + writes,
+            notes=tuple(self._notes),
+            refused=None if refusal is None else str(refusal),
+            command=plan.freeable.command,
+            later=plan.freeable.later,
         )

@@ -87,11 +87,7 @@ class SparsePack(NamedTuple):
 
 
 def read_footer(backend: Backend, pack: Ulid, size_bytes: int) -> Footer:
-    """The footer of a pack, in three small reads.
-
-    Raises:
-        DamageError: missing or damaged.
-    """
+    """The footer of a pack, in three small reads. Raises `DamageError` if it is missing or damaged."""
     name = pack_name(pack)
     return read_pack_ends(partial(backend.read_into, name), size_bytes, name).decoded
 
@@ -103,14 +99,9 @@ def compact(
     read: Callable[[Ulid, Footer, list[int]], list[StoredBlock]] | None = None,
     url: str | None = None,
 ) -> Compacted:
-    """Copies the given entries of each pack.
+    """Copies the given entries of each pack to `url`, by default the store's own location.
 
-    Args:
-        engine: The store.
-        packs: What to copy.
-        progress: Called with each number of bytes copied.
-        read: Reads verified blocks, given neighbouring entries; by default from the pack itself.
-        url: Where the copies go; None: the store's own location.
+    `progress` is called with each number of bytes copied. `read` returns verified blocks of neighbouring entries; by default from the pack.
     """
     backend = engine.placed.at(url) if url is not None else engine.backend
     writer = PackWriter(backend, engine.new_id, lambda _: {}, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if backend.is_local else 1)
@@ -122,7 +113,7 @@ def compact(
         size_bytes = span_bytes(footer.entries[run])
         if len(getattr(buffers, "memory", b"")) < size_bytes:
             buffers.memory = memoryview(bytearray(max(size_bytes, RUN_BYTES)))
-        return read_blocks(engine.backend, pack, footer, run, buffers.memory[:size_bytes])
+        return read_blocks(engine.backend, pack=pack, footer=footer, entries=run, memory=buffers.memory[:size_bytes])
 
     fetch = read or from_pack
 
@@ -151,7 +142,7 @@ def compact(
         if source.pack not in problems:
             entries = source.entries.tolist()
             locations = [writer.location(_block_id(source.footer, entry)) for entry in entries]
-            moves.append(write_relocation(engine, source.pack, entries, locations, url))
+            moves.append(write_relocation(engine, pack=source.pack, entries=entries, locations=locations, url=url))
     return Compacted(moves, writer.new_bytes + sum(move.size_bytes for move in moves), list(problems.values()))
 
 
@@ -204,7 +195,7 @@ def commit_relocations(engine: Engine, moves: Sequence[CompactedPack], live: Liv
 def _encoded(footer: Footer, entry: int, block: StoredBlock) -> EncodedBlock:
     """The block for a new pack; that pack may lack the block's bases."""
     bases = tuple(Base(base, None) for base in footer.bases_of(entry)) if block.codec in CODECS_WITH_BASES else ()
-    return EncodedBlock(_block_id(footer, entry), block.codec, (block.stored,), block.raw_bytes, bases)
+    return EncodedBlock(id=_block_id(footer, entry), codec=block.codec, pieces=(block.stored,), raw_bytes=block.raw_bytes, bases=bases)
 
 
 def _runs(sources: Sequence[SparsePack]) -> Iterator[tuple[SparsePack, list[int]]]:
@@ -228,7 +219,9 @@ def write_relocation(
     )
     ulid, encoded = engine.new_id(), RelocationMap(pack, targets, rows, url).encode()
     engine.backend.put(ObjectKey("moved", ulid).name, encoded)
-    return CompactedPack(pack, ulid, object_hash(encoded), tuple(targets), np.array(entries), len(encoded), url)
+    return CompactedPack(
+        pack=pack, ulid=ulid, hash=object_hash(encoded), targets=tuple(targets), entries=np.array(entries), size_bytes=len(encoded), url=url
+    )
 
 
 def _block_id(footer: Footer, entry: int) -> Digest:

@@ -21,6 +21,7 @@ from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
 from tensorstore_ck.gc.free_objects import OBJECTS_AN_ENTRY, changed_log, condemn, delete, truncate_tombstones
 from tensorstore_ck.gc.live_set import LiveSet, require_total_order
 from tensorstore_ck.gc.options import GcOptions
+from tensorstore_ck.gc.released import Releases
 from tensorstore_ck.gc.repack import repack_packs
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
 
@@ -38,7 +39,7 @@ class FreedSnapshots(NamedTuple):
 
 
 class _Dropped(NamedTuple):
-    """Snapshots of a branch that nothing holds, at one entry."""
+    """Snapshots of a branch that nothing holds, at one entry, and that this process released, or others before the undo window."""
 
     snapshots: int
     closure: LiveSet
@@ -64,17 +65,18 @@ def free_dropped(engine: Engine, ref: str) -> FreedSnapshots:
     if engine.log.is_changed:
         raise changed_log(engine.backend.url)
     engine.placed.require_owner()
-    _end_undo_windows(engine, ref)
-    dropped = at_newest(engine.log, partial(_look, engine, ref))
+    releases = Releases(engine, DEFAULTS.undo_window_seconds, engine.clock())
+    _end_undo_windows(engine, ref, releases)
+    dropped = at_newest(engine.log, partial(_look, engine, ref, releases))
     if dropped is None:
         return FreedSnapshots(0, 0, 0)
     sparse = _sparse_packs(engine, dropped)
     objects = dropped.closure.objects()
     condemn(engine, dropped.live, [key for key in objects if not dropped.live.needs(key)])
-    freed = _sweep(engine, {key for key in objects if key.kind == "pack"})  # before packs are rewritten: the disk may be full
+    freed = _sweep(engine, dropped.live, {key for key in objects if key.kind == "pack"})  # before packs are rewritten: the disk may be full
     delete(engine, freed)
     rewritten = repack_packs(engine, dropped.live, sparse, mode=None, progress=lambda size: None).packs if sparse else []
-    swept = _sweep(engine, objects)
+    swept = _sweep(engine, dropped.live, objects)
     delete(engine, [key for key in swept if key not in freed])
     dropped.live.drop_summaries(swept)
     truncate_tombstones(engine, DEFAULTS.tombstone_seconds)
@@ -82,11 +84,13 @@ def free_dropped(engine: Engine, ref: str) -> FreedSnapshots:
     return FreedSnapshots(dropped.snapshots, len(swept), len(rewritten))
 
 
-def _end_undo_windows(engine: Engine, ref: str) -> None:
-    """Ends the undo windows that saves opened: the entry of such a window publishes a snapshot on the branch."""
+def _end_undo_windows(engine: Engine, ref: str, releases: Releases) -> None:
+    """Ends the undo windows that saves of this process opened, or others long ago: the entry of such a window publishes a snapshot on the
+    branch. A window that another one has just opened stays, because anybody can append such an entry.
+    """
     engine.log.sync()
     entries = {window.n for window in engine.log.view().windows() if window.name == ref and window.kind == "snapshots"}
-    by_save = {n for n in entries if _publishes(engine, n, ref)}
+    by_save = {n for n in entries if releases.is_over(n) and _publishes(engine, n, ref)}
 
     def build(view: RefTable) -> list[Op]:
         return [Op.purge(window.n, ref) for window in view.windows() if window.name == ref and window.n in by_save]
@@ -100,11 +104,12 @@ def _publishes(engine: Engine, n: int, ref: str) -> bool:
     return entry is not None and any(op.name == "put" and op.fields["ref"] == ref for op in entry.ops)
 
 
-def _look(engine: Engine, ref: str, _anchor: int, view: RefTable) -> _Dropped | None:
-    infos = [info for info in view.snapshots(live=False) if info.ref == ref]
+def _look(engine: Engine, ref: str, releases: Releases, _anchor: int, view: RefTable) -> _Dropped | None:
+    infos = [info for info in view.snapshots(live=False) if info.ref == ref and releases.is_over(view.expired_at(info.ulid) or 0)]
     if not infos:
         return None
     closure, live = LiveSet(engine, None), LiveSet(engine, None)
+    live.keep(releases)
     count = 0
     for info in infos:
         with suppress(DamageError):  # somebody else has begun to delete it, or gc reports the damage
@@ -134,16 +139,20 @@ def _sparse_packs(engine: Engine, dropped: _Dropped) -> list[SparsePack]:
     return [sparse[pack] for pack in sorted(sparse)]
 
 
-def _sweep(engine: Engine, keys: set[ObjectKey]) -> Sequence[ObjectKey]:
-    """Sweeps the condemned objects among `keys`, records last: after a kill, the next run finds the rest by their records."""
+def _sweep(engine: Engine, live: LiveSet, keys: set[ObjectKey]) -> Sequence[ObjectKey]:
+    """Sweeps the condemned objects among `keys` that nothing needs, records last: after a kill, the next run finds the rest by their
+    records. Returns those that are swept.
+    """
     ordered = sorted(keys, key=lambda key: (key.kind == "snapshot", key))
 
     def build(view: RefTable) -> list[Op]:
-        states = ((key, view.object_state(key)) for key in ordered)
+        live.update(view)  # others may have condemned what is needed
+        states = ((key, view.object_state(key)) for key in ordered if not live.needs(key))
         due = [key for key, state in states if state is not None and not state.swept]
         return [Op.sweep(Objects(due[:OBJECTS_AN_ENTRY]))] if due else []
 
     while engine.log.append(build).ops:
         pass
     view = engine.log.view()
-    return [key for key in ordered if (state := view.object_state(key)) is not None and state.swept]
+    live.update(view)
+    return [key for key in ordered if (state := view.object_state(key)) is not None and state.swept and not live.needs(key)]

@@ -34,14 +34,9 @@ def condemn(
     ending: Callable[[RefTable], Sequence[Op]] = lambda view: (),
     due: Callable[[RefTable], Sequence[ObjectKey]] | None = None,
 ) -> None:
-    """Condemns what no root needs at the head that the entry follows.
+    """Condemns `garbage` that no root needs at the head that the entry follows; `ending` ends undo windows and pins in the same entry.
 
-    Args:
-        engine: The store.
-        live: What the roots need.
-        garbage: What to condemn.
-        ending: Ends undo windows and pins in the same entry.
-        due: Lists condemned objects to sweep. With it, the entry sweeps these and what it condemns: there may be no space for two.
+    `due` lists condemned objects to sweep. With it, the entry sweeps these and what it condemns: there may be no space for two.
     """
 
     def build(view: RefTable, batch: Iterable[ObjectKey]) -> list[Op]:

@@ -1,4 +1,5 @@
-"""What the roots need at one log entry: a bit for each entry of each pack, and the small objects by name.
+"""What the roots need at one log entry, and what was released within the undo window: a bit for each entry of each pack, and the small
+objects by name.
 
 While no relocation begins or ends, an update only adds what new roots need. The set may then hold more than the newest roots need,
 so some objects are freed by the next run only.
@@ -6,14 +7,23 @@ so some objects are freed by the next run only.
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import Entries, follow
-from tensorstore_ck.errors import DamageError, UnreadableError, UnsafeBackendError
+from tensorstore_ck.errors import (
+    CorruptObjectError,
+    DamageError,
+    MissingObjectError,
+    SnapshotExpiredError,
+    UnreadableError,
+    UnsafeBackendError,
+)
 from tensorstore_ck.gc.mark import LiveBits, read_summaries
 from tensorstore_ck.gc.part_summary import PartSummary, SummaryCache
+from tensorstore_ck.gc.released import Released, Releases
 from tensorstore_ck.gc.roots import release_commands, roots
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 
@@ -57,7 +67,9 @@ class LiveSet(RootNeeds):
         self._progress = progress
         self._lock = threading.Lock()
         self._summaries = SummaryCache(engine.table, part_sizes)
-        self._relocations: frozenset[tuple[Ulid, Ulid]] = frozenset()
+        self._releases: Releases | None = None
+        self._relocations: tuple[frozenset[tuple[Ulid, Ulid]], frozenset[Ulid]] = frozenset(), frozenset()
+        """(all relocations, doubted maps)"""
         self._relocated: frozenset[Ulid] = frozenset()
         self._snapshots: set[Ulid] = set()
         super().__init__(LiveBits(), set())
@@ -66,13 +78,19 @@ class LiveSet(RootNeeds):
         """A copy that later updates do not change. It costs a bit of memory per stored block."""
         return RootNeeds(self._marks.copy(), set(self._objects))
 
+    def keep(self, releases: Releases) -> None:
+        """From the next update on adds what was released within the undo window, as far as it can be read."""
+        self._releases = releases
+
     def update(self, view: RefTable) -> None:
         """Adds what the roots of `view` need.
 
         Raises:
             UnreadableError: an object that a root needs cannot be read, so what else is needed is unknown.
         """
-        self._set_relocations(view)
+        released = Released() if self._releases is None else self._releases.at(view)
+        view = released.restored(view)
+        self._set_relocations(view, released.doubted)
         new = sorted(roots(view).keys() - self._snapshots)  # oldest first: packs then grow in place
         done = 0
 
@@ -84,6 +102,10 @@ class LiveSet(RootNeeds):
                 self._progress(done, len(new))
 
         for_each(new, add, cpu_threads() if self._engine.backend.is_local else REMOTE_THREADS)
+        for info in released.snapshots:
+            if info.ulid not in self._snapshots:
+                with suppress(MissingObjectError, CorruptObjectError, SnapshotExpiredError):  # nothing can restore it
+                    self._add_snapshot(view, info)
         self._summaries.flush()
 
     def packs_of(self, view: RefTable, info: SnapshotInfo) -> set[Ulid]:
@@ -120,10 +142,10 @@ class LiveSet(RootNeeds):
         """Drops the cached summaries of parts that are gone."""
         self._summaries.prune()
 
-    def _set_relocations(self, view: RefTable) -> None:
+    def _set_relocations(self, view: RefTable, doubted: frozenset[Ulid] = frozenset()) -> None:
         relocations = frozenset(view.all_relocations())
-        if relocations != self._relocations:
-            self._relocations, self._relocated = relocations, frozenset(pack for pack, _ in relocations)
+        if self._relocations != (relocations, doubted):
+            self._relocations, self._relocated = (relocations, doubted), frozenset(pack for pack, _ in relocations)
             self._snapshots, self._objects, self._marks = set(), set(), LiveBits()
 
     def _add(self, view: RefTable, ulid: Ulid) -> None:
@@ -152,10 +174,10 @@ class LiveSet(RootNeeds):
     def _add_part(self, view: RefTable, summary: PartSummary) -> set[ObjectKey]:
         """Marks what a part needs; returns the relocation maps that lead there."""
         elsewhere = self._relocated.intersection(summary.packs)
-        followed = list(follow(self._engine, view, summary.entries(elsewhere)))
-        found = [(pack, entries) for pack, entries, moved in followed if moved is None]
+        followed = list(follow(self._engine, view, summary.entries(elsewhere), self._relocations[1]))
+        located = [(pack, entries) for pack, entries, moved in followed if moved is None]
         with self._lock:
             self._marks.mark(summary.without(elsewhere) if elsewhere else summary)
-            for pack, entries in found:
+            for pack, entries in located:
                 self._marks.mark_entries(pack, entries)
         return {ObjectKey("moved", moved) for _, _, moved in followed if moved is not None}

@@ -69,7 +69,7 @@ def summarize(part: Part, part_id: Digest) -> PartSummary:
     firsts = np.flatnonzero(np.diff(owners, prepend=-1))
     packs = [part.packs[number] for number in owners[firsts].tolist()]
     counts = np.diff(firsts, append=len(words)).astype("<u4")
-    return PartSummary(part_id, part.rank, packs, counts, (words & (1 << 26) - 1).astype("<u4"), bits)
+    return PartSummary(part_id=part_id, rank=part.rank, packs=packs, counts=counts, words=(words & (1 << 26) - 1).astype("<u4"), bits=bits)
 
 
 def in_order(extents: Extents) -> tuple[Array, Array]:
@@ -193,12 +193,12 @@ def decode_summary(value: bytes, part: Ulid, size_bytes: int | None) -> PartSumm
         fields = unpack_body(body, "a summary")
         packs = take(fields, "packs", bytes)
         summary = PartSummary(
-            take_digest(fields, "part_id"),
-            take_count(fields, "rank"),
-            split_ulids(packs),
-            np.frombuffer(take(fields, "counts", bytes), "<u4"),
-            np.frombuffer(take(fields, "words", bytes), "<u4"),
-            np.frombuffer(take(fields, "bits", bytes), "<u8"),
+            part_id=take_digest(fields, "part_id"),
+            rank=take_count(fields, "rank"),
+            packs=split_ulids(packs),
+            counts=np.frombuffer(take(fields, "counts", bytes), "<u4"),
+            words=np.frombuffer(take(fields, "words", bytes), "<u4"),
+            bits=np.frombuffer(take(fields, "bits", bytes), "<u8"),
         )
         noted_bytes = take_count(fields, "size")
         return summary if size_bytes in (None, noted_bytes) else None

@@ -23,6 +23,7 @@ from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
 from tensorstore_ck.gc.live_set import LiveSet, RootNeeds
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.pack_counts import PackCounts
+from tensorstore_ck.gc.released import Released, Releases
 from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, forget_command, gc_command, ignore_progress, iso_time, unpin_command
 from tensorstore_ck.gc.writers import WriterRecords
 from tensorstore_ck.log import FOLDERS, ChildRecord, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold, without_named_parent
@@ -93,6 +94,7 @@ class Planner:
         self._levels: list[_Level] = []
         self._listed: dict[ObjectKey, ListedObject] = {}
         self._due: dict[int, int] = {}
+        self._releases = Releases(engine, options.undo_window_seconds, self._now_ns)
         self.live = LiveSet(engine, {})
         self.anchor = 0
         """The entry that `live` was marked at."""
@@ -100,20 +102,18 @@ class Planner:
         self.notes: list[str] = []
 
     def make(self) -> GcPlan:
-        """The plan at the newest head.
-
-        Raises:
-            UnreadableError: a held snapshot cannot be read, so what it needs is unknown.
-        """
+        """The plan at the newest head. Raises `UnreadableError` if a held snapshot cannot be read, so what it needs is unknown."""
         self._engine.log.sync()  # an unreadable log is reported before all else
         self._listed = list_objects(self._engine.backend)
+        self._releases = Releases(self._engine, self._options.undo_window_seconds, self._now_ns, self._listed.keys())
         at_newest(self._engine.log, self._mark)
         return self._plan()
 
     def ending(self, view: RefTable) -> list[Op]:
         """Ends the undo windows and pins that ran out by this host's clock; other hosts follow the log entry."""
-        windows = [window for window in view.windows() if not self._is_younger(window.time_ns, self._options.undo_window_seconds)]
-        pins = [pin for pin in view.pins() if pin.expires_ns is not None and pin.expires_ns <= self._now_ns]
+        seconds, is_over = self._options.undo_window_seconds, self._releases.is_over
+        windows = [window for window in view.windows() if not self._is_younger(window.time_ns, seconds) and is_over(window.n)]
+        pins = [pin for pin in view.pins() if pin.expires_ns is not None and pin.expires_ns <= self._now_ns and is_over(pin.n)]
         return [*(Op.purge(window.n, window.name) for window in windows), *(Op.unpin(pin.ulid, pin.owner, view) for pin in pins)]
 
     def is_due(self, n: int) -> bool:
@@ -144,11 +144,14 @@ class Planner:
         if pins:
             self.live.update(simulate(current, [*purges, *unpins]))
             self._levels.append(_Level("pins", self.live.frozen(), max(pin.expires_ns or 0 for pin in pins), pins))
-        if windows:
+        released = self._releases.at(view)
+        if windows or released != Released():
             self.live.update(simulate(current, purges))
-            window_ns = int(self._options.undo_window_seconds * _NS)
-            self._levels.append(_Level("undo window", self.live.frozen(), max(window.time_ns for window in windows) + window_ns, ()))
+            window_ns, last_ns = int(self._options.undo_window_seconds * _NS), max((window.time_ns for window in windows), default=0)
+            last_ns = last_ns if released == Released() else self._now_ns
+            self._levels.append(_Level("undo window", self.live.frozen(), last_ns + window_ns, ()))
         self._levels.reverse()
+        self.live.keep(self._releases)
         self.live.update(current)
 
     # --- this run -----------------------------------------------------------------------------------------------------
@@ -156,8 +159,9 @@ class Planner:
     def _plan(self) -> GcPlan:
         options, listed = self._options, self._listed
         self.requests += len(FOLDERS) + len(listed) // 1000
-        states = {key: state for key in listed if (state := self._view.object_state(key)) is not None}
-        unneeded = [key for key in listed if key not in states and not self.live.needs(key)]
+        needed = {key for key in listed if self.live.needs(key)}
+        states = {key: state for key in listed if key not in needed and (state := self._view.object_state(key)) is not None}
+        unneeded = [key for key in listed if key not in states and key not in needed]
         young = {key for key in unneeded if self._is_young(key)}
         writers = WriterRecords(self._engine)
         ended = writers.ended({series_of(key.ulid) for key in young})
@@ -173,22 +177,22 @@ class Planner:
         doomed += [ObjectKey("pack", pack.pack) for pack in packs if not options.grace_seconds]
         unnamed = self._unnamed(unneeded)
         return GcPlan(
-            self._view,
-            self._ends,
-            listed,
-            garbage,
-            frozenset(young),
-            packs,
-            frozenset(doomed),
-            [*self._view.snapshots(live=False)],
-            writers.useless(ended, self._now_ns, options.min_age_seconds),
-            unnamed,
-            Freeable(0, "", ())
+            view=self._view,
+            ending=self._ends,
+            listed=listed,
+            garbage=garbage,
+            young=frozenset(young),
+            sparse=packs,
+            doomed=frozenset(doomed),
+            expired=[*self._view.snapshots(live=False)],
+            useless_records=writers.useless(ended, self._now_ns, options.min_age_seconds),
+            unnamed=unnamed,
+            freeable=Freeable(0, "", ())
             if unnamed
             else self._freeable(
                 states, unneeded, young, doomed=doomed, sparse=[level.packs for level in sparse], rewritable_bytes=rewritable_bytes
             ),
-            options,
+            options=options,
         )
 
     def _unnamed(self, unneeded: Iterable[ObjectKey]) -> list[ChildRecord]:
@@ -204,7 +208,8 @@ class Planner:
         sparse: list[list[SparsePack]] = [[] for _ in stages]
         rewritable: list[int] = []
         below = self._options.compact_below
-        candidates = [key for key in self._listed if key.kind == "pack" and key not in states and self.live.needs(key)]
+        packs = (key for key in self._listed if key.kind == "pack" and self.live.needs(key))
+        candidates = [key for key in packs if self._view.object_state(key) is None]
         counts = PackCounts(self._engine.table, {key.ulid for key in self._listed if key.kind == "pack"})
 
         def judge(key: ObjectKey) -> None:
@@ -267,7 +272,11 @@ class Planner:
         def add(why: str, then_bytes: int, count: int, *, due_ns: int | None, options: GcOptions, before: Iterable[str] = ()) -> None:
             nonlocal freed
             if then_bytes > freed:
-                later.append(FreedLater(why, then_bytes - freed, count, due_ns, (*before, command(options, then_bytes))))
+                later.append(
+                    FreedLater(
+                        why=why, bytes=then_bytes - freed, objects=count, due_ns=due_ns, commands=(*before, command(options, then_bytes))
+                    )
+                )
             freed = max(freed, then_bytes)
 
         at_once = replace(self._options, grace_seconds=0.0)
@@ -294,19 +303,27 @@ class Planner:
             add(level.why, then_bytes, len(more), due_ns=due_ns, options=options, before=unpins)
         if rewritable_bytes:
             every = replace(at_once, compact_below=1.0)
-            later.append(FreedLater("packs in use", rewritable_bytes, 0, None, (command(every, now_bytes + rewritable_bytes),)))
+            later.append(
+                FreedLater(
+                    why="packs in use",
+                    bytes=rewritable_bytes,
+                    objects=0,
+                    due_ns=None,
+                    commands=(command(every, now_bytes + rewritable_bytes),),
+                )
+            )
         forget = self._forget_command() if now_bytes <= 0 and not later else ""
         return Freeable(now_bytes, command(self._options, now_bytes), tuple(later), forget)
 
     def _forget_command(self) -> str:
         """Forgets the oldest snapshot of the longest history, of those that only a branch holds; empty if that leaves none."""
         view = self._view
-        found = (
+        candidates = (
             (len(moves), f"{name}@{moves[0].step}" if moves[0].step is not None else moves[0].root.hex()[:SHOWN_ROOT_DIGITS])
             for name in view.branches()
             if len(moves := [*view.moves(name, newest_first=False)]) > 1 and view.holds(moves[0].ulid) == 1
         )
-        address = max(found, default=(0, ""))[1]
+        address = max(candidates, default=(0, ""))[1]
         return forget_command(self._engine.backend.url, address) if address else ""
 
     def _size(self, keys: Iterable[ObjectKey]) -> int:
@@ -322,11 +339,7 @@ class Planner:
 
 
 def plan_gc(engine: Engine, options: GcOptions | None = None, progress: Progress = ignore_progress) -> GcPlan:
-    """What gc would do, for reports.
-
-    Raises:
-        UnreadableError: a held snapshot cannot be read, so what it needs is unknown.
-    """
+    """What gc would do, for reports. Raises `UnreadableError` if a held snapshot cannot be read, so what it needs is unknown."""
     return Planner(engine, options or GcOptions(), progress).make()
 
 
@@ -337,8 +350,20 @@ def simulate(view: RefTable, ops: Sequence[Op]) -> RefTable:
     with table.batch() as batch:
         for key, value in view.items():
             batch.put(key, value)
-        fold(Entry(head.n if head else 0, ZERO_DIGEST, bytes(16), 0, "", tuple(ops), ZERO_DIGEST, 0), batch)
-    return RefTable(table)
+        fold(
+            Entry(
+                n=0,  # what it releases was released long ago
+                prev=ZERO_DIGEST,
+                write_id=bytes(16),
+                time_ns=0,
+                actor="",
+                ops=tuple(ops),
+                hash=ZERO_DIGEST,
+                size_bytes=0,
+            ),
+            batch,
+        )
+    return RefTable(table, head)
 
 
 def written_bytes(packs: Sequence[SparsePack]) -> int:

@@ -90,4 +90,12 @@ def recode_snapshots(
         rewritten, after, notes = done.packs, done.written_bytes, [*notes, *done.notes]
     packs = tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten)
     kept = len(candidates) - len(plan.packs)
-    return RecodeReport(dry_run, chosen, kept, packs, sum(map(live_bytes, rewritten)), after, tuple(notes))
+    return RecodeReport(
+        dry_run=dry_run,
+        snapshots=chosen,
+        kept=kept,
+        rewritten=packs,
+        before_bytes=sum(map(live_bytes, rewritten)),
+        after_bytes=after,
+        notes=tuple(notes),
+    )

@@ -105,22 +105,19 @@ def repack_packs(
     url: str | None = None,
     progress: Callable[[int], None],
 ) -> RepackResult:
-    """Copies the needed entries of packs, and commits the relocations.
+    """Copies the needed entries of packs to `url`, by default the store's own location, and commits the relocations.
 
-    Args:
-        engine: The store.
-        live: What is needed.
-        packs: Which packs; their needed entries are determined again for each batch, which may be days later.
-        mode: How to encode blocks, where that is smaller; None: unchanged.
-        url: Where the copies go; None: the store's own location.
-        progress: Called with each number of bytes copied.
+    Needed entries are determined again for each batch, which may be days later. `mode` encodes blocks again where that is smaller.
+    `progress` is called with each number of bytes copied.
     """
     done = RepackResult([], 0, [])
     if url is not None:
         engine.placed.claim_new(url)
     for batch in batches(packs, live_bytes, BATCH_BYTES):
         anchor, left = at_newest(engine.log, partial(_still_needed, live, batch))
-        compacted = compact(engine, left, progress, None if mode is None else partial(_read_smaller, engine, mode), url)
+        compacted = compact(
+            engine, packs=left, progress=progress, read=None if mode is None else partial(_read_smaller, engine, mode), url=url
+        )
         moved = commit_relocations(engine, compacted.moves, live, anchor)
         done.packs.extend(pack for pack in left if pack.pack in moved)
         done.notes.extend(compacted.problems)
@@ -144,7 +141,11 @@ def _after_bytes(engine: Engine, pack: SparsePack, mode: Mode) -> int:
     if not len(entries):
         return live_bytes(pack)
     picked = entries[np.unique(np.linspace(0, len(entries) - 1, SAMPLE_BLOCKS).astype(int))]
-    after = sum(len(block.stored) for entry in picked.tolist() for block in _read_smaller(engine, mode, pack.pack, pack.footer, [entry]))
+    after = sum(
+        len(block.stored)
+        for entry in picked.tolist()
+        for block in _read_smaller(engine, mode=mode, pack=pack.pack, footer=pack.footer, run=[entry])
+    )
     share = after / max(1, int(rows["stored"][picked].sum(dtype=np.int64)))
     return live_bytes(pack) - int((1 - share) * int(rows["stored"][entries].sum(dtype=np.int64)))
 

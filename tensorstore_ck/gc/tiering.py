@@ -118,7 +118,7 @@ def run_tiering(engine: Engine, *, dry_run: bool = False, claim_locations: bool 
             done, written, notes = rewritten.packs, written + rewritten.written_bytes, [*notes, *rewritten.notes]
         keys = [(pack, ObjectKey("pack", pack.pack)) for pack in done]
         moved += [TieredPack(key.name, live_bytes(pack), url, key in moving) for pack, key in keys]
-    return TierReport(dry_run, plan.snapshots, tuple(moved), written, tuple(notes))
+    return TierReport(dry_run=dry_run, snapshots=plan.snapshots, packs=tuple(moved), written_bytes=written, notes=tuple(notes))
 
 
 def _plan(engine: Engine, live: LiveSet, listed: dict[ObjectKey, ListedObject], view: RefTable) -> _TierPlan:

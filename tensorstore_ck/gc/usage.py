@@ -220,7 +220,7 @@ class _Measurement:
             if self._summaries.get(part_ulid) is None:  # gc's plan, which comes next, need not read it again
                 self._summaries.put(part_ulid, size_bytes, summarize(part, part.part_id()))
             with self._lock:
-                self._add_object(mask, number, ObjectKey("part", part_ulid), size_bytes, len(part.inline))
+                self._add_object(mask, number=number, key=ObjectKey("part", part_ulid), size_bytes=size_bytes, raw_bytes=len(part.inline))
                 self._sums.add_blocks(mask, blocks)
                 if number is not None:
                     self._owners.add_blocks(number, blocks, seen)

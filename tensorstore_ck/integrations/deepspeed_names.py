@@ -1,9 +1,9 @@
-"""What snapshots of DeepSpeed engines are made of. Needs no DeepSpeed, so that imports and exports have the same names as engines."""
+"""The names in snapshots of DeepSpeed engines. Needs no DeepSpeed, so that imports and exports have the same names as engines."""
 
 from typing import Final
 
 NOTE: Final = "deepspeed"
-"""In a snapshot's metadata: its tag."""
+"""The key of a snapshot's metadata under which its tag is."""
 LATEST: Final = "latest"
 """The file that names the newest tag."""
 MASTER: Final = "master"
@@ -13,7 +13,7 @@ COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps", "micro_ste
 MICRO_OFFSET: Final = "micro_offset"
 """One more of a pipeline."""
 UNSAVED_COUNTERS: Final = ("micro_steps", MICRO_OFFSET)
-"""Those that DeepSpeed does not save."""
+"""The counters that DeepSpeed does not save."""
 EXPORTED: Final = "tensorstore_ck"
 """They are in a dict of this name in the model states of an export."""
 SCALE: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -49,7 +49,7 @@ Info = dict[str, Any]
 
 
 class _PathTarget(NamedTuple):
-    """What a path names: a folder, a snapshot, or a file of a snapshot."""
+    """The target of a path: a folder, a snapshot, or a file of a snapshot."""
 
     path: str
     info: SnapshotInfo | None
@@ -117,10 +117,10 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def created(self, path: str) -> datetime:
         """When the snapshot was saved, by the clock of the host that saved it."""
         with _os_errors(path):
-            found = self._target(self._view(), path).info
-            if found is None:
+            snapshot = self._target(self._view(), path).info
+            if snapshot is None:
                 raise NotFoundError(f"{path!r} is a folder of snapshots: see `ls`", object_id=path)
-            return datetime.fromtimestamp(found.time_ns / 1e9, UTC)
+            return datetime.fromtimestamp(snapshot.time_ns / 1e9, UTC)
 
     modified = created
 
@@ -133,7 +133,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
             steps = {move.step: move.ulid for move in view.moves(_base(path), newest_first=False) if move.step is not None}
             return [_PathTarget(f"{path}{step}", view.snapshot(ulid)) for step, ulid in steps.items()]
         below = (name.removeprefix(f"{path}/") for name in _refs(view) if not path or name.startswith(f"{path}/"))
-        found = {name: _PathTarget(name, _ref(view, name)) for name in (f"{path}/{each.partition('/')[0]}".lstrip("/") for each in below)}
+        found = {name: _PathTarget(name, _ref(view, name)) for name in (f"{path}/{name.partition('/')[0]}".lstrip("/") for name in below)}
         for file in self._open_snapshot(target.info).files if target.info is not None else ():
             found.setdefault(f"{path}/{file}", _PathTarget(f"{path}/{file}", target.info, file))
         return list(found.values())
@@ -197,14 +197,14 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _open_snapshot(self, info: SnapshotInfo) -> SnapshotFiles:
         """Keeps the last few open."""
         with self._lock:
-            found = self._opened.pop(info.ulid, None)
-        if found is None:
-            found = SnapshotFiles(open_content(self._get_store(), info))
+            files = self._opened.pop(info.ulid, None)
+        if files is None:
+            files = SnapshotFiles(open_content(self._get_store(), info))
         with self._lock:
-            self._opened[info.ulid] = found
+            self._opened[info.ulid] = files
             if len(self._opened) > MAX_OPEN_SNAPSHOTS:
                 self._opened.popitem(last=False)
-        return found
+        return files
 
     def _view(self) -> RefTable:
         return log_of(self._get_store()).newest_view()

@@ -34,7 +34,7 @@ except ImportError as exc:
 
 PACKAGE: Final = Package("mlflow", "mlflow-skinny", (3, 6), (4, 0))
 FOLDER: Final = "snapshots"
-"""Of the run's artifacts."""
+"""The folder among the run's artifacts."""
 _ROOT: Final = re.compile("[0-9a-f]{64}")
 
 
@@ -58,28 +58,28 @@ def log_snapshot(store: Store | ReadOnlyStore, snapshot: str | Snapshot, *, run_
         MissingExtraError: this version of MLflow is not supported.
         mlflow.exceptions.MlflowException: the tracking server failed. The snapshot is pinned; call this again.
     """
-    found = find_published(store, snapshot)
+    published = find_published(store, snapshot)
     run = _run(run_id)
     run_id = run.info.run_id
-    pin_snapshot(store, found, pin, owner=f"mlflow:{run_id}", reason=f"logged to MLflow, run {run.info.run_name}")
-    step = "" if found.step is None else str(found.step)
+    pin_snapshot(store, published, pin, owner=f"mlflow:{run_id}", reason=f"logged to MLflow, run {run.info.run_name}")
+    step = "" if published.step is None else str(published.step)
     file = {
-        **TrackedSnapshot(store.url, found.root)._asdict(),
-        "ref": found.ref,
-        "step": found.step,
-        "url": reference_to(store, found),
+        **TrackedSnapshot(store.url, published.root)._asdict(),
+        "ref": published.ref,
+        "step": published.step,
+        "url": reference_to(store, published),
     }
-    tags = {"tsck.store": store.url, "tsck.root": found.root, "tsck.ref": found.ref, "tsck.step": step}
+    tags = {"tsck.store": store.url, "tsck.root": published.root, "tsck.ref": published.ref, "tsck.step": step}
     client = mlflow.MlflowClient()
-    client.log_text(run_id, json.dumps(file, indent=2), _path(f"{found.ref}@{step}" if step else found.root))
+    client.log_text(run_id, json.dumps(file, indent=2), _path(f"{published.ref}@{step}" if step else published.root))
     client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()], synchronous=True)
-    return found
+    return published
 
 
 def find_snapshot(run_id: str | None = None, address: str | None = None) -> TrackedSnapshot:
     """The snapshot that a run logged last; or at `address`.
 
-    The result is as trustworthy as the tracking server: whoever can write there can name another store.
+    The result is as trustworthy as the tracking server: anyone who can write there can name another store.
 
     Args:
         run_id: The run; by default the active one.
@@ -105,12 +105,12 @@ def find_snapshot(run_id: str | None = None, address: str | None = None) -> Trac
     if not is_ref_name(address.partition("@")[0]) and not _ROOT.fullmatch(address):
         raise InvalidNameError(f"{address!r} is not an address: use ref@step as logged, or a root", object_id=address)
     path = _path(address)
-    logged = [each.path for each in mlflow.MlflowClient().list_artifacts(run_id, path.rpartition("/")[0])]
+    logged = [artifact.path for artifact in mlflow.MlflowClient().list_artifacts(run_id, path.rpartition("/")[0])]
     if path not in logged:
-        near = ", ".join(each.removeprefix(f"{FOLDER}/").removesuffix(".json") for each in logged[:8]) or "no snapshots there"
+        near = ", ".join(name.removeprefix(f"{FOLDER}/").removesuffix(".json") for name in logged[:8]) or "no snapshots there"
         raise NotFoundError(f"{where} has not logged {address!r}, but {near}", object_id=address)
-    found = SnapshotPointer.decode(mlflow.artifacts.load_text(f"runs:/{run_id}/{path}"), f"{path} of {where}")
-    return checked_pointer(found.store, found.address, f"{path} of {where}")
+    pointer = SnapshotPointer.decode(mlflow.artifacts.load_text(f"runs:/{run_id}/{path}"), f"{path} of {where}")
+    return checked_pointer(pointer.store, pointer.address, f"{path} of {where}")
 
 
 def _run(run_id: str | None, *, deleted: bool = False) -> Any:

@@ -27,7 +27,7 @@ _OTHER_FILES: Final = re.compile(
     r"README.*|requirements.*\.txt"
 )
 MAX_FILE_BYTES: Final = 256 << 20
-"""Of one file; the largest tokenizers have some 30 MB."""
+"""The most bytes of one file; the largest tokenizers have some 30 MB."""
 
 
 def is_model_file(name: str) -> bool:
@@ -37,8 +37,8 @@ def is_model_file(name: str) -> bool:
 
 def stored_files(tree: Tree) -> dict[str, Tree]:
     """Name -> leaf of the files in a state. The names and values are not checked."""
-    found = _child(tree, MODEL_FILES) or _child(_child(tree, "extra"), MODEL_FILES)
-    return dict(zip(map(str, found.keys), found.children, strict=False)) if isinstance(found, Container) else {}
+    files = _child(tree, MODEL_FILES) or _child(_child(tree, "extra"), MODEL_FILES)
+    return dict(zip(map(str, files.keys), files.children, strict=False)) if isinstance(files, Container) else {}
 
 
 def _child(tree: Tree | None, key: str) -> Tree | None:

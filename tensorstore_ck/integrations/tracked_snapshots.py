@@ -1,4 +1,4 @@
-"""What an experiment tracker notes of a snapshot, and the pin that keeps the snapshot for as long as the note exists.
+"""The note on a snapshot in an experiment tracker, and the pin that keeps the snapshot for as long as the note exists.
 
 A tracker stores no tensors, only where the snapshot is: ``tsck://ROOT::STORE``, which fsspec opens too.
 """
@@ -11,14 +11,14 @@ from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import ReadOnlyStore, Store
 
 Pin = bool | str | float
-"""True: until it is unpinned; ``"30d"`` or seconds: for so long; False: no pin."""
+"""True: until it is unpinned; ``"30d"`` or seconds: for that time; False: no pin."""
 
 _ROOT: Final = re.compile(r"[0-9a-f]{64}")
 _REFERENCE: Final = re.compile(r"tsck://(?P<root>[^:/]*)::(?P<store>.*)", re.DOTALL)
 
 
 class TrackedSnapshot(NamedTuple):
-    """What a tracker names."""
+    """A snapshot that a tracker names."""
 
     store: str
     """URL, without credentials."""
@@ -56,21 +56,13 @@ def reference_to(store: Store | ReadOnlyStore, snapshot: Snapshot) -> str:
 
 
 def decode_reference(reference: str, where: str) -> TrackedSnapshot:
-    """What such a URL names.
-
-    Raises:
-        InputError: it names no snapshot; the message says `where` it was found.
-    """
-    found = _REFERENCE.fullmatch(reference)
-    return checked_pointer(found["store"] if found else "", found["root"] if found else "", where)
+    """The snapshot that such a URL names. Raises `InputError` if it names none; the message says `where` it was found."""
+    match = _REFERENCE.fullmatch(reference)
+    return checked_pointer(match["store"] if match else "", match["root"] if match else "", where)
 
 
 def checked_pointer(store: str, root: str, where: str) -> TrackedSnapshot:
-    """The snapshot with this root.
-
-    Raises:
-        InputError: there is no store, or no root.
-    """
+    """The snapshot with this root. Raises `InputError` if there is no store, or no root."""
     if not store or not _ROOT.fullmatch(root):
         raise InputError(f"{where} does not name a snapshot: {root!r} in {store!r}", object_id=where)
     return TrackedSnapshot(store, root)

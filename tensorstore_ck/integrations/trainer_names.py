@@ -1,4 +1,4 @@
-"""What the snapshots of transformers' Trainer and of accelerate have for each rank. Needs neither, so that imports have the same names."""
+"""The names in each rank's snapshots of transformers' Trainer and of accelerate. Needs neither, so that imports have the same names."""
 
 from typing import Final
 

@@ -35,7 +35,7 @@ MODEL_KEY: Final = "model"
 WINDOW_BYTES: Final = 32 << 20
 """The size of a sequential read: enough for all cores and connections."""
 ALIGNMENT_BYTES: Final = 8
-"""Of the first tensor."""
+"""The alignment of the first tensor."""
 
 _ITEM_BYTES: Final = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 """Dtype of safetensors -> bytes of an element; of all others 1."""
@@ -52,7 +52,7 @@ class VirtualFile(Protocol):
     size: int
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """Fills `target` with the bytes from `start` on, all of which lie within the file."""
+        """Fills `target` with the bytes from `start` on. All of them lie within the file."""
 
     def window(self, position: int) -> tuple[int, int]:
         """The bytes [start, stop) around a position that should be read together."""
@@ -79,25 +79,21 @@ class _FileTensor(NamedTuple):
 
     leaf: Leaf
     start: int
-    """In the file."""
+    """The position in the file."""
     size: int
     shape: tuple[int, ...]
     item_bytes: int
     offset: int
     """Its start in the bytes of its base, if it is contiguous there."""
     strides: tuple[int, ...] | None
-    """In bytes, of a view that is not contiguous."""
+    """The strides in bytes of a view that is not contiguous."""
 
 
 class SafetensorsFile:
     """A file of some tensors of a snapshot, all of dtypes that the format has. As thread-safe as its content."""
 
     def __init__(self, content: SnapshotContent, tensors: Mapping[str, Leaf], metadata: Mapping[str, str]) -> None:
-        """`tensors`: by their names in the file.
-
-        Raises:
-            CorruptObjectError: a view exceeds its base, or a dtype has a wrong size.
-        """
+        """`tensors`: by their names in the file. Raises `CorruptObjectError` if a view exceeds its base, or a dtype has a wrong size."""
         self._content = content
         header: dict[str, object] = {METADATA: dict(metadata)}
         entries = {name: _file_tensor(content.layout, leaf) for name, leaf in tensors.items()}
@@ -123,11 +119,7 @@ class SafetensorsFile:
         return int(self._windows[number - 1]), int(self._windows[number]) if number < len(self._windows) else self.size
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """See `VirtualFile`.
-
-        Raises:
-            DamageError: a block is missing or damaged.
-        """
+        """See `VirtualFile`. Raises `DamageError` if a block is missing or damaged."""
         stop = start + len(target)
         head = self._head[start:stop]
         target[: len(head)] = head
@@ -188,10 +180,10 @@ class SnapshotFiles:
         self._content = content
         layout = content.layout
         tree = parse(layout, len(content.values))
-        found = list(leaves(tree))
-        self._values = [leaf for leaf in found if leaf.kind == "value"]
+        all_leaves = list(leaves(tree))
+        self._values = [leaf for leaf in all_leaves if leaf.kind == "value"]
         model = {id(leaf) for leaf in _model_leaves(tree)}
-        tensors = [leaf for leaf in found if leaf.kind != "value"]
+        tensors = [leaf for leaf in all_leaves if leaf.kind != "value"]
         if not any(id(leaf) in model for leaf in tensors):
             model = set()
         self._tensors: dict[str, dict[str, Leaf]] = {MODEL: {}, STATE: {}}

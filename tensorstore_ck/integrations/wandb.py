@@ -49,7 +49,7 @@ def log_snapshot(
         run: The `wandb.Run`; by default the active one.
         name: The artifact; by default the ref, with - in place of /.
         artifact_type: Its type.
-        aliases: Of this version, besides ``latest`` and ``step-N``.
+        aliases: More aliases of this version, in addition to ``latest`` and ``step-N``.
         pin: Keeps the snapshot, whatever a policy or `Store.forget` drops, until ``store.unpin(root, owner="wandb:RUN_PATH")``; or for so
             long, such as ``"30d"``. False, and in a disabled run: does not.
 
@@ -67,17 +67,17 @@ def log_snapshot(
     run = run or wandb.run
     if run is None:
         raise InvalidOptionError("no run of W&B is active: call wandb.init() first, or pass run=", object_id="run")
-    found = find_published(store, snapshot)
-    metrics = {key: value for key, value in found.metrics.items() if math.isfinite(value)}
-    about = {"store": store.url, "root": found.root, "ref": found.ref, "step": found.step, "metrics": metrics}
+    published = find_published(store, snapshot)
+    metrics = {key: value for key, value in published.metrics.items() if math.isfinite(value)}
+    about = {"store": store.url, "root": published.root, "ref": published.ref, "step": published.step, "metrics": metrics}
     try:
-        artifact = wandb.Artifact(name or found.ref.replace("/", "-"), type=artifact_type, metadata=about)
+        artifact = wandb.Artifact(name or published.ref.replace("/", "-"), type=artifact_type, metadata=about)
     except ValueError as exc:
         raise InvalidNameError(f"W&B does not accept the artifact: {exc}", object_id=str(name)) from exc
-    artifact.add_reference(reference_to(store, found), name=REFERENCE, checksum=False)
+    artifact.add_reference(reference_to(store, published), name=REFERENCE, checksum=False)
     if not run.disabled:
-        pin_snapshot(store, found, pin, owner=f"wandb:{run.path}", reason=f"logged to W&B, artifact {artifact.name}")
-    steps = () if found.step is None else (f"step-{found.step}",)
+        pin_snapshot(store, published, pin, owner=f"wandb:{run.path}", reason=f"logged to W&B, artifact {artifact.name}")
+    steps = () if published.step is None else (f"step-{published.step}",)
     try:
         return run.log_artifact(artifact, aliases=["latest", *steps, *aliases])
     except wandb.errors.UsageError as exc:
@@ -87,7 +87,7 @@ def log_snapshot(
 def find_snapshot(artifact: Any) -> TrackedSnapshot:
     """The snapshot that an artifact refers to, such as one from ``run.use_artifact("runs-gpt:latest")``.
 
-    The result is as trustworthy as the project in W&B: whoever can write there can name another store.
+    The result is as trustworthy as the project in W&B: anyone who can write there can name another store.
 
     Args:
         artifact: A `wandb.Artifact`.

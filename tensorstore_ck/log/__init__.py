@@ -20,8 +20,7 @@ lost_log.py                              signs that a log which looks empty was 
 entry_reader.py                          entries read from the backend
 watermark.py, head_file.py               the highest entry that was seen, to notice a log that goes back or forks
 follow.py                                brings a table to the log's head; writes checkpoints
-create_entry.py                          creates the object of an entry, on a full disk in the reserve
-entry_writer.py                          creates the next entry, and finds out whether it is there after a lost reply
+entry_writer.py                          creates the next entry, in the reserve if the disk is full; reads back after a lost reply
 log.py                                   sync and append: the commit protocol
 """
 

@@ -71,12 +71,7 @@ def seal_entry(n: int, prev: Digest, ops: Sequence[Op], *, write_id: bytes, time
 
 
 def decode_entry(data: bytes, name: str, n: int) -> Entry:
-    """Decodes entry `n`.
-
-    Raises:
-        CorruptObjectError: not that entry, or not valid.
-        FormatVersionError: written by a newer format.
-    """
+    """Decodes entry `n`. Raises `CorruptObjectError`: not that entry, or not valid; `FormatVersionError`: written by a newer format."""
     if len(data) > MAX_ENTRY_BYTES:
         raise CorruptObjectError(f"{name} has {len(data)} bytes, more than the {MAX_ENTRY_BYTES} of an entry", object_id=name)
     body = unseal("log", data, name)
@@ -94,4 +89,13 @@ def decode_entry(data: bytes, name: str, n: int) -> Entry:
     if problem is not None:
         raise CorruptObjectError(f"{name} is not a valid log entry: {problem}", object_id=name)
     ops = tuple(Op(fields) for fields in body["ops"])
-    return Entry(n, body["prev"], body["write_id"], body["time_ns"], body["actor"], ops, object_hash(data), len(data))
+    return Entry(
+        n=n,
+        prev=body["prev"],
+        write_id=body["write_id"],
+        time_ns=body["time_ns"],
+        actor=body["actor"],
+        ops=ops,
+        hash=object_hash(data),
+        size_bytes=len(data),
+    )

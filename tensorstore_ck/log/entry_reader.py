@@ -39,11 +39,7 @@ class EntryReader:
         return entry_name(self._prefix, n)
 
     def read(self, n: int) -> Entry | None:
-        """Entry `n`; None if it is not there.
-
-        Raises:
-            BrokenLogError: it is damaged.
-        """
+        """Entry `n`; None if it is not there. Raises `BrokenLogError` if it is damaged."""
         try:
             data, last = self._backend.get(self.name(n), max_bytes=_GENEROUS), self._last
             if last is None or last.n != n or last.hash != object_hash(data):  # each refresh reads the head again

@@ -1,23 +1,37 @@
-"""`EntryWriter`: creates the next entry of a log, and finds out whether it is there when the backend did not say."""
+"""`EntryWriter`: creates the next entry of a log, and finds out whether it is there when the backend did not say.
+
+On a full disk, an entry that frees space uses the reserve, which other entries leave alone.
+"""
 
 import logging
+import shlex
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend, Created
+from tensorstore_ck.backend.reserve import within_reserve
 from tensorstore_ck.common.ids import Clock
-from tensorstore_ck.errors import BackendUnavailableError, DamageError, StoreError, UndecidedError
-from tensorstore_ck.log.create_entry import create_entry
+from tensorstore_ck.errors import BackendUnavailableError, DamageError, NoSpaceError, StoreError, UndecidedError
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.entry_reader import EntryReader
+from tensorstore_ck.log.operations import Op
 
 _logger: Final = logging.getLogger("tensorstore_ck.log")
+_LONGEST_DELAY_TRIES: Final = 3
+"""The first pause after a lost race, in multiples of a try. Pauses must not grow: a winner never pauses, so losers would starve."""
+_LEAST_TRY_SECONDS: Final = 0.001
+_MOST_TRY_SECONDS: Final = 1.0
 _REMEMBERED_WRITES: Final = 1000
 RESEND_DELAYS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 10, 10, 10, 10, 10, 10, 10, 10)
 """Seconds between tries to find out whether an entry was written: about 100 in all."""
 _RESEND_SECONDS: Final = 120.0
 """No try begins after this time. A single try may wait long for a server that hangs."""
+_FREEING: Final = frozenset(
+    {"expire", "untag", "unpin", "purge", "policy", "reset", "abort", "condemn", "sweep", "relocate", "place", "rescue", "settle"}
+)
+"""Operations of which an entry can consist that lets gc free something, or ends a save that failed for space."""
 
 
 class EntryWriter:
@@ -44,6 +58,8 @@ class EntryWriter:
         self._undecided: UndecidedError | None = None
         self._written: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED_WRITES)
         """The numbers and write ids of the entries that this object tried to create."""
+        self.created: set[int] = set()
+        """The numbers of those that it knows it has created."""
 
     def require_decided(self) -> None:
         """Checks that no earlier entry can arrive late and overwrite a later one, which only a backend for a single writer allows.
@@ -68,7 +84,7 @@ class EntryWriter:
             if self._clock() - began_ns > _RESEND_SECONDS * 1e9:
                 break
             try:
-                outcome = create_entry(self._backend, name, sealed, entry.ops)
+                outcome = _create_entry(self._backend, name, sealed, entry.ops)
             except BackendUnavailableError as exc:
                 outcome, trouble = Created.UNKNOWN, str(exc)
             except StoreError as exc:
@@ -78,6 +94,7 @@ class EntryWriter:
             _logger.debug("entry %d (%s): %s", entry.n, ", ".join(op.name for op in entry.ops), outcome.value)
             if outcome is Created.CREATED:
                 self._durable_n = entry.n
+                self.created.add(entry.n)
                 return True
             sent = True
             try:
@@ -86,6 +103,7 @@ class EntryWriter:
                     return False
                 if winner is not None:
                     self.make_durable(entry.n)
+                    self.created.add(entry.n)
                     return True
             except DamageError:
                 raise
@@ -117,3 +135,21 @@ class EntryWriter:
         tried = [write_id for number, write_id in list(self._written) if number == n]
         entry = self._chain.read(n) if tried else None
         return entry is not None and entry.write_id in tried
+
+
+def race_delay(lost: int, try_ns: int) -> float:
+    """Seconds until the next try, after `lost` lost races before this one: shorter for those that have waited longer."""
+    try_seconds = min(max(try_ns * 1e-9, _LEAST_TRY_SECONDS), _MOST_TRY_SECONDS)
+    return try_seconds * max(_LONGEST_DELAY_TRIES - lost, 1)
+
+
+def _create_entry(backend: Backend, name: str, sealed: bytes, ops: Sequence[Op]) -> Created:
+    """See `Backend.create`. Raises `NoSpaceError` if the disk is full."""
+    create = partial(backend.create, name, sealed)
+    try:
+        return within_reserve(backend, create) if all(op.name in _FREEING for op in ops) else create()
+    except NoSpaceError as exc:
+        if not backend.is_local:
+            raise
+        command = shlex.join(["tsck", "usage", "-s", backend.url])
+        raise NoSpaceError(f"{exc}. `{command}` shows what gc can free, and how", object_id=exc.object_id) from exc

@@ -55,7 +55,7 @@ def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     rows.ROOTS.put(batch, info.root + info.ulid, rows.EntryRow(entry.n))
     if is_held:
         _count(batch, view, info.ulid, 1)
-    _move(batch, view, entry, info.ref, _arrival(info, entry, "put"))
+    _move(batch, view=view, entry=entry, name=info.ref, move=_arrival(info, entry, "put"))
     if ULID.accepts(op.get("staged")):
         rows.STAGED.delete(batch, op["staged"])
 
@@ -74,17 +74,17 @@ def _abort(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
 def _branch(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     info = view.by_root(op["root"])
     if info is not None and view.branch(op["name"]) is None:
-        _move(batch, view, entry, op["name"], _arrival(info, entry, "branch"))
+        _move(batch, view=view, entry=entry, name=op["name"], move=_arrival(info, entry, "branch"))
 
 
 def _reset(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     info = view.by_root(op["root"])
     if info is not None and view.branch(op["name"]) is not None:
-        _move(batch, view, entry, op["name"], _arrival(info, entry, "reset"))
+        _move(batch, view=view, entry=entry, name=op["name"], move=_arrival(info, entry, "reset"))
 
 
 def _arrival(info: SnapshotInfo, entry: Entry, op: str) -> BranchMove:
-    return BranchMove(info.ulid, info.root, info.step, entry.n, entry.time_ns, op)
+    return BranchMove(ulid=info.ulid, root=info.root, step=info.step, n=entry.n, time_ns=entry.time_ns, op=op)
 
 
 def _move(batch: Batch, view: RefTable, entry: Entry, name: str, move: BranchMove) -> None:
@@ -94,14 +94,14 @@ def _move(batch: Batch, view: RefTable, entry: Entry, name: str, move: BranchMov
         rows.STEPS.put(batch, rows.numbered(name, rows.step_number(move.step)), rows.StepRow(seq))
     rows.BRANCHES.put(batch, name.encode(), BranchHead(name, *move[:-1], length=seq + 1))
     rows.LENGTHS.delete(batch, name.encode())
-    _hold(batch, view, move.ulid, 1, entry)
+    _hold(batch, view=view, ulid=move.ulid, change=1, entry=entry)
 
 
 def _tag(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     info = view.by_root(op["root"])
     if info is not None and view.tag(op["name"]) is None:
         rows.TAGS.put(batch, op["name"].encode(), rows.TagRow(info.ulid, info.root, entry.n, entry.time_ns))
-        _hold(batch, view, info.ulid, 1, entry)
+        _hold(batch, view=view, ulid=info.ulid, change=1, entry=entry)
 
 
 def _annotate(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
@@ -166,16 +166,16 @@ def _pin(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     info = view.by_root(op["root"])
     if info is None:
         return
-    pin = rows.Pin(info.ulid, op["owner"], op["reason"], op["expires_ns"], entry.n, entry.time_ns)
+    pin = rows.Pin(ulid=info.ulid, owner=op["owner"], reason=op["reason"], expires_ns=op["expires_ns"], n=entry.n, time_ns=entry.time_ns)
     if not view.is_pinned(pin.ulid, pin.owner):
-        _hold(batch, view, pin.ulid, 1, entry)
+        _hold(batch, view=view, ulid=pin.ulid, change=1, entry=entry)
     rows.PINS.put(batch, pin.ulid + pin.owner.encode(), pin)
 
 
 def _unpin(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.is_pinned(op["snapshot"], op["owner"]):
         rows.PINS.delete(batch, op["snapshot"] + op["owner"].encode())
-        _hold(batch, view, op["snapshot"], -1, entry)
+        _hold(batch, view=view, ulid=op["snapshot"], change=-1, entry=entry)
 
 
 # --- forget and undo --------------------------------------------------------------------------------------------------
@@ -223,13 +223,15 @@ def _untag(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
         return
     info = view.snapshot(tag.ulid)
     rows.TAGS.delete(batch, name.encode())
-    move = BranchMove(tag.ulid, tag.root, info.step if info else None, tag.n, tag.time_ns, TAG)
+    move = BranchMove(ulid=tag.ulid, root=tag.root, step=info.step if info else None, n=tag.n, time_ns=tag.time_ns, op=TAG)
     rows.FORGOTTEN.put(batch, rows.window_key(entry.n, name) + b"\0" + bytes(8), move)
     _open_window(batch, entry, name, TAG)
 
 
 def _open_window(batch: Batch, entry: Entry, name: str, kind: str) -> None:
-    rows.WINDOWS.put(batch, rows.window_key(entry.n, name), rows.UndoWindow(entry.n, name, entry.time_ns, kind, []))
+    rows.WINDOWS.put(
+        batch, rows.window_key(entry.n, name), rows.UndoWindow(n=entry.n, name=name, time_ns=entry.time_ns, kind=kind, moves=[])
+    )
 
 
 def _undo(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
@@ -268,7 +270,7 @@ def _purge(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     window = rows.window_key(op["n"], op["name"])
     for key, value in list(view.scan(rows.FORGOTTEN, window + b"\0")):
         rows.FORGOTTEN.delete(batch, window + b"\0" + key)
-        _hold(batch, view, rows.FORGOTTEN.decode(value).ulid, -1, entry)
+        _hold(batch, view=view, ulid=rows.FORGOTTEN.decode(value).ulid, change=-1, entry=entry)
     _close_window_if_empty(batch, view, window)
 
 
@@ -278,7 +280,8 @@ def _close_window_if_empty(batch: Batch, view: RefTable, window: bytes) -> None:
 
 
 def _report(batch: Batch, _view: RefTable, entry: Entry, op: Fields) -> None:
-    row = rows.ReportRow(op["outcome"], op["duration_ns"], op["counts"], op["message"], entry.actor, entry.n, entry.time_ns)
+    given = {name: op[name] for name in ("outcome", "duration_ns", "counts", "message")}
+    row = rows.ReportRow(**given, actor=entry.actor, n=entry.n, time_ns=entry.time_ns)
     rows.REPORTS.put(batch, op["run"].encode(), row)
 
 

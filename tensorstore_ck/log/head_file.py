@@ -159,4 +159,8 @@ def _decode(data: bytes) -> SeenHead | None:
         and all(type(value) is int and value >= 0 for value in (n, accepted_ns, dismissed_n, identity))
         and len(digest) == DIGEST_BYTES
     )
-    return SeenHead(Head(n, Digest(digest)), accepted_ns, dismissed_n, log, url, identity) if is_sound else None
+    return (
+        SeenHead(head=Head(n, Digest(digest)), accepted_ns=accepted_ns, dismissed_n=dismissed_n, log=log, url=url, identity=identity)
+        if is_sound
+        else None
+    )

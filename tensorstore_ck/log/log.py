@@ -20,7 +20,7 @@ from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, D
 from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
 from tensorstore_ck.log.entry import Entry, seal_entry
 from tensorstore_ck.log.entry_reader import EntryReader
-from tensorstore_ck.log.entry_writer import EntryWriter
+from tensorstore_ck.log.entry_writer import EntryWriter, race_delay
 from tensorstore_ck.log.follow import EmptiedError, Follower
 from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log
 from tensorstore_ck.log.operations import Op
@@ -36,10 +36,6 @@ Build = Callable[[RefTable], Sequence[Op]]
 
 _logger: Final = logging.getLogger("tensorstore_ck.log")
 _CACHE_TRIES: Final = 4
-_LONGEST_DELAY_TRIES: Final = 3
-"""The first pause after a lost race, in multiples of a try. Pauses must not grow: a winner never pauses, so losers would starve."""
-_LEAST_TRY_SECONDS: Final = 0.001
-_MOST_TRY_SECONDS: Final = 1.0
 
 
 class Appended(NamedTuple):
@@ -110,7 +106,6 @@ class Log:
         self._sleep = sleep
         self._jitter = jitter
         self._lock = ProcessLock()
-        self._own: set[int] = set()
 
     # --- read ---------------------------------------------------------------------------------------------------------
 
@@ -316,27 +311,18 @@ class Log:
             if appended is not None:
                 return appended
             write_id = None
-            delay = self._conflict_delay(lost, self._clock() - began_ns)
+            delay = race_delay(lost, self._clock() - began_ns) * self._jitter()
             _logger.debug("another writer was faster: the next try, at a newer head, is in %.3f s", delay)
             self._sleep(delay)
         raise AssertionError("unreachable")
 
     def is_own(self, n: int) -> bool:
         """Whether this object appended entry `n`, and knows it: after a lost reply or an interrupt it may not. See `wrote`."""
-        return n in self._own
+        return n in self._writer.created
 
     def wrote(self, n: int) -> bool:
-        """Whether this object appended entry `n`, even if an interrupt or a lost reply hid the success.
-
-        Raises:
-            StoreError: the entry cannot be read.
-        """
+        """See `EntryWriter.wrote`."""
         return self._writer.wrote(n)
-
-    def _conflict_delay(self, lost: int, try_ns: int) -> float:
-        """Seconds until the next try, after `lost` lost races before this one: shorter for those that have waited longer."""
-        try_seconds = min(max(try_ns * 1e-9, _LEAST_TRY_SECONDS), _MOST_TRY_SECONDS)
-        return try_seconds * max(_LONGEST_DELAY_TRIES - lost, 1) * self._jitter()
 
     def published(self, appended: Appended, snapshot: Ulid) -> SnapshotInfo | None:
         """The snapshot that `appended` should publish; None if an earlier entry aborted it. The log decides, not the cache.
@@ -365,7 +351,7 @@ class Log:
             return None  # gc may have freed meanwhile what it read
         if not ops:
             return Appended(head.n, ())
-        sign = self._sign_of_lost_log(ops) if head.n == 0 and not self._may_begin else None
+        sign = None if head.n or self._may_begin else sign_of_lost_log(self._backend, self._prefix, self._watermark, ops)
         if sign is not None:
             if self.sync() != head:
                 return None  # a save after the first one has left it
@@ -378,17 +364,8 @@ class Log:
         self._remember(entry)
         return Appended(entry.n, entry.ops, entry.time_ns)
 
-    def _sign_of_lost_log(self, ops: Sequence[Op]) -> str | None:
-        """Why an empty log may not get its first entry."""
-        seen = self._watermark.last_seen()
-        if seen is not None and self._watermark.is_changed:
-            return f"this user has seen its entry {seen.n} (`tsck accept-log` accepts that it is gone)"
-        own = [op.fields["snapshot"] for op in ops if op.name in ("put", "staged")]
-        return sign_of_lost_log(self._backend, self._prefix, own=own)
-
     def _remember(self, entry: Entry) -> None:
         """Folds an appended entry. Errors of the cache, and warnings that are errors, do not change that it was appended."""
-        self._own.add(entry.n)
         with suppress(StoreError, Warning):
             self._watermark.appended(Head(entry.n, entry.hash))
             try:

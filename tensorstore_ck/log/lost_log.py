@@ -1,9 +1,9 @@
-"""Signs that a log which looks empty was lost: a store must not begin anew over its snapshots, which gc would then free.
+"""Signs that a log which looks empty was lost: a store must not begin again over its snapshots, which gc would then free.
 
 A first save that was killed, or that runs now, leaves a record too (FORMAT.md, "Commits"), but one without a parent.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -16,7 +16,9 @@ from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.log.checkpoint import checkpoint_folder
 from tensorstore_ck.log.contents import logs_in
 from tensorstore_ck.log.entry_reader import EntryReader
+from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_table import RefTable
+from tensorstore_ck.log.watermark import Watermark
 
 
 class ChildRecord(NamedTuple):
@@ -37,11 +39,14 @@ def child_records(backend: Backend, ulids: Collection[Ulid]) -> Iterator[ChildRe
                 yield ChildRecord(name, record.root(), record.parent)
 
 
-def sign_of_lost_log(backend: Backend, prefix: str, *, own: Collection[bytes] = ()) -> str | None:
+def sign_of_lost_log(backend: Backend, prefix: str, watermark: Watermark | None = None, ops: Sequence[Op] = ()) -> str | None:
     """What shows that the empty log under `prefix` had entries; None without such a sign.
 
-    Lists the records once. `own`: the snapshots that the first entry publishes.
+    Lists the records once. `watermark`: what this user has seen; `ops`: of the first entry, whose snapshots are no sign.
     """
+    if watermark is not None and watermark.is_changed and (seen := watermark.last_seen()) is not None:
+        return f"this user has seen its entry {seen.n} (`tsck accept-log` accepts that it is gone)"
+    own = {op.fields["snapshot"] for op in ops if op.name in {"put", "staged"}}
     checkpoint = next(backend.list(checkpoint_folder(prefix)), None)
     if checkpoint is not None:
         return f"{checkpoint.name} was made from it"

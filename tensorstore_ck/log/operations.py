@@ -135,11 +135,7 @@ class Op:
 
     @classmethod
     def pin(cls, root: Digest, owner: str, reason: str, expires_ns: int | None) -> "Op":
-        """Pins a snapshot; replaces another pin of the same owner on it.
-
-        Raises:
-            InvalidOptionError: an invalid owner, reason or date.
-        """
+        """Pins a snapshot; replaces another pin of the same owner on it. Raises `InvalidOptionError`: an invalid owner, reason or date."""
         if not OWNER.accepts(owner):
             raise InvalidOptionError(f"a pin's owner must be 1 to {MAX_OWNER_BYTES} bytes of UTF-8 without zero bytes", object_id="owner")
         if not REASON.accepts(reason):
@@ -216,6 +212,11 @@ class Op:
     def report(cls, run: str, outcome: str, duration_ns: int, counts: Mapping[str, int], message: str = "") -> "Op":
         """Reports the outcome of a run of gc or fsck that ends now."""
         return _op("report", critical=False, run=run, outcome=outcome, duration_ns=duration_ns, counts=counts, message=message)
+
+    @classmethod
+    def finished(cls, ref: str, root: Digest) -> "Op":
+        """Says that the training of a branch ended with the snapshot `root`. Nothing is folded: pages and alerts read the entry."""
+        return _op("finished", critical=False, ref=ref, root=root)
 
     def check(self, view: "RefTable") -> None:
         """Checks the operation's preconditions at `view`. The caller checks those of a put.
@@ -305,5 +306,6 @@ SCHEMA: Final[Mapping[str, Mapping[str, Field]]] = {
     "settle": {"n": COUNT},
     "quota": {"glob": GLOB, "warn_bytes": LIMIT, "refuse_bytes": LIMIT},
     "report": {"run": RUN, "outcome": SHORT_TEXT, "duration_ns": COUNT, "counts": COUNTS, "message": MESSAGE},
+    "finished": {"ref": REF, "root": DIGEST},
 }
 """Operation -> its fields."""

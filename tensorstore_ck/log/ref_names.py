@@ -15,11 +15,7 @@ _ROOT: Final = re.compile(r"[0-9a-fA-F]{8,64}")
 
 
 def validate_ref_name(name: object) -> str:
-    """`name`, if it is valid.
-
-    Raises:
-        InvalidNameError: it is not; the message says why.
-    """
+    """`name`, if it is valid. Raises `InvalidNameError` if it is not; the message says why."""
     problem = _problem(name)
     if problem is not None:
         shown = repr(name)[:80]

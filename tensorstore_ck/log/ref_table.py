@@ -236,7 +236,7 @@ class RefTable:
             key = prefix + rest
             moves = [rows.FORGOTTEN.decode(move) for _, move in self.scan(rows.FORGOTTEN, key + b"\0")]
             time_ns, kind = rows.WINDOWS.check(value)
-            yield UndoWindow(int.from_bytes(key[:8], "big"), key[8:].decode("ascii"), time_ns, kind, moves)
+            yield UndoWindow(n=int.from_bytes(key[:8], "big"), name=key[8:].decode("ascii"), time_ns=time_ns, kind=kind, moves=moves)
 
     def object_state(self, key: ObjectKey) -> rows.ObjectRow | None:
         """Whether an object is condemned or swept; None if neither."""
@@ -255,7 +255,10 @@ class RefTable:
                 return []
         current = [(Ulid(moved), rows.RELOCATIONS.decode(value)) for moved, value in self.scan(rows.RELOCATIONS, pack)]
         ordered = sorted(current, key=lambda item: (item[1].n, item[0]), reverse=True)
-        return [Relocation(Ulid(pack), moved, row.n, row.hash, tuple(split_ulids(row.targets))) for moved, row in ordered]
+        return [
+            Relocation(pack=Ulid(pack), moved=moved, n=row.n, hash=row.hash, targets=tuple(split_ulids(row.targets)))
+            for moved, row in ordered
+        ]
 
     def all_relocations(self) -> Iterator[tuple[Ulid, Ulid]]:
         """(pack, moved object) of every current relocation."""

@@ -28,19 +28,11 @@ class RowKind(Generic[Row]):
         self._named_by_key = named_by_key
 
     def decode(self, value: bytes, *named: Any) -> Row:
-        """The row of a value; `named` are the fields that its key holds.
-
-        Raises:
-            CorruptObjectError: not a row of that kind.
-        """
+        """The row of a value; `named` are the fields that its key holds. Raises `CorruptObjectError` if it is not a row of that kind."""
         return self.row(*named, *self.check(value))
 
     def check(self, value: bytes) -> list[Any]:
-        """The fields of a value.
-
-        Raises:
-            CorruptObjectError: not a row of that kind.
-        """
+        """The fields of a value. Raises `CorruptObjectError` if it is not a row of that kind."""
         try:
             fields = msgpack.unpackb(value, max_array_len=MAX_RULE_ITEMS, max_map_len=MAX_METRICS, max_ext_len=0)
         except (ValueError, TypeError, RecursionError, msgpack.UnpackException):

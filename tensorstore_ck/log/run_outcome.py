@@ -49,6 +49,15 @@ class RunOutcome:
 def last_runs(view: RefTable) -> dict[str, RunOutcome]:
     """``gc``, ``fsck`` -> the last run that the log has."""
     return {
-        run: RunOutcome(run, row.outcome, row.time_ns, row.duration_ns / 1e9, dict(row.counts), row.message, row.actor, row.n)
+        run: RunOutcome(
+            run=run,
+            outcome=row.outcome,
+            time_ns=row.time_ns,
+            duration_seconds=row.duration_ns / 1e9,
+            counts=dict(row.counts),
+            message=row.message,
+            actor=row.actor,
+            entry=row.n,
+        )
         for run, row in view.reports().items()
     }

@@ -71,21 +71,21 @@ class Snapshot:
     def from_info(cls, info: SnapshotInfo) -> "Snapshot":
         """The public form of a row of the ref table."""
         return cls(
-            info.root.hex(),
-            ulid_text(info.ulid),
-            info.ref,
-            info.step,
-            info.time_ns,
-            info.parent.hex() if info.parent else None,
-            dict(info.metrics),
-            info.mark,
-            info.reason,
-            info.logical_bytes,
-            info.new_bytes,
-            info.n,
-            info.arrived_ns,
-            tuple(info.triggers),
-            info.epoch,
+            root=info.root.hex(),
+            id=ulid_text(info.ulid),
+            ref=info.ref,
+            step=info.step,
+            time_ns=info.time_ns,
+            parent=info.parent.hex() if info.parent else None,
+            metrics=dict(info.metrics),
+            mark=info.mark,
+            reason=info.reason,
+            logical_bytes=info.logical_bytes,
+            new_bytes=info.new_bytes,
+            entry=info.n,
+            arrived_ns=info.arrived_ns,
+            triggers=tuple(info.triggers),
+            epoch=info.epoch,
         )
 
 
@@ -122,7 +122,9 @@ def pinned_snapshots(view: RefTable) -> tuple[PinnedSnapshot, ...]:
     """Every pin, by snapshot."""
     pins = ((view.snapshot(pin.ulid), pin) for pin in view.pins())
     return tuple(
-        PinnedSnapshot(Snapshot.from_info(info), pin.owner, pin.reason, pin.expires_ns, pin.time_ns)
+        PinnedSnapshot(
+            snapshot=Snapshot.from_info(info), owner=pin.owner, reason=pin.reason, expires_ns=pin.expires_ns, time_ns=pin.time_ns
+        )
         for info, pin in pins
         if info is not None
     )

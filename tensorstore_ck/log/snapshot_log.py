@@ -1,10 +1,10 @@
-"""The history that `Store.log` returns: a list of snapshots that notebooks show as a table, and that becomes a pandas DataFrame."""
+"""What `Store.log`, `branches` and `tags` return: a list and a dict of snapshots that notebooks show as tables."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.common.extras import missing_extra
-from tensorstore_ck.common.html_table import html_table
+from tensorstore_ck.common.html_table import GLANCE_ROWS, html_table
 from tensorstore_ck.log.snapshot import COLUMNS, Snapshot
 
 if TYPE_CHECKING:
@@ -48,6 +48,19 @@ class SnapshotLog(list[Snapshot]):
         for name in sorted({name for snapshot in self for name in snapshot.metrics}):
             frame[f"metrics.{name}"] = [snapshot.metrics.get(name, float("nan")) for snapshot in self]
         return frame
+
+
+class SnapshotsByName(dict[str, Snapshot]):
+    """Branches or tags, and the snapshot of each."""
+
+    def _repr_html_(self) -> str:
+        return self.table(f"{len(self)} names")
+
+    def table(self, caption: str) -> str:
+        """The names that were saved to last, as HTML."""
+        newest = sorted(self.items(), key=lambda item: -item[1].entry)
+        rows = ((name, *snapshot.cells()) for name, snapshot in newest)
+        return html_table(caption, ["name", *COLUMNS], rows, GLANCE_ROWS)
 
 
 def _number(value: float | None) -> str:

@@ -160,7 +160,7 @@ class Watermark:
             dismissed = [0 if self._lost is None else self._lost.n]
             if before is not None and before.log == self._log:
                 dismissed += [before.dismissed_n, before.head.n]
-            new = SeenHead(head, now_ns, max(dismissed), self._log, self._url, self._identity)
+            new = SeenHead(head=head, accepted_ns=now_ns, dismissed_n=max(dismissed), log=self._log, url=self._url, identity=self._identity)
             try:
                 before = self._file.swap(before, new)
             except OSError as exc:

@@ -1,7 +1,7 @@
 """Operations of people on a store, offline or while jobs use it. No torch.
 
 fsck/                checks and repairs a store
-salvage/             makes a new log from what is left of a store
+salvage/             makes a new log from the remaining objects of a store
 copy_store/          copies refs and their blocks to another store
 describe/            shows and compares snapshots
 refs.py              moves, tags, pins, marks and annotates
@@ -9,7 +9,6 @@ forget.py            forget and undo
 recorded_runs.py     gc, fsck and repair, with an entry in the log about the outcome
 apply_policies.py    sets, shows and applies retention policies
 bisect_history.py    the first bad snapshot of a branch
-bisect_search.py     the search of that, without a store
 quotas.py            sets and shows quotas
 watch.py             yields new snapshots of a branch, each pinned meanwhile
 advise.py            advises how often to save

@@ -71,37 +71,27 @@ def advise(
     bytes_per_second: float | None = None,
     bytes_per_day: float | None = None,
 ) -> Advice:
-    """Advice for a branch.
-
-    Args:
-        engine: The store.
-        address: The branch.
-        stall: How long a save blocks training; None: what `Checkpointer` measured and noted with the newest snapshot.
-        lag: From then until it is published; None: as measured, or 0.
-        restart: From a failure until training continues; None: the restore time as measured, or five minutes.
-        mtbf: Mean time between failures; None: from the number of resumes that `Checkpointer` notes, or four hours.
-        bytes_per_second: Bandwidth of the store.
-        bytes_per_day: How much the store may grow.
+    """Advice for a branch: see `ReadOnlyStore.advise`.
 
     Raises:
         NotFoundError: no such branch.
         InvalidOptionError: a time that is negative or not a number; or the stall is unknown.
     """
     view = engine.log.newest_view()
-    found = resolve(view, address)
-    history = list(view.history(found.branch, limit=NEWEST)) if found.branch is not None else [found.info]
+    resolved = resolve(view, address)
+    history = list(view.history(resolved.branch, limit=NEWEST)) if resolved.branch is not None else [resolved.info]
     history.sort(key=lambda info: info.time_ns)
     given = {"stall": stall, "lag": lag, "restart": restart, "mtbf": mtbf}
     measured = _measured(engine, history[-1])
     values, sources = dict[str, float](), dict[str, Source]()
-    for name, said in given.items():
-        value = said if said is not None else measured.get(name, _ASSUMED[name])
+    for name, given_value in given.items():
+        value = given_value if given_value is not None else measured.get(name, _ASSUMED[name])
         if value is None:
             raise InvalidOptionError(
                 f"it is unknown how long a save of {address!r} blocks training: give stall_seconds= (--stall), or save with Checkpointer",
                 object_id=name,
             )
-        values[name], sources[name] = value, "given" if said is not None else "measured" if name in measured else "assumed"
+        values[name], sources[name] = value, "given" if given_value is not None else "measured" if name in measured else "assumed"
     costs = require_costs(SaveCosts(**values))
     for name, value in (("bytes_per_second", bytes_per_second), ("bytes_per_day", bytes_per_day)):
         if value is not None and not value > 0:
@@ -114,21 +104,21 @@ def advise(
     share = None if bytes_per_second is None else size / (wanted + costs.stall) / bytes_per_second
     daily = int(size * DAY_SECONDS / (wanted + costs.stall))
     return Advice(
-        found.branch or address,
-        costs,
-        sources,
-        len(history),
-        interval,
-        now,
-        wanted,
-        ettr(wanted, costs),
-        young(costs),
-        daly(costs),
-        size,
-        daily,
-        share,
-        tuple(_advice(costs, interval, wanted, share=share, daily=daily, bytes_per_day=bytes_per_day, sources=sources)),
-        tuple((each, ettr(each, costs)) for each in _around(wanted)),
+        ref=resolved.branch or address,
+        costs=costs,
+        sources=sources,
+        snapshots=len(history),
+        interval=interval,
+        ettr_now=now,
+        best_interval=wanted,
+        best_ettr=ettr(wanted, costs),
+        young_interval=young(costs),
+        daly_interval=daly(costs),
+        bytes_per_snapshot=size,
+        bytes_per_day=daily,
+        bandwidth_share=share,
+        advice=tuple(_advice(costs, interval, wanted, share=share, daily=daily, bytes_per_day=bytes_per_day, sources=sources)),
+        curve=tuple((interval, ettr(interval, costs)) for interval in _around(wanted)),
     )
 
 
@@ -139,7 +129,7 @@ def note_of(engine: Engine, info: SnapshotInfo) -> dict[str, Any]:
 
 
 def _measured(engine: Engine, info: SnapshotInfo) -> dict[str, float]:
-    """What `Checkpointer` measured until a snapshot, by name of the cost."""
+    """The costs that `Checkpointer` measured until a snapshot, by name."""
     costs, mtbf = note_costs(note_of(engine, info)), mtbf_of(engine, info)
     return costs if mtbf is None else {**costs, "mtbf": mtbf}
 
@@ -173,32 +163,32 @@ def _advice(
     bytes_per_day: float | None,
     sources: dict[str, Source],
 ) -> list[str]:
-    found = []
+    lines = []
     if share is not None and share > 1:
-        found.append(
+        lines.append(
             f"the store is too slow for a snapshot every {_time(wanted)}: that needs {share:.1f} times its bandwidth. Save less often, or "
             "less: codec='small', deltas, fewer optimizer states"
         )
     if bytes_per_day is not None and daily > bytes_per_day:
-        found.append(f"the store would grow by {daily / bytes_per_day:.1f} times the allowed bytes per day: set a policy, and run gc")
+        lines.append(f"the store would grow by {daily / bytes_per_day:.1f} times the allowed bytes per day: set a policy, and run gc")
     if interval is not None:
         lost = ettr(wanted, costs) - ettr(interval, costs)
         if lost > GOOD_ENOUGH:
-            found.append(f"save every {_time(wanted)} of training instead of every {_time(interval)}, which loses {lost:.1%} of the time")
+            lines.append(f"save every {_time(wanted)} of training instead of every {_time(interval)}, which loses {lost:.1%} of the time")
         else:
-            found.append(f"keep saving every {_time(interval)}: that loses {max(0.0, lost):.2%} against the best interval, {_time(wanted)}")
+            lines.append(f"keep saving every {_time(interval)}: that loses {max(0.0, lost):.2%} against the best interval, {_time(wanted)}")
     else:
-        found.append(f"save every {_time(wanted)} of training")
+        lines.append(f"save every {_time(wanted)} of training")
     parts = {
         "the stall of a save (save asynchronously, or stage on a local disk)": costs.stall / (wanted + costs.stall),
         "the restart (restore from the staging disk or from peers, keep spare hosts)": costs.restart / costs.mtbf,
         "repeated work": (wanted / 2 + costs.lag) / costs.mtbf,
     }
     most = max(parts, key=lambda part: parts[part])
-    found.append(f"most of the remaining loss is {most}: about {parts[most]:.1%} of the time")
+    lines.append(f"most of the remaining loss is {most}: about {parts[most]:.1%} of the time")
     if sources["mtbf"] == "assumed":
-        found.append("the failure rate is an assumption: give mtbf, or save with Checkpointer, which counts resumes")
-    return found
+        lines.append("the failure rate is an assumption: give mtbf, or save with Checkpointer, which counts resumes")
+    return lines
 
 
 def _time(seconds: float) -> str:

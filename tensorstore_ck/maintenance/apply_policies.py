@@ -55,7 +55,7 @@ class BranchVerdicts:
 
 @dataclass(frozen=True, slots=True)
 class RetentionReport:
-    """What was removed from histories; in a dry run, what would be."""
+    """The snapshots that were removed from histories; in a dry run, those that would be."""
 
     dry_run: bool
     branches: tuple[BranchVerdicts, ...]
@@ -70,13 +70,13 @@ class RetentionReport:
     def _repr_html_(self) -> str:
         rows = (
             [
-                *each.snapshot.cells(),
-                "stays" if each.stays else "goes",
-                ", ".join(each.why),
-                "" if each.frees_bytes is None else human_bytes(each.frees_bytes),
+                *snapshot.snapshot.cells(),
+                "stays" if snapshot.stays else "goes",
+                ", ".join(snapshot.why),
+                "" if snapshot.frees_bytes is None else human_bytes(snapshot.frees_bytes),
             ]
             for branch in self.branches
-            for each in reversed(branch.snapshots)
+            for snapshot in reversed(branch.snapshots)
         )
         return html_table(repr(self), (*COLUMNS, "", "why", "frees"), rows)
 
@@ -116,7 +116,7 @@ def set_policy(engine: Engine, glob: str, policy: Policy | None) -> None:
         view = engine.log.view()
         for ref in view.branches():
             if fnmatchcase(ref, glob):
-                _warn_of_unmatched(engine.backend.url, ref, {glob: policy}, [each.info for each in candidates(view, ref)])
+                _warn_of_unmatched(engine.backend.url, ref, {glob: policy}, [candidate.info for candidate in candidates(view, ref)])
 
 
 def _warn_of_unmatched(url: str, ref: str, own: Mapping[str, Policy], history: Sequence[SnapshotInfo]) -> None:
@@ -132,18 +132,14 @@ def set_rules(engine: Engine, glob: str, rules: Mapping[str, object]) -> Policy:
 
 
 def policies(engine: Engine) -> dict[str, Policy]:
-    """Glob -> policy.
-
-    Raises:
-        InvalidOptionError: a newer build made one of them.
-    """
-    found = {}
+    """Glob -> policy. Raises `InvalidOptionError`: a newer build made one of them."""
+    policies = {}
     for glob, row in engine.log.newest_view().policies().items():
         try:
-            found[glob] = Policy.decode(row.rules)
+            policies[glob] = Policy.decode(row.rules)
         except InvalidOptionError as exc:
             raise InvalidOptionError(f"the policy for {glob!r} cannot be used: {exc}", object_id=glob) from exc
-    return found
+    return policies
 
 
 def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
@@ -159,10 +155,10 @@ def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
     with suppress(InvalidOptionError):
         own = policies_of(view, ref)
     if not own:
-        return {ulid_text(each.info.ulid): each.held_by for each in candidates(view, ref) if each.held_by}
-    found = verdicts(view, ref, own.values(), engine.clock())
-    _warn_of_unmatched(engine.backend.url, ref, own, [each.info for each in found])
-    return {ulid_text(each.info.ulid): each.why if each.stays else ("goes", *each.why) for each in found}
+        return {ulid_text(candidate.info.ulid): candidate.held_by for candidate in candidates(view, ref) if candidate.held_by}
+    judged = verdicts(view, ref, own.values(), engine.clock())
+    _warn_of_unmatched(engine.backend.url, ref, own, [verdict.info for verdict in judged])
+    return {ulid_text(verdict.info.ulid): verdict.why if verdict.stays else ("goes", *verdict.why) for verdict in judged}
 
 
 def retain(
@@ -173,14 +169,9 @@ def retain(
     rules: Mapping[str, object] | None = None,
     glob: str | None = None,
 ) -> RetentionReport:
-    """Removes from histories what the policies do not keep, in one log entry for all branches.
+    """Removes from histories what the policies do not keep, in one log entry for all branches: see `Store.apply_policies`.
 
-    Args:
-        engine: The store.
-        refs: These branches; empty: all.
-        dry_run: Changes nothing.
-        rules: Rules to try instead of the policies that are set; needs `dry_run`.
-        glob: With `rules`: as if they were set for this glob; other policies stay. `refs` are then the branches that it matches.
+    With `glob`, `rules` are tried as if they were set for this glob; other policies stay. `refs` are then the branches that it matches.
 
     Raises:
         NotFoundError: there is no such branch, or none matches `glob`.
@@ -196,19 +187,19 @@ def retain(
     def plan(_: int, view: RefTable) -> RetentionReport:
         of_branch = _policies_of(view, refs, instead, glob)
         now_ns = engine.clock()
-        found = {
-            ref: verdicts(view, ref, own.values(), now_ns, added_bytes=ExclusiveBytes(engine, view) if _has_limit(own) else None)
+        judged = {
+            ref: verdicts(view, ref, own.values(), now_ns, added_bytes=ExclusiveBytes(engine, view))
             for ref, own in of_branch.items()
             if own
         }
         problems[:] = [
             problem
-            for ref, each in found.items()
-            for problem in unmatched_rules(engine.backend.url, ref, of_branch[ref], [verdict.info for verdict in each])
+            for ref, of_ref in judged.items()
+            for problem in unmatched_rules(engine.backend.url, ref, of_branch[ref], [verdict.info for verdict in of_ref])
         ]
         planned.clear()
-        planned.update({ref: {verdict.info.ulid for verdict in each if not verdict.stays} for ref, each in found.items()})
-        return _report(engine, view, of_branch, found, dry_run=dry_run)
+        planned.update({ref: {verdict.info.ulid for verdict in of_ref if not verdict.stays} for ref, of_ref in judged.items()})
+        return _report(engine, view, of_branch, judged, dry_run=dry_run)
 
     report = at_newest(engine.log, plan)
     for problem in problems:
@@ -237,14 +228,10 @@ def _policies_of(view: RefTable, refs: Sequence[str], instead: Policy | None, gl
     return {ref: policies_for(ref) for ref in refs or view.branches()}
 
 
-def _has_limit(own: Mapping[str, Policy]) -> bool:
-    return any(policy.max_bytes for policy in own.values())
-
-
 def _report(
-    engine: Engine, view: RefTable, of_branch: Mapping[str, Mapping[str, Policy]], found: Mapping[str, list[Verdict]], *, dry_run: bool
+    engine: Engine, view: RefTable, of_branch: Mapping[str, Mapping[str, Policy]], judged: Mapping[str, list[Verdict]], *, dry_run: bool
 ) -> RetentionReport:
-    going = {(ref, verdict.info.ulid) for ref, each in found.items() for verdict in each if not verdict.stays}
+    going = {(ref, verdict.info.ulid) for ref, of_ref in judged.items() for verdict in of_ref if not verdict.stays}
     frees = _freed(engine, view, going) if going and dry_run else {}
     counted: set[Ulid] = set()
 
@@ -262,9 +249,12 @@ def _report(
             BranchVerdicts(
                 ref,
                 tuple(of_branch[ref]),
-                tuple(SnapshotVerdict(Snapshot.from_info(each.info), each.stays, each.why, freed(each)) for each in verdicts_of_ref),
+                tuple(
+                    SnapshotVerdict(Snapshot.from_info(verdict.info), verdict.stays, verdict.why, freed(verdict))
+                    for verdict in verdicts_of_ref
+                ),
             )
-            for ref, verdicts_of_ref in found.items()
+            for ref, verdicts_of_ref in judged.items()
         ),
     )
 

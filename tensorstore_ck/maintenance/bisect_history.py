@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple, Self
+from typing import Final, Literal, NamedTuple, Self
 
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.ids import Digest, ulid_text
@@ -15,12 +15,41 @@ from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.log.training_line import training_line
-from tensorstore_ck.maintenance.bisect_search import Verdict, first_bad
+
+Verdict = Literal["good", "bad", "skip"]
+
+
+def first_bad(good: int, bad: int, verdict: Callable[[int], Verdict]) -> tuple[int, int]:
+    """The last good and the first bad position in a row that is good at `good`, bad at `bad`, and turns once between them.
+
+    Between the two that are returned lie only positions with the verdict ``skip``. No position is tested twice; without skips some
+    log2(bad - good) are tested. If the row turns more than once, one of the turns is found.
+    """
+    skipped = set[int]()
+    missed = 0
+    while left := [at for at in range(good + 1, bad) if at not in skipped]:
+        at = left[min(int(len(left) * _fraction(missed)), len(left) - 1)]
+        match verdict(at):
+            case "good":
+                good, missed = at, 0
+            case "bad":
+                bad, missed = at, 0
+            case "skip":
+                skipped.add(at)
+                missed += 1
+    return good, bad
+
+
+def _fraction(missed: int) -> float:
+    """1/2, 1/4, 3/4, 1/8, 7/8, ...: after skips away from the middle, since what cannot be tested often lies together."""
+    share = 0.5 ** ((missed + 1) // 2 + 1)
+    return share if missed % 2 or not missed else 1 - share
+
 
 PIN_SECONDS: Final = 86_400.0
 """How long a test may take: pins are renewed between tests, and those of a bisect that was killed expire."""
 _OPERATIONS: Final = 1000
-"""In one log entry."""
+"""The most operations in one log entry."""
 _logger: Final = logging.getLogger("tensorstore_ck")
 
 IsBad = Callable[[Snapshot], bool | None]
@@ -43,7 +72,7 @@ class Bisection:
     skipped: tuple[Snapshot, ...]
     """Between the two, oldest first: these could not be tested, and one of them may be the first bad one."""
     tested: tuple[Tested, ...]
-    """In the order of the tests."""
+    """The tests in their order."""
 
     def __repr__(self) -> str:
         between = f", {len(self.skipped)} not tested between them" if self.skipped else ""
@@ -59,7 +88,7 @@ def bisect(
     bad: str | None = None,
     pin_for: float | str = PIN_SECONDS,
     unpinned_unsafe: bool = False,
-    tested: Callable[[Tested], object] = lambda each: None,
+    tested: Callable[[Tested], object] = lambda outcome: None,
 ) -> Bisection:
     """See `Store.bisect`. `tested` is called after each test."""
     seconds = None if unpinned_unsafe else parse_seconds(pin_for, "pin_for")
@@ -73,10 +102,10 @@ def bisect(
             nonlocal first, last
             pins.keep(line[first : last + 1])
             snapshot = Snapshot.from_info(line[at])
-            found = is_bad(snapshot) if pins.is_live(line[at]) else None
+            answer = is_bad(snapshot) if pins.is_live(line[at]) else None
             if not pins.is_live(line[at]):
-                found = None  # what was freed during the test may have looked like anything
-            outcome: Verdict = "skip" if found is None else "bad" if found else "good"
+                answer = None  # what was freed during the test may have looked like anything
+            outcome: Verdict = "skip" if answer is None else "bad" if answer else "good"
             first, last = (at if outcome == "good" else first), (at if outcome == "bad" else last)
             done.append(Tested(snapshot, outcome))
             tested(done[-1])
@@ -135,15 +164,15 @@ def _end(
         NotFoundError: the end of the history is.
     """
     for at in positions:
-        found = verdict(at)
-        if found == wanted:
+        outcome = verdict(at)
+        if outcome == wanted:
             return at
         if address is not None:
-            what = "cannot be tested" if found == "skip" else f"is {found}"
+            what = "cannot be tested" if outcome == "skip" else f"is {outcome}"
             raise InvalidOptionError(f"{address!r} {what}, but was given as {wanted}", object_id=wanted)
-        if found == "bad":
+        if outcome == "bad":
             raise NotFoundError(f"{_named(line[at])} of {ref!r} is bad already: there is no good one before it", object_id=ref)
-        if found == "good":
+        if outcome == "good":
             raise NotFoundError(f"no bad snapshot of {ref!r} was found: {_named(line[at])} is good", object_id=ref)
     raise NotFoundError(f"there is nothing to search: no two snapshots of {ref!r} could be tested", object_id=ref)
 
@@ -173,11 +202,7 @@ class _Pins:
             _logger.warning("the pins of %r could not be removed, and stay until they expire: %s", self._owner, exc)
 
     def keep(self, infos: Sequence[SnapshotInfo]) -> None:
-        """Pins these snapshots, as far as they are still there, and no others.
-
-        Raises:
-            PermissionDeniedError: this user may not pin.
-        """
+        """Pins these snapshots, as far as they are still there, and no others. Raises `PermissionDeniedError` if this user may not pin."""
         if self._seconds is None:
             return
         now = self._engine.clock()

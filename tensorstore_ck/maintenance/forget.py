@@ -23,7 +23,7 @@ MIN_ROOT_DIGITS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What one log entry removed from one ref."""
+    """The snapshots that one log entry removed from one ref."""
 
     entry: int
     ref: str
@@ -79,26 +79,26 @@ def undo(engine: Engine, address: str | None = None, *, entry: int | None = None
         ConflictError: what was forgotten last is not what log entry `entry` removed.
     """
     engine.require_writable()
-    found: list[tuple[UndoWindow, set[Ulid]]] = []
+    undone: list[tuple[UndoWindow, set[Ulid]]] = []
 
     def build(view: RefTable) -> list[Op]:
-        found[:] = _to_undo(view, address)
-        for window, _ in found:
+        undone[:] = _to_undo(view, address)
+        for window, _ in undone:
             if entry not in (None, window.n):
                 raise ConflictError(
                     f"{window.name!r} changed meanwhile: log entry {window.n} is what was forgotten last there, not {entry}"
                 )
             _raise_if_name_taken(view, window)
-        return [Op.undo(window.n, window.name, ulids) for window, ulids in found]
+        return [Op.undo(window.n, window.name, ulids) for window, ulids in undone]
 
     engine.log.append(build)
     view = engine.log.view()
-    windows = [window._replace(moves=[move for move in window.moves if move.ulid in ulids]) for window, ulids in found]
+    windows = [window._replace(moves=[move for move in window.moves if move.ulid in ulids]) for window, ulids in undone]
     return _forgotten(view, windows, roots(view))
 
 
 def forgotten(engine: Engine) -> tuple[Forgotten, ...]:
-    """What can be undone, newest first."""
+    """The removals that can be undone, newest first."""
     view = engine.log.newest_view()
     windows = list(view.windows(newest_first=True))
     return _forgotten(view, windows, _other_holders(view, windows))
@@ -114,14 +114,14 @@ class _Histories:
     def held(self, address: str) -> list[tuple[str, set[Ulid]]]:
         """(branch, snapshots) with the root at `address`, which must not be the head of a branch."""
         view = self._view
-        found = resolve(view, address)
-        branches = [found.branch] if found.branch is not None else view.branches()
-        held = [(name, ulids) for name in branches if (ulids := self._of(name).get(found.info.root))]
+        resolved = resolve(view, address)
+        branches = [resolved.branch] if resolved.branch is not None else view.branches()
+        held = [(name, ulids) for name in branches if (ulids := self._of(name).get(resolved.info.root))]
         if not held:
             raise NotFoundError(f"no branch has {address!r} in its history: there is nothing to forget", object_id=address)
         for name, _ in held:
             branch = view.branch(name)
-            if branch is not None and branch.root == found.info.root:
+            if branch is not None and branch.root == resolved.info.root:
                 raise ConflictError(
                     f"{address!r} is the head of branch {name!r}: move the branch first (`tsck reset {name} {name}~1`), "
                     f"or forget the whole branch (`tsck forget {name}`)",
@@ -157,8 +157,8 @@ def _to_undo(view: RefTable, address: str | None) -> list[tuple[UndoWindow, set[
 
 def _matcher(view: RefTable, address: str) -> Callable[[UndoWindow, BranchMove], bool]:
     if "~" in address:
-        found = resolve(view, address)
-        return lambda window, move: move.root == found.info.root and found.branch in (None, window.name)
+        resolved = resolve(view, address)
+        return lambda window, move: move.root == resolved.info.root and resolved.branch in (None, window.name)
     name, _, step = address.partition("@")
     wanted_step = step and (step.lstrip("0") or "0")
 
@@ -176,15 +176,24 @@ def _raise_if_name_taken(view: RefTable, window: UndoWindow) -> None:
 
 
 def _other_holders(view: RefTable, windows: Sequence[UndoWindow]) -> Mapping[Ulid, Sequence[str]]:
-    """What holds the snapshots of undo windows; computes the roots only if something besides these windows holds one."""
+    """The holders of the snapshots in undo windows; computes the roots only if something else holds one, too."""
     within = Counter(move.ulid for window in windows for move in window.moves)
     return roots(view) if any(view.holds(ulid) > count for ulid, count in within.items()) else {}
 
 
 def _forgotten(view: RefTable, windows: Sequence[UndoWindow], held: Mapping[Ulid, Sequence[str]]) -> tuple[Forgotten, ...]:
-    found = []
+    removed = []
     for window in windows:
         infos = [info for ulid in dict.fromkeys(move.ulid for move in window.moves) if (info := view.snapshot(ulid)) is not None]
         held_by = {ulid_text(info.ulid): tuple(label for label in held.get(info.ulid, ()) if label != UNDO) for info in infos}
-        found.append(Forgotten(window.n, window.name, window.kind, window.time_ns, tuple(map(Snapshot.from_info, infos)), held_by))
-    return tuple(found)
+        removed.append(
+            Forgotten(
+                entry=window.n,
+                ref=window.name,
+                kind=window.kind,
+                time_ns=window.time_ns,
+                snapshots=tuple(map(Snapshot.from_info, infos)),
+                held_by=held_by,
+            )
+        )
+    return tuple(removed)

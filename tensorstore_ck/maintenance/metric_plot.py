@@ -22,11 +22,7 @@ class Point(NamedTuple):
 
 
 def new_figure() -> "tuple[Figure, Any]":
-    """A figure, which no window shows, and its axes.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """A figure, which no window shows, and its axes. Raises `MissingExtraError` if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
     except ImportError as exc:
@@ -36,11 +32,7 @@ def new_figure() -> "tuple[Figure, Any]":
 
 
 def shown_axes() -> "Axes":
-    """The axes of a new figure of pyplot, which notebooks show.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """The axes of a new figure of pyplot, which notebooks show. Raises `MissingExtraError` if matplotlib is not installed."""
     try:
         from matplotlib import pyplot  # noqa: PLC0415 - an extra
     except ImportError as exc:
@@ -55,11 +47,13 @@ def metric_points(snapshots: Sequence[Snapshot], metric: str) -> list[Point]:
     Raises:
         NotFoundError: no snapshot has it.
     """
-    found = [Point(snapshot.ref, snapshot.step, snapshot.metrics[metric]) for snapshot in reversed(snapshots) if metric in snapshot.metrics]
-    if not found:
+    points = [
+        Point(snapshot.ref, snapshot.step, snapshot.metrics[metric]) for snapshot in reversed(snapshots) if metric in snapshot.metrics
+    ]
+    if not points:
         known = sorted({name for snapshot in snapshots for name in snapshot.metrics})
         raise NotFoundError(f"no snapshot has a metric {metric!r}; there are: {', '.join(known) or 'no metrics'}", object_id=metric)
-    return found
+    return points
 
 
 def draw_points(axes: "Axes", points: Sequence[Point], metric: str) -> None:

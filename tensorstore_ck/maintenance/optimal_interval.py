@@ -28,11 +28,7 @@ class SaveCosts(NamedTuple):
 
 
 def require_costs(costs: SaveCosts) -> SaveCosts:
-    """Returns valid `costs`.
-
-    Raises:
-        InvalidOptionError: a time that is negative or not a number, or an MTBF of 0.
-    """
+    """Returns valid `costs`. Raises `InvalidOptionError` if a time is negative or not a number, or the MTBF is 0."""
     for name, value in costs._asdict().items():
         if not (math.isfinite(value) and value >= 0) or (name == "mtbf" and value == 0):
             raise InvalidOptionError(f"{name} must be a time in seconds, not {value!r}", object_id=name)

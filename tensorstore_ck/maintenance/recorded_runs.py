@@ -41,9 +41,9 @@ def recorded_gc(engine: Engine, options: GcOptions | None = None, *, dry_run: bo
         raise
     except StoreError as exc:
         outcome = REFUSED if isinstance(exc, GcRefusedError) else FAILED
-        _record(engine, GC, began_ns, outcome, {}, message=redacted(str(exc)))
+        _record(engine, run=GC, began_ns=began_ns, outcome=outcome, counts={}, message=redacted(str(exc)))
         raise
-    return replace(report, not_recorded=_record(engine, GC, began_ns, OK, _gc_counts(report)))
+    return replace(report, not_recorded=_record(engine, run=GC, began_ns=began_ns, outcome=OK, counts=_gc_counts(report)))
 
 
 def recorded_fsck(engine: Engine, options: "FsckOptions | None" = None, *, executor: Executor | None = None) -> "FsckReport":
@@ -56,7 +56,7 @@ def recorded_fsck(engine: Engine, options: "FsckOptions | None" = None, *, execu
 
 
 def recorded_repair(engine: Engine, options: "FsckOptions | None" = None, *, other: Engine | None = None) -> "RepairReport":
-    """As `run_repair`; it is noted as a run of fsck that found what is left."""
+    """As `run_repair`; records a run of fsck with the findings that remain."""
     from tensorstore_ck.maintenance.fsck import run_repair  # noqa: PLC0415
 
     began_ns = engine.clock()
@@ -71,7 +71,7 @@ def _record_fsck(engine: Engine, began_ns: int, report: "FsckReport", counts: Ma
         is_of_log = finding.kind == BrokenLogError.kind or finding.object.startswith(f"{engine.config.log}/")
         if finding.severity == "error" and (is_of_log or finding.object == CONFIG_NAME):
             return f"{finding.object} is unreadable or damaged, and nothing is appended to a damaged log"
-    return _record(engine, FSCK, began_ns, OK if report.ok else FINDINGS, counts)
+    return _record(engine, run=FSCK, began_ns=began_ns, outcome=OK if report.ok else FINDINGS, counts=counts)
 
 
 def _record(engine: Engine, run: str, began_ns: int, outcome: str, counts: Mapping[str, int], *, message: str = "") -> str:

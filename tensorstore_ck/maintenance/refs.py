@@ -11,7 +11,7 @@ from tensorstore_ck.format.record import check_metrics
 from tensorstore_ck.log import BranchMove, Op, RefTable, SnapshotInfo, validate_ref_name
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, pinned_snapshots, pinned_with_root
-from tensorstore_ck.log.snapshot_log import SnapshotLog
+from tensorstore_ck.log.snapshot_log import SnapshotLog, SnapshotsByName
 from tensorstore_ck.log.training_line import training_line
 
 
@@ -47,16 +47,16 @@ def _newest_moves(view: RefTable, branch: str, limit: int | None) -> list[Branch
     return moves
 
 
-def branches(engine: Engine) -> dict[str, Snapshot]:
+def branches(engine: Engine) -> SnapshotsByName:
     """Every branch, and where it is."""
     view = engine.log.newest_view()
-    return {name: Snapshot.from_info(resolve(view, name).info) for name in view.branches()}
+    return SnapshotsByName({name: Snapshot.from_info(resolve(view, name).info) for name in view.branches()})
 
 
-def tags(engine: Engine) -> dict[str, Snapshot]:
+def tags(engine: Engine) -> SnapshotsByName:
     """Every tag, and where it is."""
     view = engine.log.newest_view()
-    return {name: Snapshot.from_info(resolve(view, name).info) for name in view.tags()}
+    return SnapshotsByName({name: Snapshot.from_info(resolve(view, name).info) for name in view.tags()})
 
 
 def branch(engine: Engine, name: str, at: str) -> Snapshot:
@@ -96,6 +96,12 @@ def mark(engine: Engine, address: str, mark: str, reason: str) -> Snapshot:
     return _append(engine, address, lambda root: Op.mark(root, mark, reason))
 
 
+def finish(engine: Engine, ref: str) -> Snapshot:
+    """See `Store.finish`."""
+    validate_ref_name(ref)
+    return _append(engine, ref, lambda root: Op.finished(ref, root))
+
+
 def pin(engine: Engine, address: str, *, reason: str, owner: str | None, expires: "str | float | None") -> Snapshot:
     """See `Store.pin`."""
     seconds = None if expires is None else parse_seconds(expires, "expires")
@@ -118,13 +124,13 @@ def pins(engine: Engine) -> tuple[PinnedSnapshot, ...]:
 def _append(engine: Engine, address: str, make: Callable[[Digest], Op]) -> Snapshot:
     """Appends one operation on the snapshot at `address`; returns the snapshot as it is then."""
     engine.require_writable()
-    found: list[SnapshotInfo] = []
+    infos: list[SnapshotInfo] = []
 
     def build(view: RefTable) -> list[Op]:
-        found[:] = [resolve(view, address).info]
-        operation = make(found[0].root)
+        infos[:] = [resolve(view, address).info]
+        operation = make(infos[0].root)
         operation.check(view)
-        return [operation, *rescue_if_expired(engine, view, found[0])]
+        return [operation, *rescue_if_expired(engine, view, infos[0])]
 
     engine.log.append(build)
-    return Snapshot.from_info(engine.log.view().snapshot(found[0].ulid) or found[0])
+    return Snapshot.from_info(engine.log.view().snapshot(infos[0].ulid) or infos[0])

@@ -31,21 +31,7 @@ def watch(
     sleep: Callable[[float], object] = time.sleep,
     until: Callable[[], bool] = lambda: False,
 ) -> Generator[SnapshotInfo]:
-    """Snapshots that are put to a branch from now on, each pinned until the next one is requested.
-
-    The branch need not exist yet. Snapshots that expire before they are pinned are skipped. It waits while the store does not answer.
-
-    Args:
-        engine: The store.
-        ref: The branch.
-        since_step: Also yields existing snapshots from this step on.
-        newest_only: Of several new snapshots, yields only the newest.
-        owner: Owner of the pins; by default unique to this watch, so that another watch does not remove them.
-        pin_for: Expiry of a pin; None: pins nothing, and does not change the store.
-        poll_seconds: Polling interval.
-        sleep: For tests.
-        until: Ends the watch, tested before each poll.
-    """
+    """See `Store.watch`. `sleep` is for tests."""
     if pin_for is not None:
         engine.require_writable("watch() with pins (pin_for=None has none)")
     owner = owner or f"watch {ulid_text(engine.new_id())}"
@@ -77,8 +63,8 @@ def watch(
 def _put_after(view: RefTable, ref: str, n: int) -> list[SnapshotInfo]:
     """Snapshots put to a branch after entry `n`, oldest first; earlier history is not read."""
     moves = takewhile(lambda move: move.n > n, view.moves(ref))
-    found = [info for move in moves if move.op == "put" and (info := view.snapshot(move.ulid)) is not None]
-    return found[::-1]
+    published = [info for move in moves if move.op == "put" and (info := view.snapshot(move.ulid)) is not None]
+    return published[::-1]
 
 
 def _pin(engine: Engine, info: SnapshotInfo, owner: str, expires_ns: int) -> bool:

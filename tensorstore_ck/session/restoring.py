@@ -5,11 +5,11 @@ torch is imported only by what takes or returns tensors.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar, Unpack
 
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import SnapshotContent
@@ -23,10 +23,11 @@ from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process
 from tensorstore_ck.session.session import Session
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tensorstore_ck.state import LazySnapshot
+    from tensorstore_ck.state import LazySnapshot, LoadReport
 
 _logger: Final = logging.getLogger("tensorstore_ck.session")
 
@@ -34,6 +35,18 @@ T = TypeVar("T")
 
 SHARED_PARTS: Final = 32
 """How many parts a snapshot has at least, if the ranks that restore it agree on sharing them: reading fewer costs less than to agree."""
+
+
+class RestoreArguments(TypedDict, total=False):
+    """How a state is restored: see `Store.checkout`."""
+
+    into: object
+    select: Sequence[str] | None
+    strict: bool
+    rename: Mapping[str, str] | Callable[[str], str | None] | None
+    dtype: "torch.dtype | None"
+    device: "str | torch.device"
+    report: "LoadReport | None"
 
 
 @dataclass
@@ -57,25 +70,29 @@ class Restoring:
 
         return LazySnapshot(self._content)
 
-    def checkout(self, *, broadcast: bool = False, **options: Any) -> Any:
-        """See `Store.checkout`, for the options too; once only, as the ranks of a host read together."""
+    def metadata(self) -> dict[str, Any]:
+        """As `Store.metadata`."""
+        return self.engine.read_metadata(self.info)
+
+    def checkout(self, *, broadcast: bool = False, **how: Unpack[RestoreArguments]) -> Any:
+        """See `Store.checkout`; once only, as the ranks of a host read together."""
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
         group, reading = self.group, self.reading
         if group is None or reading is None:
-            return restore(self._content, **options)
-        options |= {"group": group, "unclaimed": reading.unclaimed}
+            return restore(self._content, **how)
+        together = partial(restore, group=group, unclaimed=reading.unclaimed, **how)
         open_content = partial(open_snapshot, self.engine, self.info, reading.read_blocks, position=(group.rank() + 0.5) / group.size())
         if broadcast:
             from tensorstore_ck.state.broadcast_reads import BroadcastContent  # noqa: PLC0415 - loads torch.distributed
 
-            return restore(BroadcastContent(open_content(), group, reading.agree), **options)
+            return together(BroadcastContent(open_content(), group, reading.agree))
         if not reading.must_agree:
-            return restore(open_content(), **options)
+            return together(open_content())
         from tensorstore_ck.state.shared_parts import PartSharingContent, SharedParts  # noqa: PLC0415 - loads torch.distributed
 
         parts = SharedParts(self.engine, self.info, group, reading.agree)
-        return restore(PartSharingContent(open_content(read_part=parts.read), parts), **options)
+        return together(PartSharingContent(open_content(read_part=parts.read), parts))
 
     def finish(self) -> None:
         """Takes part in what all ranks do before the restore ends, where this one has read nothing together with the others."""
@@ -114,13 +131,13 @@ def checkout(
     allow_marked: bool,
     timeout_seconds: float,
     broadcast: bool,
-    **options: Any,
+    **how: Unpack[RestoreArguments],
 ) -> Any:
     """See `Store.checkout`."""
     return restoring(
         session,
         address,
-        lambda found: found.checkout(broadcast=broadcast, **options),
+        lambda found: found.checkout(broadcast=broadcast, **how),
         group=group,
         broadcast=broadcast,
         allow_marked=allow_marked,
@@ -153,7 +170,9 @@ def restoring(
     def must_agree(info: SnapshotInfo) -> bool:
         return broadcast or len(session.engine.recent_record(info).parts) >= SHARED_PARTS
 
-    result, found = _read_together(session, address, find, read, ranks, must_agree=must_agree, timeout_seconds=timeout_seconds)
+    result, found = _read_together(
+        session, address=address, find=find, read=read, group=ranks, must_agree=must_agree, timeout_seconds=timeout_seconds
+    )
     session.fence.note_restored(found)
     return result, Snapshot.from_info(found.info)
 
@@ -178,13 +197,15 @@ def rank_state(
         whose = own if rank_state_map is None or stored == size else rank_state_map(own, stored)
         return [found.rank_state(each) for each in whose] if isinstance(whose, Iterable) else found.rank_state(whose)
 
-    return _read_together(session, address, session.resolve, read, ranks, timeout_seconds=timeout_seconds)[0]
+    return _read_together(session, address=address, find=session.resolve, read=read, group=ranks, timeout_seconds=timeout_seconds)[0]
 
 
 def streams(session: Session, address: str, *, group: "ProcessGroup | DeviceMesh | None", timeout_seconds: float) -> Streams:
     """See `Store.streams`."""
     ranks = process_group(group)
-    return _read_together(session, address, session.resolve, Restoring.streams, ranks, timeout_seconds=timeout_seconds)[0]
+    return _read_together(
+        session, address=address, find=session.resolve, read=Restoring.streams, group=ranks, timeout_seconds=timeout_seconds
+    )[0]
 
 
 @contextmanager
@@ -219,11 +240,11 @@ def _read_together(
         return result
 
     return GroupRestore(
-        engine,
-        session.groups.of(group)[0],
-        address,
-        find,
-        read_as_rank,
+        engine=engine,
+        own=session.groups.of(group)[0],
+        address=address,
+        find=find,
+        read=read_as_rank,
         must_agree=must_agree,
         timeout_seconds=timeout_seconds,
     ).run()

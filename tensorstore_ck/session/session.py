@@ -7,7 +7,8 @@ import itertools
 import os
 import shlex
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Unpack
 
 from tensorstore_ck.common.host_memory import default_limit_bytes, memory_errors
 from tensorstore_ck.engine.engine import Engine
@@ -26,8 +27,9 @@ from tensorstore_ck.session.save.resume_staged import resume_alone, resume_ranks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
-    from tensorstore_ck.session.save.save import Save
+    from tensorstore_ck.session.save.save import Save, StateArguments
     from tensorstore_ck.state import StateCheck
     from tensorstore_ck.state.capture_copy import Arena
 
@@ -67,15 +69,15 @@ class Session:
         *,
         group: "ProcessGroup | DeviceMesh | None" = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
-        **options: Any,
+        **given: "Unpack[StateArguments]",
     ) -> Snapshot:
-        """See `Store.put_snapshot`, for the options too; `state` may be a `CapturedState`."""
+        """See `Store.put_snapshot`; `state` may be a `CapturedState`."""
         ranks = process_group(group)
         if ranks is not None:
             self.queue.require_no_worker()
 
         def make() -> "Save":
-            save = self._new_save(state, ref, ranks, timeout_seconds, **options)
+            save = self._new_save(state, ref, ranks, timeout_seconds, given)
             if ranks is None:  # with ranks in the round, so that an error reaches all at once
                 save.check_and_capture()
             return save
@@ -91,18 +93,16 @@ class Session:
         group: "ProcessGroup | DeviceMesh | None",
         on_full: OnFull,
         timeout_seconds: float,
-        changed_by: object = (),
-        **options: Any,
+        optimizers: object,
+        **given: "Unpack[StateArguments]",
     ) -> PendingSnapshot:
-        """See `Store.put_snapshot_async`, for the options too."""
-        options["changed_by"] = changed_by if isinstance(changed_by, list | tuple) else [changed_by]
-        if not all(hasattr(each, "register_step_pre_hook") for each in options["changed_by"]):
-            raise InvalidOptionError("changed_by must be a torch optimizer, or several in a list", object_id="changed_by")
+        """See `Store.put_snapshot_async`; `optimizers` is its `changed_by`."""
+        given["changed_by"] = _optimizers(optimizers)
         ranks = process_group(group)
 
         def make() -> "Save":
             held = state if ranks is None else self._count_local_ranks(state, ranks, timeout_seconds)
-            save = self._new_save(held, ref, ranks, timeout_seconds, **options)
+            save = self._new_save(held, ref, ranks, timeout_seconds, given)
             if ranks is None and self.queue.is_quiet():
                 save.check_branch()
             save.check_and_capture()
@@ -110,6 +110,26 @@ class Session:
 
         with memory_errors(f"the save to {ref!r}"):
             return self.queue.submit(make, on_full)
+
+    def prepare(
+        self,
+        state: object,
+        *,
+        group: "ProcessGroup | DeviceMesh | None",
+        frozen: "Sequence[str]",
+        changed_by: object,
+        timeout_seconds: float,
+    ) -> None:
+        """See `Store.prepare`."""
+        import torch  # noqa: PLC0415 - takes a second
+
+        from tensorstore_ck.session.save.prepare import prepare  # noqa: PLC0415 - loads torch
+
+        ranks, optimizers = process_group(group), _optimizers(changed_by)
+        if torch.cuda.is_available():
+            if ranks is not None:
+                self._local_ranks = self.groups.local_ranks(ranks, timeout_seconds=timeout_seconds)
+            self.queue.prepare(*prepare(self.context, state, ranks, frozen, optimizers))
 
     def check(
         self, state: object, *, group: "ProcessGroup | DeviceMesh | None", rank_state: object, timeout_seconds: float
@@ -123,7 +143,9 @@ class Session:
             return check_state(state, self.engine.backend)
         from tensorstore_ck.session.save.dry_run import check_ranks  # noqa: PLC0415 - loads torch
 
-        return check_ranks(self.engine, self.groups, ranks, state, rank_state, timeout_seconds=timeout_seconds)
+        return check_ranks(
+            self.engine, groups=self.groups, group=ranks, state=state, rank_state=rank_state, timeout_seconds=timeout_seconds
+        )
 
     def finish_staged(self, address: str, group: "ProcessGroup | None", timeout_seconds: float) -> None:
         """See `Store.finish_staged`."""
@@ -178,22 +200,20 @@ class Session:
             return UnpreparedState(exc)
         return state
 
-    def _new_save(
-        self, state: object, ref: str, group: "ProcessGroup | None", timeout_seconds: float, *, rank_state: object = None, **options: Any
-    ) -> "Save":
+    def _new_save(self, state: object, ref: str, group: "ProcessGroup | None", timeout_seconds: float, given: "StateArguments") -> "Save":
         from tensorstore_ck.session.save.ranks import Alone, RankRound  # noqa: PLC0415 - loads torch
         from tensorstore_ck.session.save.save import Save  # noqa: PLC0415 - likewise
 
         ranks: Alone | RankRound
         if group is None:
-            _require_no_rank_state(rank_state)
+            _require_no_rank_state(given.get("rank_state"))
             ranks = Alone(self.context, next(self._numbers))
         else:
             if self.engine.limit is not None:
                 self.engine.limit.share(group.size())
             self._resume(group, timeout_seconds)
             ranks = RankRound(self.context, group, ref, timeout_seconds)
-        return Save(self.context, ranks, state, ref=ref, rank_state=rank_state, **options)
+        return Save(self.context, ranks, state, ref=ref, **given)
 
     def _open_arena(self) -> "Arena":
         import torch  # noqa: PLC0415 - takes a second
@@ -204,6 +224,13 @@ class Session:
             finish_at_exit(self.queue)
         limit_bytes = self._host_memory_bytes or default_limit_bytes(self._local_ranks)
         return Arena(limit_bytes, pinned=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _optimizers(changed_by: object) -> "Sequence[Optimizer]":
+    optimizers: Sequence[Any] = changed_by if isinstance(changed_by, list | tuple) else [changed_by]
+    if not all(hasattr(each, "register_step_pre_hook") for each in optimizers):
+        raise InvalidOptionError("changed_by must be a torch optimizer, or several in a list", object_id="changed_by")
+    return optimizers
 
 
 def _require_no_rank_state(rank_state: object) -> None:

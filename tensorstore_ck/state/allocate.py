@@ -104,7 +104,7 @@ def view_of(base: TensorOrArray, form: LeafForm) -> TensorOrArray:
     if isinstance(form.dtype, torch.dtype):
         if isinstance(base, np.ndarray):
             base = torch.from_numpy(base.reshape(-1).view(np.uint8))
-        return strided(base, form.dtype, form.shape, form.strides, form.offset_bytes)
+        return strided(base, dtype=form.dtype, shape=form.shape, strides=form.strides, offset_bytes=form.offset_bytes)
     raw = base.detach().reshape(-1).view(torch.uint8).numpy() if isinstance(base, torch.Tensor) else base.reshape(-1).view(np.uint8)
     steps = [step * form.dtype.itemsize for step in form.strides]
     return np.ndarray(form.shape, form.dtype, raw.data, form.offset_bytes, steps)
@@ -267,7 +267,7 @@ def with_flags(tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
 def _new(spec: TensorSpec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A new tensor in the stored memory order."""
     tensor = new_tensor(spec.shape, dtype, device)
-    return strided(tensor, dtype, spec.shape, spec.strides, 0) if spec.order else tensor
+    return strided(tensor, dtype=dtype, shape=spec.shape, strides=spec.strides, offset_bytes=0) if spec.order else tensor
 
 
 def _whole(spec: TensorSpec, memory: torch.Tensor, offset: int) -> TensorOrArray:

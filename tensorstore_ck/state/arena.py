@@ -14,12 +14,16 @@ from typing import Final
 import numpy as np
 import torch
 
+from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.errors import NoSpaceError
 from tensorstore_ck.state.byte_sources import Array, address_of
 from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopies, SideStreams
 
 GRAIN_BYTES: Final = 2 << 20
 """Memory is allocated in whole huge pages, so that a state that grew a little still fits."""
+TOUCHED_BYTES: Final = 64 << 20
+"""What one thread touches at a time."""
+PAGE_BYTES: Final = 4096
 _MADV_WIPEONFORK: Final = 18
 _REGISTER_PORTABLE: Final = 1
 """Pinned for every device, not only the current one."""
@@ -65,6 +69,21 @@ class Arena:
             if slot.memory is not None:
                 self._in_use.add(slot)
             return slot.memory is not None
+
+    def prepare(self, size_bytes: int, count: int) -> None:
+        """Allocates memory for `count` captures of this size, as far as the limit allows. A capture that comes meanwhile waits for it.
+
+        Raises:
+            NoSpaceError: the system refuses memory that the limit allows.
+        """
+        wanted = -(-max(size_bytes, 1) // GRAIN_BYTES) * GRAIN_BYTES
+        for _ in range(count):
+            with self._lock:
+                held = [*self._free, *(slot.memory for slot in self._in_use if slot.memory is not None)]
+                is_enough = sum(memory.nbytes >= size_bytes for memory in held) >= count
+                if self._is_closed or is_enough or wanted > self.limit_bytes - sum(memory.nbytes for memory in held):
+                    return
+                self._free.append(_new_pages(wanted, pinned=self._is_pinned))
 
     def close(self) -> None:
         """Frees unused memory now, and the rest when it is released."""
@@ -134,12 +153,23 @@ def _new_pages(size_bytes: int, *, pinned: bool) -> Array:
         _advise(pages, _MADV_WIPEONFORK)
     array: Array = np.frombuffer(pages, np.uint8)
     if pinned:
+        _touch(array)
         address = address_of(array)
         result = torch.cuda.cudart().cudaHostRegister(address, size_bytes, _REGISTER_PORTABLE)  # type: ignore[no-untyped-call]
         if int(result):
             raise _refused(size_bytes, "pin", str(result))
         weakref.finalize(array, _unpin, address, pages).atexit = False
     return array
+
+
+def _touch(array: Array) -> None:
+    """Makes the system provide all pages, on several threads: CUDA would do it on one, and under a lock that its other calls need."""
+    pieces = [array[start : start + TOUCHED_BYTES] for start in range(0, array.nbytes, TOUCHED_BYTES)]
+    for_each(pieces, _touch_piece, min(cpu_threads(), len(pieces)))
+
+
+def _touch_piece(piece: Array) -> None:
+    piece[::PAGE_BYTES] = 0
 
 
 def _advise(pages: mmap.mmap, advice: int) -> None:

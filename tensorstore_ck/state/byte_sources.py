@@ -176,11 +176,7 @@ ByteSink = MemoryTarget | CopyTarget
 
 
 def source_of(tensor: torch.Tensor | Array) -> MemorySource | CopySource:
-    """The bytes of a tensor or array.
-
-    Raises:
-        UnsupportedValueError: it is a tensor that is not plain and strided with its memory.
-    """
+    """The bytes of a tensor or array. Raises `UnsupportedValueError` if it is a tensor that is not plain and strided with its memory."""
     if isinstance(tensor, torch.Tensor):
         require_reachable(tensor)
         if tensor.is_cpu and is_dense(tensor):

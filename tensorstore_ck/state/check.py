@@ -61,12 +61,12 @@ def build_check(
     space = backend.space()
     value_bytes = len(pack_body(captured.values)) + sum(map(len, captured.blobs)) + len(captured.layout.encode())
     return StateCheck(
-        tuple(problems),
-        len(captured.layout.tensors),
-        tensor_bytes,
-        value_bytes,
-        None if space is None else space.free_bytes,
-        _expected_seconds(captured, tensor_bytes, backend) / writers,
+        problems=tuple(problems),
+        tensor_count=len(captured.layout.tensors),
+        tensor_bytes=tensor_bytes,
+        value_bytes=value_bytes,
+        free_bytes=None if space is None else space.free_bytes,
+        seconds=_expected_seconds(captured, tensor_bytes, backend) / writers,
     )
 
 

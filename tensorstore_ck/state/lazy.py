@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tensorstore_ck.common.html_table import GLANCE_ROWS, html_table
+from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.format.tree import Leaf, leaves, parse
@@ -134,6 +136,14 @@ class LazySnapshot(Mapping[str, LazyTensor]):
 
     def __repr__(self) -> str:
         return f"LazySnapshot({len(self):,} tensors)"
+
+    def _repr_html_(self) -> str:
+        total_bytes = sum(tensor.nbytes for tensor in self.values())
+        rows = (
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), human_bytes(tensor.nbytes))
+            for name, tensor in self.items()
+        )
+        return html_table(f"{self!r}, {human_bytes(total_bytes)}", ("name", "dtype", "shape", "size"), rows, GLANCE_ROWS)
 
     def __getitem__(self, name: str) -> LazyTensor:
         leaf = self._leaves.get(name)

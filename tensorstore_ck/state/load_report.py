@@ -74,11 +74,7 @@ class UnclaimedNames:
         return self._bits
 
     def require_claimed(self, records: Sequence[bytes]) -> None:
-        """Compares the records of all ranks.
-
-        Raises:
-            MismatchError: a name is unclaimed on all ranks.
-        """
+        """Compares the records of all ranks. Raises `MismatchError` if a name is unclaimed on all ranks."""
         if not self._bits or any(len(record) != len(self._bits) for record in records):
             return
         nowhere = np.bitwise_and.reduce(np.array([np.frombuffer(record, np.uint8) for record in records]), axis=0)

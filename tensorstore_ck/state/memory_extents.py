@@ -29,7 +29,17 @@ def extent_of(tensor: torch.Tensor | Array) -> Extent:
         start = tensor.data_ptr()
         device, area, area_stop, repeats = area_of(tensor) or (None, 0, 0, False)
         is_whole = is_dense(tensor)
-        return Extent(device, start, start + span_of(tensor), area, area_stop, start, tensor.nbytes, is_whole, repeats)
+        return Extent(
+            device=device,
+            start=start,
+            stop=start + span_of(tensor),
+            area_start=area,
+            area_stop=area_stop,
+            address=start,
+            size_bytes=tensor.nbytes,
+            is_whole=is_whole,
+            repeats=repeats,
+        )
     address, start, stop = _bounds(tensor)
     owner = tensor
     while isinstance(owner.base, np.ndarray):
@@ -37,7 +47,17 @@ def extent_of(tensor: torch.Tensor | Array) -> Extent:
     _, area, area_stop = _bounds(owner) if owner.size else (address, start, stop)
     is_whole = tensor.flags.c_contiguous
     repeats = not is_whole and _repeats(tensor.shape, tensor.strides, tensor.itemsize)
-    return Extent(None, start, stop, min(area, start), max(area_stop, stop), address, tensor.nbytes, is_whole, repeats)
+    return Extent(
+        device=None,
+        start=start,
+        stop=stop,
+        area_start=min(area, start),
+        area_stop=max(area_stop, stop),
+        address=address,
+        size_bytes=tensor.nbytes,
+        is_whole=is_whole,
+        repeats=repeats,
+    )
 
 
 def _repeats(shape: Sequence[int], strides: Sequence[int], unit: int) -> bool:

@@ -41,7 +41,7 @@ def in_order(source: torch.Tensor | Array, order: tuple[int, ...]) -> torch.Tens
     shape = tuple(source.shape)
     if isinstance(source, torch.Tensor):
         plain = new_tensor(shape, source.dtype, source.device)
-        copy = strided(plain, source.dtype, shape, dense_strides(shape, order), 0)
+        copy = strided(plain, dtype=source.dtype, shape=shape, strides=dense_strides(shape, order), offset_bytes=0)
         bits_of(copy).copy_(bits_of(source))
         return copy
     return np.ascontiguousarray(source.transpose(order)).transpose(np.argsort(order))

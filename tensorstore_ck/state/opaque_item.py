@@ -47,7 +47,7 @@ def capture_value(value: object, name: str) -> OpaqueItem:
 
 class _ValueWalk(CaptureWalk):
     def visit_at(self, value: object, name: str) -> None:
-        self._visit(value, f"{name}.", self._top, 0, 0)
+        self._visit(value, path=f"{name}.", nodes=self._top, position=0, depth=0)
 
     def subtree(self) -> OpaqueItem:
         return OpaqueItem(self._top[0], self._values, self._blobs)

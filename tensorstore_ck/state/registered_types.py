@@ -100,11 +100,7 @@ def registered_class(cls: type[Any]) -> RegisteredType | None:
 
 
 def registered_name(name: str) -> RegisteredType:
-    """The registration of `name`.
-
-    Raises:
-        UnsupportedValueError: there is none in this process, or its module is not loaded.
-    """
+    """The registration of `name`. Raises `UnsupportedValueError` if there is none in this process, or its module is not loaded."""
     registered = _registered_names.get(name) or _registered_path(name) or known_name(name) or standard_name(name)
     if registered is None:
         raise UnsupportedValueError(
@@ -212,11 +208,7 @@ def _decode_tensor(dtype: str, shape: list[int], flags: int, data: bytes) -> tor
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a tensor.
-
-    Raises:
-        UnsupportedValueError: this torch lacks it.
-    """
+    """The torch dtype of a tensor. Raises `UnsupportedValueError` if this torch lacks it."""
     dtype = DTYPES.get(name)
     if dtype is None:
         raise UnsupportedValueError(f"torch {torch.__version__} has no dtype {name!r}: upgrade torch", object_id=name)

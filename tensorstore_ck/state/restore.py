@@ -56,7 +56,7 @@ def restore(
         tree = selection.prune(stored) or stored
     if into is not None:
         describer = None if group is None else describer_of(group)
-        plan = RestorePlan(content, tree, selection, rename, dtype, describer=describer)
+        plan = RestorePlan(content=content, tree=tree, selection=selection, rename=rename, dtype=dtype, describer=describer)
         return restore_into(into, plan, target_device, strict=strict, report=report, unclaimed=unclaimed)
     wanted = with_exact_scalars(content, require_buildable(tree, content, dtype))
     require_memory_for(content.layout, wanted, target_device)

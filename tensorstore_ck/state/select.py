@@ -54,9 +54,11 @@ class Selection:
         if not any(kept):
             return None
         if tag in ("l", "u", "n"):
-            return Container(tree.node, tree.path, tree.keys, [child or UNSELECTED for child in kept], None)
+            return Container(
+                node=tree.node, path=tree.path, keys=tree.keys, children=[child or UNSELECTED for child in kept], attributes=None
+            )
         keys = [key for key, child in zip(tree.keys, kept, strict=True) if child]
-        return Container(tree.node, tree.path, keys, [child for child in kept if child], tree.attributes)
+        return Container(node=tree.node, path=tree.path, keys=keys, children=[child for child in kept if child], attributes=tree.attributes)
 
 
 def renamer(rename: Rename | None) -> Callable[[str], str | None]:

@@ -103,7 +103,7 @@ class SpreadDescriber:
             self.require_local(tensor, local, path)
             held = boxes(shape, mesh.shape, placements, coordinate)
             pieces = [LocalPiece(box, narrowed(local, offsets, box.sizes)) for box, offsets in held]
-        return RankShare(shape, tensor.dtype, tuple(pieces), flags_of(tensor), mesh, placements)
+        return RankShare(shape=shape, dtype=tensor.dtype, pieces=tuple(pieces), flags=flags_of(tensor), mesh=mesh, placements=placements)
 
     def placement_of(self, tensor: "DTensor", path: str) -> tuple[Mesh, tuple[Placement, ...], tuple[int, ...] | None]:
         """A DTensor's mesh, its placements, and this rank's coordinate in the mesh (None: not in it)."""
@@ -112,11 +112,7 @@ class SpreadDescriber:
         return mesh, _placements(tensor, mesh, path), mesh.coordinate(self._rank)
 
     def require_local(self, tensor: "DTensor", local: torch.Tensor, path: str) -> None:
-        """Checks that the local tensor has the shape and dtype that the placements give.
-
-        Raises:
-            UnsupportedValueError: it has not.
-        """
+        """Checks that the local tensor has the shape and dtype that the placements give. Raises `UnsupportedValueError` if it has not."""
         shape = tuple(tensor.shape)
         mesh, placements, coordinate = self.placement_of(tensor, path)
         assert coordinate is not None
@@ -180,18 +176,14 @@ def _check_order(tensor: "DTensor", mesh: Mesh, placements: list[Placement], pat
         # FSDP2 over TP and EP has _StridedShard(split_factor=tp * ep), but splits by one and then by the other. If that is uneven, this
         # rank may hold other elements than the placements say, and the local size does not always show it. (With TP alone, either the
         # elements are the same, or the local size of some rank differs.)
-        later = [dim for dim in range(number + 1, len(placements)) if _dim_of(placements[dim]) == placement.dim and mesh.shape[dim] > 1]
-        if len(later) > 1:
+        later = zip(placements[number + 1 :], mesh.shape[number + 1 :], strict=True)
+        if sum(other is not None and other.dim == placement.dim and size > 1 for other, size in later) > 1:
             refuse(
                 path,
                 f"is a DTensor of shape {tuple(tensor.shape)} placed as {tensor.placements}, where {placement.split_factor} pieces of dim"
                 f" {placement.dim} cannot be equal: torch does not record which elements each rank holds",
                 f"make dim {placement.dim} divisible by {placement.split_factor}",
             )
-
-
-def _dim_of(placement: Placement) -> int | None:
-    return None if placement is None else placement.dim
 
 
 def local_of(tensor: "DTensor") -> torch.Tensor:

@@ -73,7 +73,7 @@ def unwrap_shards(describer: SpreadDescriber, tensor: object, path: str) -> Unwr
     if coordinate is None:
         refuse(path, "is a DTensor on a mesh that does not have this rank", "leave it out here")
     describer.require_local(dtensor, local, path)
-    outer = _OuterTensor(tuple(dtensor.shape), tuple(local.shape), mesh, placements, coordinate, path)
+    outer = _OuterTensor(tuple(dtensor.shape), local=tuple(local.shape), mesh=mesh, placements=placements, coordinate=coordinate, path=path)
     inner, context = tensor_parts(local)
     name = registered.cls.__name__
     state: dict[str, Any] = {}
@@ -136,7 +136,10 @@ def _boxed(outer: _OuterTensor, part: torch.Tensor, block_size: Any, key: str) -
     spanned = {dim for dim, extent in enumerate(extents) if extent == outer.shape[dim] and extent > 1}
     placements = tuple(None if placement is None or placement.dim in spanned else placement for placement in outer.placements)
     whole = {dim: extent for dim, extent in enumerate(extents) if dim not in spanned and outer.is_sharded(dim)}
-    if not all(_follows((outer.shape, shape), dim, extent, outer.mesh.shape, outer.placements) for dim, extent in whole.items()):
+    if not all(
+        _follows((outer.shape, shape), dim=dim, length=extent, mesh_shape=outer.mesh.shape, placements=outer.placements)
+        for dim, extent in whole.items()
+    ):
         refuse(
             outer.path,
             f"is a DTensor in boxes of {list(block_size)} elements, placed as {list(outer.placements)} on a mesh of shape"
@@ -158,7 +161,7 @@ def _blocks(outer: _OuterTensor, part: torch.Tensor, key: str) -> RankShare | No
         if merged % length or any(outer.is_sharded(later) for later in range(dim + 1, len(outer.shape))):
             continue
         shape = (*outer.shape[:dim], merged // length)
-        if _follows((outer.shape, shape), dim, length, outer.mesh.shape, outer.placements):
+        if _follows((outer.shape, shape), dim=dim, length=length, mesh_shape=outer.mesh.shape, placements=outer.placements):
             placements = tuple(
                 placement if placement is not None and placement.dim < len(shape) else None for placement in outer.placements
             )
@@ -220,7 +223,15 @@ def _share(
         )
     held = boxes(shape, outer.mesh.shape, placements, outer.coordinate)
     pieces = tuple(LocalPiece(box, narrowed(part.detach(), offsets, box.sizes)) for box, offsets in held)
-    return RankShare(shape, part.dtype, pieces, flags_of(part) & REQUIRES_GRAD, outer.mesh, placements, by_blocks=by_blocks)
+    return RankShare(
+        shape=shape,
+        dtype=part.dtype,
+        pieces=pieces,
+        flags=flags_of(part) & REQUIRES_GRAD,
+        mesh=outer.mesh,
+        placements=placements,
+        by_blocks=by_blocks,
+    )
 
 
 def regrouped(share: RankShare, shape: tuple[int, ...]) -> RankShare:

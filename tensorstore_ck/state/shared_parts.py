@@ -46,11 +46,7 @@ class SharedParts:
         self._is_limited = False
 
     def read(self, record: Record, rank: int) -> Part:
-        """The part of a rank: see `Engine.read_part`.
-
-        Raises:
-            ManyPartsError: within `blocks_of`.
-        """
+        """The part of a rank: see `Engine.read_part`. Raises `ManyPartsError`: within `blocks_of`."""
         if self._gathered and self._gathered[rank]:
             try:
                 return decode_named_part(bytes(self._gathered[rank]), record, rank)

@@ -134,10 +134,6 @@ def _duration(value: timedelta) -> list[int]:
     return [value.days, value.seconds, value.microseconds]
 
 
-def _deque_of(state: Any) -> deque[Any]:
-    return deque(state["items"], state["maxlen"])
-
-
 def _from_text(cls: type[Any], state: Any) -> Any:
     if type(state) is not str:
         raise TypeError("it is no text")
@@ -161,7 +157,8 @@ _TABLE: Final = (
     (Decimal, "decimal.Decimal", str, partial(_from_text, Decimal)),
     (Fraction, "fractions.Fraction", lambda value: list(value.as_integer_ratio()), lambda state: Fraction(*state)),
     (range, "range", lambda value: [value.start, value.stop, value.step], lambda state: range(*state)),
-    (deque, "collections.deque", lambda value: {"maxlen": value.maxlen, "items": list(value)}, _deque_of),
+    (deque, "collections.deque", lambda value: {"maxlen": value.maxlen, "items": list(value)},
+     lambda state: deque(state["items"], state["maxlen"])),
 )  # fmt: skip
 _BY_NAME: Final = {name: RegisteredType(cls, name, to_state, partial(_rebuilt, name, make)) for cls, name, to_state, make in _TABLE}
 _BY_CLASS: Final = {registered.cls: registered for registered in _BY_NAME.values()}

@@ -227,7 +227,16 @@ def changes_of(before: Mapping[str, StoredTensor], after: Mapping[str, StoredTen
             for earlier, later in steps(one_flat, two_flat):
                 found_sums.add(earlier, later)
     done = [
-        ChangeStatistics(name, "changed", _form(one), _form(two), sums[name].high, sums[name].relative, sums[name].nan, sums[name].inf)
+        ChangeStatistics(
+            name=name,
+            kind="changed",
+            old=_form(one),
+            new=_form(two),
+            max_change=sums[name].high,
+            relative_change=sums[name].relative,
+            nan=sums[name].nan,
+            inf=sums[name].inf,
+        )
         for name, (one, two) in compared.items()
         if sums[name].differs
     ]
@@ -275,11 +284,7 @@ class _ChangeSums:
 
 
 def _selected(tensors: dict[str, StoredTensor], select: Sequence[str] | None, *contents: SnapshotContent) -> dict[str, StoredTensor]:
-    """The selected tensors.
-
-    Raises:
-        MismatchError: a glob fits nothing in any of the snapshots.
-    """
+    """The selected tensors. Raises `MismatchError` if a glob fits nothing in any of the snapshots."""
     if select is None:
         return tensors
     selection = Selection(select)

@@ -1,11 +1,11 @@
-"""What users hold: public names, signatures and docstrings. Each method is one call into `session`, `maintenance` or gc.
+"""The public classes: names, signatures and docstrings. Each method is one call into `session`, `maintenance` or `gc`.
 
 read_only_store.py  `ReadOnlyStore`: restores, and looks
 store.py            `Store`: saves, refs, what stays and what goes, upkeep
 opening.py          `open`
 internals.py        what the areas above need of a store beyond its public methods
 
-What takes long to import, such as torch, is imported only by the methods that need it, so that a command starts fast.
+Modules that take long to import, such as torch, are imported only by the methods that need them, so that a command starts fast.
 """
 
 from tensorstore_ck.engine.write.publish import ANY

@@ -114,7 +114,7 @@ def groups_of(store: ReadOnlyStore) -> ProcessGroups:
 
 
 def save_context(store: ReadOnlyStore) -> SaveContext:
-    """What a save needs whose phases another program calls; `save_queue` orders it among the handle's saves."""
+    """For a save whose phases another program calls: what a handle gives to its saves. `save_queue` orders it among them."""
     return store.session.context
 
 
@@ -135,7 +135,7 @@ def put_captured(
     parent: str | Snapshot | LastSeen | None = LAST_SEEN,
     made_ns: int | None = None,
 ) -> Snapshot:
-    """`Store.put_snapshot` of an imported state, whose content and step are the checkpoint's and are not doubted.
+    """`Store.put_snapshot` of an imported state, whose content and step come from the checkpoint and are not checked.
 
     `made_ns`: when the checkpoint was made.
     """

@@ -5,14 +5,16 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.printed_commands import methods_name_store
 from tensorstore_ck.common.units import parse_rate
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.run_outcome import RunOutcome, last_runs
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails
-from tensorstore_ck.log.snapshot_log import SnapshotLog
+from tensorstore_ck.log.snapshot_log import SnapshotLog, SnapshotsByName
 from tensorstore_ck.maintenance import forget as forgetting
 from tensorstore_ck.maintenance import refs
 from tensorstore_ck.session import restoring
@@ -51,7 +53,7 @@ Progress = Callable[[int, int], None]
 
 @methods_name_store
 class ReadOnlyStore:
-    """What can be done with a store that was opened read-only; `Store` adds what changes one.
+    """The methods of a store that was opened read-only; `Store` adds those that change a store.
 
     ``tsck.open(url, read_only=True)`` returns a `Store` whose changing methods raise a `PermissionDeniedError`. For a type checker it is
     this class, which has none of them.
@@ -68,6 +70,12 @@ class ReadOnlyStore:
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
+
+    def _repr_html_(self) -> str:
+        try:
+            return self.branches().table(repr(self))
+        except StoreError as exc:  # a notebook shows a closed store, too
+            return html_table(repr(self), ("cannot be read now",), [(str(exc),)])
 
     def __dir__(self) -> list[str]:
         """The public names, without earlier spellings, which are functions of another name."""
@@ -170,7 +178,7 @@ class ReadOnlyStore:
         allow_marked: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> tuple[T, Snapshot]:
-        """Calls `read` on the snapshot at `address`, on all ranks of `group` or on none; for what is built on top of a store.
+        """Calls `read` on the snapshot at `address`, on all ranks of `group` or on none. For code that is built on top of a store.
 
         An error that `read` raises on one rank ends the restore on all of them at once. Otherwise as `checkout`.
 
@@ -276,11 +284,11 @@ class ReadOnlyStore:
         """
         return refs.history(self.engine, ref, limit)
 
-    def branches(self) -> dict[str, Snapshot]:
+    def branches(self) -> SnapshotsByName:
         """Every branch, and where it is."""
         return refs.branches(self.engine)
 
-    def tags(self) -> dict[str, Snapshot]:
+    def tags(self) -> SnapshotsByName:
         """Every tag, and where it is."""
         return refs.tags(self.engine)
 
@@ -321,7 +329,7 @@ class ReadOnlyStore:
     def diff(self, old: str, new: str) -> "SnapshotDiff":
         """Which tensors and values differ between two snapshots, and how many of their bytes.
 
-        Reads no tensor data, but where other ranks or placements cut a tensor at other borders.
+        Reads no tensor data, unless other ranks or placements cut a tensor at other borders.
         """
         from tensorstore_ck.maintenance.describe import diff_snapshots  # noqa: PLC0415
 
@@ -337,7 +345,7 @@ class ReadOnlyStore:
         Args:
             address: The snapshot; also one that is marked.
             select: Globs over names such as ``model.*``, as in `checkout`.
-            bins: Also a histogram with so many bins of each tensor; the data is then read twice.
+            bins: Also a histogram of each tensor with this many bins; the data is then read twice.
 
         Raises:
             MismatchError: a glob fits nothing.
@@ -348,8 +356,8 @@ class ReadOnlyStore:
         return statistics(self.engine, self.session.resolve(address).info, select, bins)
 
     def change_statistics(self, old: str, new: str, select: Sequence[str] | None = None) -> "list[ChangeStatistics]":
-        """By how much each tensor that differs changed between two snapshots; the largest relative change comes first, and tensors that
-        were reshaped, added or removed come last.
+        """How much each differing tensor changed between two snapshots. The largest relative change comes first; tensors that were
+        reshaped, added or removed come last.
 
         Only tensors with a block that differs are read, in both snapshots, piece by piece as in `statistics`. How the change is measured:
         see `ChangeStatistics`.

@@ -202,8 +202,8 @@ class Store(ReadOnlyStore):
             on_full: What to do when the buffers of earlier saves leave no memory: ``block`` until there is; ``skip`` this save; or
                 ``replace`` the oldest save that waits in the queue. With `group`, rank 0 decides for all. The returned object, a
                 warning in the log and an event report a dropped save.
-            changed_by: Optimizers that alone change their parameters and states, in ``step``. Then those on CUDA devices are copied beside
-                the next forward and backward passes, which do not wait, and the next ``step`` comes after the copy. An optimizer that has
+            changed_by: Optimizers that alone change their parameters and states, in ``step``. Then those on CUDA devices are copied while
+                the next forward and backward passes run, and the next ``step`` comes after the copy. An optimizer that has
                 not stepped since the last save, or whose tensors changed between that and its next step, waits as without this. If
                 anything else changes such a tensor while it is copied, the save fails with `CaptureChangedError`.
             timeout_seconds: As in `put_snapshot`; time in the queue does not count.
@@ -220,7 +220,7 @@ class Store(ReadOnlyStore):
             group=group,
             rank_state=rank_state,
             frozen=frozen,
-            changed_by=changed_by,
+            optimizers=changed_by,
             timeout_seconds=timeout_seconds,
             step=step,
             metrics=metrics,
@@ -234,6 +234,29 @@ class Store(ReadOnlyStore):
             unchanged=unchanged,
             verify_capture=verify_capture,
         )
+
+    def prepare(
+        self,
+        state: object,
+        *,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        frozen: Sequence[str] = (),
+        changed_by: "Optimizer | Sequence[Optimizer]" = (),
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        """Makes ready what the first `put_snapshot_async` of CUDA tensors needs: pins memory for two captures, in a thread.
+
+        Pinning takes a third of a second for each GiB, in the first save if not before. Without CUDA this does nothing. Call it when the
+        tensors of the optimizer exist, after the first step; `Checkpointer.step` does. All ranks of `group` call it.
+
+        Args:
+            state: See `put_snapshot_async`. Only its sizes count.
+            group: See `put_snapshot_async`.
+            frozen: See `put_snapshot_async`.
+            changed_by: See `put_snapshot_async`.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
+        """
+        self.session.prepare(state, group=group, frozen=frozen, changed_by=changed_by, timeout_seconds=timeout_seconds)
 
     def pending(self) -> list[PendingSnapshot]:
         """The saves in progress, oldest first."""
@@ -310,6 +333,17 @@ class Store(ReadOnlyStore):
     # --- what stays, and what goes -------------------------------------------------------------------------------------
 
     @_changes
+    def finish(self, ref: str) -> Snapshot:
+        """Notes in the log that the training of `ref` ended with its newest snapshot: no page or alert reports its next save as late.
+
+        A later save to `ref` ends that. `Checkpointer` and trainers call it when a run ends without an error. Returns the snapshot.
+
+        Raises:
+            NotFoundError: nothing was saved to `ref`.
+        """
+        return refs.finish(self.engine, ref)
+
+    @_changes
     def pin(self, address: str, *, reason: str = "", owner: str | None = None, expires: "str | float | None" = None) -> Snapshot:
         """Holds a snapshot until it is unpinned or `expires` has passed. An owner's second pin replaces the first.
 
@@ -346,7 +380,7 @@ class Store(ReadOnlyStore):
             since_step: Also existing snapshots, from that step on.
             newest_only: If several came in the meantime, only the newest.
             owner: Who holds the pins; by default a name of this watch alone.
-            pin_for: How long a pin lasts at most: a watcher that is killed must not hold a snapshot for ever. None: no pins.
+            pin_for: How long a pin lasts at most: a watcher that is killed must not hold a snapshot permanently. None: no pins.
             poll_seconds: From one look at the log to the next.
             until: Its true result ends the watch.
 
@@ -397,10 +431,10 @@ class Store(ReadOnlyStore):
 
     @_changes
     def set_policy(self, glob: str, **rules: object) -> "Policy":
-        """Sets retention rules for branches, in the store: applied by each save of any process, and by `retain`.
+        """Sets retention rules for branches, in the store: applied by each save of any process, and by `apply_policies`.
 
-        A rule that names what no snapshot of a branch has, such as a mistyped metric, expires nothing that it could keep: an
-        `UnmatchedRuleWarning` lists what there is, here and at each save.
+        A rule may name something that no snapshot of a branch has, such as a mistyped metric. It then expires nothing that it could keep,
+        and an `UnmatchedRuleWarning` lists what there is, here and at each save.
 
         A snapshot stays if any rule of any policy for its branch keeps it and the limits allow it. The newest snapshot, the newest other
         one that is not marked, and tagged and pinned snapshots always stay. `undo` can restore the others for a day.
@@ -411,7 +445,7 @@ class Store(ReadOnlyStore):
                 after each multiple; ``keep_every_seconds="6h"``; ``keep_steps=[1000, 5000]``; ``keep_first=True``; ``keep_younger="7d"``;
                 ``keep_epochs=5``, as `keep_every`; ``keep_triggers=["every_epochs"]``: what these triggers saved.
                 What `at_steps` and `at_fraction` saved is kept, too, without ``keep_milestones=False``.
-                Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, oldest first (by `retain` only).
+                Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, oldest first (by `apply_policies` only).
                 Age, by `tier`: ``recode_after="7d"``; ``move_after=("30d", "s3://cold/ckpt")``, or several of these.
 
         Raises:
@@ -432,12 +466,13 @@ class Store(ReadOnlyStore):
     def set_quota(self, glob: str, *, warn: int | str | None = None, refuse: int | str | None = None) -> Quota:
         """Limits what the snapshots of branches add to the store, in the store: saves of any process keep to it.
 
-        A snapshot counts with its `Snapshot.new_bytes`, for the branch of its put, until no branch, tag, pin or undo window holds it.
+        A snapshot counts with its `Snapshot.new_bytes` for the branch that it was saved to, until no branch, tag, pin or undo window
+        holds it.
 
         Args:
             glob: Which branches, all together, e.g. ``runs/*``. Replaces a quota for the same glob; several may apply to a branch.
-            warn: Bytes, or ``"1TB"``: a save that brings them there, or beyond, warns with a `QuotaWarning`, once a process and branch.
-            refuse: If they use so much already, a save fails with a `QuotaExceededError`.
+            warn: Bytes, or ``"1TB"``: a save that reaches this size warns with a `QuotaWarning`, once per process and branch.
+            refuse: Bytes: while the branches use this much, a save fails with a `QuotaExceededError`.
 
         Raises:
             InvalidOptionError: not a size, neither of the two, or `warn` is more than `refuse`.
@@ -489,16 +524,16 @@ class Store(ReadOnlyStore):
 
             found = store.bisect("runs/gpt", lambda snapshot: store.find_nan(snapshot.root) is not None)
 
-        The search is right only if all snapshots after the first bad one are bad; else it finds one of the places where a bad one follows
-        a good one. Snapshots that training was taken back from are left out. What may still be the answer is pinned, under an owner of
-        its own, until the search ends; what is freed nevertheless counts as not testable.
+        The search is right only if all snapshots after the first bad one are bad. Otherwise it finds one of the bad snapshots that follow
+        a good one. Snapshots from which training went back are left out. Snapshots that may still be the answer are pinned, under an
+        owner of their own, until the search ends; one that is freed nevertheless counts as not testable.
 
         Args:
             ref: The branch.
             is_bad: Tests a snapshot; None: it cannot be tested. The search goes around it, and the answer may then be a range.
             good: The address of a snapshot before the bad one; by default the oldest one of the branch's history that can be tested.
             bad: The address of a bad snapshot; by default the newest one that can be tested.
-            pin_for: How long a test may take, about. The pins of a process that was killed last as long.
+            pin_for: About how long a test may take. The pins of a process that was killed last this long.
             unpinned_unsafe: Pin nothing: for a store that is opened read-only, or a test of metrics alone. Retention and gc may free
                 snapshots during the search.
             tested: Called with the outcome of each test.
@@ -573,7 +608,7 @@ class Store(ReadOnlyStore):
         rate_limit: float | str | None = None,
         progress: "GcProgress | None" = None,
     ) -> "RecodeReport":
-        """Re-encodes snapshots so that they use less space, for those that are kept and seldom read. Roots do not change.
+        """Re-encodes snapshots so that they use less space. For snapshots that are kept and seldom read. Roots do not change.
 
         The next `gc` frees the old packs; until then the store is larger.
 
@@ -614,7 +649,8 @@ class Store(ReadOnlyStore):
 
         Args:
             dry_run: Only report what would be done.
-            claim_locations: Claim the moved packs for this store: it was moved or restored itself, and no other copy of it is in use.
+            claim_locations: Claim the moved packs for this store, after the store itself was moved or restored. No other copy of it may
+                be in use.
             rate_limit: Limits reads, and writes, to this rate.
             progress: Called with (step, done, total).
 

@@ -1,7 +1,7 @@
 """Buffers of modules that are not sharded and may still differ between ranks: batch norm's statistics, histories, counters.
 
 The shared state has the buffers of the first rank that holds them, so that one process, an export and inference get a complete state;
-each rank's own state has its own. Excludes parameters and DTensors. Knows no store.
+each rank's own state has that rank's buffers. Excludes parameters and DTensors. Knows no store.
 """
 
 from collections.abc import Mapping

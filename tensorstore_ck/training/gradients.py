@@ -62,11 +62,11 @@ def set_gradients(names: ParameterNames, gradients: Gradients) -> None:
             raise MismatchError(f"the snapshot has a gradient of {name!r}, and the model has no such parameter", object_id=name)
     for name, parameter in names.parameters.items():
         restored = gradients.get(name)
-        parameter.grad = None if restored is None else _beside(parameter, restored.to(parameter.device))
+        parameter.grad = None if restored is None else _with_strides_of(parameter, restored.to(parameter.device))
 
 
-def _beside(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """With the parameter's strides, which torch gives gradients, too."""
+def _with_strides_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient with the strides of its parameter, as torch makes gradients."""
     return in_order_of(parameter, gradient) if type(gradient) in PLAIN and type(parameter) in PLAIN else gradient
 
 

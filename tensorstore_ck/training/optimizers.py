@@ -24,7 +24,7 @@ _OPTIONAL: Final = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, 
 
 
 def get_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, *, by_name: bool = False) -> State:
-    """``{"state": {name: ...}, "param_groups": [...]}``, and what else the optimizer has, as it is.
+    """``{"state": {name: ...}, "param_groups": [...]}``, and the other entries of the optimizer's state dict, unchanged.
 
     `by_name`: for ranks whose groups have different parameters, such as pipeline stages. The groups are then a dict, keyed by the first
     parameter's name, and a group's parameters are dict keys, so that merging all ranks gives the state of one process.
@@ -138,8 +138,8 @@ def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames
 def match_groups(path: str, stored: Any, own: list[list[str]], held: Collection[str] = ()) -> list[State]:
     """The stored options of each of this optimizer's groups, whose parameters are `own`; empty for an empty group without stored options.
 
-    A pipeline stage has some of the stored parameters; a single process may have those that several stages saved as separate groups.
-    Those of `held` that are stored must be in a group.
+    A pipeline stage has some of the stored parameters; a single process may have parameters that several stages saved as separate groups.
+    Each name in `held` that is stored must be in a group.
 
     Raises:
         MismatchError: the groups have different parameters.
@@ -170,7 +170,7 @@ def match_groups(path: str, stored: Any, own: list[list[str]], held: Collection[
 
 
 def _options(group: Mapping[str, Any]) -> State:
-    """Without what belongs to the parameters of the run that saved: torch keeps this optimizer's own names."""
+    """The options of a group, without the parameters and names of the run that saved: torch keeps this optimizer's own names."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 

@@ -1,4 +1,4 @@
-"""The optimizer that has a rank's own states: of torch's ZeroRedundancyOptimizer it is the one behind it. Knows no names and no store.
+"""The optimizer that holds a rank's states. For torch's ZeroRedundancyOptimizer that is the optimizer inside it. Knows no store.
 
 Each rank of a ZeroRedundancyOptimizer steps an ordinary optimizer of some of the parameters, and then all ranks exchange parameters. Its
 `state_dict` needs a collective first, and returns all states on one rank; what each rank holds is saved as it is for a pipeline's stages.

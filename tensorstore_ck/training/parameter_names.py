@@ -74,7 +74,7 @@ def require_supported(models: Mapping[str, nn.Module]) -> None:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Gives FSDP2 modules their shards back: after an evaluation they hold whole parameters, which are not those of the optimizer."""
+    """Gives FSDP2 modules their shards back. After an evaluation they hold whole parameters, and the optimizer has the shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -88,7 +88,7 @@ def wrapping(module: nn.Module | None) -> str | None:
 
 
 def without_wrappers(path: str) -> str:
-    """A stored path without attributes of wrappers, which earlier builds kept of some nestings."""
+    """A stored path without attributes of wrappers. Earlier builds stored some nested wrappers' attributes."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPED)
 
 

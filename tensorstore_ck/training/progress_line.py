@@ -24,7 +24,7 @@ STOP_SECONDS: Final = 1.0
 BAR_CELLS: Final = 10
 _MIN_NAME: Final = 10
 _BAR_COLUMNS: Final = 30
-"""Of stage, bar and percentage: a long name leaves them these."""
+"""Cells for stage, bar and percentage, which a long name does not take."""
 _CLEAR: Final = "\r\x1b[K"
 
 
@@ -80,7 +80,7 @@ class ProgressLine:
             self._thread.start()
 
     def stop(self) -> None:
-        """Prints which saves ended since, and removes the line."""
+        """Prints a line for each save that ended since, and removes the progress line."""
         if self._thread is not None:
             self._unsubscribe()
             self._stopping.set()
@@ -117,8 +117,8 @@ class ProgressLine:
 
 
 def _line(pending: Sequence[InFlight], columns: int) -> str:
-    """The newest save that has left the queue; the others are only counted. A long name does not push the bar out, and what does not
-    fit is left out.
+    """The line of the newest save that has left the queue; the others are only counted. A long name is cut before the bar is, and parts
+    that do not fit are left out.
     """
     if not pending:
         return ""

@@ -50,10 +50,10 @@ class Agreements:
     def __init__(self) -> None:
         self._found: weakref.WeakKeyDictionary[ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
         self._answers: weakref.WeakKeyDictionary[ProcessGroup, Body] = weakref.WeakKeyDictionary()
-        """On rank 0: its answer, which it has before the others do."""
+        """The answer of rank 0, which it has before the others do; only on rank 0."""
 
     def ask(self, store: "Store", group: "ProcessGroup", own: Callable[[], RankReport], timeout_seconds: float) -> Agreement:
-        """The agreement of a group, all ranks of which call this before each save; calls `own` only if this rank does not have it yet.
+        """The agreement of a group. All its ranks call this before each save; calls `own` only if this rank lacks the agreement.
 
         Raises:
             SnapshotAbortedError: a rank did not come, or failed.
@@ -87,7 +87,7 @@ class Agreements:
                 self._found[group] = _agreement_of_rank(take(go, "answer", dict), names, own_group.rank)
             return {}
 
-        attempt.run(Participant(propose, execute, None, compare, lambda _: {}))
+        attempt.run(Participant(propose=propose, execute=execute, resolve=None, compare=compare, commit=lambda _: {}))
         return self._found[group]
 
 

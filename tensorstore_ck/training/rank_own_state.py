@@ -1,7 +1,7 @@
 """What each rank has for itself: generators, loader positions, buffers that differ by rank, and values that the user names.
 
-With an equal number of ranks each rank gets its own state back, bit by bit. With another number generators are seeded again, and all ranks
-take the rest from the first rank, or from the user's merge function. Knows no store.
+With an equal number of ranks each rank gets its own state back, bit by bit. With another number, generators are seeded again, and all
+ranks take the rest from the first rank, or from the user's merge function. Knows no store.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ class _Module(NamedTuple):
 
 
 class RankOwnState:
-    """The part of a `TrainingState` that each rank has for itself."""
+    """The part of a `TrainingState` that belongs to each rank alone."""
 
     def __init__(
         self, model: StatefulPart, loaders: StatefulPart, extra: dict[str, Any], values: dict[str, Any], merge: Merge | None
@@ -65,12 +65,12 @@ class RankOwnState:
     def only(self, parts: Collection[str]) -> "RankOwnState":
         """The same objects, of which only `parts` are restored."""
         extra, values = (self._extra if "extra" in parts else {}), (self._values if VALUES in parts else {})
-        return RankOwnState(self._model.only(parts), self._loaders.only(parts), extra, values, self.merge)
+        return RankOwnState(model=self._model.only(parts), loaders=self._loaders.only(parts), extra=extra, values=values, merge=self.merge)
 
     # --- captured ---------------------------------------------------------------------------------------------------------
 
     def capture(self, agreement: Agreement) -> State:
-        """All of it as it is now, not copied."""
+        """The rank's own state as it is now, not copied."""
         own = self.capture_values()
         for module in self._modules():
             kept = buffers.rank_buffers(module.path, module.buffers, agreement)
@@ -79,7 +79,7 @@ class RankOwnState:
         return own
 
     def capture_values(self) -> State:
-        """All but buffers, not copied."""
+        """The rank's own state without buffers, not copied."""
         return {
             GENERATORS: rng.get_process_states(),
             **self._loaders.states(lambda _, loader: loader.state_dict()),
@@ -116,8 +116,8 @@ class RankOwnState:
                     load(path, loader.generator.set_state, own[LOADER_GENERATORS][path])
         self._load_values(own)
         for name in ("extra", VALUES):
-            for key, loader in self._generators(name).objects.items():
-                load(f"{name}.{key}", partial(rng.set_state, loader), own[name][key])
+            for key, generator in self._generators(name).objects.items():
+                load(f"{name}.{key}", partial(rng.set_state, generator), own[name][key])
         if GENERATORS in own:
             load(GENERATORS, lambda state: rng.set_process_states(state, mesh), own[GENERATORS])
 
@@ -199,12 +199,12 @@ def _begin(loader: Any) -> None:
 
 
 def own_states(held: State, ranks: int) -> list[State]:
-    """The own states of the ranks that saved a snapshot, from what is in its tree beside the shared state.
+    """The own states of the ranks that saved a snapshot, from what its tree holds next to the shared state.
 
     That is the state of one process; or, in an import of what several ranks saved, each rank's under its number.
 
     Raises:
-        MismatchError: a rank's is not there.
+        MismatchError: the own state of a rank is missing.
     """
     if ranks == 1:
         return [held]

@@ -28,9 +28,9 @@ class ResumeCandidate(NamedTuple):
     name: str = ""
     """Its address for messages, with the step."""
     is_new: bool = False
-    """There is no such branch or tag."""
+    """Whether there is no such branch or tag."""
     is_named: bool = False
-    """The address that was given means this snapshot and no other one."""
+    """Whether the given address means this snapshot and no other one."""
     drift: str = ""
     """Why the user must confirm the resume."""
     skipped: Sequence[tuple[str, str]] = ()
@@ -55,7 +55,7 @@ def find_named(store: ReadOnlyStore, address: str) -> ResumeCandidate:
 def choose(
     store: ReadOnlyStore, address: str, skipped: Collection[str], *, drift: OnDrift | None = None, allow_marked: bool = False
 ) -> ResumeCandidate:
-    """The next snapshot to try: of a branch the newest that is usable; any other address names its snapshot.
+    """The next snapshot to try: the newest usable one of a branch, or the one that any other address names.
 
     Args:
         store: The store.
@@ -83,7 +83,7 @@ def choose(
         drifted = None if allow_marked or drift == "accept" else _drifted(store, history[number:])
         if drifted is None:
             return ResumeCandidate(address, name, skipped=marked)
-        reason = _describe(store, ref, name, snapshot, drifted)
+        reason = _describe(store, ref=ref, address=name, snapshot=snapshot, drifted=drifted)
         if drift is None:
             return ResumeCandidate(address, name, drift=reason, skipped=marked)
         marked.append((name, reason))
@@ -91,9 +91,9 @@ def choose(
 
 
 def _line(history: Sequence[Snapshot]) -> Iterator[tuple[int, int | None]]:
-    """The head of a branch and the snapshots that it comes from: their positions, and how many parents back, if all in between are there.
+    """The positions of a branch's head and of the snapshots that it comes from, and how many parents back each is, if all in between exist.
 
-    Snapshots that a run left behind, when it went back to an earlier one, are not among them.
+    Leaves out snapshots that a run left behind when it went back to an earlier one.
     """
     number, back = 0, 0 if history else None
     while number < len(history):

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 DAMAGES: Final = (CorruptObjectError, MissingObjectError, SnapshotExpiredError)
-"""A snapshot is skipped for these. When ranks restore together, all raise the same class."""
+"""Errors for which a snapshot is skipped. When ranks restore together, all raise the same class."""
 TRIES: Final = 3
-"""For transient failures."""
+"""The number of tries after transient failures."""
 PAUSE_SECONDS: Final = 5.0
 MAX_NAMED: Final = 4
 
@@ -124,7 +124,7 @@ class ResumeSearch:
         return chosen.address
 
     def note_failure(self, failure: StoreError) -> None:
-        """The snapshot of `next_address` could not be restored: returns if there is something else to try.
+        """Notes that the snapshot of `next_address` could not be restored; returns if there is another to try.
 
         Raises:
             StoreError: `failure`.

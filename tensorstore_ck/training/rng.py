@@ -86,9 +86,10 @@ def get_process_states() -> dict[str, Any]:
 
 
 def set_process_states(states: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
-    """Restores them. Skips CUDA devices that do not exist here, which the comparison of environments reports.
+    """Restores the states of all generators of this process. Skips CUDA devices that do not exist here; the comparison of environments
+    reports these.
 
-    `mesh`: that of the model's parameters, if any.
+    `mesh`: the mesh of the model's parameters, if any.
     """
     missing = {"python", "numpy", "torch"} - states.keys()
     if missing:
@@ -122,7 +123,7 @@ def preserved_on_host() -> Iterator[None]:
 
 
 def seed_host(number: int) -> None:
-    """Seeds these three; `number` has up to 64 bits."""
+    """Seeds Python's, NumPy's and torch's CPU generator; `number` has up to 64 bits."""
     random.seed(number)
     np.random.seed(number % _NUMPY_SEEDS)
     torch.default_generator.manual_seed(number)
@@ -139,7 +140,7 @@ def _set_host_states(states: Mapping[str, Any]) -> None:
 
 
 def seed_process(number: Callable[[str], int]) -> None:
-    """Seeds all of them; `number` returns the seed for a name. DTensor's draws from torch's."""
+    """Seeds all generators of this process; `number` returns the seed for a name. DTensor's generator draws from torch's."""
     random.seed(number("python"))
     np.random.seed(number("numpy") % _NUMPY_SEEDS)
     torch.manual_seed(number("torch"))

@@ -77,7 +77,7 @@ class SampleCursor:
 
     @property
     def seed(self) -> int:
-        """What the order of samples follows from."""
+        """The seed of the order of samples."""
         return self._seed
 
     @property
@@ -197,10 +197,10 @@ class RankBatches:
 
 
 def require_one_position(loaders: StatefulPart) -> None:
-    """Refuses a StatefulDataLoader over a cursor's batches: after a restore, each of the two would skip what was consumed.
+    """Rejects a StatefulDataLoader over a cursor's batches: after a restore, both would skip the samples that were consumed.
 
     Raises:
-        InvalidOptionError: one of them is such a loader.
+        InvalidOptionError: a loader is one.
     """
     for key, loader in loaders.objects.items():
         if isinstance(getattr(loader, "batch_sampler", None), RankBatches):

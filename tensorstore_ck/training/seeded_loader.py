@@ -35,7 +35,7 @@ def seeded_loader(dataset: Dataset[Any], batches: "RankBatches", **options: Any)
 
 
 class _KeyedBatches:
-    """Batches whose samples have their epoch with them: persistent workers have the dataset as it was when they were started."""
+    """Batches of (epoch, sample): persistent workers keep the dataset as it was when they started, so it cannot hold the epoch."""
 
     def __init__(self, batches: "RankBatches") -> None:
         self._batches = batches

@@ -53,22 +53,22 @@ class SharedState:
         return limited
 
     def objects(self, part: str) -> Mapping[str, Any]:
-        """Those of one part, by name."""
+        """The objects of one part, by name."""
         return next(
             (candidate.objects for candidate in (*self._others, self._models, self._optimizers) if candidate.name == part), self._extra
         )
 
     def optimizers_with_hooks(self) -> list[torch.optim.Optimizer]:
-        """Those that say when they begin a step."""
-        every = self._optimizers.objects.values()
-        return [each for each in every if isinstance(each, torch.optim.Optimizer) and hasattr(each, "_optimizer_step_pre_hooks")]
+        """The optimizers that call hooks when they begin a step."""
+        given = self._optimizers.objects.values()
+        return [one for one in given if isinstance(one, torch.optim.Optimizer) and hasattr(one, "_optimizer_step_pre_hooks")]
 
     def names(self) -> ParameterNames:
         """The names of the models' parameters."""
         return ParameterNames(self._named)
 
     def meshes(self) -> dict[DeviceMesh, None]:
-        """Those of the models' parameters."""
+        """The meshes of the models' parameters."""
         return {parameter.device_mesh: None for parameter in self.names().parameters.values() if isinstance(parameter, DTensor)}
 
     def optimizer_members(self) -> list[list[list[str]]]:
@@ -79,7 +79,7 @@ class SharedState:
     # --- captured ---------------------------------------------------------------------------------------------------------
 
     def capture(self, get_optimizer: GetOptimizer = optimizers.get_state) -> State:
-        """All of it as it is now, not copied, without gradients."""
+        """The shared state as it is now, without gradients; not copied."""
         names = self.names()
         state = self._models.states(self._get_model)
         state |= self._optimizers.states(lambda path, optimizer: get_optimizer(path, optimizer, names))
@@ -88,7 +88,7 @@ class SharedState:
         return state | self._plain_extra().states(extras.get_state)
 
     def capture_values(self) -> State:
-        """What of it a step may change before it changes weights: without models, optimizers, scalers and modules; not copied."""
+        """The values that a step may change before it changes weights: all but models, optimizers, scalers and modules. Not copied."""
         state: State = {}
         for part in self._others:
             state |= {} if part.name == "scaler" else part.states(lambda _, stateful: stateful.state_dict())
@@ -113,17 +113,17 @@ class SharedState:
         return {**target, "gradients": gradients.get_target(names, in_flight)} if in_flight else target
 
     def wants(self, name: str) -> bool:
-        """Whether a stored name, of a part that is restored, is read."""
+        """Whether the stored value of this name is read; it belongs to a part that is restored."""
         return True
 
     def name_of(self, stored: str) -> str | None:
-        """The name here of a stored one, of a part that is restored; None: it is not read."""
+        """The name in this state of a stored name, in a part that is restored; None: it is not read."""
         if not self.wants(stored):
             return None
         return without_wrappers(stored) if stored.startswith(MODEL) else stored
 
     def load(self, state: Mapping[str, Any], own_gradients: gradients.Gradients) -> None:
-        """Restores all of it. `own_gradients`: those that this rank stored as its own."""
+        """Restores the shared state. `own_gradients`: the gradients that this rank stored as its own."""
         names = self.names()
         for path, model, stored in self._models.with_states(state):
             load(path, partial(model_state.set_state, model), stored)
@@ -139,5 +139,5 @@ class SharedState:
         return {name: value for name, value in model_state.get_state(model).items() if name not in self._left_out}
 
     def _plain_extra(self) -> StatefulPart:
-        """Without generators, which are a rank's own."""
+        """The user's additions without generators, which are a rank's own."""
         return StatefulPart.of("extra", self._extra).matching(lambda value: not rng.is_generator(value))

@@ -27,7 +27,7 @@ OWN: Final = "rank"
 PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "dataloader", "extra", VALUES, GENERATORS, "gradients")
 """What `TrainingState.restore` can restore alone."""
 OWN_PARTS: Final = {"buffers": "model", "extra_buffers": "extra", LOADER_GENERATORS: "dataloader"}
-"""Keys of a rank's own state whose part has another name."""
+"""Key of a rank's own state -> the part that it belongs to, where the names differ."""
 State = dict[str, Any]
 
 
@@ -35,7 +35,7 @@ class StateSides:
     """What all ranks share, and what is this rank's own."""
 
     def __init__(self, shared: SharedState, own: RankOwnState, loaders: StatefulPart) -> None:
-        """`loaders`: those that have a position for each rank."""
+        """`loaders`: data loaders that have a position for each rank."""
         self.shared, self.own = shared, own
         self.parts: Collection[str] = PARTS
         self._loaders = loaders
@@ -126,7 +126,7 @@ class StateSides:
         return {**own, "environment": {**own["environment"], "ranks": put_by}}
 
     def load(self, state: Mapping[str, Any], own: State, streams: Streams | None = None) -> None:
-        """Generators come last, since loading may draw from them. `streams`: if `own` was merged from another number of ranks."""
+        """Loads both sides, generators last, since loading may draw from them. `streams`: only if another number of ranks saved `own`."""
         self.shared.load(state, own.get("gradients", {}))
         if streams is None:
             self.own.load(own, next(iter(self.shared.meshes()), None))
@@ -152,7 +152,7 @@ class StateSides:
             )
 
     def warn_of_differences(self, what: str, old: State, ranks: int, *, stacklevel: int = 3) -> None:
-        """`old`: the stored own state of this rank, or of the first."""
+        """Warns if the environment differs from the saved one. `old`: the stored own state of this rank, or of the first."""
         changes = environment.differences(old["environment"], environment.describe(ranks, self.shared.meshes()))
         if changes:
             seeded = f"; {self.own.describe_taken(old)}" if old["environment"]["ranks"] != ranks else ""

@@ -1,7 +1,7 @@
 """The state of a job after its last completed step, which can be saved while the next step has not changed weights yet.
 
-A step draws a batch and random numbers long before it changes a weight. So what is small is copied after each step; of models, optimizers
-and scalers it is noted whether anything has changed them since. Knows no store.
+A step draws a batch and random numbers long before it changes a weight. So small objects are copied after each step, and for
+models, optimizers and scalers it is noted whether anything has changed them since. Knows no store.
 """
 
 import copy
@@ -21,9 +21,9 @@ from tensorstore_ck.training.shared_state import SharedState
 from tensorstore_ck.training.stateful_parts import is_stateful
 
 MAX_VALUES: Final = 1000
-"""Of one container among what is copied after each step."""
+"""The most values of a container that is copied after each step."""
 MAX_BYTES: Final = 1 << 20
-"""Of one tensor or array."""
+"""The most bytes of a tensor or array that is copied."""
 _SMALL: Final = (LRScheduler, SampleCursor)
 """Objects with a small state."""
 _IMMUTABLE: Final = (type(None), int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype, torch.device, torch.Size)
@@ -40,7 +40,7 @@ class _Noted(NamedTuple):
 
 
 class StepWatch:
-    """Of one `TrainingState` in one process: `note` after each step, `state` when the job ends unexpectedly."""
+    """Watches one `TrainingState` in one process: call `note` after each step, and `state` when the job ends unexpectedly."""
 
     def __init__(self, shared: SharedState, own: RankOwnState, captured: Callable[[], State], own_key: str) -> None:
         """`captured`: see `TrainingState.captured`; `own_key`: where it has the rank's own state."""
@@ -48,7 +48,7 @@ class StepWatch:
         self._noted: _Noted | None = None
         self._why = "no step was completed"
         self._tensors: list[torch.Tensor] = []
-        """As at the first `note`, since to walk through a model takes as long as a small step."""
+        """The watched tensors as of the first `note`: walking through a model takes as long as a small step."""
         self._began = False
         """Whether an optimizer has begun a step since `note`."""
         optimizers = shared.objects("optimizer").values()
@@ -76,7 +76,7 @@ class StepWatch:
         """The state after the last completed step, in the form of `TrainingState.captured`.
 
         Raises:
-            UnknownStateError: it is no more, or not known.
+            UnknownStateError: it has changed, or is not known.
         """
         if self._noted is None:
             raise UnknownStateError(self._why)
@@ -113,7 +113,7 @@ class StepWatch:
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """Each with the count of its changes."""
+    """The id of each tensor, and the count of its changes."""
     return [(id(tensor), tensor._version) for tensor in tensors]
 
 
@@ -126,10 +126,10 @@ def _merged(one: State, two: State) -> State:
 
 
 def _copy(path: str, value: Any) -> Any:
-    """A copy of what is small.
+    """A copy of a small value.
 
     Raises:
-        UnknownStateError: it is not, or is of another type than plain values.
+        UnknownStateError: it is large, or has another type than plain values.
     """
     if isinstance(value, torch.Tensor | np.ndarray) and value.nbytes <= MAX_BYTES:
         return value.detach().clone() if isinstance(value, torch.Tensor) else value.copy()

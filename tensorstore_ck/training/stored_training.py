@@ -27,7 +27,7 @@ class StoredTraining(NamedTuple):
     shared: State
     """``model`` by parameter name, ``optimizer`` and so on."""
     rank_values: State
-    """This rank's; the first rank's if another number of ranks saved it."""
+    """The values of this rank; of the first rank if another number of ranks saved them."""
     buffers: Mapping[str, Any]
     """The model's buffers that differed by rank, of this rank; empty if another number of ranks saved them."""
 
@@ -57,4 +57,4 @@ def read_training(
 
     (put_by, shared, own), snapshot = store.restoring(address, read, group=group)
     buffers = own.get("buffers", {}) if put_by == ranks else {}
-    return StoredTraining(snapshot, put_by, shared, own.get(VALUES, {}), buffers)
+    return StoredTraining(snapshot=snapshot, ranks=put_by, shared=shared, rank_values=own.get(VALUES, {}), buffers=buffers)

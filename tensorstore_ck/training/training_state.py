@@ -36,7 +36,6 @@ from tensorstore_ck.training.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.optim import Optimizer
 
     from tensorstore_ck.engine.write.publish import AnyHead
     from tensorstore_ck.engine.write.request import LastSeen
@@ -111,7 +110,7 @@ class TrainingState:
         own_loaders = loaders.matching(lambda part: not isinstance(part, SampleCursor))
         require_one_position(own_loaders)
         extra, rank_values = {} if extra is None else extra, {} if rank_values is None else rank_values
-        own = RankOwnState(models, own_loaders, extra, rank_values, rank_merge)
+        own = RankOwnState(model=models, loaders=own_loaders, extra=extra, values=rank_values, merge=rank_merge)
         self._sides = StateSides(SharedState(models, trained_by, others, extra), own, own_loaders)
         self._frozen = frozen
         require_supported(models.objects)
@@ -209,13 +208,13 @@ class TrainingState:
         unchanged: Unchanged = "warn",
         verify_capture: float = SAMPLE_SHARE,
         on_full: OnFull = "block",
-        changed_by: "Optimizer | Sequence[Optimizer] | None" = None,
+        changed_by: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> PendingSnapshot:
         """Like `put`, but in the background: the next step may begin when it returns. For the arguments see `Store.put_snapshot_async`.
 
-        `frozen`: instead of what this object was made with. By default ``changed_by`` is the optimizers: what they update on CUDA devices
-        is copied beside the next forward and backward passes.
+        `frozen`: instead of what this object was made with. `changed_by`: by default the optimizers, so that what they update on CUDA
+        devices is copied while the next forward and backward passes run.
         """
         group = require_group(group)
         state, rank_state = self._sides.for_save(store, group, timeout_seconds, with_gradients=gradients)
@@ -236,10 +235,16 @@ class TrainingState:
             delta=delta,
             unchanged=unchanged,
             verify_capture=verify_capture,
-            changed_by=self._sides.shared.optimizers_with_hooks() if changed_by is None else changed_by,
             on_full=on_full,
+            changed_by=self._sides.shared.optimizers_with_hooks() if changed_by is None else changed_by,
             timeout_seconds=timeout_seconds,
         )
+
+    def prepare(self, store: Store, *, group: "ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        """Makes ready what the first `put_async` needs: see `Store.prepare`. A `Checkpointer` calls it."""
+        if torch.cuda.is_available():
+            changed_by = self._sides.shared.optimizers_with_hooks()
+            store.prepare(self.captured(), group=group, frozen=tuple(self._frozen), changed_by=changed_by, timeout_seconds=timeout_seconds)
 
     @renamed_argument(allow_bad="allow_marked")
     def restore(

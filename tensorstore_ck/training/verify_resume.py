@@ -1,6 +1,6 @@
 """Checks that a job resumes bit for bit: runs a few steps twice from one snapshot, and compares the states.
 
-Compares whatever `TrainingState` captures, in its order. Keeps a copy of the state after each step in memory.
+Compares everything that `TrainingState` captures, in that order. Keeps a copy of the state after each step in memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ def verify_resume(
     Args:
         make: Builds the job as a new process would: a `TrainingState`, and a function that runs one step.
         store: The store with the snapshot.
-        address: Of the snapshot.
+        address: The address of the snapshot.
         steps: How many steps to run.
         group: All its ranks call this; each reports the differences in its own side and its shards.
 
@@ -77,11 +77,11 @@ def verify_resume(
         return store.resolve(address).root.encode()
 
     snapshot = store.resolve(ask_first_rank(store, group, f"the snapshot at {address!r}", find).decode())
-    expected = [copied(leaves) for leaves in _run(make, store, snapshot.root, steps, group)]
+    expected = [copied(leaves) for leaves in _run(make, store=store, root=snapshot.root, steps=steps, group=group)]
     first = None
-    for number, leaves in enumerate(_run(make, store, snapshot.root, steps, group)):
+    for number, leaves in enumerate(_run(make, store=store, root=snapshot.root, steps=steps, group=group)):
         first = first or first_difference(number, expected[number], leaves)  # no early exit: other ranks may wait for this one
-    return ResumeReport(snapshot.root, snapshot.step, steps, len(expected[-1]), first)
+    return ResumeReport(root=snapshot.root, step=snapshot.step, steps=steps, compared=len(expected[-1]), difference=first)
 
 
 def _run(make: MakeJob, store: ReadOnlyStore, root: str, steps: int, group: "ProcessGroup | DeviceMesh | None") -> Iterator[Leaves]:

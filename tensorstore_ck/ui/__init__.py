@@ -6,9 +6,10 @@ actions.py            what pages may change, if that is allowed
 notices.py            what an action did, for the page that shows it
 forgotten.py          what was forgotten, and can come back
 security.py           who may ask: host, token, cookie, methods; headers of every answer
-sources.py            the stores and their catalog; threads that read what is new in their logs
+sources.py            the stores and their catalog; threads that read new entries of their logs
 background.py         reads that take long, each in a thread of its own
 overview.py           the page of all stores and branches
+runs.py               metrics of several branches over each other
 find.py               snapshots of all stores for which a condition holds
 activity.py           the operations in the logs
 ref.py                the page of a branch: charts, graph, saves
@@ -21,7 +22,7 @@ health.py             last runs, a check on request, marks, and where packs lie
 what_if.py            what a policy would keep and free
 snapshot.py           the page of one snapshot
 catalog_snapshots.py  a snapshot by its address, and what the catalog knows of it
-contents.py           what is in a snapshot: its tables, read once
+contents.py           the content of a snapshot: its tables, read once
 tensor_tree.py        tensors as a tree of groups
 snapshot_kept.py      why a snapshot is kept
 snapshot_tensors.py   groups, tensors and values of a snapshot, piece by piece

@@ -1,4 +1,4 @@
-"""What pages may change, if `tsck ui --allow` says so: tags, metrics, marks, pins, and undo. Nothing here frees or repairs."""
+"""The changes that pages may make, if `tsck ui --allow` says so: tags, metrics, marks, pins, and undo. Nothing here frees or repairs."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
@@ -17,7 +17,7 @@ from tensorstore_ck.ui.pages import Pages, asked
 MAX_BODY_BYTES: Final = 1 << 16
 MAX_FIELDS: Final = 20
 MAX_FORM_CHARS: Final = 1000
-"""Of a field."""
+"""The most characters of a field."""
 
 Form = Mapping[str, str]
 Action = Callable[[Store, Form], str]
@@ -65,11 +65,7 @@ ACTIONS: Final[Mapping[str, Action]] = {"tag": _tag, "annotate": _annotate, "mar
 
 
 def parse_allow(text: str) -> frozenset[str]:
-    """``tag,pin`` -> names of actions.
-
-    Raises:
-        InvalidOptionError: one is unknown.
-    """
+    """``tag,pin`` -> names of actions. Raises `InvalidOptionError` if one is unknown."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in ACTIONS:

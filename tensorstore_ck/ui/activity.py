@@ -22,6 +22,33 @@ PAGE_ROWS: Final = 50
 _STORES: Final = select(stores.c.store_id, stores.c.uuid, stores.c.url).order_by(stores.c.url, stores.c.uuid)
 _KEY: Final = re.compile(r"-?\d{1,19}(\.\d{1,18}){3}")
 _ORDER: Final = (events.c.time_ns, events.c.store_id, events.c.n, events.c.position)
+WORDS: Final[Mapping[str, str]] = {
+    "put": "saved",
+    "staged": "saved to a staging disk",
+    "branch": "made a branch",
+    "reset": "moved a branch",
+    "tag": "tagged",
+    "untag": "removed a tag",
+    "annotate": "added metrics",
+    "mark": "marked",
+    "abort": "gave up a save",
+    "pin": "pinned",
+    "unpin": "removed a pin",
+    "policy": "changed a policy",
+    "expire": "removed from the history",
+    "undo": "restored",
+    "purge": "ended an undo window",
+    "condemn": "gc: will delete",
+    "rescue": "kept from gc",
+    "sweep": "gc: deletes",
+    "relocate": "gc: compacted",
+    "place": "moved to a cold location",
+    "settle": "gc: forgot deleted objects",
+    "quota": "changed a quota",
+    "report": "ran gc or fsck",
+    "finished": "training finished",
+}
+"""Operation -> what a user did, or what happened."""
 _SIZES: Final = {"logical_bytes": "", "new_bytes": " new"}
 
 
@@ -68,7 +95,7 @@ def page(pages: Pages, request: Request) -> Response:
     with pages.sources.catalog.reading() as connection:
         known = [StoreKey(*row) for row in connection.execute(_STORES)]
         rows = read_events(connection, wanted, known)
-    ops = sorted({*CHANGED_TABLES, *([wanted.op] if wanted.op else [])})
+    ops = sorted({*CHANGED_TABLES, *([wanted.op] if wanted.op else [])}, key=lambda op: WORDS.get(op, op))
     return pages.render(
         "activity.html",
         "activity",
@@ -77,6 +104,7 @@ def page(pages: Pages, request: Request) -> Response:
         after=rows[PAGE_ROWS - 1].key if len(rows) > PAGE_ROWS else None,
         known=known,
         ops=ops,
+        words=WORDS,
     )
 
 
@@ -99,16 +127,16 @@ def read_events(connection: Connection, wanted: Asked, known: Sequence[StoreKey]
     rows = connection.execute(query.order_by(*(column.desc() for column in _ORDER)).limit(PAGE_ROWS + 1))
     return [
         Event(
-            keys[row.store_id],
-            row.n,
-            row.position,
-            row.time_ns,
-            row.actor,
-            row.op,
-            row.ref,
-            row.root,
-            what_text(json.loads(row.detail)),
-            f"{row.time_ns}.{row.store_id}.{row.n}.{row.position}",
+            store=keys[row.store_id],
+            n=row.n,
+            position=row.position,
+            time_ns=row.time_ns,
+            actor=row.actor,
+            op=row.op,
+            ref=row.ref,
+            root=row.root,
+            what=what_text(json.loads(row.detail)),
+            key=f"{row.time_ns}.{row.store_id}.{row.n}.{row.position}",
         )
         for row in rows
     ]

@@ -24,6 +24,7 @@ from tensorstore_ck.ui import (
     health,
     overview,
     ref,
+    runs,
     series,
     snapshot,
     snapshot_kept,
@@ -39,6 +40,7 @@ Page = Callable[[Pages, Request], Response]
 
 OF_ALL: Final[dict[str, Page]] = {
     "": overview.page,
+    "runs": runs.page,
     "find": find.page,
     "activity": activity.page,
 }

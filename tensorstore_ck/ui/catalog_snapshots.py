@@ -69,7 +69,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class CatalogFacts:
-    """A snapshot, and what is around it."""
+    """A snapshot with its branch, parents, children and holders."""
 
     snapshot: CatalogSnapshot
     parent: CatalogSnapshot | None
@@ -160,7 +160,7 @@ def _with_root(connection: Connection, store_id: int, root: str, limit: int = MA
 
 
 def read_facts(connection: Connection, store_id: int, snapshot: CatalogSnapshot) -> CatalogFacts:
-    """What the catalog knows of a snapshot."""
+    """The catalog's facts on a snapshot."""
     same_ulid = {"store_id": store_id, "ulid": snapshot.ulid}
     parents = _with_root(connection, store_id, snapshot.parent, 1) if snapshot.parent else []
     later = snapshots.c.id.between(snapshot_id(store_id, 0, 0), snapshot_id(store_id + 1, 0, 0) - 1)
@@ -169,15 +169,15 @@ def read_facts(connection: Connection, store_id: int, snapshot: CatalogSnapshot)
     )
     measured = select(metrics).where(metrics.c.snapshot == snapshot.id).order_by(metrics.c.name)
     return CatalogFacts(
-        snapshot,
-        parents[0] if parents else None,
-        tuple(CatalogSnapshot.of(row) for row in children),
-        tuple(other for other in _with_root(connection, store_id, snapshot.root) if other.id != snapshot.id),
-        tuple(connection.execute(select(refs.c.name).filter_by(**same_ulid).order_by(refs.c.name)).scalars()),
-        tuple(connection.execute(select(tags.c.name).filter_by(**same_ulid).order_by(tags.c.name)).scalars()),
-        tuple(connection.execute(select(pins).filter_by(**same_ulid).order_by(pins.c.owner))),
-        tuple(Metric(row.name, row.value, bool(row.noted)) for row in connection.execute(measured)),
-        _short_root(connection, store_id, snapshot.root),
+        snapshot=snapshot,
+        parent=parents[0] if parents else None,
+        children=tuple(CatalogSnapshot.of(row) for row in children),
+        same_root=tuple(other for other in _with_root(connection, store_id, snapshot.root) if other.id != snapshot.id),
+        branches=tuple(connection.execute(select(refs.c.name).filter_by(**same_ulid).order_by(refs.c.name)).scalars()),
+        tags=tuple(connection.execute(select(tags.c.name).filter_by(**same_ulid).order_by(tags.c.name)).scalars()),
+        pins=tuple(connection.execute(select(pins).filter_by(**same_ulid).order_by(pins.c.owner))),
+        metrics=tuple(Metric(row.name, row.value, bool(row.noted)) for row in connection.execute(measured)),
+        short_root=_short_root(connection, store_id, snapshot.root),
     )
 
 

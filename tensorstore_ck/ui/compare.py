@@ -1,5 +1,6 @@
 """The page of two snapshots: facts and metrics at once, then what differs, and by how much tensors changed."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ def page(pages: Pages, request: Request) -> Response:
     gone = [item for item in compared.values() if item.state == "gone"]
     read = read_differences(pages, store, pair, patience_of(request)) if pair is not None and not gone else Read()
     measured = read_metrics(pages, pair) if pair is not None else []
+    drawn = usual_metrics({item.name: item.has_old + item.has_new for item in measured})
     return pages.render(
         "compare.html",
         "compare",
@@ -94,7 +96,8 @@ def page(pages: Pages, request: Request) -> Response:
         pair=pair,
         gone=gone,
         measured=measured,
-        drawn=usual_metrics({item.name: item.has_old + item.has_new for item in measured}),
+        drawn=drawn,
+        overlay=json.dumps(_overlay(pages, store, pair, drawn)) if pair is not None else "",
         read=read,
         is_finite=lambda value: value is not None and math.isfinite(value),
         **_differences(read, "", 0, 0),
@@ -102,8 +105,20 @@ def page(pages: Pages, request: Request) -> Response:
     )
 
 
+def _overlay(pages: Pages, store: StoreKey, pair: Pair, drawn: Sequence[str]) -> dict[str, Any]:
+    """What overlays.js draws: the branches of both snapshots, the old one's in another colour, and where the snapshots are."""
+    colours = {"old": (pair.old, 2), "new": (pair.new, 1)}
+    sides = {snapshot.ref: (snapshot, colour) for snapshot, colour in colours.values()}
+    lines = [
+        {"name": ref, "series": pages.link("ref/series", store, name=ref, metric=drawn), "colour": colour}
+        for ref, (_, colour) in sides.items()
+    ]
+    marks = [{"step": snapshot.step, "colour": colour} for snapshot, colour in colours.values() if snapshot.step is not None]
+    return {"lines": lines, "marks": marks}
+
+
 def _differences(read: Read, text: str, first_tensor: int, first_value: int) -> dict[str, Any]:
-    """What the templates of differences need."""
+    """The values that the templates of differences need."""
     differences = read.result if isinstance(read.result, Differences) else None
     return {
         "differences": differences,
@@ -122,7 +137,10 @@ def read_metrics(pages: Pages, pair: Pair) -> list[MetricPair]:
             {row.name: row.value for row in connection.execute(select(metrics).where(metrics.c.snapshot == snapshot.id))}
             for snapshot in (pair.old, pair.new)
         )
-    return [MetricPair(name, old.get(name), new.get(name), name in old, name in new) for name in sorted({*old, *new})]
+    return [
+        MetricPair(name=name, old=old.get(name), new=new.get(name), has_old=name in old, has_new=name in new)
+        for name in sorted({*old, *new})
+    ]
 
 
 def _pair(pages: Pages, request: Request) -> tuple[StoreKey, Pair]:
@@ -148,7 +166,7 @@ def changes_page(pages: Pages, request: Request) -> Response:
     """By how much tensors changed: all, or those of ``group``."""
     store, pair = _pair(pages, request)
     group, first = request.query_params.get("group", ""), number_of(request, "first")
-    read = read_changes(pages, store, pair, group, patience_of(request))
+    read = read_changes(pages, store=store, pair=pair, group=group, patience_seconds=patience_of(request))
     changes = read.result if isinstance(read.result, Changes) else None
     query = {"old": pair.old.ulid, "new": pair.new.ulid, "group": group or None}
     return pages.render(

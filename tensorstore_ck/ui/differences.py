@@ -1,4 +1,4 @@
-"""What differs between two snapshots, by their tables; and by how much tensors changed, which reads them. Both in the background."""
+"""The differences between two snapshots, by their tables; and by how much tensors changed, which reads them. Both in the background."""
 
 from collections import Counter
 from collections.abc import Iterable

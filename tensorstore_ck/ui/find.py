@@ -58,11 +58,11 @@ def page(pages: Pages, request: Request) -> Response:
     query = request.query_params
     state = query.get("state", LIVE)
     wanted = Asked(
-        query.get("q", "").strip(),
-        query.get("order", "").strip(),
-        "descending" in query,
-        state if state in (*STATES, ALL) else LIVE,
-        page_number(query),
+        condition=query.get("q", "").strip(),
+        order=query.get("order", "").strip(),
+        descending="descending" in query,
+        state=state if state in (*STATES, ALL) else LIVE,
+        number=page_number(query),
     )
     pages.sources.refresh()
     catalog = pages.sources.catalog

@@ -16,7 +16,7 @@ MAX_NAMED: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What one log entry removed from one branch or tag."""
+    """The snapshots that one log entry removed from one branch or tag."""
 
     what: Forgotten
     is_next: bool

@@ -33,7 +33,7 @@ class Line(NamedTuple):
     """A piece of a line, on one row."""
 
     path: str
-    """Of SVG, in a box that is `ROW` high."""
+    """A path of SVG, in a box that is `ROW` high."""
     is_abandoned: bool
 
 
@@ -136,7 +136,11 @@ def _rows(tracks: list[_Track], labels: Mapping[str, list[Label]]) -> list[Graph
     _assign_columns(tracks, number, ends)
     rows = []
     for save, track in shown:
-        rows.append(GraphRow(save, track.at, tuple(labels.get(save.ulid, ())), track.is_abandoned, track.below(save)))
+        rows.append(
+            GraphRow(
+                save=save, track=track.at, labels=tuple(labels.get(save.ulid, ())), is_abandoned=track.is_abandoned, below=track.below(save)
+            )
+        )
     return [replace(row, lines=tuple(_lines(at, tracks, number, ends))) for at, row in enumerate(rows)]
 
 
@@ -160,7 +164,7 @@ def _assign_columns(tracks: Iterable[_Track], number: Mapping[int, int], ends: l
 
 
 def _lines(row: int, tracks: list[_Track], number: Mapping[int, int], ends: list[int]) -> list[Line]:
-    """What each track draws on a row: from its newest snapshot down to the one where it begins."""
+    """The lines of each track on a row: from its newest snapshot down to the one where it begins."""
     lines = []
     middle = ROW // 2
     for track, end in zip(tracks, ends, strict=True):

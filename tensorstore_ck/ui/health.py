@@ -1,4 +1,4 @@
-"""The page of a store's health: last runs of gc and fsck, a check on request, what is marked, and where packs lie."""
+"""The page of a store's health: last runs of gc and fsck, a check on request, marked snapshots, and where packs lie."""
 
 import json
 import re
@@ -114,11 +114,16 @@ def page(pages: Pages, request: Request) -> Response:
 def read_runs(connection: Connection, store: StoreKey) -> tuple[RunRow, ...]:
     """The last runs, as noted in the log; for a gc of an earlier version, the packs that it freed."""
     noted = last_runs(connection).get(store.store_id, {})
-    runs = [RunRow(name, run.time_ns, run.ok, run.outcome, _details(run), run.actor) for name, run in sorted(noted.items())]
+    runs = [
+        RunRow(run=name, time_ns=run.time_ns, is_ok=run.ok, outcome=run.outcome, details=_details(run), actor=run.actor)
+        for name, run in sorted(noted.items())
+    ]
     newest = select(gc_runs).where(gc_runs.c.store_id == store.store_id).order_by(gc_runs.c.n.desc()).limit(1)
     row = connection.execute(newest).one_or_none()
     if row is not None and "gc" not in noted:
-        runs.append(RunRow("gc", row.time_ns, True, "ok", f"packs freed: {row.swept_packs:,}", row.actor))
+        runs.append(
+            RunRow(run="gc", time_ns=row.time_ns, is_ok=True, outcome="ok", details=f"packs freed: {row.swept_packs:,}", actor=row.actor)
+        )
     return tuple(runs)
 
 

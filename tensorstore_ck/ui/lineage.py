@@ -81,7 +81,9 @@ def read_lineage(connection: Connection, store_id: int, ref: str) -> Lineage:
     saves = {save.id: save for save in (*line, *own)}
     by_root = _grouped(saves.values())
     parents = {save.id: parent for save in saves.values() if (parent := _parent_of(save, by_root)) is not None}
-    return Lineage(ref, line, abandoned, tuple(own), _moves(connection, store_id, ref), parents, is_cut)
+    return Lineage(
+        ref=ref, line=line, abandoned=abandoned, own=tuple(own), moves=_moves(connection, store_id, ref), parents=parents, is_cut=is_cut
+    )
 
 
 def newest_save(connection: Connection, store_id: int, ref: str) -> Save | None:

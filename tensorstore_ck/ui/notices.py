@@ -16,13 +16,13 @@ _KEY: Final = "tsck.outcome"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an action did."""
+    """The result of an action."""
 
     verb: str
     text: str
     is_error: bool
     form: Mapping[str, str] = field(default_factory=dict)
-    """What was sent."""
+    """The form that was sent."""
 
 
 class Notices:
@@ -58,6 +58,6 @@ class Notices:
         return self._shown.get()
 
     def failed(self, verb: str, name: str) -> str:
-        """What was sent as `name` to the action that failed, to be corrected; empty if none did."""
+        """The text sent as `name` to the action that failed, to be corrected; empty if none did."""
         outcome = self.current()
         return outcome.form.get(name, "") if outcome is not None and outcome.is_error and outcome.verb == verb else ""

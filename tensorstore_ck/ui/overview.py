@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tensorstore_ck.catalog.last_runs import last_runs
-from tensorstore_ck.catalog.save_intervals import LATE, usual_interval
+from tensorstore_ck.catalog.save_intervals import LATE, finished_refs, usual_interval
 from tensorstore_ck.catalog.schema import gc_runs, jobs, snapshots, stores
 from tensorstore_ck.log.run_outcome import RunOutcome
 from tensorstore_ck.ui.pages import Pages, page_number
@@ -35,13 +35,15 @@ class RefRow:
     age_ns: int
     interval_ns: int | None
     """The median time between its recent saves; None: too few."""
+    is_finished: bool
+    """Its training ended with the newest snapshot."""
     logical_bytes: int
     new_bytes: int
 
     @property
     def is_late(self) -> bool:
-        """Whether the last save is older than `LATE` usual intervals. After `OVER_NS` the run is taken to be over."""
-        return self.interval_ns is not None and LATE * self.interval_ns < self.age_ns < OVER_NS
+        """Whether the last save of an unfinished run is older than `LATE` usual intervals. After `OVER_NS` the run is taken to be over."""
+        return not self.is_finished and self.interval_ns is not None and LATE * self.interval_ns < self.age_ns < OVER_NS
 
 
 ORDERS: Final[Mapping[str, Callable[[RefRow], Any]]] = {
@@ -125,32 +127,34 @@ def read_overview(connection: Connection, now_ns: int | None = None) -> tuple[St
     last_gc = {
         row[0]: row[1] for row in connection.execute(select(gc_runs.c.store_id, func.max(gc_runs.c.time_ns)).group_by(gc_runs.c.store_id))
     }
+    finished = finished_refs(connection)
     rows: dict[int, list[RefRow]] = {}
     for job in connection.execute(select(jobs).order_by(jobs.c.last_time_ns.desc(), jobs.c.ref)):
         rows.setdefault(job.store_id, []).append(
             RefRow(
-                job.ref,
-                job.puts,
-                job.first_step,
-                job.last_step,
-                job.last_time_ns,
-                now_ns - job.last_time_ns,
-                usual_interval(connection, job.store_id, job.ref),
-                job.logical_bytes,
-                job.new_bytes,
+                ref=job.ref,
+                puts=job.puts,
+                first_step=job.first_step,
+                last_step=job.last_step,
+                last_time_ns=job.last_time_ns,
+                age_ns=now_ns - job.last_time_ns,
+                interval_ns=usual_interval(connection, job.store_id, job.ref),
+                is_finished=(job.store_id, job.ref) in finished,
+                logical_bytes=job.logical_bytes,
+                new_bytes=job.new_bytes,
             )
         )
     runs = last_runs(connection)
     return tuple(
         StoreRow(
-            row.uuid,
-            row.url,
-            row.head_n,
-            row.synced_ns,
-            last_gc.get(row.store_id),
-            runs.get(row.store_id, {}),
-            read_days(connection, row.store_id, rows.get(row.store_id, ())),
-            tuple(rows.get(row.store_id, ())),
+            uuid=row.uuid,
+            url=row.url,
+            head_n=row.head_n,
+            synced_ns=row.synced_ns,
+            last_gc_ns=last_gc.get(row.store_id),
+            runs=runs.get(row.store_id, {}),
+            days=read_days(connection, row.store_id, rows.get(row.store_id, ())),
+            refs=tuple(rows.get(row.store_id, ())),
         )
         for row in connection.execute(select(stores).order_by(stores.c.url, stores.c.uuid)).all()
     )

@@ -1,4 +1,4 @@
-"""What all pages share: templates, the stores behind them, links."""
+"""The common parts of all pages: templates, the stores behind them, links."""
 
 import re
 import shlex
@@ -116,11 +116,7 @@ class Pages:
 
 
 def asked(query: Mapping[str, str], name: str) -> str:
-    """A parameter of the query that a page needs.
-
-    Raises:
-        HTTPException: it is missing.
-    """
+    """A parameter of the query that a page needs. Raises `HTTPException` if it is missing."""
     value = query.get(name, "")
     if not value:
         raise HTTPException(400, f"The address of this page lacks {name}=: start from the overview.")

@@ -63,7 +63,9 @@ def page(pages: Pages, request: Request) -> Response:
         labels = read_labels(connection, key.store_id)
         graph = read_graph(connection, key.store_id, lineage, labels)
         notes = read_notes(connection, key.store_id, lineage)
-        saves = read_saves(connection, lineage, labels, drawn[:SHOWN_METRICS], Wanted(key.store_id, state, number))
+        saves = read_saves(
+            connection, lineage=lineage, labels=labels, columns=drawn[:SHOWN_METRICS], wanted=Wanted(key.store_id, state, number)
+        )
 
     def at(**changed: object) -> str:
         """This page with another query."""
@@ -97,7 +99,7 @@ def page(pages: Pages, request: Request) -> Response:
 
 
 def explained(pages: Pages, key: StoreKey, name: str) -> tuple[Mapping[str, Sequence[str]] | None, str]:
-    """What keeps each snapshot, or the error. Takes seconds for thousands of snapshots with many metrics."""
+    """The holders of each snapshot, or the error. Takes seconds for thousands of snapshots with many metrics."""
     try:
         return pages.sources.open(key).explain_retention(name), ""
     except StoreError as exc:
@@ -115,13 +117,13 @@ def read_facts(connection: Connection, store_id: int, name: str) -> Facts:
     head = connection.execute(select(refs).where(refs.c.store_id == store_id, refs.c.name == name)).first()
     job = connection.execute(select(jobs).where(jobs.c.store_id == store_id, jobs.c.ref == name)).first()
     return Facts(
-        head is not None,
-        head.step if head is not None else job.last_step if job is not None else None,
-        head.root if head is not None else "",
-        job.last_time_ns if job is not None else None,
-        job.puts if job is not None else 0,
-        job.processes if job is not None else 0,
-        job.new_bytes if job is not None else 0,
+        exists=head is not None,
+        step=head.step if head is not None else job.last_step if job is not None else None,
+        root=head.root if head is not None else "",
+        time_ns=job.last_time_ns if job is not None else None,
+        puts=job.puts if job is not None else 0,
+        processes=job.processes if job is not None else 0,
+        new_bytes=job.new_bytes if job is not None else 0,
     )
 
 

@@ -78,19 +78,19 @@ def read_saves(
     rows = connection.execute(select(snapshots).where(snapshots.c.id.in_(ids)).order_by(snapshots.c.id.desc()))
     save_rows = tuple(
         SaveRow(
-            row.ulid,
-            row.root,
-            row.step,
-            row.time_ns,
-            row.actor,
-            row.logical_bytes,
-            row.new_bytes,
-            row.mark,
-            row.reason,
-            row.state,
-            row.id in abandoned,
-            values.get(row.id, {}),
-            tuple(label for label in labels.get(row.ulid, ()) if label.kind != "mark"),
+            ulid=row.ulid,
+            root=row.root,
+            step=row.step,
+            time_ns=row.time_ns,
+            actor=row.actor,
+            logical_bytes=row.logical_bytes,
+            new_bytes=row.new_bytes,
+            mark=row.mark,
+            reason=row.reason,
+            state=row.state,
+            is_abandoned=row.id in abandoned,
+            metrics=values.get(row.id, {}),
+            labels=tuple(label for label in labels.get(row.ulid, ()) if label.kind != "mark"),
         )
         for row in rows
     )

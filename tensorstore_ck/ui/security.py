@@ -39,17 +39,17 @@ HEADERS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a request must have."""
+    """The conditions that a request must fulfil."""
 
     base: str = ""
     """The path under which a proxy offers the pages, without a slash at its end."""
     host: str = ""
-    """A host that is allowed besides this one's loopback names: of a proxy in front."""
+    """A host that is allowed in addition to the loopback names: that of a proxy."""
     is_https: bool = False
     cookie: str = "tsck_ui"
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     allow: frozenset[str] = frozenset()
-    """What pages may change; see `actions`. Empty: nothing, so only reading methods are answered."""
+    """The changes that pages may make; see `actions`. Empty: none, so only reading methods are answered."""
     folder: str = ""
     """A secret first part of all paths: a browser sends the cookies of a path to every port of the host, but to no other path."""
 
@@ -81,7 +81,7 @@ class Access:
         return f"{self.base}/{self.folder}" if self.folder else self.base
 
     def page_path(self, path: str) -> str:
-        """A request's path without what is in front of all pages. Some proxies remove their part, others do not."""
+        """A request's path without the prefix of all pages. Some proxies remove the prefix, others do not."""
         for front in (self.prefix, self.prefix.removeprefix(self.base)):
             if front and (path == front or path.startswith(f"{front}/")):
                 return path[len(front) :] or "/"

@@ -1,4 +1,4 @@
-"""What the charts of a branch draw, as JSON: metrics by step, and what happened at which step.
+"""The data of the charts of a branch, as JSON: metrics by step, and what happened at which step.
 
 As in plots of the terminal and of matplotlib, a snapshot without a step is at its number in the log, and a line has a gap where a value is
 NaN or infinite; these are in a list of their own.
@@ -100,7 +100,8 @@ def read_notes(connection: Connection, store_id: int, lineage: Lineage) -> list[
     """The notes on a chart's axis, of saves with a step."""
     saves = _in_order(lineage)
     by_ulid = {save.ulid: save for save in saves}
-    notes = [*_marked(saves), *_restarts(lineage), *_went_back(lineage)]
+    marks = (_note("mark", save, f"marked {save.mark}") for save in saves if save.mark)
+    notes = [*marks, *_restarts(lineage), *_went_back(lineage)]
     for name, ulid in connection.execute(select(tags.c.name, tags.c.ulid).where(tags.c.store_id == store_id).order_by(tags.c.n)):
         if ulid in by_ulid:
             notes.append(_note("tag", by_ulid[ulid], f"tag {name}"))
@@ -119,10 +120,6 @@ def read_notes(connection: Connection, store_id: int, lineage: Lineage) -> list[
 
 def _note(kind: str, save: Save, text: str) -> Json:
     return {"kind": kind, "step": save.step, "text": text, "root": save.root[:SHOWN_ROOT_DIGITS]}
-
-
-def _marked(saves: Iterable[Save]) -> list[Json]:
-    return [_note("mark", save, f"marked {save.mark}") for save in saves if save.mark]
 
 
 def _restarts(lineage: Lineage) -> list[Json]:

@@ -1,4 +1,4 @@
-"""The page of one snapshot: what the catalog knows of it at once, and what is in it as soon as its tables are read."""
+"""The page of one snapshot: the facts in the catalog at once, and its content as soon as its tables are read."""
 
 import time
 

@@ -26,7 +26,7 @@ class Entries:
     """Some of the groups and tensors in a group; or some of the tensors that a text matches."""
 
     path: str
-    """Of the group; empty: the whole tree."""
+    """The path of the group; empty: the whole tree."""
     filter: str
     groups: tuple[tuple[str, TensorGroup], ...]
     tensors: tuple[tuple[str, TensorRow], ...]
@@ -56,11 +56,7 @@ def key_of(name: str) -> str:
 
 
 def entries_of(tree: TensorGroup, path: str = "", text: str = "", first: int = 0) -> Entries:
-    """The entries from `first` on.
-
-    Raises:
-        NotFoundError: there is no such group.
-    """
+    """The entries from `first` on. Raises `NotFoundError` if there is no such group."""
     if text:
         tensors = matching(tree.tensors(), text)
         shown: Sequence[tuple[str, TensorGroup | TensorRow]] = [(tensor.path, tensor) for tensor in tensors]
@@ -72,13 +68,13 @@ def entries_of(tree: TensorGroup, path: str = "", text: str = "", first: int = 0
         shown, count, size_bytes = group.shown(), group.count, group.size_bytes
     part = shown[first : first + MAX_SHOWN]
     return Entries(
-        path,
-        text,
-        tuple((name, entry) for name, entry in part if isinstance(entry, TensorGroup)),
-        tuple((name, entry) for name, entry in part if isinstance(entry, TensorRow)),
-        count,
-        size_bytes,
-        first + MAX_SHOWN if len(shown) > first + MAX_SHOWN else None,
+        path=path,
+        filter=text,
+        groups=tuple((name, entry) for name, entry in part if isinstance(entry, TensorGroup)),
+        tensors=tuple((name, entry) for name, entry in part if isinstance(entry, TensorRow)),
+        count=count,
+        size_bytes=size_bytes,
+        next=first + MAX_SHOWN if len(shown) > first + MAX_SHOWN else None,
     )
 
 

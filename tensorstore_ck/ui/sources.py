@@ -1,7 +1,7 @@
 """The stores and their catalog. Opens a store read-only, and once more for actions; reads its log again before each page.
 
-One thread per store reads its log. A page waits a short time for them and shows what is still being read, so neither a store that does not
-answer nor the first read of a long log blocks the pages of other stores.
+One thread per store reads its log. A page waits a short time for them and shows which stores are still being read, so neither a store that
+does not answer nor the first read of a long log blocks the pages of other stores.
 """
 
 import os
@@ -94,7 +94,7 @@ class Sources:
         self.catalog = Catalog(db)
         self.background = Background()
         self.looks = Background(LOOKS, ABANDONED_SECONDS)
-        """Reads of single snapshots, of which there may be many."""
+        """Reads of single snapshots; there may be many at once."""
         self._open_store = open_store
         self._open_writable = open_writable
         self._writable: dict[str, Store] = {}
@@ -107,11 +107,7 @@ class Sources:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begins to read the logs, and does not wait.
-
-        Raises:
-            StoreError: the catalog cannot be made.
-        """
+        """Begins to read the logs, and does not wait. Raises `StoreError` if the catalog cannot be made."""
         if self._is_private:
             self.catalog.sync_all(())
         for source in self._sources:
@@ -131,11 +127,7 @@ class Sources:
         return next((_trouble(source) for source in self._sources if _is_of(source, key)), None)
 
     def key(self, uuid: str) -> StoreKey:
-        """The store with this uuid.
-
-        Raises:
-            NotFoundError: the catalog has no such store.
-        """
+        """The store with this uuid. Raises `NotFoundError` if the catalog has no such store."""
         with self.catalog.reading() as connection:
             row = connection.execute(select(stores.c.store_id, stores.c.uuid, stores.c.url).where(stores.c.uuid == uuid)).one_or_none()
         if row is None:
@@ -143,11 +135,7 @@ class Sources:
         return StoreKey(*row)
 
     def open(self, key: StoreKey) -> ReadOnlyStore:
-        """The open store, for data that the catalog lacks.
-
-        Raises:
-            StoreError: it cannot be opened.
-        """
+        """The open store, for data that the catalog lacks. Raises `StoreError` if it cannot be opened."""
         for source in self._sources:
             if _is_of(source, key):
                 store = source.synced.store  # a refresh may close it meanwhile
@@ -164,11 +152,7 @@ class Sources:
             return self._opened[key.uuid]
 
     def writable(self, key: StoreKey) -> Store:
-        """The store, opened to change it.
-
-        Raises:
-            StoreError: it cannot be opened, or this server changes nothing.
-        """
+        """The store, opened to change it. Raises `StoreError` if it cannot be opened, or this server changes nothing."""
         if self._open_writable is None:
             raise PermissionDeniedError("this server changes nothing: start it with --allow", object_id=key.url)
         url = next((source.synced.url for source in self._sources if _is_of(source, key)), key.url)

@@ -20,7 +20,7 @@ KIND: Final = "usage"
 """The kind of the background read."""
 MAX_REFS: Final = 100
 POINTS: Final = 400
-"""Of the chart of growth."""
+"""The most points of the chart of growth."""
 DAY_NS: Final = 86_400 * 10**9
 WIDTH: Final = 1000.0
 """The bar's width, in its own units."""
@@ -106,7 +106,8 @@ def states_of(usage: Usage) -> tuple[State, ...]:
     scale = WIDTH / (sum(widths) or 1)
     lefts = accumulate((width * scale for width in widths), initial=0.0)
     return tuple(
-        State(name, size, meaning, left, width * scale) for (name, meaning, size), left, width in zip(states, lefts, widths, strict=False)
+        State(name=name, bytes=size, meaning=meaning, left=left, width=width * scale)
+        for (name, meaning, size), left, width in zip(states, lefts, widths, strict=False)
     )
 
 

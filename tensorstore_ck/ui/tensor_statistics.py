@@ -67,7 +67,7 @@ def page(pages: Pages, request: Request) -> Response:
     store = pages.store_of(request)
     snapshot = find_snapshot(pages, store, asked(request.query_params, "at"))
     tensor, group, first = request.query_params.get("tensor"), request.query_params.get("group", ""), number_of(request, "first")
-    read = read_statistics(pages, store, snapshot, tensor, group)
+    read = read_statistics(pages, store=store, snapshot=snapshot, tensor=tensor, group=group)
     statistics = read.result if isinstance(read.result, GroupStatistics) else None
     query = {"at": snapshot.ulid, "tensor": tensor, "group": group or None}
     return pages.render(
@@ -132,5 +132,9 @@ def bars_of(histogram: "Histogram") -> list[Bar]:
         if count:
             height = max(LEAST, HEIGHT * count / most)
             title = f"{count:,} from {histogram.edges[number]:.6g} to {histogram.edges[number + 1]:.6g}"
-            bars.append(Bar(round(number * width, 2), round(HEIGHT - height, 2), round(width - 1, 2), round(height, 2), title))
+            bars.append(
+                Bar(
+                    x=round(number * width, 2), y=round(HEIGHT - height, 2), width=round(width - 1, 2), height=round(height, 2), title=title
+                )
+            )
     return bars

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.log.snapshot import GroupCost, SnapshotDetails
 
 MAX_DEPTH: Final = 32
-"""Of groups; a name with more dots keeps the rest of them."""
+"""The most levels of groups; a name with more dots keeps the rest of them."""
 
 
 class TensorRow(NamedTuple):
@@ -17,13 +17,13 @@ class TensorRow(NamedTuple):
     path: str
     """Its full name."""
     name: str
-    """In its group."""
+    """The name in its group."""
     dtype: str
     shape: tuple[int, ...]
     size_bytes: int
     stored_bytes: int | None
     codecs: str
-    """Those of its blocks; empty: all bytes are in the snapshot's tables."""
+    """The codecs of its blocks; empty: all bytes are in the snapshot's tables."""
     placement: str
     """How the ranks that saved it held it; empty: each held all of it."""
 
@@ -42,7 +42,7 @@ class TensorGroup:
     count: int = 0
     size_bytes: int = 0
     children: "list[TensorGroup | TensorRow]" = field(default_factory=list)
-    """In the state's order."""
+    """The groups and tensors below, in the state's order."""
     groups: "dict[str, TensorGroup]" = field(default_factory=dict)
 
     def tensors(self) -> Iterator[TensorRow]:
@@ -96,7 +96,18 @@ def tensor_tree(details: SnapshotDetails, costs: Mapping[str, GroupCost]) -> Ten
         cost = costs.get(path)
         codecs = codecs_text(cost) if cost is not None else ""
         stored = cost.stored_bytes if cost is not None else None
-        group.children.append(TensorRow(path, name, dtype, shape, size_bytes, stored, codecs, details.placements.get(path, "")))
+        group.children.append(
+            TensorRow(
+                path=path,
+                name=name,
+                dtype=dtype,
+                shape=shape,
+                size_bytes=size_bytes,
+                stored_bytes=stored,
+                codecs=codecs,
+                placement=details.placements.get(path, ""),
+            )
+        )
     return tree
 
 

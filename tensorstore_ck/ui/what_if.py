@@ -27,7 +27,7 @@ RULES: Final = (
 )
 """Name, what it keeps, and an example."""
 MAX_CHARS: Final = 4000
-"""Of a rule."""
+"""The most characters of a rule."""
 MAX_ROWS: Final = 100
 
 
@@ -60,7 +60,7 @@ class Trial:
 
 
 def try_rules(pages: Pages, store: StoreKey, query: Mapping[str, str]) -> Trial:
-    """What the rules in a query would do; the empty form if it has none."""
+    """The effect that the rules in a query would have; the empty form if it has none."""
     glob = query.get("branches", "").strip()
     rules = {name: text for name, _, _ in RULES if (text := query.get(name, "").strip())}
     if "branches" not in query:
@@ -76,4 +76,4 @@ def try_rules(pages: Pages, store: StoreKey, query: Mapping[str, str]) -> Trial:
     except StoreError as exc:
         return Trial(glob, rules, str(exc))
     words = [f"{name}={text}" for name, text in rules.items()]
-    return Trial(glob, rules, "", report, pages.command(store, "policy", "set", glob, *words))
+    return Trial(glob=glob, rules=rules, error="", report=report, command=pages.command(store, "policy", "set", glob, *words))

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorstore_ck.maintenance.bisect_search import Verdict, first_bad
+from tensorstore_ck.maintenance.bisect_history import Verdict, first_bad
 
 rows = st.lists(st.sampled_from(["good", "bad", "skip"]), max_size=60).map(lambda between: ["good", *between, "bad"])
 turning = st.builds(

@@ -186,6 +186,18 @@ def test_a_build_that_does_not_know_it_goes_on(forget_operation: Callable[[str],
     assert old.resolve("kept").step == 1
 
 
+def test_a_build_that_does_not_know_the_end_of_a_run_folds_the_same(forget_operation: Callable[[str], None]) -> None:
+    backend, store = begun(1)
+    store.finish("job")
+    known = store.engine.log.newest_view()
+    forget_operation("finished")
+    old = open_store(backend)
+    view = old.engine.log.newest_view()
+    assert [(name, view.branch(name)) for name in view.branches()] == [(name, known.branch(name)) for name in known.branches()]
+    assert view.stop() is None
+    old.tag("kept", "job")
+
+
 def test_a_gc_loads_nothing_of_fsck() -> None:
     program = "import sys, tensorstore_ck.maintenance.recorded_runs; print(*(name for name in sys.modules if 'maintenance.' in name))"
     loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])

@@ -172,3 +172,27 @@ def test_an_engine_is_not_changed_after_it_was_made() -> None:
         if isinstance(node.ctx, ast.Store) and node.attr in names and ast.unparse(node.value).rpartition(".")[2] in ("engine", "_engine")
     ]
     assert changed == [], "use dataclasses.replace"
+
+
+PASSED_ON: dict[str, str] = {
+    "training/sample_cursor.py": "a DataLoader",
+    "training/seeded_loader.py": "a DataLoader",
+    "integrations/dcp": "tensorstore_ck.open",
+    "integrations/hf": "transformers",
+    "integrations/lightning": "Lightning",
+    "integrations/ray": "Ray",
+}
+"""Whose arguments a function may take as `**options: Any`."""
+
+
+def test_options_have_names() -> None:
+    untyped = [
+        name
+        for path in python_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and node.args.kwarg is not None
+        and node.args.kwarg.arg.endswith("options")
+        and not (name := path.relative_to(PACKAGE).as_posix()).startswith(tuple(PASSED_ON))
+    ]
+    assert untyped == [], "name them, or use Unpack of a TypedDict"

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.common.html_table import MAX_ROWS, html_table
+from tensorstore_ck.common.html_table import GLANCE_ROWS, MAX_ROWS, html_table
 from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS
-from tensorstore_ck.errors import MissingExtraError, NotFoundError
+from tensorstore_ck.errors import BackendUnavailableError, MissingExtraError, NotFoundError
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -81,6 +81,26 @@ def test_tables_escape_names(store: tsck.Store) -> None:
         "retention": 3,
     }
     assert tables["diff"].rows == 1 + 2
+
+
+def unreachable() -> None:
+    raise BackendUnavailableError("no answer", object_id="log")
+
+
+def test_a_store_its_names_and_an_open_snapshot_show_themselves(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(GLANCE_ROWS + 5):
+        store.branch(f"more/{number}", "runs/1")
+    for each in (store, store.branches()):
+        table = parsed(each)
+        assert "... and 7 more" in table.text
+        assert table.rows == 1 + GLANCE_ROWS + 1
+    store.tag("best", "runs/1")
+    assert "best|" in parsed(store.tags()).text
+    assert store.tags() == {"best": store.resolve("runs/1")}
+    with store.open_snapshot("runs/1") as lazy:
+        assert f"{SCRIPT}|float32|[2000]|7.8 KiB|" in parsed(lazy).text
+    monkeypatch.setattr(store, "branches", unreachable)
+    assert "cannot be read now" in parsed(store).text
 
 
 def test_findings_and_what_gc_frees_are_rows(store: tsck.Store, tmp_path: Path) -> None:

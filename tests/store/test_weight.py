@@ -4,6 +4,7 @@ A call is an entry of a Python frame of this package, on any thread. Python 3.12
 there.
 """
 
+import ast
 import os
 import sys
 import threading
@@ -44,24 +45,31 @@ MOST_LINES = {
     "backend": 6000,
     "catalog": 2400,
     "chunker": 100,
-    "cli": 5200,
-    "common": 2400,
-    "engine": 4600,
+    "cli": 5300,
+    "common": 2500,
+    "engine": 4700,
     "errors": 400,
     "events": 300,
     "format": 4000,
-    "gc": 3100,
+    "gc": 3400,
     "integrations": 20200,
-    "log": 6300,
-    "maintenance": 7200,
+    "log": 6400,
+    "maintenance": 7300,
     "redaction": 200,
-    "session": 10500,
-    "state": 6700,
-    "store": 1500,
+    "session": 10700,
+    "state": 6800,
+    "store": 1600,
     "training": 4800,
-    "ui": 4000,
+    "ui": 4100,
 }
 """Of the Python files of each area, rounded up to hundreds."""
+MOST_LINES_A_FILE = 399
+LONGER = {"store/read_only_store.py", "store/store.py", "standalone/tsck_read.py"}
+"""Two classes that are mostly docstrings, and a program of one file."""
+MOST_POSITIONAL = 4
+MOST_LONG_CALLS = 190
+"""Calls with more positional arguments than that: of torch, numpy, struct, SQLAlchemy and the like, whose parameters have no names here; in
+`integrations` also 85 of this package's own functions."""
 
 
 class Tracer:
@@ -145,3 +153,18 @@ def test_no_area_grows(area: str) -> None:
 def test_every_area_has_a_number() -> None:
     areas = {path.stem for path in PACKAGE.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"}
     assert areas - {"__init__", "__main__", "standalone"} == MOST_LINES.keys()
+
+
+def python_files() -> Iterator[Path]:
+    yield from PACKAGE.rglob("*.py")
+
+
+def test_no_file_has_more_lines() -> None:
+    longer = {path.relative_to(PACKAGE).as_posix() for path in python_files() if len(path.read_text().splitlines()) > MOST_LINES_A_FILE}
+    assert longer <= LONGER
+
+
+def test_arguments_have_names_where_there_are_many() -> None:
+    calls = (node for path in python_files() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    count = sum(sum(not isinstance(argument, ast.Starred) for argument in call.args) > MOST_POSITIONAL for call in calls)
+    assert count <= MOST_LONG_CALLS, f"name the arguments from the {MOST_POSITIONAL + 1}th on, or all"

@@ -17,6 +17,7 @@ from tests.ui.made import EVIL, TRAINING_URL, TrainingStore, nasty_store
 
 OF_ALL: Final[dict[str, list[dict[str, str]]]] = {
     "": [{}],
+    "runs": [{}, {"run": "runs/gpt"}, {"run": EVIL}],
     "find": [{"state": ""}, {"q": "val_loss < 3", "order": "val_loss"}, {"q": f"{EVIL} <"}],
     "activity": [{}, {"ref": "runs/gpt", "op": "reset"}],
 }

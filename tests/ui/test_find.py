@@ -10,7 +10,9 @@ import pytest
 from starlette.testclient import TestClient
 
 import tensorstore_ck as tsck
+from tensorstore_ck.catalog.read_entries import CHANGED_TABLES
 from tensorstore_ck.store import Store
+from tensorstore_ck.ui import activity
 from tests.catalog.made import publish
 from tests.ui.conftest import Client, Open, enter
 
@@ -84,9 +86,17 @@ def test_several_stores(client: Client, store: Store, tmp_path: Path) -> None:
         assert steps == ["2", "1"]
         assert f"/stores/{other.engine.config.uuid}/ref?name=runs%2Fbert" in text
         assert '<th scope="col">Store</th>' in text
-        activity = browser.get("/activity", params={"store": other.engine.config.uuid}).text
-        assert "runs/bert" in activity
-        assert "runs/gpt" not in activity
+        listed = browser.get("/activity", params={"store": other.engine.config.uuid}).text
+        assert "runs/bert" in listed
+        assert "runs/gpt" not in listed
+
+
+def happened(text: str) -> list[str]:
+    return re.findall(r'<span class="badge" title="operation \w+">([^<]+)</span>', text)
+
+
+def test_each_operation_has_words() -> None:
+    assert activity.WORDS.keys() == CHANGED_TABLES.keys()
 
 
 def test_activity_is_the_log_newest_first(client: Client, store: Store) -> None:
@@ -96,12 +106,11 @@ def test_activity_is_the_log_newest_first(client: Client, store: Store) -> None:
     store.branch("runs/<b>".replace("<b>", "b"), "best")
     browser = enter(client())
     text = browser.get("/activity").text
-    ops = re.findall(r'<span class="badge">(\w+)</span>', text)
-    assert ops == ["branch", "tag", "mark", "put"]
+    assert happened(text) == ["made a branch", "tagged", "marked", "saved"]
     assert "step 7, 3.0 MiB, 2.0 MiB new" in text
     assert "mark bad, reason &lt;b&gt;loss&lt;/b&gt;" in text
-    assert re.findall(r'<span class="badge">(\w+)</span>', browser.get("/activity?op=tag").text) == ["tag"]
-    assert re.findall(r'<span class="badge">(\w+)</span>', browser.get("/activity?ref=runs/gpt").text) == ["put"]
+    assert happened(browser.get("/activity?op=tag").text) == ["tagged"]
+    assert happened(browser.get("/activity?ref=runs/gpt").text) == ["saved"]
     assert "No operation is found" in browser.get("/activity?op=unknown&before=x").text
 
 

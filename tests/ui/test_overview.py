@@ -96,6 +96,24 @@ def test_a_late_branch_and_a_page_after_a_save(client: Client, store: Store) -> 
     assert "runs/after" in browser.get("/").text
 
 
+def test_a_finished_run_is_not_late_until_it_goes_on(client: Client, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = store.engine.clock()
+
+    def publish_at(seconds_ago: int, step: int) -> None:
+        monkeypatch.setattr(store.engine.log, "_clock", lambda: now - seconds_ago * 10**9)
+        publish(store, "runs/done", step)
+
+    for step in range(3):
+        publish_at(3600 - 10 * step, step)
+    browser = enter(client())
+    assert ", late" in browser.get("/").text
+    store.finish("runs/done")
+    assert ", finished" in browser.get("/").text
+    assert ", late" not in browser.get("/").text
+    publish_at(3000, 3)
+    assert ", late" in browser.get("/").text
+
+
 def test_a_dead_store_does_not_hide_the_others_and_names_are_escaped(client: Client, store: Store, tmp_path: Path) -> None:
     publish(store, "runs/gpt", 1)
     dead = str(tmp_path / "<script>alert(1)<")

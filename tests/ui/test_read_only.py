@@ -27,6 +27,7 @@ Queries = Callable[[Mapping[str, str]], list[dict[str, str]]]
 ASKED: Final[dict[str, Queries]] = {
     "/": lambda _: [{}],
     "/find": lambda _: [{}, {"q": "loss < 2", "order": "loss", "descending": "yes", "state": "live"}, {"q": "loss <"}],
+    "/runs": lambda has: [{}, {"run": has["ref"], "metric": "loss"}],
     "/activity": lambda has: [{}, {"ref": has["ref"], "op": "put"}],
     "/static": lambda _: [],
     "/stores/{store}/ref": lambda has: [

@@ -229,6 +229,7 @@ def test_controls_of_the_charts(open_page: Open, store: Store) -> None:
     assert page.evaluate("document.querySelector('.chart').uplot.series.map((each) => each.show)") == [True, True, False, False]
     assert page.evaluate("document.querySelector('.chart').uplot.scales.y.distr") == 3
     page.route("**/snapshot?*", lambda route: route.fulfill(body="a snapshot"))
+    page.locator(".u-over").scroll_into_view_if_needed()
     box = page.locator(".u-over").bounding_box()
     page.mouse.move(box["x"] + 2, box["y"] + 20)
     page.get_by_text("step 10: 9").wait_for()

@@ -31,7 +31,7 @@ MOST_BYTES: Final = 150_000
 class Picture:
     """What is shown of a page."""
 
-    query: dict[str, str]
+    query: dict[str, str | list[str]]
     height: int
     """The most pixels, from the top."""
     act: Callable[[Any], object] = lambda page: None
@@ -63,6 +63,7 @@ def _filter_tensors(page: Any) -> None:
 
 SHOWN: Final[dict[str, Picture]] = {
     "overview": Picture({}, 562),
+    "runs": Picture({"run": ["runs/gpt", "runs/gpt-slow", "runs/bert"]}, 880),
     "find": Picture({"q": "val_loss < 3 and ref like 'runs/gpt%'", "order": "val_loss"}, 640),
     "activity": Picture({}, 640),
     "ref": Picture({"name": "runs/gpt"}, 1240),
@@ -76,7 +77,7 @@ NOT_SHOWN: Final = {"forgotten"}
 
 
 def path_of(name: str) -> str:
-    query = f"?{urlencode(SHOWN[name].query)}" if SHOWN[name].query else ""
+    query = f"?{urlencode(SHOWN[name].query, doseq=True)}" if SHOWN[name].query else ""
     if name == "overview":
         return f"/{query}"
     return f"/{name}{query}" if name in app.OF_ALL else f"/stores/{TRAINING_UUID}/{name}{query}"

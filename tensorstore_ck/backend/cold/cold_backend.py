@@ -29,7 +29,7 @@ class LocationView(Protocol):
 
 
 class ColdTierBackend:
-    """See above. All other attributes are those of the store's own backend."""
+    """Reads, lists and deletes each pack where it lies. All other attributes are those of the store's own backend."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ColdTierBackend:
         return getattr(self._own, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """With the locations known now: for workers in other processes."""
+        """The same backend with the locations known now, for workers in other processes."""
         by_url: dict[str, list[bytes]] = {}
         for pack, url in self.locations().items():
             by_url.setdefault(url, []).append(pack)
@@ -72,7 +72,7 @@ class ColdTierBackend:
         self._known.update(found)
 
     def locations(self) -> dict[Ulid, str]:
-        """Where packs lie, as far as known."""
+        """The locations of packs, as far as known."""
         logged = self._view().locations() if self._view is not None else {}
         return {**self._known, **logged}
 
@@ -118,7 +118,7 @@ class ColdTierBackend:
         return self._require_marker(url, self.at(url))
 
     def markers(self) -> dict[str, FoundMarker]:
-        """The marker of each location; raises as `marker`."""
+        """The marker of each location. Raises the errors of `marker`."""
         return {url: self.marker(url) for url in sorted(set(self.locations().values()))}
 
     def rewrite_damaged_markers(self) -> list[str]:
@@ -169,21 +169,21 @@ class ColdTierBackend:
     # --- the backend --------------------------------------------------------------------------------------------------
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """Reads where it lies."""
+        """Reads the object where it lies."""
         data: bytes = self._read(name, lambda backend: backend.get(name, max_bytes=max_bytes))
         return data
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Reads where it lies."""
+        """Reads the object where it lies."""
         self._read(name, lambda backend: backend.read_into(name, offset, target))
 
     def size(self, name: str) -> int:
-        """Asks where it lies."""
+        """Asks the location where the object lies."""
         size: int = self._read(name, lambda backend: backend.size(name))
         return size
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """At all locations; the markers are not objects of the store."""
+        """Lists all locations. Their markers are not objects of the store."""
         yield from self._own.list(prefix)
         for url, backend in (self._cold_backends() if prefix.startswith(PACKS) else {}).items():
             for info in backend.list(prefix):
@@ -208,7 +208,7 @@ class ColdTierBackend:
                 yield info
 
     def abort_upload(self, name: str) -> None:
-        """Where it was listed."""
+        """Deletes each object at the location where it was listed."""
         self._uploads.get(name, self._own).abort_upload(name)
 
     def close(self) -> None:
@@ -275,7 +275,7 @@ class ColdTierBackend:
         return OwnerMarker(self._store, self._own.url)
 
     def _require_marker(self, url: str, backend: Backend) -> FoundMarker:
-        """A damaged one is enough to read: the location is there, and blocks are verified. What deletes asks for the owner."""
+        """A damaged marker is enough for reads: the location is there, and blocks are verified. Callers that delete check the owner."""
         try:
             found = read_marker(backend, self._marker)
         except StoreError as exc:

@@ -18,13 +18,13 @@ from tensorstore_ck.redaction import display_url
 
 MAX_URL_CHARS: Final = 256
 STORAGE_CLASSES: Final = ("STANDARD", "STANDARD_IA", "ONEZONE_IA", "INTELLIGENT_TIERING", "GLACIER_IR")
-"""Of S3: those that can be read at once."""
+"""The storage classes of S3 whose objects can be read at once."""
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.+")
 
 
 @dataclass(frozen=True, slots=True)
 class LocationOpener:
-    """Opens locations: those at the store's own endpoint with the store's options, others with the environment's."""
+    """Opens locations. Those at the store's own endpoint get the store's options, others those of the environment."""
 
     store_url: str = ""
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)

@@ -14,7 +14,7 @@ from tensorstore_ck.errors import MissingObjectError
 MARKER_NAME: Final = "place.json"
 MAX_MARKER_BYTES: Final = 1 << 16
 _MAX_WRONG_CHARS: Final = 2
-"""In a damaged UUID or checksum; two that are random differ in most characters."""
+"""The most wrong characters in a damaged UUID or checksum. Two random ones differ in most characters."""
 
 
 class OwnerMarker(NamedTuple):
@@ -38,7 +38,7 @@ class FoundMarker(NamedTuple):
     """What was found at a location."""
 
     owner: OwnerMarker | None
-    """None: it is damaged so that it may be another store's."""
+    """None: it is so damaged that it may be another store's."""
     is_damaged: bool
 
 

@@ -1,7 +1,7 @@
 """Which process publishes a staged save: the one that has locked a file of its own for that save, ``claims/<key>``.
 
 The kernel releases the lock when the process ends in any way, except while a child that it forked lives: so the file names the process,
-too. A claim avoids that two processes do the same work. Safety does not depend on it: see gc/PROTOCOL.md.
+too. A claim keeps two processes from doing the same work. Safety does not depend on it: see gc/PROTOCOL.md.
 """
 
 import fcntl
@@ -64,7 +64,7 @@ class Claims:
         self.release(key)
 
     def delete_others(self, keys: Collection[str]) -> None:
-        """Deletes the claims of saves that are not there. No other process may use the folder."""
+        """Deletes the claims of saves that no longer exist. No other process may use the folder."""
         for path, _ in list(self._folder.files(CLAIMS)):
             if os.path.basename(path) not in keys:
                 self.delete(os.path.basename(path))
@@ -99,7 +99,7 @@ def _holder(fd: int) -> Process | None:
         return None
     match fields:
         case [str(host), str(boot_id), str(namespace), int(pid), int(ticks)]:
-            return Process(host, boot_id, namespace, pid, ticks)
+            return Process(host=host, boot_id=boot_id, pid_namespace=namespace, pid=pid, start_ticks=ticks)
     return None
 
 

@@ -210,7 +210,7 @@ class StagingFolder:
     def claim(self, key: str) -> bool:
         """Whether this process may continue the save of that manifest, from now on until `release` or `leave`.
 
-        False if another process has it that lives, or this one already: it will publish it.
+        False if a living process, which may be this one, has claimed it: that process will publish it.
         """
         try:
             return self._claims.take(key)
@@ -241,7 +241,11 @@ class StagingFolder:
         with os_errors("read", name):
             path, flags = f"unsent/{check_name(name)}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
             return UnsentFile(
-                os.open(path, flags, dir_fd=self._private.fd()), name, self.path, partial(self._inode, path), self.open_verifier
+                fd=os.open(path, flags, dir_fd=self._private.fd()),
+                name=name,
+                folder=self.path,
+                inode=partial(self._inode, path),
+                open_verifier=self.open_verifier,
             )
 
     def has_unsent(self, name: str) -> bool:

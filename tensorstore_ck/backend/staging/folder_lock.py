@@ -19,7 +19,7 @@ class FolderLock:
     """A lock on the file `name` of `folder`, until `end`."""
 
     def __init__(self, folder: PrivateFolder, name: str, sweep: Callable[[], object]) -> None:
-        """`sweep` is called if nobody else has one; processes that come meanwhile wait for it."""
+        """`sweep` is called if no other process has a lock; processes that come meanwhile wait for it."""
         path = f"{folder.path}/{name}"
         with os_errors("lock", path):
             fd = _open(name, folder.make())
@@ -33,7 +33,7 @@ class FolderLock:
         folder.on_remade = partial(self._lock_again, name, fd)
 
     def _lock_again(self, name: str, fd: int, folder_fd: int) -> None:
-        """Locks the file of the folder that was made after the one in use was deleted: the lock went with that."""
+        """Locks the file in the folder that was made after the one in use was deleted together with its lock."""
         if not self.end.alive:
             return
         new = _open(name, folder_fd)

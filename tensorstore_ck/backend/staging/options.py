@@ -22,7 +22,7 @@ class Staging:
     stagger_seconds: float = 0.0
     """The uploads of ranks and jobs begin at random moments within this time."""
     replicate_to_peers: int = 0
-    """On how many other hosts' staging disks each rank's staged files are kept as well, until they are published. To keep them in memory,
+    """The number of other hosts whose staging disks also keep each rank's staged files until they are published. To keep them in memory,
     name a tmpfs as `path` on all hosts."""
 
     def open(self, store_uuid: str, open_verifier: OpenVerifier) -> StagingFolder:

@@ -20,9 +20,9 @@ from tensorstore_ck.errors import MissingObjectError, StoreError
 
 KEPT_FOLDERS: Final = ("packs/", "parts/", "snapshots/", "moved/")
 LOT_BYTES: Final = 64 << 20
-"""A process reserves space in lots of this size: by one of them each may exceed the folder's capacity."""
+"""A process reserves space in lots of this size. Each process may exceed the folder's capacity by one lot."""
 FETCH_BYTES: Final = 16 << 20
-"""Fetched and kept at once."""
+"""Bytes that are fetched and kept at once."""
 
 
 class ReadThroughBackend:
@@ -202,7 +202,7 @@ class _SpaceQuota:
 
 @contextlib.contextmanager
 def _instead_of(fault: StoreError | None) -> Iterator[None]:
-    """Around a read from the store because of a `fault` of the staged object: if the store does not have it, raises the fault."""
+    """Wraps a read from the store that a `fault` of the staged object made necessary: raises the fault if the store lacks the object."""
     try:
         yield
     except MissingObjectError:

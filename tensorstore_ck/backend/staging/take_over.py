@@ -1,6 +1,6 @@
 """Another user's staging folder, made root's for a while, so that root can publish what that user's ended job staged.
 
-What is checked must not change before it is used, whatever that user does meanwhile. So first the folders become root's, from the top
+A checked file must not change before it is used, whatever that user does meanwhile. So first the folders become root's, from the top
 down, then their files, which nobody else can replace any more; and no process may have one open for writing. At the end everything is
 given back, from the bottom up. A process that dies in between leaves the folder to root.
 """
@@ -26,7 +26,7 @@ _HELD: Final = {errno.EAGAIN, errno.EBUSY}
 
 @contextmanager
 def taken_over(path: str, owner: int) -> Iterator[None]:
-    """Makes the folder at `path`, which is `owner`'s, this user's meanwhile.
+    """Gives the folder at `path`, which belongs to `owner`, to this user until the block ends.
 
     Raises:
         MissingObjectError: there is none.

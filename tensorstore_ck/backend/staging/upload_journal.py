@@ -18,10 +18,10 @@ class JournalEntry(NamedTuple):
 
     name: str
     token: str = ""
-    """With which the upload continues, if the store has resumable uploads."""
+    """The token with which the upload continues, if the store has resumable uploads."""
     is_complete: bool = False
     stored_as: str = ""
-    """Its name in the store, if that is another one: the name that it was staged under cannot be used any more."""
+    """The object's name in the store, if it differs: the name under which it was staged cannot be used any more."""
 
     @property
     def store_name(self) -> str:
@@ -59,7 +59,7 @@ class UploadJournal:
         self._backend.replace(_key(entry.name), json.dumps(entry._asdict()).encode())
 
     def delete(self, names: Iterable[str]) -> None:
-        """Deletes entries; those that are not there are skipped."""
+        """Deletes entries, and skips missing ones."""
         self._backend.delete(map(_key, names))
 
 

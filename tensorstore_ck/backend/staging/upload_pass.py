@@ -1,7 +1,7 @@
 """One pass over unsent objects: sends pieces of several in parallel, and leaves what cannot be finished now for the next pass.
 
-Left are objects that another process uploads, and those whose upload the store has dropped. An object that is in the store under its name
-may be published: it is compared, and neither deleted nor replaced. Memory: a buffer of one piece per thread.
+It leaves objects that another process uploads, and objects whose upload the store has dropped. An object that the store has under its
+name may be published: it is compared, and neither deleted nor replaced. Memory: a buffer of one piece per thread.
 The rate of uploads is limited here; that of plain reads and writes in `backend.throttled`.
 """
 
@@ -58,7 +58,7 @@ class UploadPass:
         self._open: list[io.FileIO] = []
         self._left: list[str] = []
         self.taken: list[str] = []
-        """Those whose name in the store has other bytes, or cannot be read: they need another name."""
+        """Objects that need another name: under theirs the store has other bytes, or cannot read them."""
 
     def run(self, names: Sequence[str], threads: int) -> list[str]:
         """Uploads what it can; returns what is left."""
@@ -88,7 +88,7 @@ class UploadPass:
                 yield from self._send_in_pieces(file, entry, self._begin(pieces, file, entry))
 
     def _locked(self, name: str) -> UnsentFile | None:
-        """The object, if it has to be uploaded and this process has the right to."""
+        """The object, if it has to be uploaded and this process may upload it."""
         self._policy.check()
         try:
             file = self._folder.open_unsent(name)

@@ -25,7 +25,7 @@ MAX_PARALLEL_REQUESTS: Final = 4
 
 
 class Uploader:
-    """From a staging folder to a store."""
+    """Uploads from one staging folder to one store."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Uploader:
 
         while left:
             policy = RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
-            upload_pass = UploadPass(self._folder, self._store, policy, self._limit, report)
+            upload_pass = UploadPass(folder=self._folder, store=self._store, policy=policy, limit=self._limit, on_bytes=report)
             try:
                 left = upload_pass.run(left, self._threads)
             except StagedDamageError as exc:

@@ -4,6 +4,7 @@ Reads are sorted by pack and offset, merged where the blocks are small or the ba
 memory where a block is stored raw. A block that is wanted several times is fetched once. Knows nothing of tensors.
 """
 
+import logging
 import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from tensorstore_ck.format.part import Part
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.block_index import Location
 
+_logger: Final = logging.getLogger("tensorstore_ck.engine")
 MERGE_BYTES: Final = 8 << 20
 """Neighbouring blocks are fetched together up to this size."""
 DIRECT_BYTES: Final = 1 << 20
@@ -80,7 +82,19 @@ def wanted_blocks(source: OpenPart, rows: range, start: int, target: ByteTarget)
     places = source.places
     for row, extent in zip(rows, places.extents[rows.start : rows.stop].tolist(), strict=True):
         pack, _, offset, stored, raw, _, codec, _ = extent
-        wanted.append(WantedBlock(source, row, places.packs[pack], offset, stored, raw, codec, start, target))
+        wanted.append(
+            WantedBlock(
+                source=source,
+                row=row,
+                pack=places.packs[pack],
+                offset=offset,
+                stored=stored,
+                raw=raw,
+                codec=codec,
+                start=start,
+                target=target,
+            )
+        )
         start += raw
     return wanted
 
@@ -106,6 +120,7 @@ def read_blocks(engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock
             _read_at_places(engine, list(wanted))
         except DamageError as exc:
             view = raise_if_expired(engine.log, info, exc)
+            _logger.debug("the blocks of %s@%s, root %s, are located again: %s", info.ref, info.step, info.root.hex(), exc)
             before = {id(block.source): block.source.places.packs for block in wanted}  # bases may have moved, too
             for source in {id(block.source): block.source for block in wanted}.values():
                 source.places = locate_blocks(engine, view, source.part)

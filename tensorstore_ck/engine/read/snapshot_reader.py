@@ -188,7 +188,14 @@ class SnapshotReader:
         """
         if part.layout_id != self.part.layout_id or part.world_size != self.world_size or part.layout_of != self.part.layout_of:
             raise CorruptObjectError(f"{name} does not belong to the parts beside it", object_id=name)
-        return PartIndex(self.layout, part, self._alike, self._engine.config.block_bytes, name, explicit=explicit)
+        return PartIndex(
+            layout=self.layout,
+            part=part,
+            layout_ranks=self._alike,
+            block_bytes=self._engine.config.block_bytes,
+            name=name,
+            explicit=explicit,
+        )
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -103,7 +103,10 @@ class ParentBlocks:
 def earlier_part(engine: Engine, before: Sequence[tuple[Part, BlockLocations]], key: PartKey, anchor_every: int) -> ParentBlocks | None:
     """The part among these that has the same tensors in the same places."""
     for part, places in before:
-        if PartKey(part.layout_id, part.rank, part.world_size, part.layout_of, part.regions) == key:
+        if (
+            PartKey(layout_id=part.layout_id, rank=part.rank, world_size=part.world_size, layout_of=part.layout_of, regions=part.regions)
+            == key
+        ):
             return ParentBlocks(engine, part, places, anchor_every)
     return None
 

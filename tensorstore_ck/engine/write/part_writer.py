@@ -14,7 +14,7 @@ import numpy as np
 from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.buffers import Buffer
-from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ulid
+from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
@@ -23,14 +23,14 @@ from tensorstore_ck.engine.part_extents import extents_of, with_bases
 from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.engine.write.delta_bases import Fp32Masters, ParentBlocks, PartKey, TensorBlock, earlier_part
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
+from tensorstore_ck.engine.write.parse_budget import require_readable
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Inline, Sampling, require_unchanged
 from tensorstore_ck.engine.write.unchanged_blocks import skip_unchanged
-from tensorstore_ck.errors import CorruptObjectError, FrozenChangedError, UnsupportedValueError
+from tensorstore_ck.errors import FrozenChangedError
 from tensorstore_ck.format.block_assignment import BlockShare, Region, assign_blocks, encode_regions, regions_of_rank
 from tensorstore_ck.format.codec import Coding, Encoder, elements_of
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name
-from tensorstore_ck.format.sealed import FREE_BYTES, HEADER_BYTES, ParseBudget, check_msgpack
 from tensorstore_ck.log.block_index import Base, Location
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
@@ -146,7 +146,7 @@ def write_part(
         earlier, block_bytes = None, engine.config.block_bytes
         if coding.anchor_every:  # blocks may be stored as differences to those of the snapshot before
             layout, regions = layout_id(captured.layout.encode()), encode_regions(captured.explicit)
-            key = PartKey(layout, slot.rank, slot.world_size, slot.layout_of, regions)
+            key = PartKey(layout_id=layout, rank=slot.rank, world_size=slot.world_size, layout_of=slot.layout_of, regions=regions)
             earlier = earlier_part(engine, known.parts, key, coding.anchor_every)
         return write_tensors(captured, packs, slot=slot, block_bytes=block_bytes, coding=coding, earlier=earlier, sampling=sampling)
 
@@ -158,7 +158,7 @@ def write_part(
         with open_packs(engine, known, meter) as second:
             packs, tensors = [first, second], write(second)
     tensors.sample.verify(tensors.inlined, tensors.inline)
-    return store_part(engine, captured, blobs, tensors, packs, anchor=anchor, slot=slot)
+    return store_part(engine, captured=captured, blobs=blobs, tensors=tensors, packs=packs, anchor=anchor, slot=slot)
 
 
 @contextmanager
@@ -235,7 +235,9 @@ def write_tensors(
     computed: Mapping[int, Digest] = {}
     must_agree = captured.device_blocks is not None and captured.device_blocks.must_agree
     if captured.device_blocks is not None:
-        computed = skip_unchanged(captured, [block for block in blocks if ids[block.row] is ZERO_DIGEST], ids, packs, sample)
+        computed = skip_unchanged(
+            captured, blocks=[block for block in blocks if ids[block.row] is ZERO_DIGEST], ids=ids, packs=packs, sample=sample
+        )
 
     def store(run: list[TensorBlock]) -> None:
         buffers: list[Buffer] = []
@@ -265,7 +267,7 @@ def write_tensors(
                 require_unchanged(captured, {block.tensor})
 
     masters = Fp32Masters(captured, blocks) if coding.mode != "raw" else None
-    weights, threads = masters.of if masters is not None else {}, cpu_threads() + 1
+    weights, threads = masters.of if masters is not None else {}, _threads(captured)
     for later in (False, True):  # weights after their masters
         unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in weights) == later]
         run_bytes = min(max(len(unread) * block_bytes // (RUNS_A_THREAD * threads), MIN_RUN_BYTES), MAX_RUN_BYTES)
@@ -274,7 +276,12 @@ def write_tensors(
     for tensor, rows in frozen.items():
         _note_frozen(captured, tensor, [ids[row] for row in rows], cuts[tensor])
     sample.note_inline(inlined, inline, small)
-    return TensorBlocks(ids, small, blocks, inlined, sample)
+    return TensorBlocks(ids=ids, inline=small, rows=blocks, inlined=inlined, sample=sample)
+
+
+def _threads(captured: CapturedState) -> int:
+    """A training that goes on meanwhile keeps half of the cores."""
+    return max(cpu_threads() // 2, 2) if captured.is_copy else cpu_threads() + 1
 
 
 def inline_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> tuple[list[Inline], bytes]:
@@ -314,53 +321,29 @@ def store_part(
     places = ChainMap(*(known for writer in packs for known in (writer.added, writer.found)))
     extents = extents_of(ids, places)
     part = Part(
-        layout_id(captured.layout.encode()),
-        slot.rank,
-        slot.world_size,
-        blobs.rows,
-        b"".join(ids),
-        encode_values(captured.values if slot.rank == slot.layout_ranks[0] else ()),
-        tensors.inline,
-        extents.packs,
-        extents.rows,
-        extents.base_ids,
-        anchor,
-        slot.layout_of,
-        encode_regions(captured.explicit),
+        layout_id=layout_id(captured.layout.encode()),
+        rank=slot.rank,
+        world_size=slot.world_size,
+        blobs=blobs.rows,
+        ids=b"".join(ids),
+        values=encode_values(captured.values if slot.rank == slot.layout_ranks[0] else ()),
+        inline=tensors.inline,
+        packs=extents.packs,
+        extents=extents.rows,
+        base_ids=extents.base_ids,
+        anchor=anchor,
+        layout_of=slot.layout_of,
+        regions=encode_regions(captured.explicit),
     )
     if slot.rank == slot.layout_ranks[0]:
-        _require_readable(captured, part, slot)
+        require_readable(captured, part, ranks=slot.world_size, ranks_of_layout=len(slot.layout_ranks))
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
     new = [item for writer in packs for item in writer.added.items()]
     added = {block: with_bases(place, places) if place.bases else place for block, place in new}
     new_bytes = sum([writer.new_bytes for writer in packs]) + len(encoded)
     _logger.debug("part %s of rank %d: %d of %d blocks are new, %d bytes", part_name(ulid), slot.rank, len(new), len(ids), new_bytes)
-    return WrittenPart(ulid, part, added, new_bytes, tensors)
-
-
-def _require_readable(captured: CapturedState, part: Part, slot: PartSlot) -> None:
-    """Rejects what a reader would take for a decompression bomb; all parts together stay below its limit.
-
-    Raises:
-        UnsupportedValueError: too many objects take almost no bytes in the store.
-    """
-    parsed = (value[2] for value in captured.values if type(value) is list and value[0] == "b" and value[1] == "m")
-    bodies = [captured.layout.encode()[HEADER_BYTES:-DIGEST_BYTES], *(captured.blobs[number] for number in parsed)]
-    budget = ParseBudget(FREE_BYTES // (2 * slot.world_size))
-    encoded_bytes = int(part.extents["stored"][: int(part.blobs["blocks"].sum())].sum(dtype=np.int64))
-    # gc may re-encode the layout in fewer bytes: the reader will find at least a quarter of them.
-    budget.add_stored(encoded_bytes // 4 + part.stored_bytes + (ULID_BYTES + DIGEST_BYTES) * len(slot.layout_ranks))
-    size_bytes = sum(map(len, bodies))
-    if size_bytes <= budget.max_items(size_bytes):
-        return  # even if each byte was an item
-    try:
-        for body in bodies:
-            check_msgpack(memoryview(body), "the state", budget)
-    except CorruptObjectError as exc:
-        raise UnsupportedValueError(
-            "the state has too many empty containers, tensors or sets for the few bytes that it takes: leave some out, or merge them"
-        ) from exc
+    return WrittenPart(ulid=ulid, part=part, added=added, new_bytes=new_bytes, tensors=tensors)
 
 
 def source_offsets(captured: CapturedState, held: Sequence[Region]) -> list[int]:

@@ -51,12 +51,12 @@ class RankParts(NamedTuple):
         """
         ulids, ids = take(record, "ulids", bytes), take(record, "part_ids", bytes)
         return cls(
-            split_ulids(ulids),
-            [Digest(ids[at : at + DIGEST_BYTES]) for at in range(0, len(ids), DIGEST_BYTES)],
-            take_count(record, "new_bytes"),
-            take_count(record, "anchor"),
-            take_count(record, "checked"),
-            Objects.of_fields(take(record, "condemned", dict)),
+            ulids=split_ulids(ulids),
+            part_ids=[Digest(ids[at : at + DIGEST_BYTES]) for at in range(0, len(ids), DIGEST_BYTES)],
+            new_bytes=take_count(record, "new_bytes"),
+            anchor=take_count(record, "anchor"),
+            checked=take_count(record, "checked"),
+            condemned=Objects.of_fields(take(record, "condemned", dict)),
         )
 
 
@@ -69,12 +69,12 @@ def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, v
     head = view.head()
     checked = head.n if head is not None else 0
     return RankParts(
-        [each.ulid for each in written],
-        [each.part.part_id() for each in written],
-        sum(each.new_bytes for each in written),
-        anchor,
-        checked,
-        condemned_of(engine, view, (), [(each.ulid, each.part) for each in written]),
+        ulids=[each.ulid for each in written],
+        part_ids=[each.part.part_id() for each in written],
+        new_bytes=sum(each.new_bytes for each in written),
+        anchor=anchor,
+        checked=checked,
+        condemned=condemned_of(engine, view, (), [(each.ulid, each.part) for each in written]),
     )
 
 
@@ -85,19 +85,19 @@ def record_of(engine: Engine, request: SaveRequest, ranks: Sequence[RankParts], 
     """
     made_ns = request.origin.made_ns
     return Record(
-        request.ref,
-        request.step,
-        request.parent,
-        request.metadata,
-        request.metrics,
-        engine.clock() if made_ns is None else made_ns,
-        ulids_of(ranks),
-        b"".join(rank.part_ids[at] for at in range(len(ranks[0].ulids)) for rank in ranks),
-        logical_bytes,
-        sum(rank.new_bytes for rank in ranks),
-        streams,
-        request.origin.triggers,
-        request.origin.epoch,
+        ref=request.ref,
+        step=request.step,
+        parent=request.parent,
+        metadata=request.metadata,
+        metrics=request.metrics,
+        time_ns=engine.clock() if made_ns is None else made_ns,
+        parts=ulids_of(ranks),
+        part_ids=b"".join(rank.part_ids[at] for at in range(len(ranks[0].ulids)) for rank in ranks),
+        logical_bytes=logical_bytes,
+        new_bytes=sum(rank.new_bytes for rank in ranks),
+        streams=streams,
+        triggers=request.origin.triggers,
+        epoch=request.origin.epoch,
     )
 
 

@@ -1,7 +1,7 @@
 """What a save says besides the state: its options, as the caller gives them, and the request that they make at one entry of the log."""
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypedDict
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
@@ -46,6 +46,23 @@ class SaveOptions(NamedTuple):
         """Which samples of save `number` to compare with its copies; and its options, with nothing to be read a second time."""
         sampling = Sampling(turn_of(None, number), self.checks.verify_capture)
         return sampling, self._replace(checks=self.checks._replace(verify_capture=0.0))
+
+
+class SaveArguments(TypedDict, total=False):
+    """What a caller may say of a save besides state, ref and step; see `check_options`."""
+
+    metrics: Mapping[str, float] | None
+    metadata: Mapping[str, object] | None
+    expect: object
+    parent: object
+    codec: object
+    delta: object
+    unchanged: object
+    verify_capture: object
+    triggers: object
+    epoch: object
+    made_ns: int | None
+    any_step: bool
 
 
 def check_options(

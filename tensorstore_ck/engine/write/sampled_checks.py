@@ -146,10 +146,10 @@ class CaptureSample:
         if tensor in self._captured.frozen:
             return  # frozen tensors have their own check
         stop = start + len(data)
-        sampled = pieces(tensor, start, stop, self._share, self._turn)
+        sampled = pieces(tensor, start=start, stop=stop, share=self._share, turn=self._turn)
         if self._verify_share and TensorBlock(row, tensor, start, stop) not in self._hashed:
             is_same = self._verify_share == self._share
-            for first, last in sampled if is_same else pieces(tensor, start, stop, self._verify_share, self._turn):
+            for first, last in sampled if is_same else pieces(tensor, start=start, stop=stop, share=self._verify_share, turn=self._turn):
                 self._pieces.append(SampledPiece(tensor, first, last, block_id(data[first - start : last - start])))
         spec = self._specs[tensor]
         if _mask_of(spec.dtype, spec.item_bytes) is None:
@@ -172,7 +172,9 @@ class CaptureSample:
             if tensor in self._captured.frozen or _mask_of(spec.dtype, spec.item_bytes) is None:
                 continue
             sampled = [
-                (block.row, piece) for block in several for piece in pieces(tensor, block.start, block.stop, self._share, self._turn)
+                (block.row, piece)
+                for block in several
+                for piece in pieces(tensor, start=block.start, stop=block.stop, share=self._share, turn=self._turn)
             ]
             self._elements += sum(last - first for _, (first, last) in sampled) // elements_of(spec.dtype, spec.item_bytes).item_bytes
             if self._is_finite(tensor):
@@ -203,7 +205,7 @@ class CaptureSample:
         captured = self._captured
         spec, source = self._specs[tensor], captured.sources[tensor]
         mask, word_bytes = _mask_of(spec.dtype, spec.item_bytes), elements_of(spec.dtype, spec.item_bytes).item_bytes
-        sampled = pieces(tensor, 0, source.size_bytes, self._share, self._turn)
+        sampled = pieces(tensor, start=0, stop=source.size_bytes, share=self._share, turn=self._turn)
         if not sampled or mask is None or captured.device_blocks is None:
             return False
         longest = max(last - first for first, last in sampled)

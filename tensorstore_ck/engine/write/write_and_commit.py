@@ -52,7 +52,7 @@ def write(destination: Destination, captured: CapturedState, request: SaveReques
         found = written.tensors.sample.finiteness
         findings = SaveFindings(elements=found.elements, non_finite=found.non_finite)
     else:
-        findings = ParentComparison(engine, view, written, captured, request.claim).examine()
+        findings = ParentComparison(engine=engine, view=view, written=written, captured=captured, claim=request.claim).examine()
     with meter.timed("commit"):
         is_published_later = destination.is_staging and not is_offline
         at = destination.ask(engine.log.newest_view) if is_published_later else view
@@ -114,7 +114,7 @@ def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest,
     """
     engine.require_writable()
     with StoreDestination(engine) as destination:
-        return write_and_commit(destination, captured, request, meter or PutMeter(), engine.log.view())
+        return write_and_commit(destination, captured=captured, request=request, meter=meter or PutMeter(), view=engine.log.view())
 
 
 def write_and_commit(
@@ -123,7 +123,7 @@ def write_and_commit(
     """Both phases for a process alone, as of `view`; again after errors that writing the state once more may help against."""
     while True:
         try:
-            written = write(destination, captured, request, meter, view)
+            written = write(destination, captured=captured, request=request, meter=meter, view=view)
             info = commit(
                 destination,
                 request,

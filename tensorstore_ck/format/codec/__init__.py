@@ -8,7 +8,6 @@ delta.py           the codec `delta`: differences to an earlier block
 cast.py            the codec `cast`: 16-bit weights as the rounding of fp32 masters
 byte_split.py      splits words into groups of bytes and merges them; zigzag differences
 entropy.py         entropy-codes a group of bytes with zstd
-exponent_sort.py   differences of floats, sorted by exponent
 """
 
 from tensorstore_ck.format.codec.byte_planes import Elements, elements_of

@@ -76,11 +76,7 @@ def encode_planes(raw: memoryview, elements: Elements, coder: EntropyCoder) -> l
 
 
 def decode_planes(stored: memoryview, into: memoryview, name: str) -> None:
-    """Decodes the raw bytes into `into`.
-
-    Raises:
-        CorruptObjectError: `stored` is malformed, or does not decode to `len(into)` bytes.
-    """
+    """Decodes the raw bytes into `into`. Raises `CorruptObjectError` if `stored` is malformed, or does not decode to `len(into)` bytes."""
     try:
         item_bytes, flags, count = _HEADER.unpack_from(stored)
         rows = [_GROUP.unpack_from(stored, _HEADER.size + number * _GROUP.size) for number in range(count)]
@@ -99,7 +95,7 @@ def decode_planes(stored: memoryview, into: memoryview, name: str) -> None:
         raise CorruptObjectError(f"{name}: a block has planes that do not fit together", object_id=name)
     groups = []
     for width, how, size in rows:
-        groups.append(decode_group(how, stored[start : start + size], len(into) // item_bytes, width, name))
+        groups.append(decode_group(how, stored=stored[start : start + size], count=len(into) // item_bytes, width=width, name=name))
         start += size
     merge(groups, words_of(into, item_bytes), rotated=bool(flags & ROTATED))
 

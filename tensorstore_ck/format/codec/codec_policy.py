@@ -92,22 +92,14 @@ def check_delta(delta: object) -> DeltaOption:
 
 
 def check_codec_name(name: object) -> CodecName:
-    """Checks the option ``codec``.
-
-    Raises:
-        InvalidOptionError: it is not the name of a codec.
-    """
+    """Checks the option ``codec``. Raises `InvalidOptionError` if it is not the name of a codec."""
     if name not in get_args(CodecName):
         raise InvalidOptionError(f"codec must be one of {', '.join(map(repr, get_args(CodecName)))}, not {name!r}", object_id="codec")
     return cast(CodecName, name)
 
 
 def check_recode_mode(name: object) -> Mode:
-    """Checks the mode to re-encode blocks with.
-
-    Raises:
-        InvalidOptionError: it is not one that makes blocks smaller.
-    """
+    """Checks the mode to re-encode blocks with. Raises `InvalidOptionError` if it is not one that makes blocks smaller."""
     if name not in ("fast", "small"):
         raise InvalidOptionError(f"codec must be 'fast' or 'small' to re-encode snapshots, not {name!r}", object_id="codec")
     return name

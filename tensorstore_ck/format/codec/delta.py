@@ -10,6 +10,7 @@ exponent, and zstd makes a new Huffman code for each 128 KiB.
 """
 
 import struct
+import sys
 from typing import Any, Final
 
 import numpy as np
@@ -18,9 +19,44 @@ import numpy.typing as npt
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, estimate_planes_bytes, planes_or_raw
-from tensorstore_ck.format.codec.byte_split import add_differences, bytes_of, words_of, zigzag_differences
+from tensorstore_ck.format.codec.byte_split import Words, add_differences, bytes_of, words_of, zigzag_differences
 from tensorstore_ck.format.codec.entropy import EntropyCoder, sample
-from tensorstore_ck.format.codec.exponent_sort import add_sorted, sorted_differences
+
+try:
+    if sys.byteorder != "little":
+        raise ImportError("the kernel needs little-endian words")
+    from tensorstore_ck.format.codec import _kernel
+except ImportError:
+    HAS_KERNEL = False
+else:
+    HAS_KERNEL = True
+
+
+def sorted_differences(words: Words, base: Words) -> Words:
+    """Zigzag differences of floats, stably sorted by the exponent of the base."""
+    if not HAS_KERNEL:
+        differences: Words = zigzag_differences(words, base, is_float=True)[np.argsort(exponents(base), kind="stable")]
+        return differences
+    into = np.empty_like(words)
+    _kernel.take_differences(bytes_of(words), bytes_of(base), bytes_of(into), words.dtype.itemsize)
+    return into
+
+
+def add_sorted(base: Words, differences: Words, into: Words) -> None:
+    """The inverse of `sorted_differences`."""
+    if HAS_KERNEL:
+        _kernel.add_differences(bytes_of(differences), bytes_of(base), bytes_of(into), into.dtype.itemsize)
+        return
+    unsorted = np.empty_like(differences)
+    unsorted[np.argsort(exponents(base), kind="stable")] = differences
+    add_differences(base, unsorted, into, is_float=True)
+
+
+def exponents(words: Words) -> Words:
+    """The exponents: the top bytes of the words rotated left by one bit."""
+    top_bytes: Words = ((words << 1) >> (8 * words.dtype.itemsize - 8)).astype(np.uint8)
+    return top_bytes
+
 
 DENSE, SPARSE, SORTED = 1, 2, 3
 INTEGERS, FLOATS = 0, 1
@@ -65,11 +101,7 @@ def elements_of_delta(stored: Buffer) -> Elements:
 
 
 def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: str) -> None:
-    """Decodes the raw bytes into `into`.
-
-    Raises:
-        CorruptObjectError: `stored` is malformed, or does not fit `base` or `into`.
-    """
+    """Decodes the raw bytes into `into`. Raises `CorruptObjectError` if `stored` is malformed, or does not fit `base` or `into`."""
     try:
         form, order, item_bytes, changed, first = _HEADER.unpack_from(stored)
     except struct.error as exc:

@@ -73,11 +73,7 @@ class EntropyCoder:
 
 
 def decode_group(how: int, stored: memoryview, count: int, width: int, name: str) -> Words:
-    """Decodes a group of `count` integers of `width` bytes.
-
-    Raises:
-        CorruptObjectError: `stored` does not decode to them.
-    """
+    """Decodes a group of `count` integers of `width` bytes. Raises `CorruptObjectError` if `stored` does not decode to them."""
     dtype, size = np.dtype(f"<u{width}"), count * width
     if how == GroupCoding.RAW and len(stored) == size:
         return np.frombuffer(stored, dtype)
@@ -89,11 +85,7 @@ def decode_group(how: int, stored: memoryview, count: int, width: int, name: str
 
 
 def decompress(stored: memoryview, size: int, name: str) -> bytes:
-    """Decodes one zstd frame of `size` raw bytes.
-
-    Raises:
-        CorruptObjectError: it is damaged, or has another size.
-    """
+    """Decodes one zstd frame of `size` raw bytes. Raises `CorruptObjectError` if it is damaged, or has another size."""
     try:
         declared = zstandard.frame_content_size(stored)
         if declared == size:  # checked before memory is allocated for it

@@ -21,10 +21,10 @@ from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.accelerate import data_order
 from tensorstore_ck.integrations.accelerate.checkpoint_folders import AUTOMATIC, is_native, numbered, rotate
 from tensorstore_ck.integrations.accelerate.compatibility import require_supported
-from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
-from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
+from tensorstore_ck.integrations.trainer.pointers import read_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.integrations.trainer_names import ACCELERATOR_STEP, CUSTOM, LOADERS, SAVE_ITERATION
 from tensorstore_ck.log.ref_names import validate_ref_name
@@ -50,7 +50,7 @@ class SnapshotMixin:
     _asynchronous: bool
     _checkpointer: Checkpointer | None
     _saved: list[Any]
-    """What the Checkpointer saves."""
+    """The objects that the Checkpointer saves."""
     _named: NamedSaves
     _values: dict[str, Any]
     _interrupted: list[Any]
@@ -89,8 +89,8 @@ class SnapshotMixin:
 
     @property
     def _is_deepspeed(self) -> bool:
-        found: bool = self._native.distributed_type == DistributedType.DEEPSPEED
-        return found
+        uses_deepspeed: bool = self._native.distributed_type == DistributedType.DEEPSPEED
+        return uses_deepspeed
 
     @property
     def _engine(self) -> Any:
@@ -125,8 +125,8 @@ class SnapshotMixin:
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """See accelerate. It takes over the pass that was restored, so the loader's next pass has the next number."""
         skipped = super().skip_first_batches(dataloader, num_batches)  # type: ignore[misc]
-        if any(dataloader is each for each in self._interrupted):
-            self._interrupted = [each for each in self._interrupted if each is not dataloader]
+        if any(dataloader is loader for loader in self._interrupted):
+            self._interrupted = [loader for loader in self._interrupted if loader is not dataloader]
             skipped.iteration = dataloader.iteration  # accelerate below 1.15 begins at 0
             dataloader.iteration += 1
         return skipped
@@ -212,20 +212,20 @@ class SnapshotMixin:
         native, engine = self._native, self._engine
         models = _one_or_all(native._models) if engine is None else None
         names = ParameterNames(StatefulPart.of("model", models).objects)
-        optimizers = [getattr(each, "optimizer", each) for each in native._optimizers] if engine is None else []
-        custom = {f"{CUSTOM}{number}": each for number, each in enumerate(native._custom_objects)}
-        modules = {name: each for name, each in custom.items() if isinstance(each, nn.Module)}
+        optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in native._optimizers] if engine is None else []
+        custom = {f"{CUSTOM}{number}": held for number, held in enumerate(native._custom_objects)}
+        modules = {name: held for name, held in custom.items() if isinstance(held, nn.Module)}
         # accelerate also saves optimizers of models that were not prepared: their gradients may differ between processes
-        alone = {f"optimizer_{number}": each for number, each in enumerate(optimizers) if _trains_none_of(names, each)}
+        alone = {f"optimizer_{number}": optimizer for number, optimizer in enumerate(optimizers) if _trains_none_of(names, optimizer)}
         # other objects are each process's own as well: nothing says that their values are equal, or become tensors later
-        own = {name: each for name, each in custom.items() if name not in modules}
+        own = {name: held for name, held in custom.items() if name not in modules}
         self._values = {ACCELERATOR_STEP: 0, SAVE_ITERATION: 0, LOADERS: [], **alone, **own}
         schedulers = _one_or_all(native._schedulers)
         if engine is not None:
             return held_engine.training_of(engine, self._values, schedulers=schedulers, extra=modules)
         return TrainingState(
             model=models,
-            optimizer=_one_or_all([each for each in optimizers if not _trains_none_of(names, each)]),
+            optimizer=_one_or_all([optimizer for optimizer in optimizers if not _trains_none_of(names, optimizer)]),
             scheduler=schedulers,
             scaler=native.scaler,
             extra=modules,
@@ -234,11 +234,13 @@ class SnapshotMixin:
 
     def _note_values(self) -> None:
         native = self._native
-        active = [each for each in native.gradient_state.dataloader_references if each is not None]
+        active = [loader for loader in native.gradient_state.dataloader_references if loader is not None]
         loaders = []
         for loader in native._dataloaders:
             sampler = data_order.sampler_of(loader)
-            same = (each for each in active if each is loader or (sampler is not None and data_order.sampler_of(each) is sampler))
+            same = (
+                running for running in active if running is loader or (sampler is not None and data_order.sampler_of(running) is sampler)
+            )
             loaders.append(data_order.capture(loader, next(same, None)))
         self._values.update({ACCELERATOR_STEP: native.step, SAVE_ITERATION: native.project_configuration.iteration, LOADERS: loaders})
 
@@ -249,7 +251,7 @@ class SnapshotMixin:
             StoreError: the newest save failed.
         """
         try:
-            self._finish_saves()
+            self._finish_saves(finished=True)
         finally:
             super().end_training()  # type: ignore[misc]
 
@@ -260,13 +262,13 @@ class SnapshotMixin:
         released: list[Any] = super().free_memory(*objects)  # type: ignore[misc]
         return released
 
-    def _finish_saves(self) -> None:
-        """Waits, and keeps no reference to what was saved."""
+    def _finish_saves(self, *, finished: bool = False) -> None:
+        """Waits, and keeps no reference to what was saved. `finished`: see `Checkpointer.close`."""
         checkpointer, self._checkpointer = self._checkpointer, None
         self._saved, self._values = [], {}
         try:
             if checkpointer is not None:
-                checkpointer.close()
+                checkpointer.close(finished=finished)
         finally:
             self._named.finish()
 
@@ -330,14 +332,14 @@ class SnapshotMixin:
     def _restore(self, address: str, given: str | None) -> Snapshot | None:
         native = self._native
         with held_engine.partitioned(self._engine):
-            found = self._training().restore(self._store, address, group=self._group)
+            snapshot = self._training().restore(self._store, address, group=self._group)
         with rng.preserved():  # the hooks may draw from the generators
             self._call_load_hooks(given)
         native.step = self._values[ACCELERATOR_STEP]
         native.project_configuration.iteration = self._values[SAVE_ITERATION] + 1
         found_loaders = [*zip(native._dataloaders, self._values[LOADERS], strict=False)]
         self._interrupted = [loader for loader, state in found_loaders if data_order.restore(loader, state)]
-        return found
+        return snapshot
 
 
 def attach(accelerator: accelerate.Accelerator, *, store: Store | str | os.PathLike[str], ref: str, asynchronous: bool = True) -> None:

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
+from tensorstore_ck.integrations.trainer.pointers import read_pointer
 
 AUTOMATIC: Final = re.compile(r"checkpoint_(\d+)")
 """The names of automatic naming."""
@@ -18,11 +18,11 @@ def is_native(folder: Path) -> bool:
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:
     """Folders of automatic naming, in their order; none if `folder` does not exist."""
-    return sorted((int(match[1]), each) for each in folder.glob("checkpoint_*") if (match := AUTOMATIC.fullmatch(each.name)))
+    return sorted((int(match[1]), path) for path in folder.glob("checkpoint_*") if (match := AUTOMATIC.fullmatch(path.name)))
 
 
 def rotate(folder: Path, limit: int) -> None:
     """Deletes light folders beyond the limit; not those that accelerate wrote."""
-    light = [each for _, each in numbered(folder) if read_pointer(each) is not None]
-    for each in light[: max(0, len(light) - limit)]:
-        shutil.rmtree(each, ignore_errors=True)
+    light = [path for _, path in numbered(folder) if read_pointer(path) is not None]
+    for path in light[: max(0, len(light) - limit)]:
+        shutil.rmtree(path, ignore_errors=True)

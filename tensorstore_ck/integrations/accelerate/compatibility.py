@@ -32,11 +32,7 @@ USED: Final = (
 
 
 def require_supported(accelerator: accelerate.Accelerator) -> None:
-    """Checks the installed accelerate.
-
-    Raises:
-        MissingExtraError: its version is not supported, or a name that is used has changed.
-    """
+    """Checks the installed accelerate. Raises `MissingExtraError` if its version is not supported, or a name that is used has changed."""
     PACKAGE.require_version(accelerate.__version__)
     changed = [*changed_methods(accelerate.Accelerator, REPLACED), *missing_attributes(accelerator, USED)]
     PACKAGE.require_unchanged(accelerate.__version__, changed, owner="the Accelerator of", module="accelerate.Accelerator")

@@ -20,7 +20,7 @@ State = dict[str, Any]
 
 
 class NotedSampler(Sampler[Any]):
-    """A sampler, and what is known of its passes. Everything else is the sampler's."""
+    """A sampler that notes its passes. All other attributes are those of the sampler."""
 
     def __init__(self, sampler: Any) -> None:
         self.noted = sampler
@@ -76,18 +76,16 @@ def sampler_of(loader: DataLoader[Any]) -> NotedSampler | None:
 
 def _holder_of(loader: DataLoader[Any]) -> Any:
     """The batch sampler that has the sampler of indices, below those that share out, or skip, batches."""
-    found: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    while getattr(found, "batch_sampler", None) is not None:
-        found = found.batch_sampler
-    return found if isinstance(getattr(found, "sampler", None), Sampler) else None
+    holder: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    while getattr(holder, "batch_sampler", None) is not None:
+        holder = holder.batch_sampler
+    return holder if isinstance(getattr(holder, "sampler", None), Sampler) else None
 
 
 def capture(loader: Any, active: Any) -> State:
-    """The position of a loader's order.
+    """The position of a prepared loader's order.
 
-    Args:
-        loader: A prepared loader.
-        active: The loader that is in the middle of a pass of the same sampler, which `skip_first_batches` may have made; None: no pass.
+    `active` is the loader that is in the middle of a pass of the same sampler, which `skip_first_batches` may have made; None: no pass.
     """
     sampler = sampler_of(loader)
     is_in_pass = active is not None and not active.end_of_dataloader
@@ -109,7 +107,7 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def _loader_state(loader: Any, sampler: NotedSampler | None, *, has_order: bool) -> State | None:
-    """Of a `StatefulDataLoader`: where it is in its pass; ``{}``: it begins another one; None: it keeps its state.
+    """The state of a `StatefulDataLoader`: its position in its pass; ``{}``: it begins another pass; None: it keeps its state.
 
     From the state of a pass that ended it would begin that pass again, and draw from the process's generator once more.
     """
@@ -122,7 +120,7 @@ def _loader_state(loader: Any, sampler: NotedSampler | None, *, has_order: bool)
 
 
 def restore(loader: Any, state: State) -> bool:
-    """Restores it, after the process's generators; whether the next pass continues an interrupted one, of which batches are skipped."""
+    """Restores it, after the process's generators. Returns whether the next pass continues an interrupted one and skips its batches."""
     loader.iteration = state["iteration"]
     if state["loader"] is not None:
         loader.load_state_dict(state["loader"])

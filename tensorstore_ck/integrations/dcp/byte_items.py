@@ -28,7 +28,7 @@ _SAFE_GLOBALS: Final = [
     np._core.multiarray.scalar,  # type: ignore[attr-defined]
     *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type) and issubclass(kind, np.dtype)),
 ]
-"""Types that torch must be told to accept with ``weights_only=True``."""
+"""Types that must be registered with torch to be accepted with ``weights_only=True``."""
 _loading: Final = threading.Lock()
 """torch's list of safe globals is one per process."""
 _ZIPPING: Final = ("resolve_data", "transform_object")
@@ -36,11 +36,7 @@ _ZIPPING: Final = ("resolve_data", "transform_object")
 
 
 def resolve_item(planner: SavePlanner, item: WriteItem) -> OpaqueItem:
-    """Captures a byte item of a plan.
-
-    Raises:
-        UnsupportedValueError: it holds something that cannot be stored.
-    """
+    """Captures a byte item of a plan. Raises `UnsupportedValueError` if it holds something that cannot be stored."""
     if isinstance(planner, DefaultSavePlanner) and not any(name in vars(cls) for name in _ZIPPING for cls in _own_classes(planner)):
         return capture_value(planner.lookup_object(item.index), item.index.fqn)  # zipping and unzipping takes three times as long
     resolved = planner.resolve_data(item)
@@ -53,11 +49,7 @@ def _own_classes(planner: DefaultSavePlanner) -> Iterator[type]:
 
 
 def decode_item(data: io.BytesIO | bytes, fqn: str) -> OpaqueItem:
-    """Captures a byte item.
-
-    Raises:
-        UnsupportedValueError: it holds more than plain values, containers, tensors and arrays.
-    """
+    """Captures a byte item. Raises `UnsupportedValueError` if it holds more than plain values, containers, tensors and arrays."""
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
     stream.seek(0)
     try:

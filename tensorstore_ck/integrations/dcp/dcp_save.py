@@ -50,7 +50,7 @@ class Begun(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """What the coordinator publishes."""
+    """The content that the coordinator publishes."""
 
     captured: CapturedState
     """Its own state, with the values of all ranks."""
@@ -128,11 +128,7 @@ class DcpSave:
         return self.begun
 
     def write_part(self, role: Role, captured: CapturedState, meter: PutMeter) -> tuple[Begun, WriterReport]:
-        """The call of the other ranks.
-
-        Raises:
-            NoSpaceError: there is not enough space for this rank's tensors.
-        """
+        """The call of the other ranks. Raises `NoSpaceError` if there is not enough space for this rank's tensors."""
         self._prepare(role, captured, meter)
 
         def attempt() -> tuple[Begun, WrittenPart, RankParts, SaveFindings]:
@@ -145,7 +141,7 @@ class DcpSave:
         return begun, WriterReport(role.part, layout_id(role.layout), parts.record(), findings.record())
 
     def _prepare(self, role: Role, captured: CapturedState, meter: PutMeter) -> None:
-        """What every save does before it writes: its share of the job's write rate, and enough space for a ref's first save."""
+        """Prepares a save before its first write: takes its share of the job's write rate, and checks the space for a ref's first save."""
         engine, size = self._engine, sum(source.size_bytes for source in captured.sources)
         meter.expect("hash", size)
         if engine.limit is not None:
@@ -192,17 +188,17 @@ class DcpSave:
     def _commit(self, meter: PutMeter) -> SnapshotInfo:
         assert self.gathered is not None
         captured, others = self.gathered
-        reports = [RankParts.of_record(each.parts) for each in others]
-        findings = [SaveFindings.of_record(each.findings) for each in others]
+        reports = [RankParts.of_record(report.parts) for report in others]
+        findings = [SaveFindings.of_record(report.findings) for report in others]
 
         def attempt() -> SnapshotInfo:
             assert self.begun is not None
-            written, own, found = self._complete(self.begun, captured, meter)
+            written, own, own_findings = self._complete(self.begun, captured, meter)
             info = commit(
                 self._destination,
                 self._request,
                 [own, *reports],
-                [found, *findings],
+                [own_findings, *findings],
                 logical_bytes=captured.logical_bytes,
                 meter=meter,
                 view=self._engine.log.view(),

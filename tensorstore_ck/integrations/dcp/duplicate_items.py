@@ -78,13 +78,13 @@ def hash_copies(items: Sequence[WriteItem], planner: SavePlanner, turn: int | No
 
 def differences(copies: Sequence[DuplicateItems], fqns: Collection[str], writer_of: Callable[[str], int | None]) -> list[DifferingItem]:
     """The names with different copies, in the order of `fqns`. `writer_of`: the rank that wrote a name."""
-    if len({each.rows for each in copies}) < 2:
+    if len({copy.rows for copy in copies}) < 2:
         return []
-    rows = np.concatenate([np.frombuffer(each.rows, ROW) for each in copies])
-    ranks = np.repeat([each.rank for each in copies], [len(each.rows) // ROW.itemsize for each in copies])
+    rows = np.concatenate([np.frombuffer(copy.rows, ROW) for copy in copies])
+    ranks = np.repeat([copy.rank for copy in copies], [len(copy.rows) // ROW.itemsize for copy in copies])
     names, counts = np.unique(np.unique(rows)["name"], return_counts=True)
     wrong = set(names[counts > 1].tolist())
-    found = []
+    differing = []
     for fqn in fqns if wrong else ():
         name = _number(fqn.encode())
         if name not in wrong:
@@ -93,14 +93,16 @@ def differences(copies: Sequence[DuplicateItems], fqns: Collection[str], writer_
         contents = dict(zip(ranks[at].tolist(), rows["content"][at].tolist(), strict=True))
         writer = writer_of(fqn)
         winner = writer if writer is not None and writer in contents else min(contents)
-        found.append(DifferingItem(fqn, winner, tuple(sorted(rank for rank, each in contents.items() if each != contents[winner]))))
-    return found
+        differing.append(
+            DifferingItem(fqn, winner, tuple(sorted(rank for rank, content in contents.items() if content != contents[winner])))
+        )
+    return differing
 
 
-def explain(found: Sequence[DifferingItem]) -> str:
+def explain(items: Sequence[DifferingItem]) -> str:
     """The message for a warning."""
-    shown = "; ".join(f"{fqn!r}: that of rank {winner}, not that of {named_ranks(others)}" for fqn, winner, others in found[:MAX_NAMED])
-    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    shown = "; ".join(f"{fqn!r}: that of rank {winner}, not that of {named_ranks(others)}" for fqn, winner, others in items[:MAX_NAMED])
+    more = f" and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else ""
     return (
         f"ranks have different copies under one name, DCP saves one of each, and all ranks will restore that ({shown}{more}). Give items "
         "of one rank their own name, such as 'rng.3'; synchronise buffers that each rank updates, as batch norm does; make "

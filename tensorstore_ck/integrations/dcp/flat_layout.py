@@ -63,8 +63,8 @@ def items_of_metadata(metadata: Metadata) -> tuple[dict[str, TensorItem | None],
 
 def _paths(planner_data: object) -> dict[str, Path]:
     """The paths of names that a flattening planner has recorded; other planners record none, or something else."""
-    found = planner_data if isinstance(planner_data, dict) else {}
-    return {fqn: path for fqn, path in found.items() if isinstance(path, tuple) and path}
+    paths = planner_data if isinstance(planner_data, dict) else {}
+    return {fqn: path for fqn, path in paths.items() if isinstance(path, tuple) and path}
 
 
 def _tensor(size: Sequence[int], properties: Any) -> TensorItem:

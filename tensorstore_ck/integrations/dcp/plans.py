@@ -38,13 +38,8 @@ class Role(NamedTuple):
 
     @property
     def slot(self) -> PartSlot:
-        """For the part writer."""
-        return part_slot(self.part, self.parts)
-
-
-def part_slot(part: int, parts: int) -> PartSlot:
-    """The slot of one of `parts` parts with a common layout."""
-    return PartSlot(part, parts, tuple(range(parts)), b"")
+        """For the part writer: all parts have a common layout."""
+        return PartSlot(self.part, self.parts, tuple(range(self.parts)), b"")
 
 
 class Tiny(NamedTuple):
@@ -96,11 +91,7 @@ def _are_cut(boxes: Sequence[ChunkStorageMetadata], sizes: Sequence[torch.Size])
 
 
 def _completed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
-    """The plans, completed from DCP's cache for ranks whose plan did not change.
-
-    Raises:
-        InvalidOptionError: the cache lacks them.
-    """
+    """The plans, completed from DCP's cache for ranks whose plan did not change. Raises `InvalidOptionError` if the cache lacks them."""
     if all(plan.usable for plan in plans):
         return plans
     for cached in SavePlanner._cached_global_plan.values():

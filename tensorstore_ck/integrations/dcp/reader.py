@@ -188,14 +188,14 @@ class Reader(StorageReader):
 
     def _metadata(self) -> Metadata:
         store, address = self._target.store, self._target.address(self._checkpoint_id)
-        found = resolve(log_of(store).newest_view(), address)
-        snapshot = Snapshot.from_info(found.info)
+        resolved = resolve(log_of(store).newest_view(), address)
+        snapshot = Snapshot.from_info(resolved.info)
         if not self._allow_marked:
             refuse_marked(snapshot, address, "pass allow_marked=True")
-        self._content = open_content(store, found.info, position=position_among_ranks())
+        self._content = open_content(store, resolved.info, position=position_among_ranks())
         metadata = self._describe(address)
         self.snapshot = snapshot
-        note_restored(store, found)
+        note_restored(store, resolved)
         return metadata
 
     def _describe(self, address: str) -> Metadata:
@@ -263,14 +263,11 @@ def _memory_of(target: torch.Tensor) -> tuple[object, ...] | None:
     return (target.device, target.data_ptr(), target.dtype, target.shape, target.stride()) if target.numel() else None
 
 
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return source_of(one).read(0, one.nbytes) == source_of(other).read(0, other.nbytes)
-
-
 def _warn_of_untied(boxes: Sequence[ReadItem], memory: Sequence[torch.Tensor], tied: Mapping[int, int]) -> None:
     names: dict[str, dict[str, None]] = {}
     for number, last in tied.items():
-        if not _are_equal(memory[number], memory[last]):
+        own, others = (source_of(tensor).read(0, tensor.nbytes) for tensor in (memory[number], memory[last]))
+        if own != others:
             names.setdefault(boxes[last].storage_index.fqn, {})[boxes[number].storage_index.fqn] = None
     if names:
         shown = "; ".join(f"{', '.join(map(repr, [*others, name]))} (now that of {name!r})" for name, others in names.items())

@@ -50,9 +50,9 @@ class ShadowReport:
     problem: str
     """Why there is no snapshot; empty if there is one."""
     checkpoint_seconds: float
-    """Of the slowest rank, to write its data."""
+    """The time of the slowest rank to write its data."""
     snapshot_seconds: float
-    """Of the slowest rank, to write its data."""
+    """The time of the slowest rank to write its data."""
     checkpoint_bytes: int
     snapshot_bytes: int
     """Growth of the store."""

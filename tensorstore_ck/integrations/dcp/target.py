@@ -46,29 +46,21 @@ class DcpTarget:
         return self._url is None
 
     def ref_and_step(self, checkpoint_id: CheckpointId) -> tuple[str, int | None]:
-        """The ref and step to save to.
-
-        Raises:
-            InvalidOptionError: they are not given.
-        """
+        """The ref and step to save to. Raises `InvalidOptionError` if they are not given."""
         if self._name is not None:
-            found = _NUMBER.search("" if checkpoint_id is None else os.fspath(checkpoint_id))
-            return self._name, None if found is None else int(found[1])
+            number = _NUMBER.search("" if checkpoint_id is None else os.fspath(checkpoint_id))
+            return self._name, None if number is None else int(number[1])
         ref, at, step = _needed(checkpoint_id, "ref=").partition("@")
         if at and not (step.isascii() and step.isdigit()):
             raise InvalidOptionError(f"checkpoint_id={checkpoint_id!r}: the part after @ must be a step", object_id="checkpoint_id")
         return ref, int(step) if at else None
 
     def address(self, checkpoint_id: CheckpointId) -> str:
-        """The address to read.
-
-        Raises:
-            InvalidOptionError: it is not given.
-        """
+        """The address to read. Raises `InvalidOptionError` if it is not given."""
         if self._name is None:
             return _needed(checkpoint_id, "address=")
-        found = _NUMBER.search("" if checkpoint_id is None else os.fspath(checkpoint_id))
-        return self._name if found is None else f"{self._name}@{int(found[1])}"
+        number = _NUMBER.search("" if checkpoint_id is None else os.fspath(checkpoint_id))
+        return self._name if number is None else f"{self._name}@{int(number[1])}"
 
 
 def _needed(checkpoint_id: CheckpointId, option: str) -> str:

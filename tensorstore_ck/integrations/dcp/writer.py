@@ -196,8 +196,8 @@ class Writer(StorageWriter):
         return begun, [*results, *self._look_at_copies(planner)]
 
     def _look_at_copies(self, planner: SavePlanner) -> list[WriteResult]:
-        found = hash_copies(local_items(self._saving.local_plan, planner), planner, self._saving.turn)
-        return [] if found is None else [WriteResult(MetadataIndex(""), 0, found)]
+        copies = hash_copies(local_items(self._saving.local_plan, planner), planner, self._saving.turn)
+        return [] if copies is None else [WriteResult(MetadataIndex(""), 0, copies)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: publishes the snapshot.
@@ -220,7 +220,7 @@ class Writer(StorageWriter):
     # --- the work -----------------------------------------------------------------------------------------------------
 
     def _gather(self, put: DcpSave, metadata: Metadata, results: list[list[WriteResult]]) -> Gathered:
-        """What the ranks have written, checked against DCP's metadata; warns of differing copies."""
+        """Collects the parts that the ranks have written, checked against DCP's metadata; warns of differing copies."""
         parts: dict[int, WriterReport] = {}
         values: dict[str, OpaqueItem] = {}
         tiny: list[Tiny] = []
@@ -234,17 +234,19 @@ class Writer(StorageWriter):
         begun = put.begun
         assert begun is not None
         captured = with_tiny(_filled(begun, metadata, values), tiny)
-        if sorted(parts) != list(range(1, begun.role.parts)) or {told.layout for told in parts.values()} - {layout_id(begun.role.layout)}:
+        if sorted(parts) != list(range(1, begun.role.parts)) or {report.layout for report in parts.values()} - {
+            layout_id(begun.role.layout)
+        }:
             raise SnapshotAbortedError(
                 "the ranks did not write parts of one plan: DCP's plan cache is out of step; use a planner with enable_plan_caching=False",
                 object_id=put.ref,
             )
         self._compare_copies(put, metadata, results)
-        return Gathered(captured, [told for _, told in sorted(parts.items())])
+        return Gathered(captured, [report for _, report in sorted(parts.items())])
 
     def _compare_copies(self, put: DcpSave, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Warns of differing copies, once for each name."""
-        told = {
+        copies = {
             at: result.storage_data
             for at, of_rank in enumerate(results)
             for result in of_rank
@@ -253,14 +255,16 @@ class Writer(StorageWriter):
 
         def writer_of(fqn: str) -> int | None:
             return next(
-                (told[at].rank for at, of_rank in enumerate(results) if at in told for one in of_rank if one.index.fqn == fqn), None
+                (copies[at].rank for at, of_rank in enumerate(results) if at in copies for one in of_rank if one.index.fqn == fqn), None
             )
 
-        found = [each for each in differences([*told.values()], metadata.state_dict_metadata, writer_of) if each.fqn not in self._named]
-        if found:
-            self._named |= {each.fqn for each in found}
+        differing = [
+            item for item in differences([*copies.values()], metadata.state_dict_metadata, writer_of) if item.fqn not in self._named
+        ]
+        if differing:
+            self._named |= {item.fqn for item in differing}
             address = put.ref if put.step is None else f"{put.ref}@{put.step}"
-            warnings.warn(f"{address}: {explain(found)}", SuspiciousSaveWarning, stacklevel=2)
+            warnings.warn(f"{address}: {explain(differing)}", SuspiciousSaveWarning, stacklevel=2)
 
     def _begin(self, make_request: Callable[[], SaveRequest]) -> None:
         """This rank's save begins, after the saves in progress of the same store handle."""
@@ -273,7 +277,7 @@ class Writer(StorageWriter):
         saving.queued = save_queue(store).begin(make)
 
     def _stored(self, write: Callable[[DcpSave, PutMeter], T]) -> T:
-        """What `write` returns; if it raises, the save has failed."""
+        """Returns the result of `write`; if it raises, the save has failed."""
         put, queued = self._saving.save, self._saving.queued
         assert put is not None
         assert queued is not None

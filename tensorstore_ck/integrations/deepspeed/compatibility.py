@@ -42,7 +42,7 @@ def require_supported(engine: Any) -> None:
 
 
 def _problem(engine: Any) -> str | None:
-    """What cannot be saved; None: everything can."""
+    """The reason why an engine cannot be saved; None: it can."""
     optimizer: Any = engine.optimizer
     if engine.has_moe_layers and has_other_experts(engine.module):
         return "experts outside deepspeed.moe.layer.MoE, such as those of AutoEP"
@@ -53,10 +53,10 @@ def _problem(engine: Any) -> str | None:
         return f"the parameter {name}, of which each stage has its own, under one name: list it in tied_weight_attr of its TiedLayerSpec"
     if engine.zero_optimization() and engine.zero_nvme_offload_optimizer():
         return "an optimizer that is offloaded to NVMe"
-    parts = [each.ds_tensor for each in engine.module.parameters() if hasattr(each, "ds_tensor")]
-    if any(getattr(each, "final_location", None) == OffloadDeviceEnum.nvme for each in parts):
+    parts = [parameter.ds_tensor for parameter in engine.module.parameters() if hasattr(parameter, "ds_tensor")]
+    if any(getattr(part, "final_location", None) == OffloadDeviceEnum.nvme for part in parts):
         return "parameters that are offloaded to NVMe"
-    if any(hasattr(each, "ds_quant_scale") for each in parts):
+    if any(hasattr(part, "ds_quant_scale") for part in parts):
         return "quantized weights (zero_quantized_weights)"
     if optimizer is not None and not isinstance(optimizer, OPTIMIZERS):
         return f"an optimizer of the class {type(optimizer).__qualname__}"

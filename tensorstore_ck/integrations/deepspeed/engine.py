@@ -18,11 +18,10 @@ from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.deepspeed.compatibility import require_supported
 from tensorstore_ck.integrations.deepspeed.engine_training import partitioned, training_of
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, LATEST, NOTE
-from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
-from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
-from tensorstore_ck.integrations.trainer.pointers import address_through_ref
+from tensorstore_ck.integrations.trainer.pointers import address_through_ref, read_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
@@ -115,7 +114,7 @@ class SnapshotMixin:
         restored = None if search is None else search.restore(restore)
         if restored is not None:
             return restored
-        found: tuple[str | None, Any] = super().load_checkpoint(  # type: ignore[misc]
+        loaded: tuple[str | None, Any] = super().load_checkpoint(  # type: ignore[misc]
             os.fspath(load_dir),
             tag,
             load_module_strict,
@@ -124,7 +123,7 @@ class SnapshotMixin:
             load_module_only,
             custom_load_fn,
         )
-        return found
+        return loaded
 
     def destroy(self) -> None:
         """Waits for the saves, then see DeepSpeed.
@@ -184,11 +183,7 @@ class _Snapshots:
         return saved is not None
 
     def finish(self) -> None:
-        """Waits for the saves.
-
-        Raises:
-            StoreError: the newest one failed.
-        """
+        """Waits for the saves. Raises `StoreError` if the newest one failed."""
         checkpointer, self._checkpointer = self._checkpointer, None
         try:
             if checkpointer is not None:
@@ -244,12 +239,12 @@ class _Snapshots:
         self._shared.strict = strict
         try:
             with partitioned(self._engine):
-                found = self._state.restore(self._store, address, group=self._group, parts=parts)
+                snapshot = self._state.restore(self._store, address, group=self._group, parts=parts)
         finally:
             self._shared.strict = True
-        if found is None:
+        if snapshot is None:
             raise NotFoundError(f"{address} was deleted meanwhile", object_id=address)
-        note = json.loads(ask_first_rank(self._store, self._group, f"the tag of {address}", lambda: self._note(found.root)))
+        note = json.loads(ask_first_rank(self._store, self._group, f"the tag of {address}", lambda: self._note(snapshot.root)))
         return os.fspath(folder / str(note.get("tag", address))), self._values[CLIENT_STATE] if VALUES in parts else {}
 
     def _note(self, root: str) -> bytes:

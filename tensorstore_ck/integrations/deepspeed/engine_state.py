@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "extra")
-"""Of an engine's shared state."""
+"""The parts of an engine's shared state."""
 
 
 class EngineState(SharedState):
@@ -48,7 +48,7 @@ class EngineState(SharedState):
         """Whether the stored weights must be exactly those of the model."""
 
     def only(self, parts: Collection[str]) -> "EngineState":
-        """The same engine, of which only `parts` are restored."""
+        """The same engine; a restore fills only `parts`."""
         limited = EngineState(self._engine, self._parts & frozenset(parts), schedulers=self._schedulers, extra=self._given_extra)
         limited.saves_frozen, limited.strict = self.saves_frozen, self.strict
         return limited
@@ -61,9 +61,6 @@ class EngineState(SharedState):
         """The names of parameters in each group."""
         return [] if self._engine.optimizer is None else [_members(self._engine, self._fragments())]
 
-    def _all_names(self) -> set[str]:
-        return {*self.names().parameters, *plain_buffers(self.module, of_model=True)}
-
     def _fragments(self) -> list[Fragment]:
         return fragments_of(self._engine.optimizer, self.names())
 
@@ -72,19 +69,19 @@ class EngineState(SharedState):
     def capture(self, get_optimizer: GetOptimizer = optimizers.get_state) -> State:
         """All of it as it is now, not copied."""
         fragments, parameters = self._fragments(), self.names().parameters
-        saved = [each for each in fragments if not is_copy(parameters[each.name])]
-        found = {**super().capture(get_optimizer), "model": self._weights(saved, self.saves_frozen)}
+        saved = [fragment for fragment in fragments if not is_copy(parameters[fragment.name])]
+        captured = {**super().capture(get_optimizer), "model": self._weights(saved, self.saves_frozen)}
         if self._engine.optimizer is not None and "optimizer" in self._parts:
-            found["optimizer"] = {"state": dict(self._states(saved)), "param_groups": self._groups(fragments)}
-            found["scaler"] = _scale_of(self._engine.optimizer)
-        return found
+            captured["optimizer"] = {"state": dict(self._states(saved)), "param_groups": self._groups(fragments)}
+            captured["scaler"] = _scale_of(self._engine.optimizer)
+        return captured
 
     def capture_gradients(self) -> tuple[Gradients, Gradients]:
         """None: an engine has them in buckets of its own, and is saved between steps."""
         return {}, {}
 
     def _weights(self, fragments: list[Fragment], with_frozen: bool = True) -> State:
-        kept = {each.name: each.piece(each.weights) for each in fragments if with_frozen or each.flat is not None}
+        kept = {fragment.name: fragment.piece(fragment.weights) for fragment in fragments if with_frozen or fragment.flat is not None}
         return {**kept, **self._tied(kept), **plain_buffers(self.module, of_model=True)}
 
     def _tied(self, kept: Mapping[str, Any]) -> State:
@@ -100,46 +97,49 @@ class EngineState(SharedState):
 
     def _states(self, fragments: list[Fragment]) -> Iterator[tuple[str, State]]:
         state = base_optimizer(self._engine.optimizer).state
-        counters = _counters((tuple(each.flat.shape), state.get(each.flat, {})) for each in fragments if each.flat is not None)
-        for each in fragments:
-            if each.flat is None:
+        counters = _counters(
+            (tuple(fragment.flat.shape), state.get(fragment.flat, {})) for fragment in fragments if fragment.flat is not None
+        )
+        for fragment in fragments:
+            if fragment.flat is None:
                 continue
-            found: State = {MASTER: each.piece(each.flat)} if each.has_master else {}
-            for key, value in state.get(each.flat, {}).items():
+            kept: State = {MASTER: fragment.piece(fragment.flat)} if fragment.has_master else {}
+            for key, value in state.get(fragment.flat, {}).items():
                 if key in counters and isinstance(value, torch.Tensor) and value.dim() > 0 and not _is_whole_number(value):
                     raise UnsupportedValueError(
-                        f"the optimizer's {key!r} of {each.name} has shape {tuple(value.shape)}, where DeepSpeed's flat tensor has "
-                        f"{tuple(each.flat.shape)}: use an optimizer that keeps counters and one number for each element, such as AdamW",
-                        object_id=f"optimizer.state.{each.name}.{key}",
+                        f"the optimizer's {key!r} of {fragment.name} has shape {tuple(value.shape)}, where DeepSpeed's flat tensor has "
+                        f"{tuple(fragment.flat.shape)}: use an optimizer that keeps counters and one number for each element, such as "
+                        "AdamW",
+                        object_id=f"optimizer.state.{fragment.name}.{key}",
                     )
-                found[key] = copy.deepcopy(value) if key in counters else each.piece(value)
-            yield each.name, found
+                kept[key] = copy.deepcopy(value) if key in counters else fragment.piece(value)
+            yield fragment.name, kept
 
     def _groups(self, fragments: list[Fragment]) -> list[State] | State:
         groups = base_optimizer(self._engine.optimizer).param_groups
         members = _members(self._engine, fragments)
-        found = [
-            {**{key: value for key, value in group.items() if key not in _own_options(group)}, "params": its}
-            for group, its in zip(groups, members, strict=True)
+        own = [
+            {**{key: value for key, value in group.items() if key not in _own_options(group)}, "params": names}
+            for group, names in zip(groups, members, strict=True)
         ]
-        return optimizers.named_groups(found) if self._engine.has_moe_layers or self._engine.pipeline_parallelism else found
+        return optimizers.named_groups(own) if self._engine.has_moe_layers or self._engine.pipeline_parallelism else own
 
     # --- restored ---------------------------------------------------------------------------------------------------------
 
     def target(self, stored: "LazySnapshot") -> State:
-        """What a snapshot is restored into: the engine's own memory, and new tensors for moments that it does not have yet."""
+        """The state to restore a snapshot into: the engine's own memory, and new tensors for moments that it does not have yet."""
         fragments = self._fragments()
         target = super().target(stored)
         if "model" in self._parts:
             weights = self._weights(fragments)
-            frozen = {each.name: each for each in fragments if each.flat is None}
+            frozen = {fragment.name: fragment for fragment in fragments if fragment.flat is None}
             frozen |= self._tied(frozen)
             left = [name for name in weights if MODEL + name not in stored and (not self.strict or name in frozen)]
             if left:
                 warnings.warn(
                     f"the snapshot lacks {', '.join(left[:5])}{' and more' if len(left) > 5 else ''}: kept as they are", stacklevel=2
                 )
-            target["model"] = {name: each for name, each in weights.items() if name not in left}
+            target["model"] = {name: weight for name, weight in weights.items() if name not in left}
         if "optimizer" in self._parts and self._engine.optimizer is not None:
             target["optimizer"] = {"state": dict(self._state_targets(fragments, stored)), "param_groups": None}
             if any(path.startswith("scaler.") for path in stored.state_values):
@@ -148,37 +148,38 @@ class EngineState(SharedState):
 
     def wants(self, name: str) -> bool:
         """Weights that the model does not have are left out if `strict` is off."""
-        return self.strict or not name.startswith(MODEL) or name.removeprefix(MODEL) in self._all_names()
+        own = name.removeprefix(MODEL)
+        return self.strict or own == name or own in self.names().parameters or own in plain_buffers(self.module, of_model=True)
 
     def _state_targets(self, fragments: list[Fragment], stored: "LazySnapshot") -> Iterator[tuple[str, State]]:
         """Moments are views of tensors like `Fragment.flat`, which become the optimizer's states when they are filled."""
         own = base_optimizer(self._engine.optimizer).state
-        states: dict[str, State] = {each.name: {} for each in fragments if each.flat is not None}
+        states: dict[str, State] = {fragment.name: {} for fragment in fragments if fragment.flat is not None}
         for path in (*stored, *stored.state_values):
             name, _, key = path.removeprefix("optimizer.state.").rpartition(".")
             if path.startswith("optimizer.state.") and name in states:
                 states[name][key] = stored.get(path)
-        counters = _counters((each.shape, states.get(each.name, {})) for each in fragments)
-        for each in fragments:
-            if each.flat is None:
+        counters = _counters((fragment.shape, states.get(fragment.name, {})) for fragment in fragments)
+        for fragment in fragments:
+            if fragment.flat is None:
                 continue
             target: State = {}
-            for key, tensor in states[each.name].items():
+            for key, tensor in states[fragment.name].items():
                 if key == MASTER:
-                    target[key] = each.piece(each.flat)
+                    target[key] = fragment.piece(fragment.flat)
                 elif key in counters or tensor is None:
                     target[key] = None
                 else:
-                    state = own[each.flat]
-                    if not each.is_elementwise(state.get(key)):
+                    state = own[fragment.flat]
+                    if not fragment.is_elementwise(state.get(key)):
                         dtype = tensor.dtype if isinstance(tensor.dtype, torch.dtype) else None
-                        state[key] = torch.zeros_like(each.flat, dtype=dtype, requires_grad=False)
-                    target[key] = each.piece(state[key])
-            yield each.name, target
+                        state[key] = torch.zeros_like(fragment.flat, dtype=dtype, requires_grad=False)
+                    target[key] = fragment.piece(state[key])
+            yield fragment.name, target
 
     def load(self, state: Mapping[str, Any], own_gradients: Gradients) -> None:
         """Restores what does not lie in the engine's memory yet, and lets the optimizer's copies of the weights follow."""
-        super().load({key: each for key, each in state.items() if key not in {"model", "optimizer", "scaler"}}, own_gradients)
+        super().load({key: value for key, value in state.items() if key not in {"model", "optimizer", "scaler"}}, own_gradients)
         optimizer = self._engine.optimizer
         if optimizer is None:
             return
@@ -192,26 +193,26 @@ class EngineState(SharedState):
 
     def _load_groups(self, stored: Any, fragments: list[Fragment]) -> None:
         members = _members(self._engine, fragments)
-        found = optimizers.match_groups("optimizer", stored, members, self.names().parameters)
-        for group, options in zip(base_optimizer(self._engine.optimizer).param_groups, found, strict=True):
+        matched = optimizers.match_groups("optimizer", stored, members, self.names().parameters)
+        for group, options in zip(base_optimizer(self._engine.optimizer).param_groups, matched, strict=True):
             group.update({key: value for key, value in options.items() if key not in _own_options(group)})
 
     def _load_states(self, stored: Mapping[str, State], fragments: list[Fragment]) -> bool:
         """Returns whether there were masters. Each flat tensor gets counters of its own, though several are stored from one."""
         own = base_optimizer(self._engine.optimizer).state
-        counters = _counters((each.shape, stored.get(each.name, {})) for each in fragments if each.flat is not None)
+        counters = _counters((fragment.shape, stored.get(fragment.name, {})) for fragment in fragments if fragment.flat is not None)
         taken: dict[torch.Tensor, State] = {}
         masters = []
-        for each in fragments:
-            if each.flat is None:
+        for fragment in fragments:
+            if fragment.flat is None:
                 continue
-            masters.append(MASTER in stored.get(each.name, {}))
-            scalars = {key: value for key, value in stored.get(each.name, {}).items() if key in counters}
-            if not optimizers.is_same(taken.setdefault(each.flat, scalars), scalars):
+            masters.append(MASTER in stored.get(fragment.name, {}))
+            scalars = {key: value for key, value in stored.get(fragment.name, {}).items() if key in counters}
+            if not optimizers.is_same(taken.setdefault(fragment.flat, scalars), scalars):
                 raise MismatchError(
-                    f"{each.name} has other counters in the snapshot than the parameters before it, and ZeRO keeps one for all of a group: "
-                    f"{scalars} and {taken[each.flat]}",
-                    object_id=f"optimizer.state.{each.name}",
+                    f"{fragment.name} has other counters in the snapshot than the parameters before it, and ZeRO keeps one for all of a "
+                    f"group: {scalars} and {taken[fragment.flat]}",
+                    object_id=f"optimizer.state.{fragment.name}",
                 )
         for flat, scalars in taken.items():
             own[flat].update(copy.deepcopy(scalars))
@@ -219,7 +220,7 @@ class EngineState(SharedState):
 
 
 class _Counters:
-    """What an engine counts."""
+    """The counters of an engine."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -246,20 +247,20 @@ def _counters(states: Iterable[tuple[tuple[int, ...], Mapping[str, Any]]]) -> se
 
 
 def _is_whole_number(value: torch.Tensor) -> bool:
-    """Whether it may be a counter, and so the same on all ranks; a norm, of which each rank of ZeRO has another, hardly is one."""
+    """Whether it may be a counter, which is the same on all ranks. A norm, which differs between ranks of ZeRO, hardly is one."""
     return value.numel() == 1 and float(value).is_integer()
 
 
 def _own_options(group: State) -> Collection[str]:
-    """What belongs to the layout of ranks: the name of a group of experts is that of their process group."""
+    """The options that belong to the layout of ranks: the name of a group of experts is that of their process group."""
     return {"params", "name"} if group.get("moe") else {"params"}
 
 
 def _members(engine: Any, fragments: list[Fragment]) -> list[list[str]]:
     members: list[list[str]] = [[] for _ in base_optimizer(engine.optimizer).param_groups]
-    for each in fragments:
-        if each.flat is not None:
-            members[each.group].append(each.name)
+    for fragment in fragments:
+        if fragment.flat is not None:
+            members[fragment.group].append(fragment.name)
     return members
 
 

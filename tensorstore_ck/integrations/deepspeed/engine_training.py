@@ -20,12 +20,8 @@ def training_of(
 ) -> tuple[TrainingState, EngineState]:
     """The state of an engine that `require_supported` has accepted, and its shared side. Save and restore it within `partitioned`.
 
-    Args:
-        engine: The engine.
-        values: Values of each rank; see `TrainingState`.
-        schedulers: Schedules, as `TrainingState` takes them; None: the engine's own.
-        extra: Anything else that is equal on all ranks; see `TrainingState`.
-        parts: What of the shared side there is.
+    `values`, `schedulers` and `extra` are as for `TrainingState`; without `schedulers`, the engine's own. `parts`: what of the shared side
+    there is.
     """
     extra = {} if extra is None else extra
     shared = EngineState(engine, parts, schedulers=schedulers, extra=extra)

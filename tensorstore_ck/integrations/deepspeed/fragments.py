@@ -1,7 +1,7 @@
 """Where the elements of each parameter lie on this rank: in the model, and in the flat tensors that DeepSpeed's optimizers update.
 
 ZeRO flattens the parameters of a group into one tensor, pads it, and cuts it by ranks; each of its optimizers has other names for that.
-Here all of them are one thing: a run of a parameter's elements. Padding is left out, so what is saved fits any stage and number of ranks.
+Here all of them are one thing: a run of a parameter's elements. Padding is left out, so a saved state fits any stage and number of ranks.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class Fragment:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """The shape of the whole parameter."""
     start: int
     """Its first element in the flattened parameter."""
     weights: torch.Tensor
@@ -56,12 +56,12 @@ class Fragment:
         """Whether the optimizer updates a copy of another dtype than the model's."""
         return self.flat is not None and self.flat.dtype != self.weights.dtype
 
-    def is_elementwise(self, found: object) -> bool:
+    def is_elementwise(self, value: object) -> bool:
         """Whether this value in the optimizer's state has a number for each element that the optimizer updates."""
-        return isinstance(found, torch.Tensor) and self.flat is not None and found.shape == self.flat.shape and found.dim() > 0
+        return isinstance(value, torch.Tensor) and self.flat is not None and value.shape == self.flat.shape and value.dim() > 0
 
     def piece(self, of: torch.Tensor) -> "torch.Tensor | FlatShard":
-        """What to save of these elements, and what to restore them into; `of`: the model's elements, or a tensor like `flat`."""
+        """The piece to save for these elements, and to restore them into; `of`: the model's elements, or a tensor like `flat`."""
         if of is not self.weights:
             of = of.detach().view(-1).narrow(0, self.offset, self.weights.numel())
         return of.view(self.shape) if self.is_whole else FlatShard(of, self.shape, self.start)
@@ -79,10 +79,10 @@ def fragments_of(optimizer: Any, names: ParameterNames) -> list[Fragment]:
         InvalidOptionError: the optimizer trains parameters of no given model.
         UnsupportedValueError: a parameter is spread in another way.
     """
-    found = [] if optimizer is None else list(_trained(optimizer, names))
-    trained = {each.name for each in found}
-    frozen = ((name, each) for name, each in names.parameters.items() if name not in trained)
-    return found + [_frozen(name, each) for name, each in frozen]
+    fragments = [] if optimizer is None else list(_trained(optimizer, names))
+    trained = {fragment.name for fragment in fragments}
+    frozen = ((name, parameter) for name, parameter in names.parameters.items() if name not in trained)
+    return fragments + [_frozen(name, parameter) for name, parameter in frozen]
 
 
 def _trained(optimizer: Any, names: ParameterNames) -> Iterator[Fragment]:
@@ -97,7 +97,7 @@ def _trained(optimizer: Any, names: ParameterNames) -> Iterator[Fragment]:
             )
     elif isinstance(optimizer, BF16_Optimizer):
         for group, parameters in enumerate(optimizer.bf16_groups):
-            ends = [*accumulate(each.numel() for each in parameters)]
+            ends = [*accumulate(parameter.numel() for parameter in parameters)]
             offsets, rank = [0, *ends[:-1]], torch.distributed.get_rank(optimizer.real_dp_process_group[group])
             yield from _of_partition(names, parameters, offsets, rank=rank, flat=optimizer.fp32_groups_flat_partition[group], group=group)
     elif isinstance(optimizer, FP16_Optimizer):
@@ -121,13 +121,7 @@ def _of_partition(
 ) -> Iterator[Fragment]:
     """ZeRO 1 and 2, and the optimizer for bfloat16: each rank has all weights, and updates its part of a flat group.
 
-    Args:
-        names: The names of parameters.
-        parameters: Of the group.
-        offsets: Where each begins in the flat group.
-        rank: The number of this rank's part.
-        flat: This rank's part, which is as large as any.
-        group: The number of the group.
+    `offsets`: where each parameter begins in the flat group. `flat`: the part of rank number `rank`, which is as large as any.
     """
     begin = rank * flat.numel()
     for parameter, offset in zip(parameters, offsets, strict=True):

@@ -21,8 +21,8 @@ def with_global_names(model: nn.Module) -> nn.Module:
 
 def has_other_experts(model: nn.Module) -> bool:
     """Whether parameters that differ by expert-parallel rank are outside `MoE` layers, as in those that AutoEP makes."""
-    known = {id(each) for _, experts in _experts_of(model) for each in experts.parameters()}
-    return any(is_moe_param(each) and id(each) not in known for each in model.parameters())
+    known = {id(parameter) for _, experts in _experts_of(model) for parameter in experts.parameters()}
+    return any(is_moe_param(parameter) and id(parameter) not in known for parameter in model.parameters())
 
 
 def is_copy(parameter: torch.Tensor) -> bool:
@@ -33,24 +33,24 @@ def is_copy(parameter: torch.Tensor) -> bool:
 def partly_tied(pipeline: Any) -> str | None:
     """A trained parameter of a tied layer whose gradients DeepSpeed does not add up over the stages that have the layer."""
     for key, shared in pipeline.tied_comms.items():
-        for name, each in shared["module"].named_parameters() if len(shared["ranks"]) > 1 else ():
-            if each.requires_grad and name not in shared["weight_attr"]:
+        for name, parameter in shared["module"].named_parameters() if len(shared["ranks"]) > 1 else ():
+            if parameter.requires_grad and name not in shared["weight_attr"]:
                 return f"tied_modules.{key}.{name}"
     return None
 
 
 def _experts_of(model: nn.Module) -> Iterator[tuple[int, nn.ModuleList]]:
     """For each MoE layer: this rank's number in the expert-parallel group, and the experts that it has."""
-    for each in model.modules():
-        if isinstance(each, MoE):
-            layer = each.deepspeed_moe
+    for module in model.modules():
+        if isinstance(module, MoE):
+            layer = module.deepspeed_moe
             yield torch.distributed.get_rank(layer.ep_group), layer.experts.deepspeed_experts
 
 
 def _renamed(module: nn.Module, first: dict[int, int]) -> nn.Module:
     """`first`: id of a list of experts -> the global number of its first expert."""
     shell, start = nn.Module(), first.get(id(module))
-    same = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # the same objects: what is assigned later is seen
+    same = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # the same objects, so that later assignments show
     vars(shell).update({name: vars(module)[name] for name in same})
     for name, child in module._modules.items():
         key = name if start is None else str(start + int(name))

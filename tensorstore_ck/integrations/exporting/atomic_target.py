@@ -110,11 +110,7 @@ def _publish(folder: str, target: AtomicTarget) -> None:
 
 
 def require_disk_space(folder: str, needed_bytes: int, path: str) -> None:
-    """Checks the free space, before anything is written.
-
-    Raises:
-        NoSpaceError: it is too small.
-    """
+    """Checks the free space, before anything is written. Raises `NoSpaceError` if it is too small."""
     with os_errors("write", path, folder):
         free = shutil.disk_usage(folder).free
     if needed_bytes + MARGIN_BYTES > free:

@@ -25,7 +25,7 @@ from tensorstore_ck.state.allocate import LeafForm, dtype_of, form_of, view_of
 from tensorstore_ck.state.byte_sources import CopySource
 
 WINDOW_BYTES: Final = 32 << 20
-"""Of one sharded tensor."""
+"""The bytes of one sharded tensor that are in memory at once."""
 BATCH_BYTES: Final = 64 << 20
 """Windows that are read together."""
 
@@ -113,10 +113,10 @@ class _FanOutTarget(ByteTarget):
         """None: bytes come through `write`."""
 
     def write(self, start: int, data: memoryview) -> None:
-        for each in self._ranges:
-            first, last = max(start, each.start), min(start + len(data), each.stop)
+        for target in self._ranges:
+            first, last = max(start, target.start), min(start + len(data), target.stop)
             if first < last:
-                each.file.write(each.offset + first - each.start, data[first - start : last - start])
+                target.file.write(target.offset + first - target.start, data[first - start : last - start])
 
 
 def _write_ranges(content: SnapshotContent, ranges: "dict[int, list[FileRange]]") -> None:

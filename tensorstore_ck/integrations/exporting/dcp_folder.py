@@ -25,7 +25,7 @@ from tensorstore_ck.integrations.exporting.atomic_target import require_disk_spa
 from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter, scratch_bytes, size_bytes
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport, split_files
 from tensorstore_ck.integrations.exporting.meta_state import MetaState, untouched
-from tensorstore_ck.integrations.exporting.output_file import OutputFile
+from tensorstore_ck.integrations.exporting.output_file import OutputFile, write_file
 from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, build_template, require_savable
 from tensorstore_ck.state.allocate import LeafForm, form_of
 from tensorstore_ck.state.byte_sources import new_tensor
@@ -65,13 +65,7 @@ def write_dcp(job: ExportJob) -> WrittenExport:
 
 
 def write_checkpoint(job: ExportJob, meta: MetaState, state: dict[Any, Any], planner: DefaultSavePlanner) -> list[LeafForm]:
-    """Writes the files of a checkpoint; returns its tensors.
-
-    Args:
-        job: The export.
-        meta: The tensors of `state`.
-        state: As DCP would get it.
-        planner: Names and describes its items.
+    """Writes the files of a checkpoint of `state`, as DCP would get it; returns its tensors. `planner` names and describes its items.
 
     Raises:
         UnsupportedValueError: DCP cannot distinguish two of its names, or cannot hold a tensor.
@@ -94,15 +88,8 @@ def write_checkpoint(job: ExportJob, meta: MetaState, state: dict[Any, Any], pla
             _write_file(job, file, [(storage[write_item.index].offset, item) for write_item, item in group], at)
     metadata.storage_data, metadata.version = storage, CURRENT_DCP_VERSION
     metadata.storage_meta = StorageMeta(checkpoint_id=os.path.abspath(target.path), save_id=str(uuid.uuid4()))
-    write_small_file(job, ".metadata", pickle.dumps(metadata))
+    write_file(os.path.join(folder, ".metadata"), target.path, pickle.dumps(metadata))
     return [item.form for _, item in items if isinstance(item, _Tensor)]
-
-
-def write_small_file(job: ExportJob, name: str, data: bytes) -> None:
-    """Writes a file at once."""
-    with OutputFile(os.path.join(job.folder, name), job.target.path) as file:
-        file.write(0, data)
-        file.finish(len(data))
 
 
 def _plan(planner: DefaultSavePlanner, state: Any, shown: str) -> tuple[SavePlan, Metadata]:
@@ -176,22 +163,22 @@ def _write_file(job: ExportJob, file: OutputFile, items: Sequence[tuple[int, _Te
 
 
 def _dropped(tree: Tree) -> Iterator[tuple[str, str]]:
-    """What DCP drops: empty dicts, and attributes of an OrderedDict."""
-    for each in _containers(tree):
-        if each.node[0] in _DICTS and not each.children:
-            yield each.path or ".", "an empty dict, which DCP drops"
-        if each.attributes is not None:
-            yield f"{each.path}.{ATTRIBUTES}" if each.path else ATTRIBUTES, "an attribute of an OrderedDict, which DCP drops"
+    """The items that DCP drops: empty dicts, and attributes of an OrderedDict."""
+    for container in _containers(tree):
+        if container.node[0] in _DICTS and not container.children:
+            yield container.path or ".", "an empty dict, which DCP drops"
+        if container.attributes is not None:
+            yield f"{container.path}.{ATTRIBUTES}" if container.path else ATTRIBUTES, "an attribute of an OrderedDict, which DCP drops"
 
 
 def _notes(tree: Tree) -> list[str]:
-    all_dicts = [each for each in _containers(tree) if each.node[0] in _DICTS]
+    all_dicts = [container for container in _containers(tree) if container.node[0] in _DICTS]
     numbered = [
-        each.path or f"the state ({', '.join(map(key_text, each.keys[:3]))})"
-        for each in all_dicts
-        if any(type(key) is not str for key in each.keys)
+        container.path or f"the state ({', '.join(map(key_text, container.keys[:3]))})"
+        for container in all_dicts
+        if any(type(key) is not str for key in container.keys)
     ]
-    dicts = [each.path or "the state" for each in all_dicts if each.node[0] != "d"]
+    dicts = [container.path or "the state" for container in all_dicts if container.node[0] != "d"]
     flagged = [leaf.path for leaf in leaves(tree) if leaf.kind != "value" and leaf.flags]
     notes = []
     if numbered:
@@ -204,7 +191,7 @@ def _notes(tree: Tree) -> list[str]:
 
 
 def _containers(tree: Tree) -> Iterator[Container]:
-    """Those of which DCP saves each item for itself."""
+    """The containers whose items DCP saves one by one."""
     if isinstance(tree, Container) and tree.node[0] not in _BY_VALUE:
         yield tree
         for child in tree.children:

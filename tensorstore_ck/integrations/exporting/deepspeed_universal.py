@@ -35,7 +35,7 @@ VERSION: Final = "0.19.8"
 """The version of DeepSpeed whose files these are like."""
 _STEP: Final = "step"
 _EXPERTS: Final = "deepspeed_moe.experts."
-"""In the names of experts."""
+"""A part of the names of experts."""
 _OPEN_FILES: Final = 64
 _PER_FILE_BYTES: Final = 4096
 """For the disk space that is checked: a file without its tensors."""
@@ -84,8 +84,8 @@ def write_universal(job: ExportJob) -> WrittenExport:
 
 def _groups(state: Any, shown: str) -> list[dict[str, Any]]:
     optimizer = state.get("optimizer") if isinstance(state, dict) else None
-    found = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    groups = list(found.values()) if isinstance(found, Mapping) else found if isinstance(found, list) else []
+    stored = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+    groups = list(stored.values()) if isinstance(stored, Mapping) else stored if isinstance(stored, list) else []
     has_groups = bool(groups) and all(isinstance(group, dict) and "params" in group for group in groups)
     extra = state.get("extra") if isinstance(state, dict) else None
     counters = extra.get("deepspeed") if isinstance(extra, dict) else None
@@ -100,7 +100,7 @@ def _groups(state: Any, shown: str) -> list[dict[str, Any]]:
             "the optimizer has MoE experts, which DeepSpeed names from 0 on each rank: it has no universal checkpoint of them",
             object_id="optimizer.param_groups",
         )
-    if isinstance(found, Mapping):
+    if isinstance(stored, Mapping):
         groups = _by_position(groups)
     for name in (name for group in groups for name in group["params"]):
         if name not in state["model"]:
@@ -118,31 +118,33 @@ def _by_position(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     by_options: dict[object, dict[str, Any]] = {}
     taken = set[str]()
     for group in groups:
-        options = tuple((key, id(each) if isinstance(each, torch.Tensor) else repr(each)) for key, each in group.items() if key != "params")
+        options = tuple(
+            (key, id(value) if isinstance(value, torch.Tensor) else repr(value)) for key, value in group.items() if key != "params"
+        )
         united = by_options.setdefault(options, {**group, "params": []})
         united["params"] += [name for name in group["params"] if name not in taken]  # a tied parameter may be in groups of two stages
         taken.update(group["params"])
-    found = list(by_options.values())
-    return found + [{**found[-1], "params": []}] * (len(groups) - len(found))
+    merged = list(by_options.values())
+    return merged + [{**merged[-1], "params": []}] * (len(groups) - len(merged))
 
 
 def _parameter(state: Any, name: str, left_out: dict[str, str]) -> _Parameter:
-    found, weights = state["optimizer"]["state"].get(name, {}), state["model"][name]
-    states = {"fp32": found.get(MASTER, weights)}
-    for key, value in found.items():
+    moments, weights = state["optimizer"]["state"].get(name, {}), state["model"][name]
+    states = {"fp32": moments.get(MASTER, weights)}
+    for key, value in moments.items():
         if key in (MASTER, _STEP):
             continue
         if isinstance(value, torch.Tensor) and value.shape == weights.shape:
             states[key] = value
         else:
             left_out[f"optimizer.state.{name}.{key}"] = "universal checkpoints have moments of the parameter's shape, and step"
-    return _Parameter(name, states, found.get(_STEP))
+    return _Parameter(name, states, moments.get(_STEP))
 
 
 def _model_states(
     state: Mapping[str, Any], groups: list[dict[str, Any]], counters: Mapping[str, int], client: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What DeepSpeed reads besides the optimizer."""
+    """The state that DeepSpeed reads in addition to the optimizer's."""
     model = state["model"]
     trained = {name for group in groups for name in group["params"]}
     first: dict[int, str] = {}
@@ -156,7 +158,7 @@ def _model_states(
         "param_shapes": [{name: model[name].shape for name in group["params"]} for group in groups],
         "frozen_param_shapes": None,
         "frozen_param_fragments": None,
-        "shared_params": {name: first[id(each)] for name, each in model.items() if first[id(each)] != name},
+        "shared_params": {name: first[id(weight)] for name, weight in model.items() if first[id(weight)] != name},
         "lr_scheduler": state.get("scheduler"),
         "data_sampler": None,
         "random_ltd": None,
@@ -171,8 +173,8 @@ def _model_states(
 
 
 def _optimizer_state(groups: list[dict[str, Any]], parameters: list[_Parameter]) -> dict[str, Any]:
-    """What ZeRO 1 and 2 take from ``param_groups``, and ZeRO 3 from ``optimizer_state_dict``."""
-    step = {each.name: each.step for each in parameters}
+    """The state that ZeRO 1 and 2 take from ``param_groups``, and ZeRO 3 from ``optimizer_state_dict``."""
+    step = {parameter.name: parameter.step for parameter in parameters}
     options = [{**group, "params": [number]} for number, group in enumerate(groups)]
     states = {number: {_STEP: step[group["params"][0]]} for number, group in enumerate(groups) if group["params"]}
     return {"param_groups": options, "optimizer_state_dict": {"state": states, "param_groups": options}, "ds_version": VERSION}
@@ -182,7 +184,7 @@ def _batches(parameters: list[_Parameter]) -> Iterator[dict[str, Any]]:
     """Path -> content of files that are written together."""
     batch: dict[str, Any] = {}
     for name, states, step in parameters:
-        batch |= {f"zero/{name}/{key}.pt": {"param": each, "cat_dim": 0} for key, each in states.items()}
+        batch |= {f"zero/{name}/{key}.pt": {"param": tensor, "cat_dim": 0} for key, tensor in states.items()}
         if step is not None:
             batch[f"zero/{name}/{_STEP}.pt"] = step
         if len(batch) > _OPEN_FILES:
@@ -195,8 +197,8 @@ def _notes(state: Mapping[str, Any], parameters: list[_Parameter]) -> Iterator[s
     yield 'load it with "checkpoint": {"load_universal": true} in the configuration'
     if MICRO_OFFSET in state["extra"]["deepspeed"]:
         yield "each stage takes the options of parameter groups by their position: compare them if the stages have different groups"
-    trained = {id(state["model"][each.name]) for each in parameters}
-    others = [name for name, each in state["model"].items() if id(each) not in trained]
+    trained = {id(state["model"][parameter.name]) for parameter in parameters}
+    others = [name for name, weight in state["model"].items() if id(weight) not in trained]
     if others:
         yield f"DeepSpeed does not load frozen parameters and buffers from universal checkpoints: {listed(others)}; load them by hand"
     scale = (state.get("scaler") or {}).get("cur_scale", 1.0)
@@ -214,13 +216,9 @@ class _Output:
         self.tensor_bytes = 0
 
     def require_space(self, parameters: list[_Parameter], weights: Mapping[str, torch.Tensor]) -> None:
-        """Checks the disk, before anything is written.
-
-        Raises:
-            NoSpaceError: it has too little space.
-        """
-        tensors = [*weights.values(), *(each for parameter in parameters for each in parameter.states.values())]
-        need = sum(each.nbytes for each in {id(each): each for each in tensors}.values())
+        """Checks the disk, before anything is written. Raises `NoSpaceError` if it has too little space."""
+        tensors = [*weights.values(), *(tensor for parameter in parameters for tensor in parameter.states.values())]
+        need = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
         files = sum(len(parameter.states) + 1 for parameter in parameters)
         require_disk_space(self._job.folder, need + files * _PER_FILE_BYTES, self._job.target.path)
 

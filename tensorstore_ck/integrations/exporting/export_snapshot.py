@@ -46,7 +46,7 @@ class ExportedFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was written. Every byte was read back and compared, and is durable."""
+    """The files that an export wrote. Every byte was read back and compared, and is durable."""
 
     format: str
     path: str
@@ -62,7 +62,7 @@ class ExportReport:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         return sum(file.size_bytes for file in self.files)
 
 
@@ -143,7 +143,7 @@ def export_snapshot(
 
 
 def _first_rank_state(store: ReadOnlyStore, root: str) -> Any:
-    """What the first rank saved as its own; an empty dict if there is none."""
+    """The state that the first rank saved as its own; an empty dict if there is none."""
     try:
         return store.rank_state(root, 0)
     except NotFoundError:
@@ -176,7 +176,7 @@ def _plan(  # noqa: PLR0917 - of `export_snapshot`
     prefix: str | None,
     config_from: str | None,
 ) -> tuple[Tree, Writer]:
-    """What is exported, and what writes it."""
+    """The content to export, and the function that writes it."""
     tree = parse(content.layout, len(content.values))
     if format != "hf":
         return without_prefix(_chosen(tree, select, exclude), prefix or ""), _writer(format)
@@ -206,11 +206,7 @@ def _writer(format: Format) -> Writer:  # noqa: A002
 
 
 def _chosen(tree: Tree, select: Sequence[str] | None, exclude: Sequence[str]) -> Tree:
-    """The selected part of a state, without the excluded part.
-
-    Raises:
-        MismatchError: a glob matches nothing, or nothing is left.
-    """
+    """The selected part of a state, without the excluded part. Raises `MismatchError` if a glob matches nothing, or nothing is left."""
     if select is not None:
         selection = Selection(select)
         selection.require_used(tree)

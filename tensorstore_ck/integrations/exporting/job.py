@@ -23,7 +23,7 @@ class ExportJob(NamedTuple):
     target: AtomicTarget
     max_file_bytes: int
     stem: str = "model"
-    """Of the names of safetensors files in a folder."""
+    """The beginning of the names of safetensors files in a folder."""
     with_values: bool = True
     """Write values next to a safetensors file."""
     rank_state: Callable[[], Any] = dict

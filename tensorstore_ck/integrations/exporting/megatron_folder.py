@@ -5,6 +5,7 @@ Takes the flat dict of `megatron_layout`. Each tensor is one piece. Types of Meg
 
 import io
 import json
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any, Final
@@ -15,9 +16,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.tree import Container, Leaf, Tree
 from tensorstore_ck.integrations.exporting.byte_routing import size_bytes
-from tensorstore_ck.integrations.exporting.dcp_folder import write_checkpoint, write_small_file
+from tensorstore_ck.integrations.exporting.dcp_folder import write_checkpoint
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.meta_state import MetaState
+from tensorstore_ck.integrations.exporting.output_file import write_file
 from tensorstore_ck.integrations.megatron_layout import COMMON, is_object_key
 from tensorstore_ck.state.allocate import TensorAllocator
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
@@ -52,15 +54,15 @@ def write_megatron(job: ExportJob) -> WrittenExport:
     forms = write_checkpoint(job, meta, state, DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
     common = io.BytesIO()
     torch.save(built.get(COMMON, {}), common)
-    write_small_file(job, "common.pt", common.getvalue())
-    write_small_file(job, "metadata.json", json.dumps(_CONFIG).encode())
+    for name, data in (("common.pt", common.getvalue()), ("metadata.json", json.dumps(_CONFIG).encode())):
+        write_file(os.path.join(job.folder, name), job.target.path, data)
     notes = [] if COMMON in built else ["there is no common state, such as Megatron-LM's arguments and iteration: common.pt is empty"]
     return WrittenExport(len(forms), sum(map(size_bytes, forms)), {}, notes)
 
 
 def _register_types() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, of what is not installed
+        warnings.simplefilter("ignore")  # Megatron warns of packages that are not installed
         from tensorstore_ck.integrations.megatron.safe_types import register_safe_types  # noqa: PLC0415 - an extra
 
         register_safe_types()

@@ -67,10 +67,10 @@ class MetaState:
         def tensor_of(leaf: Leaf) -> TensorOrArray:
             if id(leaf) in real:
                 return filled.get(leaf)
-            found = empty.get(leaf)
-            assert isinstance(found, torch.Tensor)
-            self.tensors[id(found)] = found, leaf
-            return found
+            tensor = empty.get(leaf)
+            assert isinstance(tensor, torch.Tensor)
+            self.tensors[id(tensor)] = tensor, leaf
+            return tensor
 
         self.state: Any = build(tree, content, tensor_of)
         self._keep = empty
@@ -80,12 +80,12 @@ class MetaState:
         """(number, offset) of the stored tensors in a storage; empty if it has its bytes."""
         start, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         first = bisect_right(self._numbers, (start, -1))
-        found = []
+        stored = []
         for address, number in self._numbers[first:]:
             if address >= stop:
                 break
-            found.append((number, address - start))
-        return found
+            stored.append((number, address - start))
+        return stored
 
     def require_one_dtype(self) -> None:
         """Rejects tensors that share memory with different dtypes, which torch cannot save.

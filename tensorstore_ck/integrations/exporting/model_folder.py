@@ -16,7 +16,7 @@ from tensorstore_ck.errors import MismatchError, NotFoundError, UnsupportedValue
 from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves
 from tensorstore_ck.format.values import decode
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
-from tensorstore_ck.integrations.exporting.output_file import OutputFile
+from tensorstore_ck.integrations.exporting.output_file import write_file
 from tensorstore_ck.integrations.exporting.safetensors_files import write_safetensors
 from tensorstore_ck.integrations.exporting.strip_prefix import DICTS
 from tensorstore_ck.integrations.exporting.try_model_folder import try_folder
@@ -80,7 +80,7 @@ def without_model_files(tree: Tree) -> Tree:
 
 
 def weights_globs(tree: Tree) -> list[str] | None:
-    """What to select if the user does not say: the dict that trainers put weights into. None: everything.
+    """The selection if the user gives none: the dict that trainers put weights into. None: everything.
 
     Raises:
         MismatchError: several dicts may be that.
@@ -121,8 +121,8 @@ def adapter_weights(tree: Tree, names: Mapping[str, str] | None) -> Tree:
     missing = [name for name in names.values() if name not in there]
     if missing:
         raise MismatchError(f"the snapshot lacks weights of the adapter: {listed(missing)}", object_id=missing[0])
-    found = [Leaf(to, there[name].kind, there[name].index, there[name].node) for to, name in names.items()]
-    return Container(["d", [], []], "", list(names), list(found), None)
+    renamed = [Leaf(to, there[name].kind, there[name].index, there[name].node) for to, name in names.items()]
+    return Container(["d", [], []], "", list(names), list(renamed), None)
 
 
 def write_model_folder(job: ExportJob, model: ModelFiles) -> WrittenExport:
@@ -137,9 +137,7 @@ def write_model_folder(job: ExportJob, model: ModelFiles) -> WrittenExport:
         job = job._replace(stem=ADAPTER_STEM, max_file_bytes=1 << 62)  # peft reads one file
     written = write_safetensors(job._replace(with_values=False))
     for name, data in sorted(model.files.items()):
-        with OutputFile(os.path.join(job.folder, name), job.target.path) as file:
-            file.write(0, data)
-            file.finish(len(data))
+        write_file(os.path.join(job.folder, name), job.target.path, data)
     note = try_folder(job.folder, job.target.path, _parsed(model.files[ADAPTER_CONFIG if model.is_adapter else CONFIG], CONFIG))
     return written._replace(notes=[*written.notes, note])
 
@@ -165,7 +163,7 @@ def _has_tensors(tree: Tree) -> bool:
 
 
 def _of_folder(folder: str) -> dict[str, bytes]:
-    found = {}
+    files = {}
     with os_errors("read", folder):
         for name in sorted(os.listdir(folder)):
             path = os.path.join(folder, name)
@@ -173,8 +171,8 @@ def _of_folder(folder: str) -> dict[str, bytes]:
                 if os.path.getsize(path) > MAX_FILE_BYTES:
                     raise UnsupportedValueError(f"{path} has more than {MAX_FILE_BYTES:,} bytes: remove it", object_id=path)
                 with open(path, "rb") as file:
-                    found[name] = file.read()
-    return found
+                    files[name] = file.read()
+    return files
 
 
 def _downloaded(name: str) -> str:
@@ -196,9 +194,9 @@ def _downloaded(name: str) -> str:
 
 def _parsed(data: bytes, name: str) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        parsed = json.loads(data)
     except ValueError as exc:
         raise MismatchError(f"{name} is not JSON ({exc}): give another with --config-from", object_id=name) from exc
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise MismatchError(f"{name} is no JSON object: give another with --config-from", object_id=name)
-    return found
+    return parsed

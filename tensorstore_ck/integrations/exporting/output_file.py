@@ -122,8 +122,8 @@ class OutputFile:
             if piece.offset != at or len(view) != piece.size:
                 self._refuse(f"was not written correctly at byte {at}")
             with os_errors("read back", self._shown):
-                found = read_at(self._fd, view, at)
-            if found != piece.size or blake3(view).digest() != piece.digest:
+                count = read_at(self._fd, view, at)
+            if count != piece.size or blake3(view).digest() != piece.digest:
                 self._refuse(f"does not hold at bytes {at} to {at + piece.size} what was written there")
             if checksum:
                 crc = zlib.crc32(view, crc)
@@ -147,3 +147,10 @@ def _cut(gap: range, pieces: Sequence[_Piece]) -> list[range]:
             cuts.append(range(start, stop))
             start = stop
     return [*cuts, range(start, gap.stop)] if start < gap.stop else cuts
+
+
+def write_file(path: str, shown: str, data: bytes) -> None:
+    """Writes a small file at once, and reads it back."""
+    with OutputFile(path, shown) as file:
+        file.write(0, data)
+        file.finish(len(data))

@@ -19,7 +19,7 @@ from tensorstore_ck.format.values import decode, describe
 from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, require_disk_space
 from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter, scratch_bytes, size_bytes
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport, split_files
-from tensorstore_ck.integrations.exporting.output_file import OutputFile
+from tensorstore_ck.integrations.exporting.output_file import OutputFile, write_file
 from tensorstore_ck.integrations.safetensors_format import MAX_HEADER_BYTES, METADATA, NUMPY_DTYPES, TORCH_DTYPES, file_shape
 from tensorstore_ck.state.allocate import AnyDtype, LeafForm, form_of
 from tensorstore_ck.state.registered_types import DTYPE_NAMES, decode_torch
@@ -133,10 +133,7 @@ def _header(entries: Sequence[_Entry], texts: Mapping[str, str], shown: str) -> 
 
 
 def _write_json(folder: str, name: str, document: object, target: AtomicTarget) -> None:
-    data = json.dumps(document, indent=2).encode() + b"\n"
-    with OutputFile(os.path.join(folder, name), target.path) as file:
-        file.write(0, data)
-        file.finish(len(data))
+    write_file(os.path.join(folder, name), target.path, json.dumps(document, indent=2).encode() + b"\n")
 
 
 def _documents(content: SnapshotContent, values: Mapping[str, Leaf]) -> dict[str, dict[str, object]]:

@@ -76,7 +76,7 @@ def _without_attributes(tree: Tree) -> Iterator[Leaf]:
 
 
 def _below(tree: Tree, rest: str, prefix: str) -> Iterator[_Entry]:
-    """The entries of a tree without `rest`, what is left of the prefix there."""
+    """The entries of a tree, without `rest`, the remainder of the prefix at this level."""
     if not isinstance(tree, Container) or tree.node[0] not in DICTS:
         path = tree.path if isinstance(tree, Leaf) or tree.path else "the state"
         raise MismatchError(f"{path} is no dict, so its names cannot lose the prefix {prefix!r}: use a shorter prefix", object_id=path)

@@ -96,10 +96,10 @@ def _reopened(path: str, state: object, shown: str) -> list[str]:
                 f"torch.load needs weights_only=False, or torch.serialization.add_safe_globals, for {listed(sorted(unsafe))}: "
                 "the snapshot has types that torch does not load otherwise"
             ]
-        found = _form(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+        reread = _form(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
     except (RuntimeError, pickle.UnpicklingError) as exc:
         raise CorruptObjectError(f"torch cannot read {shown} back ({exc}): the export was aborted", object_id=shown) from exc
-    if found != _form(state):
+    if reread != _form(state):
         raise CorruptObjectError(
             f"torch reads something else from {shown} than the snapshot holds: the export was aborted", object_id=shown
         )

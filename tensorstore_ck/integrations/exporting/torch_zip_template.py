@@ -28,7 +28,7 @@ class StorageGap(NamedTuple):
 
     @property
     def region(self) -> range:
-        """In the file."""
+        """Its bytes in the file."""
         return range(self.offset, self.offset + self.storage.nbytes())
 
 
@@ -52,16 +52,16 @@ class TorchZipTemplate(NamedTuple):
             struct.pack_into("<I", data, 4, checksum)
         offset, tail = pieces[-1]
         at = _directory_offset(offset, tail) - offset
-        found = 0
+        sealed = 0
         while tail[at : at + 4] == _ENTRY:
             name_length, *others = struct.unpack_from("<3H", tail, at + 28)
             folder, _, key = tail[at + 46 : at + 46 + name_length].decode().rpartition("/")
             if folder.endswith("/data") and key in of_key:
                 struct.pack_into("<I", tail, at + 16, of_key[key])
-                found += 1
+                sealed += 1
             at += 46 + name_length + sum(others)
-        if found != len(self.gaps):
-            raise _unknown_file_layout(f"its directory has {found} of {len(self.gaps)} tensors")
+        if sealed != len(self.gaps):
+            raise _unknown_file_layout(f"its directory has {sealed} of {len(self.gaps)} tensors")
         return pieces
 
 
@@ -85,11 +85,7 @@ def build_template(state: object, path: str) -> TorchZipTemplate:
 
 
 def require_savable(tensors: Iterable[tuple[torch.Tensor, str]], shown: str) -> None:
-    """Rejects tensors whose dtype `torch.save` does not support.
-
-    Raises:
-        UnsupportedValueError: it names the tensors.
-    """
+    """Rejects tensors whose dtype `torch.save` does not support: raises `UnsupportedValueError`, which names them."""
     known: dict[torch.dtype, bool] = {}
     unknown = []
     for tensor, name in tensors:
@@ -159,10 +155,10 @@ class _Pickling:
             def __init_subclass__(cls) -> None:  # torch creates a subclass, whose persistent_id names the storages
                 named = cls.persistent_id
 
-                def persistent_id(self: Any, found: Any) -> Any:
-                    name = named(self, found)
+                def persistent_id(self: Any, stored: Any) -> Any:
+                    name = named(self, stored)
                     if name is not None:
-                        storages[name[2]] = found if isinstance(found, torch.UntypedStorage) else found._untyped_storage
+                        storages[name[2]] = stored if isinstance(stored, torch.UntypedStorage) else stored._untyped_storage
                     return name
 
                 cls.persistent_id = persistent_id  # type: ignore[method-assign]

@@ -67,8 +67,8 @@ def _try_adapter(folder: str, shown: str, config: Mapping[str, Any]) -> str:
     loaded = peft.PeftModel.from_pretrained(model, folder, low_cpu_mem_usage=True)
     expected = set(peft.get_peft_model_state_dict(loaded))
     with safe_open(os.path.join(folder, "adapter_model.safetensors"), framework="pt") as file:
-        found = set(file.keys())
-    _require_whole(shown, expected - found, found - expected, ())
+        present = set(file.keys())
+    _require_whole(shown, expected - present, present - expected, ())
     return f"tried: PeftModel.from_pretrained loads it, with every weight (peft {peft.__version__})"
 
 
@@ -107,11 +107,7 @@ def _first_line(exc: Exception) -> str:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keeps transformers from printing its own report, warnings and a progress bar.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Keeps transformers from printing its own report, warnings and a progress bar. Raises `ImportError` if it is not installed."""
     try:
         from transformers.utils import logging  # noqa: PLC0415
     except ImportError as exc:

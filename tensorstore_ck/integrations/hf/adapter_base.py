@@ -66,7 +66,7 @@ class AdapterBase:
         Raises:
             MismatchError: it refers to another one.
         """
-        reference = found.engine.read_metadata(found.info).get(NOTE)
+        reference = found.metadata().get(NOTE)
         if not isinstance(reference, Mapping):
             return ()
         stored = set(found.lazy().names())
@@ -114,7 +114,7 @@ def _frozen(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _below_adapters(model: Any, of_active: Iterable[str]) -> Iterator[tuple[str, nn.Parameter]]:
-    """What peft saves for no adapter, embeddings that were resized included: `of_active` are the names that it saves of the active one."""
+    """The parameters that peft saves for no adapter, resized embeddings too. `of_active`: the names that it saves of the active one."""
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - it is there where a model has adapters
 
     state = model.state_dict()

@@ -30,11 +30,7 @@ LOSSES: Final = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
 
 
 def require_supported() -> None:
-    """Checks the installed transformers.
-
-    Raises:
-        MissingExtraError: its version is not supported, or a replaced method has changed.
-    """
+    """Checks the installed transformers. Raises `MissingExtraError` if its version is not supported, or a replaced method has changed."""
     PACKAGE.require_version(transformers.__version__)
     loop = getattr(NativeTrainer, "_inner_training_loop", None)
     lost = [name for name in LOSSES if loop is None or name not in loop.__code__.co_names]

@@ -44,8 +44,8 @@ def remove_imported(output_dir: str) -> None:
     shutil.rmtree(Path(output_dir) / _FOLDER, ignore_errors=True)
 
 
-def _write(store: Store, folder: Path, found: Restoring, *, writes: bool) -> bool:
-    stored = found.lazy()
+def _write(store: Store, folder: Path, restoring: Restoring, *, writes: bool) -> bool:
+    stored = restoring.lazy()
     values = stored.state_values
     if f"{TRAINER_STATE}.global_step" not in values:
         return False
@@ -53,7 +53,7 @@ def _write(store: Store, folder: Path, found: Restoring, *, writes: bool) -> boo
         return True
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    root = found.info.root.hex()
+    root = restoring.info.root.hex()
     parts = dict.fromkeys(name.partition(".")[0] for name in [*stored.names(), *values])
     weights = [part for part in _WEIGHTS if part in parts]
     if not weights:
@@ -70,7 +70,7 @@ def _write(store: Store, folder: Path, found: Restoring, *, writes: bool) -> boo
         for start, suffix in _TORCH_FILES.items():
             if part == start or part.startswith(f"{start}_"):
                 _export(store, root, part, folder / f"{part}{suffix}", "torch")
-    others: dict[str, Any] = found.selected(f"{TRAINER_STATE}.*", *([f"{MODEL_FILES}.*"] if MODEL_FILES in parts else []))
+    others: dict[str, Any] = restoring.selected(f"{TRAINER_STATE}.*", *([f"{MODEL_FILES}.*"] if MODEL_FILES in parts else []))
     (folder / TRAINER_STATE_NAME).write_text(json.dumps(others[TRAINER_STATE], indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for name, data in others.get(MODEL_FILES, {}).items():
         if not is_model_file(name):

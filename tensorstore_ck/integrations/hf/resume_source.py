@@ -1,4 +1,4 @@
-"""What ``train(resume_from_checkpoint=...)`` means: a snapshot of the store, a folder that transformers wrote, or the beginning."""
+"""The meaning of ``train(resume_from_checkpoint=...)``: a snapshot of the store, a folder that transformers wrote, or the beginning."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
-from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
+from tensorstore_ck.integrations.trainer.pointers import read_pointer
 from tensorstore_ck.integrations.trainer.saves import require_own_ref
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.resume_search import ResumeSearch

@@ -41,8 +41,8 @@ def model_files(model: Any, processing_class: Any = None) -> dict[str, bytes]:
         names = _save_model(model, folder)
         if processing_class is not None:
             processing_class.save_pretrained(name)
-        found = sorted(each for each in folder.iterdir() if each.is_file() and is_model_file(each.name))
-        files = {each.name: each.read_bytes() for each in found if each.stat().st_size <= MAX_FILE_BYTES}
+        paths = sorted(path for path in folder.iterdir() if path.is_file() and is_model_file(path.name))
+        files = {path.name: path.read_bytes() for path in paths if path.stat().st_size <= MAX_FILE_BYTES}
     return files if names is None else {**files, ADAPTER_NAMES: json.dumps(names, indent=1).encode()}
 
 
@@ -56,8 +56,8 @@ def _save_model(model: Any, folder: Path) -> Mapping[str, str] | None:
         options = {} if adapter is None or isinstance(model, PreTrainedModel) else {"selected_adapters": [adapter]}
         model.save_pretrained(folder, state_dict=numbers, **options)
         (written,) = folder.rglob(_ADAPTER_WEIGHTS)
-        for each in written.parent.iterdir():
-            each.rename(folder / each.name)  # peft writes an adapter that has a name of its own into a folder below
+        for path in written.parent.iterdir():
+            path.rename(folder / path.name)  # peft writes an adapter that has a name of its own into a folder below
         return {to: names[int(number)] for to, number in load_file(folder / _ADAPTER_WEIGHTS).items()}
     if isinstance(model, PreTrainedModel):
         if getattr(model.config, "distributed_config", None) is not None:
@@ -68,10 +68,10 @@ def _save_model(model: Any, folder: Path) -> Mapping[str, str] | None:
 
 def capture(trainer: Any, group: "ProcessGroup | None") -> dict[str, Any]:
     """The files for the snapshots of a Trainer, for `TrainingState`'s ``extra``. Rank 0 makes them, and sends them to the others."""
-    found = [_of_trainer(trainer) if group is None or group.rank() == 0 else {}]
+    sent = [_of_trainer(trainer) if group is None or group.rank() == 0 else {}]
     if group is not None:
-        dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
-    return {MODEL_FILES: found[0]} if found[0] else {}
+        dist.broadcast_object_list(sent, src=dist.get_global_rank(group, 0), group=group)
+    return {MODEL_FILES: sent[0]} if sent[0] else {}
 
 
 def _of_trainer(trainer: Any) -> dict[str, bytes]:

@@ -26,11 +26,10 @@ from tensorstore_ck.integrations.hf.imported_folder import remove_imported, writ
 from tensorstore_ck.integrations.hf.resume_source import ARGUMENT, begin_search, native_folder
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES
 from tensorstore_ck.integrations.trainer import persistent_workers
-from tensorstore_ck.integrations.trainer.arguments import opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
+from tensorstore_ck.integrations.trainer.attach import opened
 from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
-from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer, write_pointer
-from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer, published_or_newest
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
@@ -121,7 +120,7 @@ class SnapshotMixin(ExceptionSaveMixin):
 
     @property
     def _base(self) -> AdapterBase:
-        """Of the present model, which transformers may make itself."""
+        """The base of the present model, which transformers may make itself."""
         if self._known_base is None or self._known_base.model is not self._native.model:
             self._known_base = AdapterBase(self._native.model)
         return self._known_base
@@ -129,18 +128,12 @@ class SnapshotMixin(ExceptionSaveMixin):
     # --- resume -------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> TrainOutput:
-        """As transformers' Trainer.
+        """As transformers' Trainer, but for `resume_from_checkpoint`.
 
-        Args:
-            resume_from_checkpoint: ``"auto"``: the newest intact snapshot of the ref, or the beginning if there is none, so that the first
-                start and each later one are the same call; True: the same, and it must be there; an address in the store, such as
-                ``runs/x@10``, or a branch, of which it is the newest intact snapshot; or a folder, of this Trainer or of transformers.
-                A folder whose save was never published means the newest, with a warning.
-            trial: See transformers.
-            ignore_keys_for_eval: See transformers.
-
-        Returns:
-            See transformers.
+        ``"auto"`` is the newest intact snapshot of the ref, or the beginning if there is none, so that the first start and each later one
+        are the same call. True is the same, and it must be there. An address in the store, such as ``runs/x@10``, is that snapshot, and a
+        branch its newest intact one. A folder may be of this Trainer or of transformers; if its save was never published, the newest
+        snapshot is taken, with a warning.
 
         Raises:
             ConflictError: the ref has snapshots of another run, and `resume_from_checkpoint` is not given.
@@ -163,7 +156,8 @@ class SnapshotMixin(ExceptionSaveMixin):
                 if search is None or not self._is_resuming:
                     raise
                 search.note_failure(exc)
-        self._finish_saves()
+        state = self._native.state
+        self._finish_saves(finished=state.global_step >= state.max_steps)
         remove_imported(self._native.args.output_dir)
         return output
 
@@ -175,13 +169,13 @@ class SnapshotMixin(ExceptionSaveMixin):
         if imported is not None:
             self._is_resuming = False
             return str(imported)
-        found = TrainingState(rank_values=values).restore(self._store, address, group=self._group, parts=(VALUES,))
-        if found is None:
+        snapshot = TrainingState(rank_values=values).restore(self._store, address, group=self._group, parts=(VALUES,))
+        if snapshot is None:
             raise NotFoundError(f"{address} was deleted meanwhile", object_id=address)
         is_given = isinstance(given, str) and os.path.isdir(given)
-        folder = Path(str(given)) if is_given else self._folder(found.step)
+        folder = Path(str(given)) if is_given else self._folder(snapshot.step)
         if args.local_process_index == 0 and not (is_given and (folder / TRAINER_STATE_NAME).exists()):
-            write_pointer(folder, SnapshotPointer(self._store.url, found.root))
+            write_pointer(folder, SnapshotPointer(self._store.url, snapshot.root))
             replace_file(folder / TRAINER_STATE_NAME, values[trainer_values.STATE].encode())
         if self._group is not None:
             dist.barrier(self._group)
@@ -335,14 +329,14 @@ class SnapshotMixin(ExceptionSaveMixin):
             frozen=self._frozen,
         )
 
-    def _finish_saves(self) -> None:
-        """Waits for the saves of this run.
+    def _finish_saves(self, *, finished: bool = False) -> None:
+        """Waits for the saves of this run. `finished`: see `Checkpointer.close`.
 
         Raises:
             StoreError: the newest failed.
         """
         if self._checkpointer is not None:
-            self._checkpointer.close()
+            self._checkpointer.close(finished=finished)
             self._named.finish()
 
     def _folder(self, step: int | None, trial: Any = None) -> Path:
@@ -367,19 +361,10 @@ def attach(
     frozen_base: bool = False,
     on_exception: bool = True,
 ) -> None:
-    """Makes an existing Trainer, of any subclass, save into a store.
-
-    Args:
-        trainer: The Trainer.
-        store: See `SnapshotMixin`.
-        ref: See `SnapshotMixin`.
-        asynchronous: See `SnapshotMixin`.
-        save_base: See `SnapshotMixin`.
-        frozen_base: See `SnapshotMixin`.
-        on_exception: See `SnapshotMixin`.
+    """Makes an existing Trainer, of any subclass, save into a store. The other arguments and the errors are those of `SnapshotMixin`.
 
     Raises:
-        InvalidOptionError: it saves into a store already; or see `SnapshotMixin`.
+        InvalidOptionError: it saves into a store already.
     """
     options = {"asynchronous": asynchronous, "save_base": save_base, "frozen_base": frozen_base, "on_exception": on_exception}
     begin = partial(SnapshotMixin._use_store, trainer, store, ref, **options)

@@ -1,4 +1,4 @@
-"""What transformers keeps in memory only, or in a checkpoint folder's small files, and a resume needs.
+"""The values that a resume needs, and that transformers keeps in memory only, or in a checkpoint folder's small files.
 
 transformers does not save the losses since the last log: the first loss that it logs after a resume is of fewer steps.
 """
@@ -42,7 +42,7 @@ def restore(trainer: NativeTrainer, values: dict[str, Any]) -> None:
 
 
 def target() -> dict[str, Any]:
-    """What `capture` returned is restored into a dict with these keys."""
+    """A dict with the keys that `capture` returned, to restore them into."""
     return dict.fromkeys((STATE, TRAINER_LOSS, TRAINER_LOGGED))
 
 
@@ -60,10 +60,10 @@ def note_callbacks(trainer: NativeTrainer) -> None:
 
 def step_metrics(state: TrainerState, store: Store, group: "ProcessGroup | None") -> dict[str, float]:
     """The numbers that the first rank logged at the present step, on all ranks: each rank measures the time of an evaluation."""
-    found: dict[str, float] = {}
+    logged: dict[str, float] = {}
     for entry in state.log_history:
         if entry.get("step") == state.global_step:
-            found |= {name: float(value) for name, value in entry.items() if name not in ("step", "epoch") and type(value) in (int, float)}
-    first = ask_first_rank(store, group, f"the metrics of step {state.global_step}", lambda: json.dumps(found).encode())
+            logged |= {name: float(value) for name, value in entry.items() if name not in ("step", "epoch") and type(value) in (int, float)}
+    first = ask_first_rank(store, group, f"the metrics of step {state.global_step}", lambda: json.dumps(logged).encode())
     agreed: dict[str, float] = json.loads(first)
     return agreed

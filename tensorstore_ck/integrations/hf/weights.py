@@ -30,11 +30,11 @@ class FrozenBase:
                 training goes on, so a snapshot could have values of a later step.
         """
         parameters = ParameterNames({"": model}).parameters
-        found = {f"{MODEL}{name}": parameter for name, parameter in parameters.items() if not parameter.requires_grad}
+        frozen = {f"{MODEL}{name}": parameter for name, parameter in parameters.items() if not parameter.requires_grad}
         if not self._declared:
-            self._declared = {name: (parameter, parameter._version) for name, parameter in found.items()}
+            self._declared = {name: (parameter, parameter._version) for name, parameter in frozen.items()}
         for name, (parameter, version) in self._declared.items():
-            if found.get(name) is not parameter or parameter._version != version:
+            if frozen.get(name) is not parameter or parameter._version != version:
                 raise FrozenChangedError(
                     f"{name} was frozen at an earlier save of this run, and is trained or was changed since: nothing was saved. "
                     "Leave out frozen_base=True",

@@ -4,6 +4,7 @@ DeepSpeed.
 import_checkpoint.py      imports one checkpoint as one snapshot
 import_history.py         imports several checkpoints of a run, one snapshot each
 detect_format.py          detects the format, and reads the state
+found_state.py            what the reader of each format returns
 detect_history.py         distinguishes one checkpoint in several files from several steps
 step_from_filename.py     training steps in file names
 lookup.py                 one value by its path in a state

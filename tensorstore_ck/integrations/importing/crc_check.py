@@ -30,13 +30,13 @@ class ExpectedCrc(NamedTuple):
     size: int
     checksum: int
     path: str
-    """Of the file, for the message."""
+    """The path of the file, for the message."""
     start: int
-    """In the file."""
+    """The position in the file."""
 
-    def compare(self, found: int) -> None:
+    def compare(self, checksum: int) -> None:
         """Raises CorruptObjectError if the sum differs."""
-        if found != self.checksum:
+        if checksum != self.checksum:
             raise CorruptObjectError(
                 f"{self.path} is damaged: the {self.size} bytes from byte {self.start} do not match their checksum; get or save it again",
                 object_id=self.path,
@@ -50,14 +50,14 @@ def with_crc_check(captured: CapturedState, expected: Sequence[ExpectedCrc]) -> 
         CorruptObjectError: a sum differs.
     """
     regions = set(_regions(captured))
-    for_each((each for each in expected if (each.address, each.size) not in regions), _read, cpu_threads())
-    sums = _Sums([each for each in expected if (each.address, each.size) in regions])
+    for_each((span for span in expected if (span.address, span.size) not in regions), _read, cpu_threads())
+    sums = _Sums([span for span in expected if (span.address, span.size) in regions])
     return captured._replace(sources=[_CheckedSource(source, sums) for source in captured.sources])
 
 
 def _regions(captured: CapturedState) -> Iterator[tuple[int, int]]:
     """Address and size of each region that a save will read."""
-    boxes_of = {each.tensor: each.boxes for each in captured.explicit}
+    boxes_of = {regions.tensor: regions.boxes for regions in captured.explicit}
     for number, (spec, source) in enumerate(zip(captured.layout.tensors, captured.sources, strict=True)):
         sizes = [prod(box.sizes) * spec.item_bytes for box in boxes_of[number]] if number in boxes_of else [spec.size_bytes]
         start = 0
@@ -68,10 +68,10 @@ def _regions(captured: CapturedState) -> Iterator[tuple[int, int]]:
 
 
 def _read(expected: ExpectedCrc) -> None:
-    found = 0
+    checksum = 0
     for at in range(0, expected.size, _PIECE_BYTES):
-        found = zlib.crc32(memory_at(expected.address + at, min(_PIECE_BYTES, expected.size - at)), found)
-    expected.compare(found)
+        checksum = zlib.crc32(memory_at(expected.address + at, min(_PIECE_BYTES, expected.size - at)), checksum)
+    expected.compare(checksum)
 
 
 class _CheckedSource:
@@ -90,11 +90,11 @@ class _CheckedSource:
 class _Sums:
     def __init__(self, expected: Sequence[ExpectedCrc]) -> None:
         self._expected = sorted(set(expected))
-        self._starts = [each.address for each in self._expected]
+        self._starts = [span.address for span in self._expected]
         self._lock = threading.Lock()
         self._found: list[dict[int, tuple[int, int]]] = [{} for _ in self._expected]
         """Address -> size and sum of the bytes that were read."""
-        self._left = [each.size for each in self._expected]
+        self._left = [span.size for span in self._expected]
 
     def add(self, view: memoryview) -> None:
         """Takes bytes that were read; ignores those without an expected sum."""
@@ -102,17 +102,17 @@ class _Sums:
         number = bisect_right(self._starts, address) - 1
         if number < 0 or address + len(view) > self._starts[number] + self._expected[number].size or not self._left[number]:
             return
-        found = zlib.crc32(view)
+        checksum = zlib.crc32(view)
         with self._lock:
             if address in self._found[number]:
                 return  # read again by a retried save
-            self._found[number][address] = len(view), found
+            self._found[number][address] = len(view), checksum
             self._left[number] -= len(view)
             is_whole = not self._left[number]
         if is_whole:
             total = 0
-            for _, (size, each) in sorted(self._found[number].items()):
-                total = combined(total, each, size)
+            for _, (size, checksum) in sorted(self._found[number].items()):
+                total = combined(total, checksum, size)
             self._expected[number].compare(total)
 
 
@@ -134,7 +134,7 @@ def _power(size: int) -> int:
 
 
 def _product(one: int, other: int) -> int:
-    """Of two polynomials over GF(2), modulo the CRC's; the highest bit is the lowest power."""
+    """The product of two polynomials over GF(2), modulo the CRC's; the highest bit is the lowest power."""
     product, bit = 0, 1 << 31
     while bit:
         if one & bit:

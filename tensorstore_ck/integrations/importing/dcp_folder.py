@@ -6,6 +6,7 @@ file inside a file, which stays mapped. Other values are torch files, too. The t
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -49,9 +50,9 @@ _ENUMS: Final = (
 )
 """Their members are not needed."""
 MAX_PIECES: Final = 1 << 16
-"""Of one tensor: each is compared with the others."""
+"""The most pieces of one tensor: each is compared with the others."""
 MAX_PADDING: Final = 10_000_000
-"""Of all lists together: a path in the metadata can have any position."""
+"""The most padding of all lists together: a path in the metadata can have any position."""
 
 
 class _Fields:
@@ -74,10 +75,10 @@ class _Fields:
             raise MalformedError(f"its {self.kind} is malformed")
 
     def get(self, name: str, kind: type[Any]) -> Any:
-        found = self.named.get(name)
-        if not isinstance(found, kind) or isinstance(found, bool):
+        value = self.named.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise MalformedError(f"its {self.kind} has no valid {name}")
-        return found
+        return value
 
 
 class _StoredChunk(NamedTuple):
@@ -114,21 +115,14 @@ def load_dcp(files: Files, folder: Folder, known: PickleAllowlist) -> DcpContent
 def _names() -> PickleAllowlist:
     return PickleAllowlist(
         {
-            **{(f"torch.distributed.{module}", name): AllowedGlobal(name, _maker(name)) for module, name in _CLASSES},
+            **{(f"torch.distributed.{module}", name): AllowedGlobal(name, partial(_Fields, name)) for module, name in _CLASSES},
             **{
-                ("megatron.core.dist_checkpointing.strategies.torch", name): AllowedGlobal(name, _maker(kind))
+                ("megatron.core.dist_checkpointing.strategies.torch", name): AllowedGlobal(name, partial(_Fields, kind))
                 for name, kind in _OF_MEGATRON
             },
             **{name: AllowedGlobal(name[1], lambda number: None) for name in _ENUMS},
         }
     )
-
-
-def _maker(name: str) -> Any:
-    def make() -> _Fields:
-        return _Fields(name)
-
-    return make
 
 
 class _Reader:
@@ -161,12 +155,12 @@ class _Reader:
         if file.size > MAX_PICKLE_BYTES:
             raise MalformedError(f"its metadata takes {file.size} bytes")
         self._known.parsed_bytes += file.size
-        found, end, unknown = safe_unpickle(file.data, _names())
-        if isinstance(found, UnknownObject) or unknown:
+        metadata, end, unknown = safe_unpickle(file.data, _names())
+        if isinstance(metadata, UnknownObject) or unknown:
             self._unsupported(path, f"names {', '.join(sorted(unknown)[:3])}, which torch.distributed.checkpoint does not use")
-        if not isinstance(found, _Fields) or found.kind != "Metadata" or end != file.size:
+        if not isinstance(metadata, _Fields) or metadata.kind != "Metadata" or end != file.size:
             raise MalformedError("its metadata is of another kind, or something follows it")
-        return found
+        return metadata
 
     def _locate(self, storage: dict[Any, Any], path: str) -> dict[str, list[tuple[tuple[int, ...] | None, _StoredChunk]]]:
         """Name -> offsets and position of its pieces, or of its only item."""
@@ -186,10 +180,10 @@ class _Reader:
 
     def _value(self, name: str, entry: _Fields) -> Any:
         if entry.kind == "BytesStorageMetadata":
-            found = self._chunks.get(name, [])
-            if len(found) != 1:
-                raise MalformedError(f"the value {printable(name)!r} has {len(found)} positions")
-            return self._item(found[0][1])
+            positions = self._chunks.get(name, [])
+            if len(positions) != 1:
+                raise MalformedError(f"the value {printable(name)!r} has {len(positions)} positions")
+            return self._item(positions[0][1])
         if entry.kind != "TensorStorageMetadata":
             raise MalformedError(f"{printable(name)!r} is neither a tensor nor a value")
         properties = entry.get("properties", _Fields).items
@@ -257,10 +251,6 @@ def assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Seq
     return Boxes([Box(piece.tensor, shape, piece.box.offsets) for piece in held])
 
 
-def _is_position(part: object) -> bool:
-    return type(part) is int and part.bit_length() < 64
-
-
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     count = dtype.itemsize
     for extent in shape:
@@ -279,15 +269,17 @@ class _Tree:
 
     def set(self, path: Any, value: Any) -> None:
         """Sets a value at a path, in which text is a key and a number a list position."""
-        if type(path) is not tuple or not path or any(type(part) is not str and not _is_position(part) for part in path):
+        if type(path) is not tuple or not path:
+            raise MalformedError("it has an invalid path")
+        if any(type(part) is not str and (type(part) is not int or part.bit_length() >= 64) for part in path):
             raise MalformedError("it has an invalid path")
         here: Any = self.root
         for part, below in pairwise(path):
-            found = self._get(here, part)
-            if found is None:
-                found = {} if type(below) is str else []
-                self._put(here, part, found)
-            here = found
+            inner = self._get(here, part)
+            if inner is None:
+                inner = {} if type(below) is str else []
+                self._put(here, part, inner)
+            here = inner
         if self._get(here, path[-1]) is not None:
             raise MalformedError("its paths contradict each other")
         self._put(here, path[-1], value)

@@ -7,12 +7,13 @@ torch's own reader, where its last piece ends, and nothing shows that the files 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from tensorstore_ck.format.layout import MAX_TENSOR_BYTES
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.integrations.importing.dcp_folder import assembled
 from tensorstore_ck.integrations.importing.file_sets import missing_files
+from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
@@ -28,16 +29,7 @@ _SUFFIX: Final = ".safetensors"
 _OF_A_RANK: Final = re.compile(r"shard-(\d{5})-")
 
 
-class ShardedContent(NamedTuple):
-    """The content of such a folder."""
-
-    state: dict[str, Any]
-    files: tuple[str, ...]
-    missing: tuple[str, ...]
-    """Files that belong to it, and are not there."""
-
-
-def load_sharded(files: Files, folder: Folder, names: Sequence[str], known: PickleAllowlist) -> ShardedContent | None:
+def load_sharded(files: Files, folder: Folder, names: Sequence[str], known: PickleAllowlist) -> FoundState | None:
     """The state in a folder of these names; None if its safetensors files are of another kind.
 
     Raises:
@@ -61,10 +53,11 @@ def load_sharded(files: Files, folder: Folder, names: Sequence[str], known: Pick
     missing = (*missing_files(parts), *_missing_ranks(parts))
     with naming_file(folder.path, KIND):
         try:
-            state = {name: _tensor(name, found) for name, found in sorted(pieces.items())}
+            state = {name: _tensor(name, of_tensor) for name, of_tensor in sorted(pieces.items())}
         except MalformedError as exc:
             raise MalformedError(f"{exc} (it lacks {listed(missing)})" if missing else str(exc)) from exc
-    return ShardedContent(state, tuple(parts), missing)
+    skipped = tuple((name, "not a file of a rank") for name in names if name not in parts)
+    return FoundState(KIND, state, {}, {}, skipped=skipped, files=tuple(parts), missing=missing)
 
 
 def _missing_ranks(names: Iterable[str]) -> list[str]:
@@ -80,13 +73,11 @@ def _add_pieces(part: SafetensorsContent, pieces: defaultdict[str, list[LocalPie
         if isinstance(tensor, Unstorable):
             raise MalformedError(f"{printable(name)!r} is {tensor.name}")
         offsets = entries[name].get("saved_offsets") if type(entries[name]) is dict else None
-        if type(offsets) is not list or len(offsets) != tensor.ndim or not all(_is_offset(offset) for offset in offsets):
+        if type(offsets) is not list or len(offsets) != tensor.ndim:
+            raise MalformedError(f"it has no valid offset of {printable(name)!r}")
+        if any(type(offset) is not int or not 0 <= offset <= MAX_TENSOR_BYTES for offset in offsets):
             raise MalformedError(f"it has no valid offset of {printable(name)!r}")
         pieces[name].append(LocalPiece(BoxBounds(tuple(offsets), tuple(tensor.shape)), tensor))
-
-
-def _is_offset(number: object) -> bool:
-    return type(number) is int and 0 <= number <= MAX_TENSOR_BYTES
 
 
 def _tensor(name: str, pieces: Sequence[LocalPiece]) -> Any:

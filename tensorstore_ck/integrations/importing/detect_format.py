@@ -1,16 +1,17 @@
 """Detects the format at a path, by content and never by name, and reads it with the format's reader."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.errors import AmbiguousAddressError, CorruptObjectError, NotFoundError, UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
 from tensorstore_ck.integrations.importing import dcp_folder, dcp_safetensors, megatron_folder, sharded_index, trainer_folder
-from tensorstore_ck.integrations.importing.deepspeed.folder import DeepSpeedContent, find_tag_folder, load_deepspeed
+from tensorstore_ck.integrations.importing.deepspeed.folder import find_tag_folder, load_deepspeed
 from tensorstore_ck.integrations.importing.deepspeed.trainers import is_accelerate, load_accelerate, load_trainer
 from tensorstore_ck.integrations.importing.detect_history import SeveralStepsError, require_one_step
 from tensorstore_ck.integrations.importing.file_sets import missing_files
+from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.safetensors_file import is_safetensors, load_safetensors
@@ -23,23 +24,6 @@ _FORMATS: Final = (
     "a torch file, a Lightning checkpoint, a safetensors file, a folder or index of such files, a DCP folder, or a folder of DeepSpeed or "
     "Megatron"
 )
-
-
-class FoundState(NamedTuple):
-    """The state at a path, as the format's own reader returns it."""
-
-    format: str
-    state: Any
-    metadata: Mapping[str, object]
-    unknown: Mapping[str, str]
-    """Names in its pickles that are not allowed -> the file."""
-    step: int | None = None
-    skipped: tuple[tuple[str, str], ...] = ()
-    """Files next to it that are not part of it, and why."""
-    files: tuple[str, ...] = ()
-    """The files that its index names."""
-    missing: tuple[str, ...] = ()
-    """Files that belong to it, and are not there."""
 
 
 def find_state(files: Files, path: str, known: PickleAllowlist, *, as_one: bool = False) -> FoundState:
@@ -72,7 +56,7 @@ def _in_file(files: Files, file: MappedFile, known: PickleAllowlist) -> FoundSta
         loaded = load_torch_file(files, file, known)
         return FoundState("torch file", loaded.value, {}, dict.fromkeys(loaded.unknown, file.path))
     if sharded_index.is_index(file):
-        return _indexed(files, Folder(os.path.dirname(file.path) or "."), file, known)
+        return sharded_index.load_indexed(files, Folder(os.path.dirname(file.path) or "."), file, known)
     if bytes(file.data[257:262]) == b"ustar":
         raise UnsupportedValueError(
             f"{file.path} is a tar archive: unpack it; if torch 0.1 wrote it, load it with torch, and save it again", object_id=file.path
@@ -83,7 +67,7 @@ def _in_file(files: Files, file: MappedFile, known: PickleAllowlist) -> FoundSta
 def _in_folder(files: Files, folder: Folder, known: PickleAllowlist, *, as_one: bool) -> FoundState:
     names = folder.names()
     if (megatron := megatron_folder.load_megatron(files, folder, names, known)) is not None:
-        return FoundState(megatron_folder.KIND, megatron.state, {}, megatron.unknown, megatron.step, megatron.skipped)
+        return megatron
     if dcp_folder.METADATA in names:
         return _dcp(files, folder, known)
     if any(name.startswith("__") and name.endswith(dcp_folder.METADATA) for name in names):
@@ -95,12 +79,11 @@ def _in_folder(files: Files, folder: Folder, known: PickleAllowlist, *, as_one: 
     if folder.has(trainer_folder.STATE):
         if tag_folder is None:
             return _trainer(files, folder, names, known)
-        content = load_trainer(files, folder, names, tag_folder, known)
-        return _deepspeed("checkpoint folder of transformers' Trainer with DeepSpeed", content)
+        return load_trainer(files, folder, names, tag_folder, known)
     if tag_folder is not None and tag_folder != folder.path and is_accelerate(names):
-        return _deepspeed("checkpoint folder of accelerate with DeepSpeed", load_accelerate(files, folder, names, tag_folder, known))
+        return load_accelerate(files, folder, names, tag_folder, known)
     if tag_folder is not None:
-        return _deepspeed("DeepSpeed checkpoint", load_deepspeed(files, tag_folder, known))
+        return load_deepspeed(files, tag_folder, known).found
     indexes = [name for name in names if name.endswith(sharded_index.SUFFIX)]
     indexes = [name for name in indexes if name.endswith(f".safetensors{sharded_index.SUFFIX}")] or indexes
     if len(indexes) > 1:
@@ -108,19 +91,12 @@ def _in_folder(files: Files, folder: Folder, known: PickleAllowlist, *, as_one: 
             f"{folder.path} has several indexes: use the path of one of {', '.join(indexes)}", object_id=folder.path
         )
     if indexes:
-        found = _indexed(files, folder, files.map(folder.join(indexes[0])), known)
+        found = sharded_index.load_indexed(files, folder, files.map(folder.join(indexes[0])), known)
         others = [name for name in names if name not in (*indexes, *found.files)]
         return found._replace(skipped=tuple((name, f"not named by {indexes[0]}; give its path to import it") for name in others))
     if (sharded := dcp_safetensors.load_sharded(files, folder, names, known)) is not None:
-        skipped = tuple((name, "not a file of a rank") for name in names if name not in sharded.files)
-        return FoundState(dcp_safetensors.KIND, sharded.state, {}, {}, skipped=skipped, files=sharded.files, missing=sharded.missing)
+        return sharded
     return _members(files, folder, names, known, as_one=as_one)
-
-
-def _indexed(files: Files, folder: Folder, index: MappedFile, known: PickleAllowlist) -> FoundState:
-    content = sharded_index.load_indexed(files, folder, index, known)
-    what = f"{len(content.files)} files with an index"
-    return FoundState(what, content.state, content.metadata, content.unknown, files=content.files, missing=content.missing)
 
 
 def _dcp(files: Files, folder: Folder, known: PickleAllowlist) -> FoundState:
@@ -135,10 +111,6 @@ def _dcp(files: Files, folder: Folder, known: PickleAllowlist) -> FoundState:
     return FoundState("DCP checkpoint of Lightning", {**content.state, **loaded.value}, {}, unknown)
 
 
-def _deepspeed(kind: str, content: DeepSpeedContent) -> FoundState:
-    return FoundState(kind, content.state, content.metadata, content.unknown, content.step, content.skipped)
-
-
 class _Members(NamedTuple):
     """The checkpoints in a folder, by file name."""
 
@@ -149,16 +121,16 @@ class _Members(NamedTuple):
         """Each under its name, without suffixes if that is clear."""
         stems = {name: os.path.splitext(name)[0] for name in self.found}
         is_clear = len(set(stems.values())) == len(stems)
-        return {stems[name] if is_clear else name: each.state for name, each in self.found.items()}
+        return {stems[name] if is_clear else name: member.state for name, member in self.found.items()}
 
     def missing(self) -> tuple[str, ...]:
         """Files that belong to them, and are not there."""
-        own = missing_files(name for name, each in self.found.items() if not each.missing)
-        return tuple(name for each in self.found.values() for name in each.missing) + own
+        own = missing_files(name for name, member in self.found.items() if not member.missing)
+        return tuple(name for member in self.found.values() for name in member.missing) + own
 
     def unknown(self) -> dict[str, str]:
         """Names in their pickles that are not allowed -> the file."""
-        return {name: path for each in self.found.values() for name, path in each.unknown.items()}
+        return {name: path for member in self.found.values() for name, path in member.unknown.items()}
 
 
 def _read_members(files: Files, folder: Folder, names: Sequence[str], known: PickleAllowlist) -> _Members:
@@ -196,7 +168,7 @@ def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowl
         (only,) = found.values()
         return only._replace(skipped=tuple(skipped), missing=members.missing())
     if not as_one:
-        require_one_step(folder.path, {name: each.state for name, each in found.items()}, names)
+        require_one_step(folder.path, {name: member.state for name, member in found.items()}, names)
     return FoundState(
         f"folder of {len(found)} checkpoints", members.state(), {}, members.unknown(), None, tuple(skipped), missing=members.missing()
     )
@@ -210,9 +182,9 @@ def _trainer(files: Files, folder: Folder, names: list[str], known: PickleAllowl
     taken = {trainer_folder.STATE, *small}
     sharded: dict[str, FoundState] = {}
     for name in (name for name in names if name.endswith(sharded_index.SUFFIX)):
-        each = _indexed(files, folder, files.map(folder.join(name)), known)
-        sharded[name.removesuffix(sharded_index.SUFFIX)] = each  # ``model.safetensors``
-        taken |= {name, *each.files}
+        indexed = sharded_index.load_indexed(files, folder, files.map(folder.join(name)), known)
+        sharded[name.removesuffix(sharded_index.SUFFIX)] = indexed  # ``model.safetensors``
+        taken |= {name, *indexed.files}
     members = _read_members(files, folder, [name for name in names if name not in taken], known)
     members = members._replace(found={**sharded, **members.found})
     if not members.found:

@@ -54,11 +54,7 @@ class SeveralStepsError(AmbiguousAddressError):
 
 
 def require_one_step(folder: str, states: Mapping[str, Any], all_names: Sequence[str]) -> None:
-    """Rejects a folder of checkpoints, by name, of several steps.
-
-    Raises:
-        SeveralStepsError: there are several steps.
-    """
+    """Rejects a folder of checkpoints, by name, of several steps. Raises `SeveralStepsError` if there are several steps."""
     named = {name: step for name in states if (step := step_in_name(name)) is not None}
     if len(set(named.values())) > 1:
         raise SeveralStepsError(folder, named, "name", all_names)
@@ -70,9 +66,9 @@ def require_one_step(folder: str, states: Mapping[str, Any], all_names: Sequence
         if 2 * len(members) <= len(states):  # for example two objects of one class, among the files of one step
             continue
         for key in _COUNTERS:
-            found = {name: step for name in members if key in keys and (step := top_level_step(states[name], key)) is not None}
-            if len(set(found.values())) > 1:
-                raise SeveralStepsError(folder, found, f"key:{key}", all_names)
+            steps = {name: step for name in members if key in keys and (step := top_level_step(states[name], key)) is not None}
+            if len(set(steps.values())) > 1:
+                raise SeveralStepsError(folder, steps, f"key:{key}", all_names)
     counted = progress_in_names(list(states))
     if counted:
         raise SeveralStepsError(folder, counted, "name", all_names)
@@ -84,4 +80,4 @@ def _patterns(chosen: Sequence[str], all_names: Sequence[str]) -> list[str]:
     suffixes = {os.path.splitext(name)[1] for name in chosen}
     suffix = glob.escape(suffixes.pop()) if len(suffixes) == 1 else ""
     prefix = glob.escape(os.path.commonprefix(list(chosen)).rstrip("0123456789"))  # noqa: RUF071 - of names, not paths
-    return [found for found in (f"*{suffix}", f"{prefix}*{suffix}") if set(fnmatch.filter(visible, found)) == set(chosen)][:1]
+    return [pattern for pattern in (f"*{suffix}", f"{prefix}*{suffix}") if set(fnmatch.filter(visible, pattern)) == set(chosen)][:1]

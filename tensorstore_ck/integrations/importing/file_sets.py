@@ -16,15 +16,15 @@ _OF_A_RANK: Final = re.compile(r"shard-\d{5}-")
 
 def missing_files(names: Iterable[str]) -> tuple[str, ...]:
     """The files that `names` lack, of the sets that they belong to."""
-    found: defaultdict[tuple[str, str, int], dict[int, int]] = defaultdict(dict)
+    sets: defaultdict[tuple[str, str, int], dict[int, int]] = defaultdict(dict)
     for name in names:
         name = _OF_A_RANK.sub("", name, count=1)
         match = next((match for form in _NUMBERED if (match := form.search(name))), None)
         if match is not None and not _PROGRESS.search(name[: match.start()]):
             digits, total = match["number"], int(match["total"])
-            found[name[: match.start("number")], name[match.end("number") :], total][int(digits)] = len(digits)
+            sets[name[: match.start("number")], name[match.end("number") :], total][int(digits)] = len(digits)
     missing = []
-    for (before, after, total), numbers in found.items():
+    for (before, after, total), numbers in sets.items():
         first = 0 if 0 in numbers or "world_size_" in before else 1
         digits = max(numbers.values())
         missing += [f"{before}{number:0{digits}}{after}" for number in range(first, first + total) if number not in numbers]

@@ -29,7 +29,7 @@ from tensorstore_ck.store.internals import put_captured
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """What a checkpoint holds, and how it is imported."""
+    """The contents of a checkpoint, and how they are imported."""
 
     path: str
     format: str
@@ -129,9 +129,9 @@ def inspect_checkpoint(
     partial: bool = False,
     names: str | os.PathLike[str] | None = None,
 ) -> CheckpointContents:
-    """What `import_checkpoint` would import, with the same errors, except for checksums of tensors."""
-    with opened(path, exclude, as_one=as_one, partial=partial, names=names) as found:
-        return found.contents
+    """Returns what `import_checkpoint` would import, with the same errors, except for checksums of tensors."""
+    with opened(path, exclude, as_one=as_one, partial=partial, names=names) as checkpoint:
+        return checkpoint.contents
 
 
 class Opened(NamedTuple):

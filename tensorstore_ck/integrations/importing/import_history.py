@@ -45,7 +45,7 @@ class ImportedStep:
     path: str
     snapshot: Snapshot
     was_there: bool
-    """It was already on the branch, with the same content."""
+    """Whether it was on the branch before, with the same content."""
 
 
 @renamed_argument(leave_out="exclude")
@@ -92,10 +92,10 @@ def import_history(
     _require_order(view, ref, plan)
     planned(plan)
     done = []
-    for each in plan:
-        with opened(each.path, exclude) as found:
-            _require_unchanged(each, found, step_from, metrics or {})
-            step = _import_one(store, each, found, ref, metadata or {})
+    for item in plan:
+        with opened(item.path, exclude) as checkpoint:
+            _require_unchanged(item, checkpoint, step_from, metrics or {})
+            step = _import_one(store, item, checkpoint, ref, metadata or {})
         imported(step)
         done.append(step)
     return tuple(done)
@@ -105,43 +105,45 @@ def import_history(
 def inspect_history(
     paths: Paths, *, step_from: str, metrics: Mapping[str, str | float] | None = None, exclude: Sequence[str] = ()
 ) -> tuple[PlannedImport, ...]:
-    """What `import_history` would import, in order, with the same errors; reads no tensors."""
+    """Returns what `import_history` would import, in order, with the same errors; reads no tensors."""
     _check_arguments(step_from, metrics)
     origins = _expanded(paths)
     step_of = _steps_of_names(origins) if step_from == "name" else {}
     plan: dict[int, PlannedImport] = {}
     for origin in origins:
-        with opened(origin, exclude) as found:
-            step = step_of[origin] if step_of else step_at(found.state, step_from.removeprefix(KEY), origin)
-            each = PlannedImport(origin, step, _metrics(found, metrics or {}, origin), found.contents)
-        other = plan.setdefault(step, each)
-        if other is not each:
+        with opened(origin, exclude) as checkpoint:
+            step = step_of[origin] if step_of else step_at(checkpoint.state, step_from.removeprefix(KEY), origin)
+            planned = PlannedImport(origin, step, _metrics(checkpoint, metrics or {}, origin), checkpoint.contents)
+        other = plan.setdefault(step, planned)
+        if other is not planned:
             raise AmbiguousAddressError(
                 f"{other.path} and {origin} both have step {step} (--step-from {step_from}): give only one of them", object_id=origin
             )
     return tuple(plan[step] for step in sorted(plan))
 
 
-def _import_one(store: Store, each: PlannedImport, found: Opened, ref: str, metadata: Mapping[str, object]) -> ImportedStep:
+def _import_one(store: Store, planned: PlannedImport, checkpoint: Opened, ref: str, metadata: Mapping[str, object]) -> ImportedStep:
     view = log_of(store).newest_view()
-    captured = with_crc_check(found.captured, found.files.expected)
-    ulid = view.newest_with_step(ref, each.step)
+    captured = with_crc_check(checkpoint.captured, checkpoint.files.expected)
+    ulid = view.newest_with_step(ref, planned.step)
     there = view.snapshot(ulid) if ulid is not None else None
     if there is None:
         branch = view.branch(ref)
-        put = partial(put_captured, store, captured, ref=ref, step=each.step, metrics=each.metrics, made_ns=found.files.newest_ns)
+        put = partial(
+            put_captured, store, captured, ref=ref, step=planned.step, metrics=planned.metrics, made_ns=checkpoint.files.newest_ns
+        )
         head = branch.root.hex() if branch else None
-        snapshot = put(metadata={**found.contents.metadata, **metadata}, expect=head, parent=head)
-        return ImportedStep(each.path, snapshot, was_there=False)
+        snapshot = put(metadata={**checkpoint.contents.metadata, **metadata}, expect=head, parent=head)
+        return ImportedStep(planned.path, snapshot, was_there=False)
     if not is_in_snapshot(store, captured, there):
         raise MismatchError(
-            f"{ref}@{each.step} is already on the branch, and differs from {each.path}: it came from elsewhere, the file has changed, "
-            "or other values were excluded. Import to another ref, or omit this file",
-            object_id=each.path,
+            f"{ref}@{planned.step} is already on the branch, and differs from {planned.path}: it came from elsewhere, the file has "
+            "changed, or other values were excluded. Import to another ref, or omit this file",
+            object_id=planned.path,
         )
-    missing = {name: value for name, value in each.metrics.items() if name not in there.metrics}
+    missing = {name: value for name, value in planned.metrics.items() if name not in there.metrics}
     root = there.root.hex()
-    return ImportedStep(each.path, store.annotate(root, missing) if missing else Snapshot.from_info(there), was_there=True)
+    return ImportedStep(planned.path, store.annotate(root, missing) if missing else Snapshot.from_info(there), was_there=True)
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
@@ -168,14 +170,14 @@ def _expanded(paths: Paths) -> list[str]:
         raise InvalidOptionError(f"paths must be a glob, a path, or a list of them, not {paths!r}", object_id="paths")
     if not several:
         raise InvalidOptionError("paths is empty: give a glob such as 'old/*.pt', or paths of checkpoints", object_id="paths")
-    found: dict[str, None] = {}
+    origins: dict[str, None] = {}
     for path in [os.fspath(path) for path in several]:
         fitting = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True))
         if not fitting:
             what = "nothing matches" if glob.has_magic(path) else "there is no file"
             raise NotFoundError(f"{what} {path}: give a glob such as 'old/*.pt', or paths of checkpoints", object_id=path)
-        found.update(dict.fromkeys(map(os.path.abspath, fitting)))
-    return list(found)
+        origins.update(dict.fromkeys(map(os.path.abspath, fitting)))
+    return list(origins)
 
 
 def _steps_of_names(origins: Sequence[str]) -> dict[str, int]:
@@ -194,9 +196,9 @@ def _steps_of_names(origins: Sequence[str]) -> dict[str, int]:
     return steps
 
 
-def _metrics(found: Opened, metrics: Mapping[str, str | float], origin: str) -> dict[str, float]:
+def _metrics(checkpoint: Opened, metrics: Mapping[str, str | float], origin: str) -> dict[str, float]:
     return {
-        name: metric_at(found.state, source.removeprefix(KEY), origin) if isinstance(source, str) else float(source)
+        name: metric_at(checkpoint.state, source.removeprefix(KEY), origin) if isinstance(source, str) else float(source)
         for name, source in metrics.items()
     }
 
@@ -209,7 +211,7 @@ def _require_order(view: RefTable, ref: str, plan: Sequence[PlannedImport]) -> N
     branch = view.branch(ref)
     if branch is None or branch.step is None:
         return
-    late = next((each for each in plan if each.step < branch.step and view.newest_with_step(ref, each.step) is None), None)
+    late = next((planned for planned in plan if planned.step < branch.step and view.newest_with_step(ref, planned.step) is None), None)
     if late is not None:
         raise InvalidOptionError(
             f"{late.path} has step {late.step}, and {ref} is already at step {branch.step}: a history is imported in order. "
@@ -218,10 +220,10 @@ def _require_order(view: RefTable, ref: str, plan: Sequence[PlannedImport]) -> N
         )
 
 
-def _require_unchanged(each: PlannedImport, found: Opened, step_from: str, metrics: Mapping[str, str | float]) -> None:
-    step = each.step if step_from == "name" else step_at(found.state, step_from.removeprefix(KEY), each.path)
-    now = _metrics(found, metrics, each.path)
-    if step != each.step or repr(now) != repr(each.metrics):  # as text: NaN is equal to itself
+def _require_unchanged(planned: PlannedImport, checkpoint: Opened, step_from: str, metrics: Mapping[str, str | float]) -> None:
+    step = planned.step if step_from == "name" else step_at(checkpoint.state, step_from.removeprefix(KEY), planned.path)
+    now = _metrics(checkpoint, metrics, planned.path)
+    if step != planned.step or repr(now) != repr(planned.metrics):  # as text: NaN is equal to itself
         raise SnapshotAbortedError(
-            f"{each.path} changed during the import: wait until its writer is done, and import again", object_id=each.path
+            f"{planned.path} changed during the import: wait until its writer is done, and import again", object_id=planned.path
         )

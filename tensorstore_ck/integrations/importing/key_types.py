@@ -12,7 +12,7 @@ from tensorstore_ck.integrations.importing.malformed import MalformedError
 from tensorstore_ck.integrations.importing.placeholders import Unstorable
 
 MAX_KEY_DEPTH: Final = 8
-"""Of nested tuples, whose hash recurses."""
+"""The depth of nested tuples, whose hash recurses."""
 MAX_KEY_ITEMS: Final = 4096
 """Items in a key. A nested tuple counts each time it occurs."""
 
@@ -58,11 +58,7 @@ def require_cheap_keys(keys: Sequence[Any]) -> Sequence[Any]:
 
 
 def _items(key: Any, depth: int = 0, left: int = MAX_KEY_ITEMS) -> int:
-    """The number of items in a key.
-
-    Raises:
-        MalformedError: it may not be a key.
-    """
+    """The number of items in a key. Raises `MalformedError` if it may not be a key."""
     kind = type(key)
     if kind in _KEY_TYPES:
         return 1

@@ -65,9 +65,9 @@ def _at(value: Any, path: str) -> Any:
     for count in range(len(parts), 0, -1):
         below = _item(value, ".".join(parts[:count]))
         if below is not _MISSING:
-            found = _at(below, ".".join(parts[count:]))
-            if found is not _MISSING:
-                return found
+            value_below = _at(below, ".".join(parts[count:]))
+            if value_below is not _MISSING:
+                return value_below
     return _MISSING
 
 

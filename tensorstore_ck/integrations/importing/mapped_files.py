@@ -74,13 +74,13 @@ class Files:
                 except FileNotFoundError as exc:
                     raise NotFoundError(f"there is no file {path}: give the path of a checkpoint", object_id=path) from exc
                 try:
-                    found = os.fstat(descriptor)
-                    if not stat.S_ISREG(found.st_mode):
+                    status = os.fstat(descriptor)
+                    if not stat.S_ISREG(status.st_mode):
                         raise UnsupportedValueError(
                             f"{path} is no regular file, so it cannot be a checkpoint: copy it to one", object_id=path
                         )
-                    self.newest_ns = max(self.newest_ns, found.st_mtime_ns)
-                    self._open[path] = MappedFile(path, descriptor, found.st_size)
+                    self.newest_ns = max(self.newest_ns, status.st_mtime_ns)
+                    self._open[path] = MappedFile(path, descriptor, status.st_size)
                 finally:
                     os.close(descriptor)
         return self._open[path]
@@ -144,8 +144,8 @@ class Folder:
             InvalidNameError: the name leads out of the folder.
             CorruptObjectError: there is no such file.
         """
-        found = self.find(name)
-        if found is None:
+        path = self.find(name)
+        if path is None:
             shown = printable(name)
             raise CorruptObjectError(f"{self.path} names {shown!r}, which does not exist: get the whole checkpoint", object_id=shown)
-        return found
+        return path

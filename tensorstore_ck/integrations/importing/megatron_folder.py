@@ -7,11 +7,12 @@ everything else. The state is the one that `tensorstore_ck.megatron` saves: a fl
 import os
 import re
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
 from tensorstore_ck.integrations.importing.dcp_folder import METADATA, DcpContent, load_dcp
+from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.megatron_types import megatron_types
@@ -31,17 +32,7 @@ _OLD: Final = re.compile(r"mp_rank_\d+.*")
 _MAX_JSON_BYTES: Final = 1 << 16
 
 
-class MegatronContent(NamedTuple):
-    """The content of a folder."""
-
-    state: dict[Any, Any]
-    unknown: dict[str, str]
-    """Names in its pickles that are not allowed -> the file."""
-    step: int | None
-    skipped: tuple[tuple[str, str], ...]
-
-
-def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: PickleAllowlist) -> MegatronContent | None:
+def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: PickleAllowlist) -> FoundState | None:
     """The state in a folder of Megatron, or in the newest one that it names; None for any other folder.
 
     Raises:
@@ -62,15 +53,15 @@ def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: Pic
     if "common_backend" not in config and COMMON_OBJECT in state:  # Megatron-core 0.19 wrote the object; a common.pt is of an older save
         source, common = METADATA, state.pop(COMMON_OBJECT)
     elif COMMON_FILE in names:
-        found = load_torch_file(files, files.map(folder.join(COMMON_FILE)), known)
-        source, common = COMMON_FILE, found.value
-        unknown = {**unknown, **dict.fromkeys(found.unknown, os.path.join(folder.path, COMMON_FILE))}
+        loaded = load_torch_file(files, files.map(folder.join(COMMON_FILE)), known)
+        source, common = COMMON_FILE, loaded.value
+        unknown = {**unknown, **dict.fromkeys(loaded.unknown, os.path.join(folder.path, COMMON_FILE))}
         read.add(COMMON_FILE)
     else:
         _incomplete(folder, COMMON_FILE)
     step = _step(folder, source, common)
     skipped = tuple((name, f"not named by {METADATA}") for name in names if name not in read)
-    return MegatronContent({**state, COMMON: common}, unknown, step, skipped)
+    return FoundState(KIND, {**state, COMMON: common}, {}, unknown, step, skipped)
 
 
 def _newest(files: Files, folder: Folder) -> Folder:
@@ -111,11 +102,11 @@ def _require_format(files: Files, folder: Folder, names: Sequence[str]) -> dict[
         file = files.map(path)
         if file.size > _MAX_JSON_BYTES:
             raise MalformedError(f"it has {file.size} bytes")
-        found = parse_json(bytes(file.data))
-        if type(found) is not dict or "sharded_backend" not in found:
+        config = parse_json(bytes(file.data))
+        if type(config) is not dict or "sharded_backend" not in config:
             raise MalformedError("it names no sharded_backend")
-    others = [f"{key} {printable(found[key], 40)!r}" for key, value in _BACKENDS.items() if found.get(key, value) != value]
-    if found["sharded_backend"] == "tsck":
+    others = [f"{key} {printable(config[key], 40)!r}" for key, value in _BACKENDS.items() if config.get(key, value) != value]
+    if config["sharded_backend"] == "tsck":
         raise UnsupportedValueError(
             f"{folder.path} was saved by tensorstore_ck.megatron: its state is in the store that its snapshot.json names already",
             object_id=folder.path,
@@ -128,7 +119,7 @@ def _require_format(files: Files, folder: Folder, names: Sequence[str]) -> dict[
         )
     if METADATA not in names:
         _incomplete(folder, METADATA)
-    return found
+    return config
 
 
 def _incomplete(folder: Folder, missing: str) -> NoReturn:

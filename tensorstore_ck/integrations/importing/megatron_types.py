@@ -1,7 +1,8 @@
 """The types that Megatron pickles, by the names under which `tensorstore_ck.megatron` stores them. Needs no Megatron."""
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 from tensorstore_ck.integrations.importing.malformed import MalformedError
@@ -62,31 +63,21 @@ _BYTES_IO: Final = "io.BytesIO"
 
 def megatron_types() -> dict[tuple[str, str], object]:
     """For `PickleAllowlist.allow`."""
-    found: dict[tuple[str, str], object] = {}
+    types: dict[tuple[str, str], object] = {}
     for (module, name), members in ENUMS.items():
-        found[module, name] = AllowedGlobal(name, _member(f"megatron.{name}", members))
+        types[module, name] = AllowedGlobal(name, partial(_member, f"megatron.{name}", members))
     for (module, name), stored in _NAMESPACES.items():
-        found[module, name] = AllowedGlobal(name, _attributes(stored))
+        types[module, name] = AllowedGlobal(name, partial(_Attributes, stored))
     for module in ("pathlib", "pathlib._local"):
-        found[module, "PosixPath"] = AllowedGlobal("PosixPath", _posix_path)
-    found["_io", "BytesIO"] = AllowedGlobal("BytesIO", _BytesIO)
-    return found
+        types[module, "PosixPath"] = AllowedGlobal("PosixPath", _posix_path)
+    types["_io", "BytesIO"] = AllowedGlobal("BytesIO", _BytesIO)
+    return types
 
 
-def _member(stored: str, members: Mapping[object, str]) -> Callable[..., NamedState]:
-    def make(value: Any) -> NamedState:
-        if type(value) not in (int, str) or value not in members:
-            raise MalformedError(f"it has a {stored} of the value {value!r:.40}, which Megatron-core 0.19 does not have")
-        return NamedState(stored, members[value])
-
-    return make
-
-
-def _attributes(stored: str) -> Callable[..., Deferred]:
-    def make() -> Deferred:
-        return _Attributes(stored)
-
-    return make
+def _member(stored: str, members: Mapping[object, str], value: Any) -> NamedState:
+    if type(value) not in (int, str) or value not in members:
+        raise MalformedError(f"it has a {stored} of the value {value!r:.40}, which Megatron-core 0.19 does not have")
+    return NamedState(stored, members[value])
 
 
 def _posix_path(*parts: Any) -> NamedState:

@@ -5,13 +5,13 @@ from typing import Any
 
 
 class Unstorable:
-    """What a snapshot cannot hold; `resolve_placeholders` rejects it by its path, unless it is excluded."""
+    """An object that a snapshot cannot hold; `resolve_placeholders` rejects it by its path, unless it is excluded."""
 
     __slots__ = ("held", "name")
 
     def __init__(self, name: str, *held: object) -> None:
         self.name = name
-        """In words, or ``module.name``, shortened and printable."""
+        """A description, or ``module.name``, shortened and printable."""
         self.held: list[object] = list(held)
         """Its arguments and state in a pickle."""
 

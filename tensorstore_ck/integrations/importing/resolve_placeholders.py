@@ -24,7 +24,7 @@ FREE_ITEMS: Final = 1 << 17
 ITEMS_PER_BYTE: Final = 16
 """Additional items per byte of the pickles; a shared list counts each time."""
 BYTES_PER_ITEM: Final = 16
-"""Of text and bytes: one more item for each 16 bytes."""
+"""Text and bytes count as one more item for each 16 bytes."""
 
 _MAPPINGS: Final = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES: Final = (list, tuple)
@@ -70,7 +70,7 @@ class _Resolver:
     def __init__(self, exclude: Sequence[str], origin: str) -> None:
         self.left_out: list[str] = []
         self._origin = origin
-        self._patterns = {each: re.compile(f"{fnmatch.translate(each)}|{fnmatch.translate(each + '.*')}") for each in exclude}
+        self._patterns = {text: re.compile(f"{fnmatch.translate(text)}|{fnmatch.translate(text + '.*')}") for text in exclude}
         self._unused = set(self._patterns)
         self._refused: dict[str, list[str]] = {}
         self._needs_code = False
@@ -211,7 +211,7 @@ class _Resolver:
         return value
 
     def _is_left_out(self, path: str, value: Any) -> bool:
-        fitting = [each for each, pattern in self._patterns.items() if pattern.match(path)]
+        fitting = [text for text, pattern in self._patterns.items() if pattern.match(path)]
         if fitting:
             self._unused.difference_update(fitting)
             self.left_out.append(path)
@@ -244,7 +244,7 @@ _SETS: Final = frozenset({set, frozenset})
 def _placeholder_in(value: Any) -> str | None:
     """The name of a placeholder that is a dict's key or in one, or in a set."""
     if isinstance(value, tuple | set | frozenset):
-        return next((found for item in value if (found := _placeholder_in(item)) is not None), None)
+        return next((name for item in value if (name := _placeholder_in(item)) is not None), None)
     if isinstance(value, Unstorable | AllowedGlobal):
         return value.name
     return type(value).__name__ if isinstance(value, Stored | Deferred) else None

@@ -152,9 +152,6 @@ class _SafeUnpickler:
     def memoize(self, number: int) -> None:
         self._memo[number] = self._stack[-1]
 
-    def memoize_next(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
-
     def recall(self, number: int) -> None:
         self._stack.append(self._memo[number])
 
@@ -228,16 +225,11 @@ class _SafeUnpickler:
         self.copy(sum(len(arg) for arg in args if type(arg) in _SIZED))
         self.push_new(maker.make(*args))
 
-    def make_with_names(self, args: Any, named: Any) -> None:
-        if not isinstance(self._stack[-1], UnknownObject) and named:
-            raise MalformedError("it creates an object with named arguments")
-        self.make(args)
-
     def build(self) -> None:
         state = self.pop()
         target = self._stack[-1]
         parts = state if type(state) is tuple else state.values() if type(state) is dict else ()
-        self.copy(sum(len(each) for each in (state, *parts) if type(each) in _SIZED))
+        self.copy(sum(len(part) for part in (state, *parts) if type(part) in _SIZED))
         if isinstance(target, UnknownObject):
             target.held.append(state)
         elif type(target) is OrderedDict:
@@ -304,7 +296,9 @@ def _pair(unpickler: _SafeUnpickler) -> list[Any]:
 
 def _named_args(unpickler: _SafeUnpickler) -> None:
     named, args = unpickler.pop(), unpickler.pop()
-    unpickler.make_with_names(args, named)
+    if named and not isinstance(unpickler._stack[-1], UnknownObject):
+        raise MalformedError("it creates an object with named arguments")
+    unpickler.make(args)
 
 
 def _stack_name(unpickler: _SafeUnpickler) -> None:
@@ -356,7 +350,7 @@ _TABLE: Final[Mapping[int, Callable[[_SafeUnpickler], None]]] = {
         "\x91": lambda m: m.push_new(frozenset(require_cheap_keys(m.pop_mark()))),
         "q": lambda m: m.memoize(m.number(_U1)),
         "r": lambda m: m.memoize(m.number(_U4)),
-        "\x94": _SafeUnpickler.memoize_next,
+        "\x94": lambda m: m.memoize(len(m._memo)),
         "h": lambda m: m.recall(m.number(_U1)),
         "j": lambda m: m.recall(m.number(_U4)),
         "c": lambda m: m.name(m.line(), m.line()),

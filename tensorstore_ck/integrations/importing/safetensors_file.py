@@ -37,11 +37,7 @@ def is_safetensors(file: MappedFile) -> bool:
 
 
 def load_safetensors(file: MappedFile) -> SafetensorsContent:
-    """Its tensors, mapped, in the order of their names.
-
-    Raises:
-        CorruptObjectError: it is damaged or inconsistent.
-    """
+    """Its tensors, mapped, in the order of their names. Raises `CorruptObjectError` if it is damaged or inconsistent."""
     with naming_file(file.path, KIND):
         header_bytes = int.from_bytes(file.data[:8], "little")
         if header_bytes > min(MAX_HEADER_BYTES, file.size - 8):
@@ -72,10 +68,10 @@ def parse_json(data: bytes, *, allow_constants: bool = False) -> Any:
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        fields = dict(pairs)
+        if len(fields) != len(pairs):
             raise MalformedError("its JSON has a duplicate key")
-        return found
+        return fields
 
     def no_constant(text: str) -> NoReturn:
         raise MalformedError(f"its JSON has {text}, which is not a number")

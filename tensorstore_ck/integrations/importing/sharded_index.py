@@ -3,9 +3,10 @@
 Like their own readers it imports everything in the files that the index names; unlike those it rejects an index that does not match them.
 """
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
@@ -17,33 +18,21 @@ SUFFIX: Final = ".index.json"
 KIND: Final = "index of a checkpoint"
 
 
-class IndexedContent(NamedTuple):
-    """The content of an index and its files."""
-
-    state: dict[Any, Any]
-    metadata: dict[str, str]
-    """Metadata entries that all files have in common."""
-    unknown: dict[str, str]
-    files: tuple[str, ...]
-    missing: tuple[str, ...]
-    """Files that the index names, and that do not exist."""
-
-
 def is_index(file: MappedFile) -> bool:
     """Whether it begins like a JSON object."""
     return bytes(file.data[:64]).lstrip()[:1] == b"{" and file.size <= MAX_HEADER_BYTES
 
 
-def load_indexed(files: Files, folder: Folder, index: MappedFile, known: PickleAllowlist) -> IndexedContent:
-    """The state in the files that an index names.
+def load_indexed(files: Files, folder: Folder, index: MappedFile, known: PickleAllowlist) -> FoundState:
+    """The state in the files that an index names, with the metadata that all of them have in common.
 
     Raises:
         CorruptObjectError: a file is damaged, or does not match the index; or none exists.
         InvalidNameError: the index names a file outside of its folder.
     """
     with naming_file(index.path, KIND):
-        found = parse_json(bytes(index.data))
-        files_of = found.get("weight_map") if type(found) is dict else None
+        document = parse_json(bytes(index.data))
+        files_of = document.get("weight_map") if type(document) is dict else None
         if type(files_of) is not dict or not files_of:
             raise MalformedError("it has no weight_map")
         names: dict[str, set[str]] = {}
@@ -69,7 +58,8 @@ def load_indexed(files: Files, folder: Folder, index: MappedFile, known: PickleA
                 raise MalformedError(f"two of its files have {printable(min(map(str, twice)))!r}")
             state.update(part)
             metadata = described if metadata is None else dict(metadata.items() & described.items())
-        return IndexedContent(state, dict(sorted((metadata or {}).items())), unknown, tuple(found_at), missing)
+        what, common = f"{len(found_at)} files with an index", dict(sorted((metadata or {}).items()))
+        return FoundState(what, state, common, unknown, files=tuple(found_at), missing=missing)
 
 
 def _load(files: Files, file: MappedFile, known: PickleAllowlist, unknown: dict[str, str]) -> tuple[dict[Any, Any], dict[str, str]]:

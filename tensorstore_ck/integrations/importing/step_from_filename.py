@@ -24,28 +24,28 @@ def step_in_name(name: str) -> int | None:
 def progress_in_names(names: Sequence[str]) -> dict[str, int]:
     """Name -> number of the iteration, epoch or checkpoint; empty if the numbers may be ranks."""
     for pattern in (_ITERATION, _EPOCH, _CHECKPOINT):
-        found = {name: number for name in names if not _OF_RANKS.search(name) and (number := _after(pattern, name)) is not None}
-        numbers = sorted(found.values())
+        progress = {name: number for name in names if not _OF_RANKS.search(name) and (number := _after(pattern, name)) is not None}
+        numbers = sorted(progress.values())
         may_be_ranks = pattern is _CHECKPOINT and numbers == list(range(min(numbers, default=0), len(numbers) + min(numbers, default=0)))
         if len(set(numbers)) > 1 and not may_be_ranks:
-            return found
+            return progress
     return {}
 
 
 def steps_of_names(names: Sequence[str]) -> dict[str, int | None]:
     """Name -> step, after a word such as "step" or "epoch", or as the only number that differs among the names."""
-    found: dict[str, int | None] = {}
+    steps: dict[str, int | None] = {}
     for name in names:
         numbers = [number for pattern in (_STEP, _ITERATION, _EPOCH, _CHECKPOINT) if (number := _after(pattern, name)) is not None]
-        found[name] = numbers[0] if numbers else None
-    rest = [name for name, step in found.items() if step is None]
-    found.update(_by_position(rest))
-    return found
+        steps[name] = numbers[0] if numbers else None
+    rest = [name for name, step in steps.items() if step is None]
+    steps.update(_by_position(rest))
+    return steps
 
 
 def _after(pattern: re.Pattern[str], name: str) -> int | None:
-    found = list(pattern.finditer(name))
-    return int(next(group for group in found[-1].groups() if group is not None)) if found else None
+    matches = list(pattern.finditer(name))
+    return int(next(group for group in matches[-1].groups() if group is not None)) if matches else None
 
 
 def _by_position(names: Sequence[str]) -> dict[str, int | None]:

@@ -207,10 +207,10 @@ class _StorageTypes:
         self._known = known
 
     def __call__(self, module: str, name: str) -> object:
-        found = self._known(module, name)
-        if not isinstance(found, StorageType):
+        kind = self._known(module, name)
+        if not isinstance(kind, StorageType):
             raise LookupError(name)
-        return found
+        return kind
 
 
 def _nothing(module: str, name: str) -> NoReturn:

@@ -17,12 +17,12 @@ STATE: Final = "trainer_state.json"
 ARGUMENTS: Final = "training_args.bin"
 SKIPPED_ARGUMENTS: Final = "the TrainingArguments, a pickled object; nothing in a checkpoint is run"
 POINTER: Final = "snapshot.json"
-"""In the folders that tensorstore_ck.hf.Trainer writes, which have no weights."""
+"""A file in the folders that tensorstore_ck.hf.Trainer writes, which have no weights."""
 _CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")
 
 
 class TrainerValues(NamedTuple):
-    """What its JSON says."""
+    """The values in its JSON."""
 
     state: dict[str, Any]
     step: int
@@ -30,11 +30,7 @@ class TrainerValues(NamedTuple):
 
 
 def read_trainer_state(files: Files, folder: Folder) -> TrainerValues:
-    """The content of ``trainer_state.json``.
-
-    Raises:
-        CorruptObjectError: it is damaged, or has no step.
-    """
+    """The content of ``trainer_state.json``. Raises `CorruptObjectError` if it is damaged, or has no step."""
     file = files.map(folder.join(STATE))
     with naming_file(file.path, "state of transformers' Trainer"):
         if file.size > MAX_HEADER_BYTES:
@@ -48,7 +44,7 @@ def read_trainer_state(files: Files, folder: Folder) -> TrainerValues:
 
 def read_model_files(files: Files, folder: Folder, names: Sequence[str]) -> dict[str, bytes]:
     """Configuration, generation configuration and tokenizer, by name."""
-    found = {}
+    small_files = {}
     for name in names:
         if is_model_file(name) and folder.has(name):
             file = files.map(folder.join(name))
@@ -57,12 +53,12 @@ def read_model_files(files: Files, folder: Folder, names: Sequence[str]) -> dict
                     f"{file.path} has {file.size:,} bytes, and at most {MAX_FILE_BYTES:,} are imported: move it elsewhere",
                     object_id=file.path,
                 )
-            found[name] = bytes(file.data)
+            small_files[name] = bytes(file.data)
             files.drop(file)
-    return found
+    return small_files
 
 
 def checkpoints_in(folder: Folder, names: Sequence[str]) -> Mapping[str, int]:
     """The Trainer's checkpoint folders in its ``output_dir`` -> their steps."""
-    found = {name: match for name in names if (match := _CHECKPOINT.fullmatch(name))}
-    return {name: int(match[1]) for name, match in found.items() if os.path.isfile(os.path.join(folder.path, name, STATE))}
+    folders = {name: match for name in names if (match := _CHECKPOINT.fullmatch(name))}
+    return {name: int(match[1]) for name, match in folders.items() if os.path.isfile(os.path.join(folder.path, name, STATE))}

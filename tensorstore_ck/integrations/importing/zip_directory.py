@@ -41,11 +41,7 @@ def is_archive(data: memoryview) -> bool:
 
 
 def read_archive(data: memoryview) -> dict[str, ZipRecord]:
-    """Name -> record, of the archive `data`.
-
-    Raises:
-        MalformedError: it is damaged, or torch did not write it.
-    """
+    """Name -> record, of the archive `data`. Raises `MalformedError` if it is damaged, or torch did not write it."""
     try:
         return _records(data)
     except (struct.error, UnicodeDecodeError) as exc:
@@ -54,7 +50,7 @@ def read_archive(data: memoryview) -> dict[str, ZipRecord]:
 
 def _records(data: memoryview) -> dict[str, ZipRecord]:
     count, start, stop = _directory(data)
-    found: dict[str, ZipRecord] = {}
+    records: dict[str, ZipRecord] = {}
     spans = []
     at = start
     for _ in range(count):
@@ -71,19 +67,19 @@ def _records(data: memoryview) -> dict[str, ZipRecord]:
         is_plain = not method and not flags & _ENCRYPTED
         if is_plain and size != stored:
             raise MalformedError(f"its record {printable(name)!r} has two sizes")
-        if name in found:
+        if name in records:
             raise MalformedError(f"it has the record {printable(name)!r} twice")
         begin = _local_end(data, local, name_size, start, (flags & _ENCRYPTED, method))
         if stored > start - begin:
             raise MalformedError(f"its record {printable(name)!r} claims {stored} bytes, where {start - begin} are left")
-        found[name] = ZipRecord(begin, stored, checksum, is_plain)
+        records[name] = ZipRecord(begin, stored, checksum, is_plain)
         spans.append((local, begin + stored))
     if at != stop:
         raise MalformedError("its zip directory does not end where it should")
     spans.sort()
     if any(here[1] > there[0] for here, there in pairwise(spans)):
         raise MalformedError("its records overlap")
-    return found
+    return records
 
 
 def _directory(data: memoryview) -> tuple[int, int, int]:

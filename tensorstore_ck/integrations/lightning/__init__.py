@@ -2,8 +2,6 @@
 
 snapshot_checkpoint.py   SnapshotCheckpoint and SnapshotMixin: a ModelCheckpoint that saves into a store
 snapshot_resume.py       loads snapshots, and restores what Lightning loses
-moments.py               when a user's trigger fires, and what it learns
-strategy_hooks.py        the places of a Strategy where a resume takes effect
 lightning_state.py       what a snapshot has of a Trainer, and the checkpoint dict that Lightning loads from it
 train_loaders.py         positions of training data loaders, which Lightning loses
 logged_values.py         logged values since the start of the epoch, which Lightning loses

@@ -57,7 +57,7 @@ def package_of(trainer: object) -> str:
     """`lightning.pytorch` or `pytorch_lightning`, which are separate packages with the same contents."""
     module = type(trainer).__module__
     name = next(
-        (name for name in ("lightning.pytorch", "pytorch_lightning") if any(_is_in(each, name) for each in type(trainer).__mro__)), ""
+        (name for name in ("lightning.pytorch", "pytorch_lightning") if any(_is_in(kind, name) for kind in type(trainer).__mro__)), ""
     )
     if not name:
         raise InvalidOptionError(f"{module}.{type(trainer).__qualname__} is not a Trainer of Lightning", object_id="trainer")
@@ -76,8 +76,8 @@ def require_supported(trainer: Any) -> None:
     changed = [*_changed(package, METHODS)]
     result = importlib.import_module(f"{package}.trainer.connectors.logger_connector.result")
     for name, fields in FIELDS.items():
-        found = getattr(result, name, None)
-        if not dataclasses.is_dataclass(found) or tuple(each.name for each in dataclasses.fields(found)) != fields:
+        kind = getattr(result, name, None)
+        if not dataclasses.is_dataclass(kind) or tuple(field.name for field in dataclasses.fields(kind)) != fields:
             changed.append(name)
     changed += missing_attributes(trainer, (f"{path}.{name}" for path, names in ATTRIBUTES.items() for name in names))
     PACKAGE.require_unchanged(version, changed)
@@ -86,7 +86,7 @@ def require_supported(trainer: Any) -> None:
 
 def require_supported_fabric(fabric: Any) -> None:
     """As `require_supported`, for a Fabric."""
-    package = next((each.__module__ for each in type(fabric).__mro__ if each.__name__ == "Fabric"), "").removesuffix(".fabric")
+    package = next((kind.__module__ for kind in type(fabric).__mro__ if kind.__name__ == "Fabric"), "").removesuffix(".fabric")
     if package not in ("lightning.fabric", "lightning_fabric"):
         raise InvalidOptionError(f"{type(fabric).__qualname__} is not a Fabric", object_id="fabric")
     version = _require_version(package.removesuffix(".fabric"))
@@ -109,7 +109,7 @@ def _changed(package: str, methods: Mapping[str, tuple[str, ...]]) -> Iterable[s
 
 
 def _require_strategy(strategy: object) -> None:
-    if not any(each.__name__ in STRATEGIES for each in type(strategy).__mro__):
+    if not any(kind.__name__ in STRATEGIES for kind in type(strategy).__mro__):
         kind = type(strategy).__name__
         instead = ": use ModelParallelStrategy, with fully_shard" if kind == "FSDPStrategy" else ""
         raise InvalidOptionError(f"states of {kind} cannot be saved into a store{instead}", object_id=kind)
@@ -117,7 +117,7 @@ def _require_strategy(strategy: object) -> None:
 
 def is_sharded(strategy: object) -> bool:
     """Whether ranks hold shards, which they save and restore in place."""
-    return any(each.__name__ == "ModelParallelStrategy" for each in type(strategy).__mro__)
+    return any(kind.__name__ == "ModelParallelStrategy" for kind in type(strategy).__mro__)
 
 
 def _is_in(kind: type, package: str) -> bool:

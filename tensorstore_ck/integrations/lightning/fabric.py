@@ -16,7 +16,7 @@ from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.integrations.lightning.compatibility import is_sharded, require_supported_fabric
 from tensorstore_ck.integrations.lightning.lightning_state import numbered, require_whole
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
-from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
@@ -65,7 +65,7 @@ def attach(
 
 
 class FabricSnapshots:
-    """What a Strategy of Fabric calls in place of its own methods."""
+    """The methods that a Strategy of Fabric calls in place of its own."""
 
     def __init__(self, strategy: Any, store: Store, ref: str, step: str | None, keep: Mapping[str, object] | None) -> None:
         self._strategy, self._store, self._ref, self._step, self._keep = strategy, store, ref, step, keep
@@ -109,14 +109,14 @@ class FabricSnapshots:
             )
             self._saved = objects
         self._values.clear()
-        self._values.update({name: each.state_dict() if is_stateful(each) else each for name, each in _others(state).items()})
+        self._values.update({name: held.state_dict() if is_stateful(held) else held for name, held in _others(state).items()})
         self._count += 1
         saved = self._checkpointer.step(self._step_of(state))
         if isinstance(saved, Snapshot) and self._strategy.is_global_zero:
             write_pointer(str(path), SnapshotPointer(self._store.url, saved.root))
 
     def _step_of(self, state: State) -> int:
-        key = self._step if self._step is not None else next((each for each in STEPS if type(state.get(each)) is int), None)
+        key = self._step if self._step is not None else next((key for key in STEPS if type(state.get(key)) is int), None)
         if key is not None and type(state.get(key)) is not int:
             raise InvalidOptionError(f"the state has no whole number {key!r}, which attach(step=) names", object_id=str(key))
         return self._count if key is None else int(state[key])
@@ -155,9 +155,9 @@ class FabricSnapshots:
         self._checkpointer, self._count = None, stored.snapshot.step or 0  # the next save may go back to an earlier step
         if not state:
             return _checkpoint(stored)
-        found = self._fill_sharded(state, stored, strict=strict) if sharded else _fill(state, _checkpoint(stored), strict=strict)
+        filled = self._fill_sharded(state, stored, strict=strict) if sharded else _fill(state, _checkpoint(stored), strict=strict)
         TrainingState().restore(self._store, stored.snapshot.root, group=self._group, parts=("generators",))
-        return found
+        return filled
 
     def _fill_sharded(self, state: State, stored: StoredTraining, *, strict: bool) -> State:
         """Restores the shards in place."""
@@ -177,36 +177,36 @@ def _fill(state: State, checkpoint: State, *, strict: bool, into: State | None =
     missing = [name for name in state if name not in checkpoint]
     if missing and strict:
         raise MismatchError(f"the snapshot has no {', '.join(map(repr, missing))}: it has {', '.join(checkpoint)}", object_id=missing[0])
-    for name, each in list(state.items()):
+    for name, held in list(state.items()):
         if name not in checkpoint:
             continue
         stored = checkpoint.pop(name)
-        if isinstance(each, nn.Module):
-            _module(each).load_state_dict(model_state.state_dict_of(_module(each), stored), strict=strict)
-        elif is_stateful(each):
-            each.load_state_dict(stored)
+        if isinstance(held, nn.Module):
+            _module(held).load_state_dict(model_state.state_dict_of(_module(held), stored), strict=strict)
+        elif is_stateful(held):
+            held.load_state_dict(stored)
         else:
             (state if into is None else into)[name] = stored
     return checkpoint
 
 
 def _checkpoint(stored: StoredTraining) -> State:
-    """What Fabric would have read from a file."""
-    optimizers = {name: numbered(each) for name, each in stored.shared.get("optimizer", {}).items()}
-    modules = {name: {**each, **stored.buffers.get(name, {})} for name, each in stored.shared.get("model", {}).items()}
+    """The dict that Fabric would have read from a file."""
+    optimizers = {name: numbered(states) for name, states in stored.shared.get("optimizer", {}).items()}
+    modules = {name: {**weights, **stored.buffers.get(name, {})} for name, weights in stored.shared.get("model", {}).items()}
     return {**modules, **optimizers, **stored.rank_values}
 
 
 def _objects(state: State) -> dict[str, dict[str, Any]]:
     """Modules and optimizers."""
     return {
-        "model": {name: _module(each) for name, each in state.items() if isinstance(each, nn.Module)},
-        "optimizer": {name: each for name, each in state.items() if isinstance(each, torch.optim.Optimizer)},
+        "model": {name: _module(held) for name, held in state.items() if isinstance(held, nn.Module)},
+        "optimizer": {name: held for name, held in state.items() if isinstance(held, torch.optim.Optimizer)},
     }
 
 
 def _others(state: State) -> State:
-    return {name: each for name, each in state.items() if not isinstance(each, nn.Module | torch.optim.Optimizer)}
+    return {name: held for name, held in state.items() if not isinstance(held, nn.Module | torch.optim.Optimizer)}
 
 
 def _module(module: nn.Module) -> nn.Module:

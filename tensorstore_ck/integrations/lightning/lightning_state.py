@@ -1,4 +1,4 @@
-"""What a snapshot has of a Trainer, and the checkpoint dict that Lightning loads from it.
+"""The state of a Trainer in a snapshot, and the checkpoint dict that Lightning loads from it.
 
 Weights and optimizers are stored by parameter name, as by every adapter, so that another strategy can restore them. What else Lightning
 dumps is each rank's own, and so is what it loses: positions of loaders and logged values. Generators are part of every `TrainingState`.
@@ -56,11 +56,7 @@ class TrainerValues:
 
 
 def require_storable(values: State) -> None:
-    """Checks values before the training begins.
-
-    Raises:
-        UnsupportedValueError: one cannot be stored.
-    """
+    """Checks values before the training begins. Raises `UnsupportedValueError` if one cannot be stored."""
     problems, _ = inspect_state(values)
     if problems:
         raise UnsupportedValueError(
@@ -89,7 +85,7 @@ def checkpoint_of(stored: StoredTraining, module: nn.Module | None) -> State:
         weights = {**stored.shared.get("model", {}), **stored.buffers}
         checkpoint[WEIGHTS] = model_state.state_dict_of(module, weights)
     if not values["weights_only"]:
-        checkpoint[OPTIMIZERS] = [numbered(each) for each in _in_order(stored.shared.get("optimizer", {}))]
+        checkpoint[OPTIMIZERS] = [numbered(states) for states in _in_order(stored.shared.get("optimizer", {}))]
     return checkpoint
 
 
@@ -124,7 +120,11 @@ def numbered(state: State) -> State:
         for name in group["params"]:
             numbers.setdefault(name, len(numbers))
         groups.append({**group, "params": [numbers[name] for name in group["params"]]})
-    return {**state, "state": {numbers.get(name, name): each for name, each in state.get("state", {}).items()}, "param_groups": groups}
+    return {
+        **state,
+        "state": {numbers.get(name, name): moments for name, moments in state.get("state", {}).items()},
+        "param_groups": groups,
+    }
 
 
 def _is_same(dumped: Any, own: Mapping[str, Any]) -> bool:
@@ -132,10 +132,10 @@ def _is_same(dumped: Any, own: Mapping[str, Any]) -> bool:
     if not isinstance(dumped, Mapping) or dumped.keys() != own.keys():
         return False
     return all(
-        each.shape == own[name].shape and each.dtype == own[name].dtype and each.data_ptr() == own[name].data_ptr()
-        if isinstance(each, Tensor) and isinstance(own[name], Tensor)
-        else each is own[name]
-        for name, each in dumped.items()
+        tensor.shape == own[name].shape and tensor.dtype == own[name].dtype and tensor.data_ptr() == own[name].data_ptr()
+        if isinstance(tensor, Tensor) and isinstance(own[name], Tensor)
+        else tensor is own[name]
+        for name, tensor in dumped.items()
     )
 
 

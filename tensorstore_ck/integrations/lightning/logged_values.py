@@ -15,16 +15,19 @@ STATES: Final = ("value", "cumulated_batch_size", "_forward_cache", "has_reset",
 
 
 def capture(trainer: Any) -> State:
-    """What `restore` needs."""
+    """The state that `restore` needs."""
     connector = trainer._logger_connector
     return {
         "newest": {name: dict(getattr(connector, name)) for name in NEWEST},
         "hook": connector._current_fx,
         "epoch": [
-            _logged(each) for each in trainer.fit_loop.epoch_loop._results.values() if each.is_tensor and each.meta.sync._group is None
+            _logged(result)
+            for result in trainer.fit_loop.epoch_loop._results.values()
+            if result.is_tensor and result.meta.sync._group is None
         ],
         "metrics": {
-            name: {"states": dict(each.metric_state), "updates": each._update_count} for name, each in _metrics(trainer.lightning_module)
+            name: {"states": dict(metric.metric_state), "updates": metric._update_count}
+            for name, metric in _metrics(trainer.lightning_module)
         },
     }
 
@@ -38,14 +41,14 @@ def restore(trainer: Any, stored: State, *, within_epoch: bool) -> None:
         return
     connector._first_loop_iter, connector._current_fx = False, stored["hook"]
     results = trainer.fit_loop.epoch_loop._results
-    for each in stored["epoch"]:
-        results[each["key"]] = _result(trainer, results, each)
+    for saved in stored["epoch"]:
+        results[saved["key"]] = _result(trainer, results, saved)
     metrics = dict(_metrics(trainer.lightning_module))
-    for name, each in stored["metrics"].items():
+    for name, saved in stored["metrics"].items():
         if name in metrics:
-            for attribute, value in each["states"].items():
+            for attribute, value in saved["states"].items():
                 setattr(metrics[name], attribute, _moved(value, metrics[name].device))
-            metrics[name]._update_count, metrics[name]._computed = each["updates"], None
+            metrics[name]._update_count, metrics[name]._computed = saved["updates"], None
 
 
 def _logged(result: Any) -> State:
@@ -76,9 +79,9 @@ def _metrics(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The torchmetrics in a module, by name."""
     from torchmetrics import Metric  # noqa: PLC0415 - a dependency of Lightning, loaded by it
 
-    return ((name, each) for name, each in module.named_modules() if isinstance(each, Metric))
+    return ((name, metric) for name, metric in module.named_modules() if isinstance(metric, Metric))
 
 
 def _moved(value: Any, device: Any) -> Any:
-    move: Callable[[Any], Any] = lambda each: each.to(device)  # noqa: E731
-    return [move(each) for each in value] if isinstance(value, list) else move(value)
+    move: Callable[[Any], Any] = lambda tensor: tensor.to(device)  # noqa: E731
+    return [move(item) for item in value] if isinstance(value, list) else move(value)

@@ -27,11 +27,7 @@ def write_pointer(path: str | os.PathLike[str], pointer: SnapshotPointer) -> Non
 
 
 def read_pointer(path: str | os.PathLike[str]) -> SnapshotPointer | None:
-    """What a file names; None if there is no file, or it is a checkpoint of Lightning.
-
-    Raises:
-        InputError: it is neither.
-    """
+    """The pointer in a file; None if there is no file, or it is a checkpoint of Lightning. Raises `InputError` if it is neither."""
     try:
         files, place = url_to_fs(str(path))
         if not files.isfile(place):

@@ -9,7 +9,7 @@ them after a resume. Such saves wait until these have ended. Saves between two b
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 from weakref import proxy
 
@@ -20,16 +20,59 @@ from torch import Tensor
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.integrations.lightning.compatibility import require_supported
 from tensorstore_ck.integrations.lightning.lightning_state import require_storable, training_state
-from tensorstore_ck.integrations.lightning.moments import FilesNamedFirst, epoch_of, newest_metrics
 from tensorstore_ck.integrations.lightning.pointer_files import FILES, read_pointer
 from tensorstore_ck.integrations.lightning.snapshot_resume import OpenedStore, SnapshotResume
-from tensorstore_ck.integrations.trainer.arguments import all_ranks
+from tensorstore_ck.integrations.trainer.attach import all_ranks
 from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
 from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.checkpointing import Checkpointer, Trigger
+from tensorstore_ck.training.checkpointing.triggers import DecidedTrigger, TriggerContext
+
+
+class FilesNamedFirst(Trigger):
+    """The user's trigger: ModelCheckpoint names files and notes the best before a save, since its notes are saved with the rest."""
+
+    def __init__(self, when: Trigger, asked: list[str], name_files: Callable[[], None]) -> None:
+        """`asked`: files for which ModelCheckpoint wants a save in any case."""
+        self._when, self._asked, self._name_files = when, asked, name_files
+        self._fired = False
+
+    def fires(self, moment: TriggerContext) -> bool:
+        """See `Trigger`."""
+        self._fired = self._when.fires(moment)
+        if self._fired and not self._asked:
+            self._name_files()
+        return self._fired or bool(self._asked)
+
+    def causes(self) -> Iterator[str]:
+        """See `Trigger`."""
+        return self._when.causes() if self._fired else iter(())
+
+    def saved(self, moment: TriggerContext) -> None:
+        """See `Trigger`."""
+        self._when.saved(moment)
+
+    def decided(self) -> Iterator[DecidedTrigger]:
+        """See `Trigger`."""
+        return self._when.decided()
+
+
+def newest_metrics(trainer: Any) -> dict[str, float]:
+    """The newest value of each metric that is one number."""
+    numbers = {name: value for name, value in trainer.callback_metrics.items() if isinstance(value, Tensor) and value.numel() == 1}
+    return {name: float(value) for name, value in numbers.items()}
+
+
+def epoch_of(trainer: Any) -> float:
+    """The number of epochs that have ended, with the part of the present one."""
+    progress, batches = trainer.fit_loop.epoch_progress.current, trainer.num_training_batches
+    is_within = progress.ready > progress.processed and batches not in (0, float("inf"))
+    share = trainer.fit_loop.epoch_loop.batch_progress.current.ready / batches if is_within else 0.0
+    return float(progress.processed) + min(share, 1.0)
+
 
 FIT: Final = "fit"
 
@@ -107,8 +150,8 @@ class SnapshotMixin:
         """
         require_supported(trainer)
         super().setup(trainer, pl_module, stage)  # type: ignore[misc]
-        others = [each for each in trainer.checkpoint_callbacks if isinstance(each, SnapshotMixin) and each is not self]
-        if any((each._store.url, each._ref) == (self._store.url, self._ref) for each in others):
+        others = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, SnapshotMixin) and callback is not self]
+        if any((callback._store.url, callback._ref) == (self._store.url, self._ref) for callback in others):
             raise InvalidOptionError(f"two callbacks save to {self._ref!r}: give each a ref of its own", object_id=self._ref)
         self._resume.install(trainer)
         if stage == FIT:
@@ -116,16 +159,16 @@ class SnapshotMixin:
             self._checkpointer = None
             self._waits = self._postponed = self._is_naming = False
             self._asked, self._step_seen = [], -1
-            for each in (pl_module, trainer.datamodule):
-                require_storable({"hyper_parameters": dict(each.hparams) if each is not None and each.hparams else {}})
+            for owner in (pl_module, trainer.datamodule):
+                require_storable({"hyper_parameters": dict(owner.hparams) if owner is not None and owner.hparams else {}})
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         """`ckpt_path="last"`: the newest snapshot of the ref; Lightning's own files while there is none."""
         newest = self._resume.point_to_newest()
         if newest is not None:
             return {newest}
-        found: set[str] = super()._find_last_checkpoints(trainer)  # type: ignore[misc]
-        return {path for path in found if read_pointer(path) is None}
+        paths: set[str] = super()._find_last_checkpoints(trainer)  # type: ignore[misc]
+        return {path for path in paths if read_pointer(path) is None}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """See ModelCheckpoint.
@@ -147,7 +190,7 @@ class SnapshotMixin:
             self._checkpointer.note_resumed(self._resume.loaded)
 
     def _policy(self) -> Mapping[str, object] | None:
-        """What `save_top_k` means for the ref."""
+        """The policy of the ref that does what `save_top_k` says."""
         native = self._native
         if self._keep is not None or native.save_top_k == -1 or (native.save_top_k == 0 and not native.save_last):
             return self._keep
@@ -270,7 +313,7 @@ class SnapshotMixin:
         if self._when is not None and not self._native._should_skip_saving_checkpoint(trainer):
             self._step(trainer, last=True)
         if self._checkpointer is not None:
-            self._checkpointer.close()
+            self._checkpointer.close(finished=not self._checkpointer.preempted)
             self._named.finish()
         group = all_ranks()
         if group is not None:

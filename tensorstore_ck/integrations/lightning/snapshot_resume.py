@@ -12,9 +12,8 @@ from tensorstore_ck.integrations.lightning import logged_values
 from tensorstore_ck.integrations.lightning.compatibility import is_sharded
 from tensorstore_ck.integrations.lightning.lightning_state import OWN, checkpoint_of, restore_sharded
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
-from tensorstore_ck.integrations.lightning.strategy_hooks import install, uninstall
 from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders, has_ended, require_replays
-from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
@@ -56,7 +55,7 @@ class OpenedStore:
 
 
 class SnapshotResume:
-    """Of one callback: from its store and ref."""
+    """The resume of one callback, from its store and ref."""
 
     def __init__(self, store: "OpenedStore", ref: str) -> None:
         self._opened, self._ref = store, ref
@@ -70,7 +69,7 @@ class SnapshotResume:
     def install(self, trainer: Any) -> None:
         """Takes part in what this Trainer's Strategy loads."""
         installed: list[SnapshotResume] = getattr(trainer.strategy, RESUMES, [])
-        if not any(each is self for each in installed):
+        if not any(resume is self for resume in installed):
             install(trainer.strategy, lambda path, native: self._load(trainer, path, native), lambda: self._before_training(trainer))
             setattr(trainer.strategy, RESUMES, [*installed, self])
 
@@ -105,18 +104,18 @@ class SnapshotResume:
 
     def _load(self, trainer: Any, path: str, load_natively: Callable[[], State]) -> State:
         """The checkpoint that Lightning loads from a path or an address."""
-        others: list[SnapshotResume] = [each for each in getattr(trainer.strategy, RESUMES) if each is not self]
-        if any(path in each._newest_pointers for each in others):
+        others: list[SnapshotResume] = [resume for resume in getattr(trainer.strategy, RESUMES) if resume is not self]
+        if any(path in other._newest_pointers for other in others):
             return load_natively()
         is_newest = path in self._newest_pointers
         pointer = None if is_newest else read_pointer(path)
-        if pointer is not None and pointer.store != self._store.url and any(pointer.store == each._store.url for each in others):
+        if pointer is not None and pointer.store != self._store.url and any(pointer.store == other._store.url for other in others):
             return load_natively()
         if is_newest:
-            found = self._load_from(trainer, self._ref)
+            loaded = self._load_from(trainer, self._ref)
             self._newest_pointers.discard(path)
             shutil.rmtree(Path(path).parent, ignore_errors=True)
-            return found
+            return loaded
         if pointer is not None:
             return self._load_from(trainer, pointer.address_in(self._store, path))
         if os.path.exists(path) or "://" in path:
@@ -124,12 +123,12 @@ class SnapshotResume:
         try:
             return self._load_from(trainer, path)
         except NotFoundError:
-            if any(each._store.url != self._store.url for each in others):
+            if any(other._store.url != self._store.url for other in others):
                 return load_natively()  # the next callback's store may have it
             raise
 
     def _load_from(self, trainer: Any, address: str) -> State:
-        """Of a branch: of its newest intact snapshot, on all ranks the same."""
+        """The state at an address. A branch means its newest intact snapshot, the same on all ranks."""
         search = ResumeSearch(
             self._store,
             address,
@@ -155,12 +154,12 @@ class SnapshotResume:
 
     def _read(self, trainer: Any, address: str) -> StoredTraining:
         parts: tuple[str, ...] = ("model", "optimizer") if trainer.state.fn == FITTING else ("model",)
-        found = read_training(self._store, address, group=all_ranks(), parts=() if is_sharded(trainer.strategy) else parts)
-        if OWN not in found.rank_values:
+        stored = read_training(self._store, address, group=all_ranks(), parts=() if is_sharded(trainer.strategy) else parts)
+        if OWN not in stored.rank_values:
             raise InvalidOptionError(
                 f"{address!r} was not saved by tensorstore_ck.lightning: restore it with TrainingState.restore", object_id=address
             )
-        return found
+        return stored
 
     # --- the loop goes on ---------------------------------------------------------------------------------------------
 
@@ -198,3 +197,29 @@ def _continue_epoch(loop: Any) -> None:
     """Goes on within an epoch, which a former `max_steps` may have ended."""
     for epochs in (loop.epoch_progress.current, loop.epoch_progress.total):
         epochs.processed = min(epochs.processed, max(0, epochs.ready - 1))
+
+
+Load = Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
+
+
+def install(strategy: Any, load: Load, before_training: Callable[[], None]) -> None:
+    """Makes a Strategy call these two; replaces methods of the object, not of its class.
+
+    `load` gets a path, and a function that lets Lightning load it. `before_training` is called after all hooks of its start.
+    """
+    load_natively, start = strategy.load_checkpoint, strategy.on_train_start
+
+    def load_checkpoint(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+        return load(str(checkpoint_path), lambda: load_natively(checkpoint_path, weights_only=weights_only))
+
+    def on_train_start() -> None:
+        start()
+        before_training()
+
+    strategy.load_checkpoint, strategy.on_train_start = load_checkpoint, on_train_start
+
+
+def uninstall(strategy: Any) -> None:
+    """Leaves the Strategy as it was."""
+    for name in ("load_checkpoint", "on_train_start"):
+        vars(strategy).pop(name, None)

@@ -2,7 +2,7 @@
 
 A loader's order depends on the random numbers that it draws when an iteration begins. A snapshot has the generators of that moment; after a
 resume the loader begins from them once more, the batches that were trained on are read and dropped, and the generators get their values
-back. That happens when the first batch is asked for: Lightning has told the sampler its epoch by then, but has not when it makes the
+back. That happens when the first batch is asked for: Lightning has set the epoch of the sampler by then, but has not when it makes the
 iterator. Loaders that save their own position (StatefulDataLoader) get it back from Lightning, but not always their order: with several
 ranks Lightning wraps their sampler in one that shows no state, so that a run that it resumes has another order: there they are treated as
 the others.
@@ -36,10 +36,10 @@ def require_replays(stored: list[State], fit_loop: State) -> None:
     """Keeps Lightning from loading positions into loaders that would have another order there, lack a batch, or are at their end."""
     epochs = fit_loop["epoch_progress"]["current"]
     is_ended = 0 < epochs["ready"] <= epochs["processed"] and fit_loop["epoch_loop.batch_progress"]["is_last_batch"]
-    if is_ended or any(each[GOES] is False or each["prefetched"] for each in stored):
+    if is_ended or any(position[GOES] is False or position["prefetched"] for position in stored):
         fit_loop["state_dict"].pop("combined_loader", None)
-        for each in stored:
-            each[GOES] = None
+        for position in stored:
+            position[GOES] = None
 
 
 def has_ended(loop: Any) -> bool:
@@ -127,28 +127,28 @@ class LoaderPosition:
         return begun
 
     def _generators(self) -> State:
-        """Of the process, and those that the loader and its samplers hold."""
-        return {"process": rng.get_process_states(), "own": [rng.get_state(each) for each in self._own_generators()]}
+        """The states of the process's generators, and of those that the loader and its samplers hold."""
+        return {"process": rng.get_process_states(), "own": [rng.get_state(generator) for generator in self._own_generators()]}
 
     def _set_generators(self, states: State) -> None:
         rng.set_process_states(states["process"], None)
-        for each, state in zip(self._own_generators(), states["own"], strict=False):
-            rng.set_state(each, state)
+        for generator, state in zip(self._own_generators(), states["own"], strict=False):
+            rng.set_state(generator, state)
 
     def _own_generators(self) -> list[torch.Generator]:
         """Also those below Lightning's wrapper of a sampler, which shows nothing of its state."""
-        found = [getattr(each, "generator", None) for each in self._samplers()]
-        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+        generators = [getattr(sampler, "generator", None) for sampler in self._samplers()]
+        return list({id(generator): generator for generator in generators if isinstance(generator, torch.Generator)}.values())
 
     def _samplers(self) -> Iterator[Any]:
         """The loader, and what its order comes from."""
         inner: list[Any] = [self._loader]
         while inner:
-            each = inner.pop()
-            yield each
-            inner += [below for name in SAMPLERS if (below := getattr(each, name, None)) is not None]
-            if _is_wrapper(each):
-                inner.append(each.dataset)
+            sampler = inner.pop()
+            yield sampler
+            inner += [below for name in SAMPLERS if (below := getattr(sampler, name, None)) is not None]
+            if _is_wrapper(sampler):
+                inner.append(sampler.dataset)
 
 
 def _is_wrapper(sampler: Any) -> bool:
@@ -182,12 +182,12 @@ class TrainLoaders:
 
     @classmethod
     def of(cls, trainer: Any) -> "TrainLoaders":
-        """Those of this Trainer."""
-        found: TrainLoaders | None = getattr(trainer.strategy, LOADERS, None)
-        if found is None:
-            found = cls(trainer)
-            setattr(trainer.strategy, LOADERS, found)
-        return found
+        """The loaders of this Trainer."""
+        loaders: TrainLoaders | None = getattr(trainer.strategy, LOADERS, None)
+        if loaders is None:
+            loaders = cls(trainer)
+            setattr(trainer.strategy, LOADERS, loaders)
+        return loaders
 
     def end(self) -> None:
         """Leaves the Strategy and the loaders as they were, since they may be pickled."""
@@ -213,25 +213,25 @@ class TrainLoaders:
         loop = self._trainer.fit_loop
         prefetched = len(getattr(loop._data_fetcher, "batches", ()))
         loaders = loop._combined_loader.flattened if loop._combined_loader is not None else ()
-        found = [getattr(loader, POSITION, None) for loader in loaders]
+        positions = [getattr(loader, POSITION, None) for loader in loaders]
         here = {"prefetched": prefetched, "ready": loop.epoch_loop.batch_progress.current.ready}
         nowhere = {"at_iteration": None, "at_first_batch": None, "at_fetch": None, "fetched": 0, "had_begun": False, GOES: None}
-        return [{**(nowhere if each is None else each.state()), **here} for each in found]
+        return [{**(nowhere if position is None else position.state()), **here} for position in positions]
 
     def generators(self) -> list[Any]:
         """The states of generators that loaders hold."""
         loop = self._trainer.fit_loop
         loaders = loop._combined_loader.flattened if loop._combined_loader is not None else ()
         positions = [getattr(loader, POSITION, None) for loader in loaders]
-        return [[] if each is None else [rng.get_state(one) for one in each._own_generators()] for each in positions]
+        return [[] if position is None else [rng.get_state(one) for one in position._own_generators()] for position in positions]
 
     def set_generators(self, states: list[Any]) -> None:
         """Restores them."""
         loaders = self._trainer.fit_loop._combined_loader.flattened
         for loader, own in zip(loaders, states, strict=False):
             position: LoaderPosition | None = getattr(loader, POSITION, None)
-            for each, state in zip([] if position is None else position._own_generators(), own, strict=False):
-                rng.set_state(each, state)
+            for generator, state in zip([] if position is None else position._own_generators(), own, strict=False):
+                rng.set_state(generator, state)
 
     def _positioned(self, loader: Any) -> Any:
         if not self._trainer.training or not isinstance(loader, DataLoader):

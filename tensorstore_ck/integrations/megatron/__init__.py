@@ -5,7 +5,6 @@ registered_strategies.py  0.16: the backend "tsck" among the strategies of Megat
 redirected_calls.py       0.17 and newer, without a registry: Megatron's own functions, for folders that name snapshots
 save_strategy.py   saves a sharded state dict as one snapshot of all ranks, now or by Megatron's `AsyncRequest`
 load_strategy.py   loads from the snapshot that a folder names: sharded tensors and objects, the common state, and what there is
-local_resume.py    whether a job that resumed from a local checkpoint may go on with a ref
 snapshot_folder.py the folder that names a snapshot
 sharded_state.py   a sharded state dict as a state of the store: boxes of named tensors
 stored_state.py    an opened snapshot by Megatron's keys

@@ -33,7 +33,7 @@ USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
         ("async_fn", "async_fn_args", "finalize_fns", "async_fn_kwargs", "preload_fn", "is_frozen", "call_idx"),
     ),
 )
-"""What is called or made here, or calls what is here -> the parameters that it must have."""
+"""Functions and classes of Megatron that this package calls or overrides -> the parameters that they must have."""
 
 
 def request_class(async_strategy: str) -> Any:
@@ -42,14 +42,7 @@ def request_class(async_strategy: str) -> Any:
 
 
 def require_supported(used: Iterable[tuple[Callable[..., Any], tuple[str, ...]]]) -> None:
-    """Checks the installed Megatron-core.
-
-    Args:
-        used: As `USED`: more of it, which this version has.
-
-    Raises:
-        MissingExtraError: its version is not supported, or a name that is used has changed.
-    """
+    """Raises `MissingExtraError` if Megatron-core's version is not supported, or a name in `USED` or `used` has changed."""
     require_supported_version()
     PACKAGE.require_unchanged(megatron.core.__version__, changed_functions((*USED, *used)), module="megatron.core")
 

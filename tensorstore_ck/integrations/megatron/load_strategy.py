@@ -10,7 +10,7 @@ from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.integrations.megatron.compatibility import LoadBase
 from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, other_backend, version_of
 from tensorstore_ck.integrations.megatron.stored_state import StoredState
-from tensorstore_ck.integrations.trainer.pointer_folders import POINTER, read_pointer
+from tensorstore_ck.integrations.trainer.pointers import POINTER, read_pointer
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.store import Store
@@ -32,7 +32,7 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """True: no file is needed besides the snapshot."""
+        """True: the snapshot needs no other file."""
         return True
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
@@ -63,9 +63,9 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
         """
         stored = self.open(checkpoint_dir)
         wanted = list(nested_values(sharded_state_dict))
-        stored.load_objects([each for each in wanted if isinstance(each, ShardedObject)])
-        stored.load_tensors([each for each in wanted if isinstance(each, ShardedTensor)])
-        return dict_list_map_outplace(lambda each: each.data, sharded_state_dict)
+        stored.load_objects([item for item in wanted if isinstance(item, ShardedObject)])
+        stored.load_tensors([item for item in wanted if isinstance(item, ShardedTensor)])
+        return dict_list_map_outplace(lambda item: item.data, sharded_state_dict)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         """Key -> the whole tensor, without data."""
@@ -94,7 +94,7 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
                 f"{path} is missing: no snapshot was published for this folder; resume from an earlier one", object_id=path
             )
         try:
-            found = resolve(log_of(self._store).newest_view(), pointer.address_in(self._store, path))
+            resolved = resolve(log_of(self._store).newest_view(), pointer.address_in(self._store, path))
         except NotFoundError as exc:
             if pointer.store == self._store.url:
                 why = "is not there: a policy or a person dropped it; resume from another one"
@@ -103,12 +103,12 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
             raise UnpublishedError(
                 f"{path} names the snapshot {pointer.address[:16]} of {pointer.store}, which {why}", object_id=path
             ) from exc
-        refuse_marked(Snapshot.from_info(found.info), path, "resume from an earlier one")
-        root = found.info.root.hex()
+        refuse_marked(Snapshot.from_info(resolved.info), path, "resume from an earlier one")
+        root = resolved.info.root.hex()
         if self._opened is None or self._opened[0] != root:
-            content = open_content(self._store, found.info, position=position_among_ranks())
+            content = open_content(self._store, resolved.info, position=position_among_ranks())
             self._opened = root, StoredState(content, f"the snapshot that {path} names")
-        note_restored(self._store, found)
+        note_restored(self._store, resolved)
         return self._opened[1]
 
 

@@ -10,7 +10,7 @@ from tensorstore_ck.integrations.megatron.safe_types import register_safe_types
 from tensorstore_ck.integrations.megatron.save_strategy import SaveStrategy
 from tensorstore_ck.integrations.megatron.snapshot_folder import write_folder
 from tensorstore_ck.integrations.megatron.version import has_registry
-from tensorstore_ck.integrations.trainer.arguments import opened
+from tensorstore_ck.integrations.trainer.attach import opened
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
 
@@ -21,12 +21,12 @@ else:
 
 
 class Strategies(NamedTuple):
-    """What `register` has added; `close`, or the end of a with statement, waits for saves and closes the store."""
+    """The strategies that `register` has added; `close`, or the end of a with statement, waits for saves and closes the store."""
 
     save: SaveStrategy
     """For ``dist_checkpointing.save(..., sharded_strategy=)``; in Megatron-core 0.16 ``("tsck", 1)`` means the same."""
     load: LoadStrategy
-    """What ``dist_checkpointing.load`` takes for a folder that `save` wrote."""
+    """The strategy that ``dist_checkpointing.load`` takes for a folder that `save` wrote."""
     store: Store
     ref: str
 

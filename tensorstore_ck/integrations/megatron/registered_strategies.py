@@ -7,13 +7,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
-from megatron.core.dist_checkpointing.strategies.base import (
-    LoadCommonStrategy,
-    SaveCommonStrategy,
-    StrategyAction,
-    get_default_strategy,
-    register_default_strategy,
-)
+from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 
 from tensorstore_ck.integrations.megatron.load_strategy import LoadStrategy
@@ -39,80 +33,36 @@ USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
 """See `compatibility.USED`."""
 
 
-class CommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
+class CommonSaveStrategy(TorchCommonSaveStrategy):  # type: ignore[misc]
     """Saves the common state as Megatron does, for any backend; but a checkpoint of another backend in the folder ends before that.
 
     Else a death in the middle of a save to its folder would leave its tensors together with another common state.
     """
 
-    def __init__(self, stock: SaveCommonStrategy) -> None:
-        super().__init__(stock.backend, stock.version)
-        self.stock = stock
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """As Megatron's own."""
-        return bool(self.stock.can_handle_sharded_objects)
-
     def save_common(self, common_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Writes ``common.pt`` on the first rank."""
         if dist.get_rank() == 0:
             end_other_checkpoint(checkpoint_dir)
-        self.stock.save_common(common_state_dict, checkpoint_dir)
-
-    def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """As Megatron's own."""
-        self.stock.save_sharded_objects(sharded_objects_state_dict, checkpoint_dir)
+        super().save_common(common_state_dict, checkpoint_dir)
 
 
-class CommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
+class CommonLoadStrategy(TorchCommonLoadStrategy):  # type: ignore[misc]
     """Loads the common state from the snapshot; that of a folder which another strategy wrote, as Megatron does."""
 
-    def __init__(self, sharded: LoadStrategy, stock: LoadCommonStrategy) -> None:
+    def __init__(self, sharded: LoadStrategy) -> None:
+        super().__init__()
         self._sharded = sharded
-        self.stock = stock
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """As Megatron's own."""
-        return bool(self.stock.can_handle_sharded_objects)
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """As Megatron's own."""
-        self.stock.check_backend_compatibility(loaded_backend)
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """As Megatron's own."""
-        self.stock.check_version_compatibility(loaded_version)
 
     def load_common(self, checkpoint_dir: str | Path) -> Any:
-        """The common state.
-
-        Raises:
-            UnpublishedError: the folder names no snapshot that can be loaded.
-        """
+        """The common state. Raises `UnpublishedError` if the folder names no snapshot that can be loaded."""
         if other_backend(checkpoint_dir):
-            return self.stock.load_common(checkpoint_dir)
+            return super().load_common(checkpoint_dir)
         return self._sharded.open(checkpoint_dir).common()
-
-    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        """As Megatron's own."""
-        return self.stock.load_sharded_objects(sharded_objects_state_dict, checkpoint_dir)
-
-    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> Any:
-        """As Megatron's own."""
-        return self.stock.load_sharded_metadata(checkpoint_dir)
 
 
 def route_to_store(save: SaveStrategy, load: LoadStrategy) -> None:
     """Registers the strategies; a second call replaces those of the first."""
     register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, save)
     register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, load)
-    register_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1, CommonLoadStrategy(load, _stock(StrategyAction.LOAD_COMMON)))
-    register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, CommonSaveStrategy(_stock(StrategyAction.SAVE_COMMON)))
-
-
-def _stock(action: StrategyAction) -> Any:
-    """Megatron's own strategy, also at a second `register`."""
-    found: Any = get_default_strategy(action, "torch", 1)
-    return found.stock if isinstance(found, CommonLoadStrategy | CommonSaveStrategy) else found
+    register_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1, CommonLoadStrategy(load))
+    register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, CommonSaveStrategy("torch", 1))

@@ -14,8 +14,8 @@ from tensorstore_ck.state import register_type
 
 def register_safe_types() -> None:
     """Lets the states of this process hold them. May be called again."""
-    for each in (listed for listed in SAFE_GLOBALS if isinstance(listed, type) and issubclass(listed, Enum)):
-        register_type(each, f"megatron.{each.__name__}", lambda member: member.name, partial(type(each).__getitem__, each))
+    for kind in (listed for listed in SAFE_GLOBALS if isinstance(listed, type) and issubclass(listed, Enum)):
+        register_type(kind, f"megatron.{kind.__name__}", lambda member: member.name, partial(type(kind).__getitem__, kind))
     register_type(OptimizerConfig, "megatron.OptimizerConfig", _attributes, _with_attributes(OptimizerConfig))
     register_type(BytesIO, "io.BytesIO", BytesIO.getvalue, BytesIO)
 

@@ -20,19 +20,27 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from tensorstore_ck.common.ids import Digest
-from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.errors import StoreError, UnsupportedValueError
 from tensorstore_ck.integrations.megatron.compatibility import SaveBase, request_class
-from tensorstore_ck.integrations.megatron.local_resume import head_before_local_checkpoint
 from tensorstore_ck.integrations.megatron.sharded_state import state_of
-from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, end_other_checkpoint, name_snapshot
+from tensorstore_ck.integrations.megatron.snapshot_folder import (
+    BACKEND,
+    VERSION,
+    end_other_checkpoint,
+    latest_folder,
+    name_snapshot,
+    other_backend,
+)
 from tensorstore_ck.integrations.megatron.version import has_registry, keeps_common_state_as_object
 from tensorstore_ck.integrations.megatron_layout import COMMON, COMMON_OBJECT
+from tensorstore_ck.integrations.trainer.pointers import read_pointer
+from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import one_line
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.session.save.ranks import UnpreparedState
 from tensorstore_ck.store import Store
-from tensorstore_ck.store.internals import continue_ref, knows_ref
+from tensorstore_ck.store.internals import continue_ref, knows_ref, log_of
 from tensorstore_ck.training.rank_group import ask_first_rank
 
 _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
@@ -50,7 +58,7 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """True: no file is needed besides the snapshot."""
+        """True: the snapshot needs no other file."""
         return True
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
@@ -100,7 +108,7 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
         return {"state": state, "ref": self._ref, "step": None if number is None else int(number[1]), "group": dist.group.WORLD}
 
     def _continue_ref(self, checkpoint_dir: Path, state: dict[str, Any] | UnpreparedState) -> None:
-        """At the first save: see `local_resume`. The first rank decides."""
+        """At the first save: see `head_before_local_checkpoint`. The first rank decides."""
 
         def head() -> bytes:
             if knows_ref(self._store, self._ref) or isinstance(state, UnpreparedState):
@@ -168,3 +176,31 @@ def wait_until_unlocked(path: str) -> None:
     """Waits in another process for a save; in the process that saves it returns at once."""
     with suppress(FileNotFoundError), Path(path).open("r+b") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
+
+
+def head_before_local_checkpoint(store: Store, ref: str, parent: Path, common_state: Any) -> Digest | None:
+    """The root of the ref's head, if the job's local checkpoint came after it; None: the ref is not the job's to move.
+
+    Megatron-LM keeps its arguments in the common state: the folder that the job loads from, and the iteration that it began with, which is
+    0 in a new job and in one that only takes the weights. The head must be what the newest folder there names, which Megatron-LM would
+    have loaded, were there no local checkpoint. So a job that was given up for dead does not move the ref of its successor, whose saves
+    came after.
+
+    `parent`: the folder of the checkpoint folder that the job saves to. `common_state`: that of the save.
+    """
+    arguments = common_state.get("args") if isinstance(common_state, dict) else None
+    load, began_with = getattr(arguments, "load", None), getattr(arguments, "iteration", None)
+    if not (isinstance(load, str) and isinstance(began_with, int) and os.path.realpath(load) == os.path.realpath(parent)):
+        return None
+    latest = latest_folder(parent)
+    if latest is None or other_backend(latest):
+        return None
+    try:
+        pointer = read_pointer(latest)
+        if pointer is None:
+            return None
+        resolved = resolve(log_of(store).newest_view(), pointer.address_in(store, str(latest)))
+    except StoreError:
+        return None  # the save meets the same, and says so
+    is_head = resolved.branch == ref and resolved.info.root == resolved.branch_root
+    return resolved.info.root if is_head and resolved.info.step is not None and resolved.info.step <= began_with else None

@@ -10,18 +10,17 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 
 from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import ConflictError
-from tensorstore_ck.integrations.trainer.arguments import all_ranks
-from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer, write_pointer
-from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer.attach import all_ranks
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, read_pointer, write_pointer
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.resume_search import ResumeSearch
 
 BACKEND: Final = "tsck"
-"""In the ``metadata.json`` of a folder."""
+"""The name of the backend in the ``metadata.json`` of a folder."""
 VERSION: Final = 1
 _DCP_METADATA: Final = ".metadata"
-"""Of a checkpoint that torch's DCP has written."""
+"""The metadata file of a checkpoint that torch's DCP has written."""
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """Megatron-LM's file that names the iteration to load."""
 
@@ -42,7 +41,7 @@ def is_of_store(folder: str | Path) -> bool:
 
 
 def version_of(folder: str | Path) -> int:
-    """Of the form of a folder that names a snapshot; `VERSION` where nothing says it."""
+    """The version of the form of a folder that names a snapshot; `VERSION` if no file says it."""
     config = _config_of(folder)
     return VERSION if config is None else int(config.sharded_backend_version)
 
@@ -74,7 +73,7 @@ def name_snapshot(store: Store, folder: Path, root: str) -> None:
 
 
 def _unnamed_backend(folder: Path) -> str | None:
-    """Of Megatron-LM's formats torch_dcp and fsdp_dtensor, which have no ``metadata.json``."""
+    """The backend of Megatron-LM's formats torch_dcp and fsdp_dtensor, which have no ``metadata.json``."""
     return "torch's DCP" if has_dcp_metadata(folder) and not (folder / CONFIG_FNAME).exists() else None
 
 

@@ -23,7 +23,7 @@ _CPU: Final = torch.device("cpu")
 
 
 class NotAsStoredError(MismatchError, CheckpointingException):  # type: ignore[misc]
-    """What is to be loaded does not fit the snapshot."""
+    """The state to load does not fit the snapshot."""
 
 
 class StoredState:
@@ -47,13 +47,13 @@ class StoredState:
 
     def tensors(self) -> dict[str, ShardedTensor]:
         """Key -> the whole tensor, without data."""
-        found = {}
+        tensors = {}
         for key, leaf in self._children.items():
             if isinstance(leaf, Leaf) and leaf.kind == "tensor" and not is_object_key(key):
                 form = form_of(self._content.layout, leaf)
                 empty = torch.empty(form.shape, dtype=form.dtype, device="meta")  # type: ignore[arg-type]
-                found[key] = ShardedTensor.from_rank_offsets(key, empty).without_data()
-        return found
+                tensors[key] = ShardedTensor.from_rank_offsets(key, empty).without_data()
+        return tensors
 
     def objects(self) -> dict[str, ShardedObject]:
         """Unique key -> the object, without data."""
@@ -61,20 +61,16 @@ class StoredState:
         return {key: ShardedObject.empty_from_unique_key(key) for key in (*self._children, *common) if is_object_key(key)}
 
     def load_objects(self, wanted: Sequence[ShardedObject]) -> None:
-        """Gives each object its stored data.
-
-        Raises:
-            NotAsStoredError: one of them is not stored.
-        """
-        keys = {each.unique_key: each.unique_key for each in wanted}
+        """Gives each object its stored data. Raises `NotAsStoredError` if one of them is not stored."""
+        keys = {item.unique_key: item.unique_key for item in wanted}
         if COMMON_OBJECT in keys and COMMON_OBJECT not in self._children:
             keys[COMMON_OBJECT] = COMMON
         for key in keys.values():
             if key not in self._children:
                 raise NotAsStoredError(f"{self._name} has no object {key!r}", object_id=key)
         values = self._values(dict.fromkeys(keys.values()))
-        for each in wanted:
-            each.data = values[keys[each.unique_key]]
+        for item in wanted:
+            item.data = values[keys[item.unique_key]]
 
     def load_tensors(self, wanted: Iterable[ShardedTensor]) -> None:
         """Fills the data of each tensor with its box of the stored tensor; where that does not reach, with zeros.
@@ -83,15 +79,15 @@ class StoredState:
             NotAsStoredError: a tensor is not stored, or has another shape than the stored one and may not have.
         """
         boxes = []
-        for each in wanted:
-            leaf = self._leaf(each)
+        for tensor in wanted:
+            leaf = self._leaf(tensor)
             stored = form_of(self._content.layout, leaf)
-            if each.data is None:
-                each.init_data(_CPU)
-            target = with_prepended_axes(each)
-            if stored.shape != tuple(each.global_shape):
+            if tensor.data is None:
+                tensor.init_data(_CPU)
+            target = with_prepended_axes(tensor)
+            if stored.shape != tuple(tensor.global_shape):
                 target.zero_()
-            starts = tuple(each.global_offset)
+            starts = tuple(tensor.global_offset)
             sizes = tuple(max(0, min(size, whole - at)) for size, whole, at in zip(target.shape, stored.shape, starts, strict=True))
             if 0 not in sizes:
                 assert isinstance(stored.dtype, torch.dtype)
@@ -112,7 +108,7 @@ class StoredState:
 
     def _values(self, keys: Iterable[str]) -> Mapping[str, Any]:
         trees = {key: self._children[key] for key in keys}
-        wanted = [each for tree in trees.values() for each in require_buildable(tree, self._content)]
+        wanted = [leaf for tree in trees.values() for leaf in require_buildable(tree, self._content)]
         fresh = TensorAllocator(self._content.layout, wanted, _CPU)
         self._content.read(dict(fresh.targets))
         return {key: build(tree, self._content, fresh.get) for key, tree in trees.items()}

@@ -2,8 +2,6 @@
 
 checkpoint_manager.py  LocalCheckpointManager: in place of NVRx's manager of that name
 rank_store.py          one rank's store on a disk of its host: save, load and delete local checkpoints
-state_dict_types.py    the tensor-aware state dicts that can be stored
-compatibility.py       versions of NVRx, and the names that are used
 """
 
 from tensorstore_ck.common.extras import missing_extra

@@ -1,13 +1,15 @@
 """`LocalCheckpointManager`: NVRx's manager of local checkpoints, which keeps them in a store instead of pickled files.
 
-NVRx decides what is complete on all ranks, replicates and retrieves. Its own manager loads pickles, renames files that are not durable yet,
-and fails where one file is damaged, although another rank has a replica.
+NVRx decides which checkpoints are complete on all ranks, replicates them and retrieves them. Its own manager loads pickles,
+renames files that are not durable yet, and fails where one file is damaged, although another rank has a replica.
 """
 
 import os
 import warnings
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path, PurePath
-from typing import Final
+from typing import Any, Final
 
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import BaseCheckpointManager, CheckpointingException, CkptID
@@ -15,8 +17,35 @@ from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import Ex
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import NoReplicasAvailableError, ReplicationStrategy
 
 from tensorstore_ck.errors import DamageError, InvalidOptionError, NotFoundError, StoreError
-from tensorstore_ck.integrations.nvrx.compatibility import require_supported
 from tensorstore_ck.integrations.nvrx.rank_store import RankStore
+from tensorstore_ck.integrations.trainer.versions import Package, changed_functions
+
+PACKAGE: Final = Package("NVRx", "nvidia-resiliency-ext", (0, 4), (0, 8), "nvidia-resiliency-ext>=0.4.1,<=0.7.0")
+ABSTRACT: Final = frozenset({"_cleanup", "_cleanup_failed_save", "_load", "_my_ckpt_ids", "_save"})
+"""The methods that a manager must define."""
+USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
+    (BaseCheckpointManager, ("session_id", "repl_strategy")),
+    (BaseCheckpointManager.find_latest, ("self",)),
+    (BaseCheckpointManager.load, ("self",)),
+    (BaseCheckpointManager.save, ("self", "state_dict", "iteration", "is_async")),
+    (BaseCheckpointManager._ckpt_id, ("self", "iteration")),
+    (BaseCheckpointManager._load_fn, ("self", "ckpt_id")),
+    (ReplicationStrategy.retrieve_plan, ("self", "globally_available_ids", "wanted")),
+    (ExchangePlan.required_ids, ("self", "rank")),
+    (GroupWrapper.all_gather_object, ("self", "my_obj")),
+)
+"""Functions of NVRx that this module calls or overrides -> the parameters that they must have."""
+
+
+def require_supported() -> None:
+    """Checks the installed NVRx. Raises `MissingExtraError` if its version is not supported, or a name that is used has changed."""
+    installed = version("nvidia-resiliency-ext")
+    PACKAGE.require_version(installed)
+    changed = [*changed_functions(USED)]
+    if BaseCheckpointManager.__abstractmethods__ != ABSTRACT:
+        changed.append(BaseCheckpointManager.__qualname__)
+    PACKAGE.require_unchanged(installed, changed)
+
 
 _NONE: Final = -1
 """NVRx's iteration for "there is none"."""
@@ -27,7 +56,7 @@ class LocalCheckpointUnavailableError(NotFoundError, CheckpointingException):  #
 
 
 class LocalCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
-    """In place of NVRx's `LocalCheckpointManager`, with its arguments; `save`, `find_latest` and `load` keep their meaning::
+    """Replaces NVRx's `LocalCheckpointManager`, with its arguments; `save`, `find_latest` and `load` keep their meaning::
 
         manager = tsck.nvrx.LocalCheckpointManager("/nvme/local", repl_strategy=LazyCliqueReplicationStrategy(8, 2))
 
@@ -85,8 +114,8 @@ class LocalCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         iteration: int = self.find_latest()  # what it found before
         wanted: CkptID = self._ckpt_id(iteration)
         while True:
-            found, plan, problem = self._read(wanted)
-            problems = [each for each in GroupWrapper().all_gather_object(problem) if each is not None]
+            held, plan, problem = self._read(wanted)
+            problems = [reported for reported in GroupWrapper().all_gather_object(problem) if reported is not None]
             if not problems:
                 break
             self.latest_iteration = _NONE
@@ -99,17 +128,17 @@ class LocalCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                     object_id=str(self.local_ckpt_dir),
                 )
         if plan is None:
-            return found[wanted], wanted
-        return self.repl_strategy.retrieve_execute(plan, found)[wanted], wanted
+            return held[wanted], wanted
+        return self.repl_strategy.retrieve_execute(plan, held)[wanted], wanted
 
     def _read(self, wanted: CkptID) -> tuple[dict[CkptID, TensorAwareStateDict], ExchangePlan | None, tuple[bool, str] | None]:
-        """What this rank needs of its store, for itself or to send it; the plan of the exchange; whether it is damaged, and the reason."""
+        """The parts of its store that this rank needs, or sends; the plan of the exchange; whether it is damaged, and the reason."""
         plan: ExchangePlan | None = None
         try:
             if self.repl_strategy is not None:
                 plan = self.repl_strategy.retrieve_plan(self.globally_available_ids, [wanted])
             needed = [wanted] if plan is None else sorted(plan.required_ids())
-            return {each: self._load_fn(each) for each in needed}, plan, None
+            return {ckpt_id: self._load_fn(ckpt_id) for ckpt_id in needed}, plan, None
         except (StoreError, NoReplicasAvailableError) as exc:
             return {}, plan, (isinstance(exc, DamageError), f"rank {self.rank}: {exc}")
 

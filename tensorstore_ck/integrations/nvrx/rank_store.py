@@ -4,24 +4,27 @@ Each checkpoint is a branch, ``iteration-N/rank-R``, with one snapshot. The stor
 spawned process and deletes in a thread. Its cache and its notes are in the same folder, so that they are lost together with it.
 """
 
+import importlib
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
+from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
     CheckpointingException,
     CkptID,
     SameMachineReplicationException,
 )
 
-from tensorstore_ck.errors import ConflictError, DamageError
+from tensorstore_ck.errors import ConflictError, CorruptObjectError, DamageError, MissingExtraError
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.integrations.nvrx.state_dict_types import register_state_dict_types
+from tensorstore_ck.state import register_type
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
 
@@ -95,12 +98,12 @@ class RankStore:
     def delete(self, *, iteration: int | None = None, before: int | None = None) -> None:
         """Deletes the checkpoints of `iteration`, or all of earlier iterations than `before`, and frees their space at once."""
         with self._open() as store:
-            found = [each for each in self._ids(store) if each[0] == iteration or (before is not None and each[0] < before)]
-            _delete(store, [_name(number, rank) for number, rank, _ in found])
+            ckpt_ids = [ckpt_id for ckpt_id in self._ids(store) if ckpt_id[0] == iteration or (before is not None and ckpt_id[0] < before)]
+            _delete(store, [_name(number, rank) for number, rank, _ in ckpt_ids])
 
     def _ids(self, store: Store) -> list[CkptID]:
-        found = (_NAME.fullmatch(name) for name in store.branches())
-        return [(int(each[1]), int(each[2]), self._session_id) for each in found if each is not None]
+        matches = (_NAME.fullmatch(name) for name in store.branches())
+        return [(int(match[1]), int(match[2]), self._session_id) for match in matches if match is not None]
 
     def _open(self) -> Store:
         return open_store(self.folder / "store", create=True, cache_dir=self.folder / "cache", state_dir=self.folder / "state")
@@ -115,3 +118,38 @@ def _delete(store: Store, names: Iterable[str]) -> None:
         _logger.info("Deleting the local checkpoint %s in %s", name, store.url)
         store.forget(name)
     store.gc(_FREE_AT_ONCE)
+
+
+_MEGATRON: Final = "megatron.core.dist_checkpointing."
+_MEGATRON_TYPES: Final = (
+    ("MCoreTensorAwareStateDict", f"{_MEGATRON}tensor_aware_state_dict"),
+    ("ShardedObject", f"{_MEGATRON}mapping"),
+    ("ShardedTensor", f"{_MEGATRON}mapping"),
+)
+
+
+def register_state_dict_types() -> None:
+    """Lets the states of this process hold them; if Megatron-core is imported, its own, with what they hold. May be called again."""
+    _register_attributes(BasicTensorAwareStateDict, "nvrx.BasicTensorAwareStateDict")
+    if "megatron.core" not in sys.modules:
+        return
+    try:
+        from tensorstore_ck.integrations.megatron.safe_types import register_safe_types  # noqa: PLC0415 - it needs Megatron-core
+    except MissingExtraError:  # another version of it: a save says that its state dict cannot be stored
+        return
+    register_safe_types()
+    for name, module in _MEGATRON_TYPES:  # Megatron imports its state dict when it first saves one: a resumed job has not done so
+        _register_attributes(getattr(importlib.import_module(module), name), f"megatron.{name}")
+
+
+def _register_attributes(cls: type[Any], name: str) -> None:
+    """Stores the attributes of a class. As pickle does, a load does not call `__init__`."""
+
+    def from_state(state: Any) -> Any:
+        if not (isinstance(state, dict) and all(isinstance(key, str) for key in state)):
+            raise CorruptObjectError(f"a stored {name} has no attributes; run `tsck fsck`", object_id=name)
+        made = object.__new__(cls)
+        made.__dict__.update(state)
+        return made
+
+    register_type(cls, name, lambda value: dict(vars(value)), from_state)

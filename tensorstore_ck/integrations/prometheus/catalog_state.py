@@ -1,4 +1,4 @@
-"""What the catalog knows of each store and branch. What has not changed since the last reading is not read again."""
+"""The catalog's facts on each store and branch. Reads again only what has changed since the last reading."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, Table, and_, func, select
 
 from tensorstore_ck.catalog.last_runs import last_runs
-from tensorstore_ck.catalog.save_intervals import usual_interval
+from tensorstore_ck.catalog.save_intervals import finished_refs, usual_interval
 from tensorstore_ck.catalog.schema import gc_runs, jobs, pins, quotas, refs, snapshots, stores, tags
 from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.run_outcome import RunOutcome
@@ -23,6 +23,8 @@ class RefState:
     last_save_ns: int
     interval_ns: int | None
     """Usually between two saves; None: too few saves."""
+    is_finished: bool
+    """No save is expected: see `Store.finish`."""
     duration_ns: int | None
     """How long the newest save took; None: its log entry does not say so."""
     logical_bytes: int
@@ -88,21 +90,22 @@ def _read_store(connection: Connection, row: "Row[Any]", before: Mapping[str, Re
 
 def _read_refs(connection: Connection, store_id: int, before: Mapping[str, RefState]) -> dict[str, RefState]:
     saved = and_(jobs.c.store_id == refs.c.store_id, jobs.c.ref == refs.c.name)
-    found = {}
+    states, finished = {}, finished_refs(connection)
     for row in connection.execute(select(jobs, refs.c.step.label("head_step")).join(refs, saved).where(refs.c.store_id == store_id)):
         known = before.get(row.ref)
         unchanged = known is not None and known.saves == row.puts
-        found[row.ref] = RefState(
+        states[row.ref] = RefState(
             ref=row.ref,
             head_step=row.head_step,
             saves=row.puts,
             last_save_ns=row.last_time_ns,
             interval_ns=known.interval_ns if known is not None and unchanged else usual_interval(connection, store_id, row.ref),
+            is_finished=(store_id, row.ref) in finished,
             duration_ns=known.duration_ns if known is not None and unchanged else _newest_duration(connection, store_id, row.ref),
             logical_bytes=row.logical_bytes,
             new_bytes=row.new_bytes,
         )
-    return found
+    return states
 
 
 def _newest_duration(connection: Connection, store_id: int, ref: str) -> int | None:

@@ -1,4 +1,4 @@
-"""What the exporter knows -> metrics. A scrape reads nothing: neither a store nor the catalog."""
+"""The exporter's facts -> metrics. A scrape reads nothing: neither a store nor the catalog."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ OUTCOMES: Final = (OK, FINDINGS, REFUSED, FAILED)
 OTHER: Final = "other"
 """An outcome that this build does not know: it may be any text, and each would be a series of its own."""
 MAX_SERIES: Final = 1000
-"""Branches of a store that have metrics, those that were saved to last, and quotas: whoever saves names them."""
+"""The most branches of a store that have metrics (those with the newest saves), and the most quotas. Users choose their names."""
 
 
 @dataclass(slots=True)
@@ -56,8 +56,8 @@ class StoreCollector:
         own = {watched.synced.uuid: watched for watched in reversed(self._watched)}
         shown: dict[str, tuple[StoreState, int | None]] = {}
         for state in self._readings.states.values():  # the one that was synced last, of several that were at one URL
-            its = own.get(state.uuid)
-            shown[state.url if its is None else its.url] = state, None if its is None else its.read_ns
+            own_store = own.get(state.uuid)
+            shown[state.url if own_store is None else own_store.url] = state, None if own_store is None else own_store.read_ns
         for url, (state, read_ns) in shown.items():
             _add_state(families, state, label(url), read_ns)
         return families.all()
@@ -94,15 +94,15 @@ def _add_state(families: Families, state: StoreState, store: str, read_ns: int |
         families.add(of.QUOTA_USED, quota.used_bytes, store, glob)
         families.add(of.QUOTA_WARN, quota.warn_bytes, store, glob)
         families.add(of.QUOTA_REFUSE, quota.refuse_bytes, store, glob)
-    for each in nlargest(MAX_SERIES, state.refs.values(), key=lambda each: each.last_save_ns):
-        ref = label(each.ref)
-        families.add(of.LAST_SAVE, _seconds(each.last_save_ns), store, ref)
-        families.add(of.SAVE_SECONDS, _seconds(each.duration_ns), store, ref)
-        families.add(of.SAVE_INTERVAL, _seconds(each.interval_ns), store, ref)
-        families.add(of.HEAD_STEP, each.head_step, store, ref)
-        families.add(of.SAVES, each.saves, store, ref)
-        families.add(of.LOGICAL_BYTES, each.logical_bytes, store, ref)
-        families.add(of.NEW_BYTES, each.new_bytes, store, ref)
+    for branch in nlargest(MAX_SERIES, state.refs.values(), key=lambda branch: branch.last_save_ns):
+        ref = label(branch.ref)
+        families.add(of.LAST_SAVE, _seconds(branch.last_save_ns), store, ref)
+        families.add(of.SAVE_SECONDS, _seconds(branch.duration_ns), store, ref)
+        families.add(of.SAVE_INTERVAL, None if branch.is_finished else _seconds(branch.interval_ns), store, ref)
+        families.add(of.HEAD_STEP, branch.head_step, store, ref)
+        families.add(of.SAVES, branch.saves, store, ref)
+        families.add(of.LOGICAL_BYTES, branch.logical_bytes, store, ref)
+        families.add(of.NEW_BYTES, branch.new_bytes, store, ref)
 
 
 def _add_runs(families: Families, state: StoreState, store: str) -> None:

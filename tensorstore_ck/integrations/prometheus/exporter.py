@@ -22,7 +22,7 @@ from tensorstore_ck.integrations.prometheus.watched_store import WatchedStore
 INTERVAL_SECONDS: Final = 30.0
 MEASURE_SECONDS: Final = 3600.0
 CLOSE_SECONDS: Final = 5.0
-"""How long `Exporter.close` waits for what is being read; a dead store may hang longer."""
+"""How long `Exporter.close` waits for reads in progress; a read of an unreachable store may hang longer."""
 _TURN_SECONDS: Final = 600.0
 """A measurement waits this long for that of another store: one at a time needs less memory, but one may hang."""
 
@@ -116,7 +116,7 @@ class Exporter:
         thread = Helper(work, "tsck exporter")
         with self._beginning:
             thread.start()
-            self._threads = [*(each for each in self._threads if each[0].is_alive()), (thread, watched)]
+            self._threads = [*(begun for begun in self._threads if begun[0].is_alive()), (thread, watched)]
         return thread
 
     def _watch(self, watched: WatchedStore) -> None:
@@ -145,15 +145,15 @@ class Exporter:
                 self._turn.release()
 
     def _try_catalog(self) -> None:
-        said = ""
+        problem = ""
         try:
             self._read_catalog()
         except Exception as exc:  # whatever fails here, the exporter goes on and counts it
             self._readings.catalog_errors += 1
-            said = f"the catalog cannot be read now: {exc}"
-            if said != self._said:
-                _logger.warning("%s", said, exc_info=None if isinstance(exc, StoreError) else exc)
-        self._said = said
+            problem = f"the catalog cannot be read now: {exc}"
+            if problem != self._said:
+                _logger.warning("%s", problem, exc_info=None if isinstance(exc, StoreError) else exc)
+        self._said = problem
 
     def _read_catalog(self) -> None:
         with self._reading:

@@ -55,7 +55,9 @@ LAST_SAVE: Final = Kind("tsck_last_save_timestamp_seconds", "When the branch was
 SAVE_SECONDS: Final = Kind(
     "tsck_last_save_duration_seconds", "How long the last save to the branch took, from its begin until it was published", _REF
 )
-SAVE_INTERVAL: Final = Kind("tsck_save_interval_seconds", "Median time between the last 50 saves to the branch", _REF)
+SAVE_INTERVAL: Final = Kind(
+    "tsck_save_interval_seconds", "Median time between the last 50 saves to the branch; absent when its run has finished", _REF
+)
 HEAD_STEP: Final = Kind("tsck_head_step", "Step of the snapshot that the branch is at", _REF)
 SAVES: Final = Kind("tsck_saves_total", "Saves to the branch", _REF)
 LOGICAL_BYTES: Final = Kind("tsck_logical_bytes", "Full size of the branch's newest save", _REF)

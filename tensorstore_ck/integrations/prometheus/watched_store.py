@@ -25,7 +25,7 @@ class Measured:
     by_state: Mapping[str, int]
     unreferenced_bytes: int
     freeable_bytes: int
-    """What gc frees now."""
+    """The bytes that gc frees now."""
     time_ns: int
     seconds: float
 
@@ -62,7 +62,7 @@ class WatchedStore:
         return self._is_read and (since is None or self._monotonic() - since <= self._overdue_seconds)
 
     def refresh(self) -> None:
-        """Reads what is new in the log into the catalog; an error is counted, and reported unless it is the same as before."""
+        """Reads new log entries into the catalog. Counts an error, and reports it unless it is the same as before."""
         self._running_since = begun = self._monotonic()
         error: Exception | None
         try:
@@ -100,7 +100,7 @@ class WatchedStore:
         self._report("be measured", error)
 
     def _report(self, work: str, error: Exception | None) -> None:
-        said = "" if error is None else f"{self.url} cannot {work} now: {error}"
-        if said and said != self._said.get(work):
-            _logger.warning("%s", one_line(redacted(said)), exc_info=None if isinstance(error, StoreError) else error)
-        self._said[work] = said
+        message = "" if error is None else f"{self.url} cannot {work} now: {error}"
+        if message and message != self._said.get(work):
+            _logger.warning("%s", one_line(redacted(message)), exc_info=None if isinstance(error, StoreError) else error)
+        self._said[work] = message

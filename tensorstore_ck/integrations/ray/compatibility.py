@@ -1,4 +1,4 @@
-"""The versions of Ray that are supported, and what is used of its private and alpha names."""
+"""The supported versions of Ray, and the private and alpha names that this package uses."""
 
 from typing import Any, Final
 
@@ -32,24 +32,20 @@ def num_to_keep() -> int | None:
             object_id="ray",
         ) from exc
     try:
-        found: int | None = context.train_run_context.run_config.checkpoint_config.num_to_keep
+        limit: int | None = context.train_run_context.run_config.checkpoint_config.num_to_keep
     except AttributeError as exc:
         raise _changed(exc.name) from exc
-    return found
+    return limit
 
 
 def reported_checkpoints() -> list[Any]:
-    """What Ray keeps, without waiting for the newest reports.
-
-    Raises:
-        MissingExtraError: an alpha name is not what it was.
-    """
+    """The checkpoints that Ray keeps, without waiting for the newest reports. Raises `MissingExtraError` if an alpha name has changed."""
     try:
         from ray.train import CheckpointConsistencyMode, get_all_reported_checkpoints  # noqa: PLC0415 - alpha names
     except ImportError as exc:
         raise _changed(exc.name) from exc
-    found: list[Any] = get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED, timeout_s=0)
-    return found
+    reported: list[Any] = get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED, timeout_s=0)
+    return reported
 
 
 def _changed(name: str | None) -> MissingExtraError:

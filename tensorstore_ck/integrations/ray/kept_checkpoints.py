@@ -11,7 +11,7 @@ from ray.train import Checkpoint
 
 from tensorstore_ck.errors import NotFoundError, StoreError
 from tensorstore_ck.integrations.ray.compatibility import reported_checkpoints
-from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
+from tensorstore_ck.integrations.trainer.pointers import read_pointer
 from tensorstore_ck.store import Store
 
 
@@ -31,7 +31,7 @@ def follow_ray(store: Store, ref: str) -> None:
     list, and not in the list, is one that Ray has deleted, or never took since the worker died; a younger one may be on its way.
     """
     reported = reported_checkpoints()
-    listed = {PurePath(each.checkpoint.path).name: each.checkpoint for each in reported}
+    listed = {PurePath(report.checkpoint.path).name: report.checkpoint for report in reported}
     if not listed:
         return
     owner = _owner(PurePath(reported[0].checkpoint.path))

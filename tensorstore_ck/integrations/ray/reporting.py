@@ -17,8 +17,7 @@ import torch.distributed as dist
 from tensorstore_ck.errors import InputError, InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations.ray.compatibility import num_to_keep
 from tensorstore_ck.integrations.ray.kept_checkpoints import follow_ray, pin_reported
-from tensorstore_ck.integrations.trainer.pointer_folders import POINTER, read_pointer, write_pointer
-from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, address_through_ref
+from tensorstore_ck.integrations.trainer.pointers import POINTER, SnapshotPointer, address_through_ref, read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer.saves import Always
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
@@ -31,17 +30,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 UNPINNED: Final = 2
-"""The policy of the ref keeps so many: the newest snapshot is pinned when Ray has its folder."""
+"""How many snapshots the policy of the ref keeps: the newest one is pinned when Ray has its folder."""
 OPTIONS: Final = ("checkpoint_dir_name", "validation")
 DROPPED: Final = 4
 """The store frees dropped snapshots when there are at least this many."""
 
 
 def report(metrics: Mapping[str, Any], state: object, *, store: Store, ref: str, step: int, **options: Any) -> Snapshot:
-    """In place of `ray.train.report`, on all workers: saves a snapshot of `state`, and reports a checkpoint that names it.
+    """Replaces `ray.train.report`, on all workers: saves a snapshot of `state`, and reports a checkpoint that names it.
 
     With `CheckpointConfig.num_to_keep`, the snapshots of all checkpoints that Ray has are pinned, and unpinned at a report after Ray has
-    deleted them; a ref without a policy gets one that drops what is not pinned. What it drops is freed while the run goes on.
+    deleted them; a ref without a policy gets one that drops snapshots without a pin. gc frees them while the run continues.
 
     Args:
         metrics: As for `ray.train.report`; the first worker's numbers are stored with the snapshot.
@@ -107,7 +106,7 @@ def restore(state: object, *, store: Store, ref: str) -> Snapshot | None:
         ref: The branch.
 
     Returns:
-        The snapshot, whose `step` tells where to continue; None: there is none yet.
+        The snapshot, whose `step` is where to continue; None: there is none yet.
 
     Raises:
         InputError: the checkpoint that Ray has was not reported by `report`.
@@ -129,26 +128,26 @@ def restore(state: object, *, store: Store, ref: str) -> Snapshot | None:
             return _restore_named(pointer.address, state, store, ref, group)
         except (*DAMAGES, NotFoundError) as exc:
             skipped = f"the snapshot {pointer.address[:16]} that Ray's checkpoint names was skipped: {exc}"
-    found = Checkpointer(store, state, ref=ref, when=Always(), asynchronous=False, group=group).resume()
-    if found is None and checkpoint is not None:
+    newest = Checkpointer(store, state, ref=ref, when=Always(), asynchronous=False, group=group).resume()
+    if newest is None and checkpoint is not None:
         raise NotFoundError(
             f"{ref!r} in {store.url} has no snapshots, and Ray has a checkpoint, {checkpoint.path}, that names one: open the store that "
             "it was reported from",
             object_id=ref,
         )
-    if found is not None and skipped:
-        warnings.warn(f"{skipped}; resuming from {found.ref}@{found.step} instead", stacklevel=2)
-    return found
+    if newest is not None and skipped:
+        warnings.warn(f"{skipped}; resuming from {newest.ref}@{newest.step} instead", stacklevel=2)
+    return newest
 
 
 def _restore_named(root: str, state: object, store: Store, ref: str, group: "ProcessGroup | None") -> Snapshot:
     def name() -> bytes:
         if ref not in store.branches():
             return root.encode()
-        found = store.resolve(root)
-        address = address_through_ref(store, found, ref)  # so that the next save may follow it
-        if address == found.root:
-            raise NotFoundError(f"{ref} has another snapshot of step {found.step} by now", object_id=root)
+        snapshot = store.resolve(root)
+        address = address_through_ref(store, snapshot, ref)  # so that the next save may follow it
+        if address == snapshot.root:
+            raise NotFoundError(f"{ref} has another snapshot of step {snapshot.step} by now", object_id=root)
         return address.encode()
 
     address = ask_first_rank(store, group, f"the address of {root}", name).decode()
@@ -179,13 +178,13 @@ def _numbers(metrics: Mapping[str, Any], store: Store, group: "ProcessGroup | No
     """The metrics of the first worker, as in Ray."""
 
     def numbers() -> bytes:
-        return json.dumps({name: float(each) for name, each in metrics.items() if isinstance(each, int | float)}).encode()
+        return json.dumps({name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}).encode()
 
     return dict(json.loads(ask_first_rank(store, group, "the metrics of the first worker", numbers)))
 
 
 def _free_dropped(store: Store, ref: str) -> None:
-    if sum(each.ref == ref for each in store.forgotten()) < DROPPED:
+    if sum(removal.ref == ref for removal in store.forgotten()) < DROPPED:
         return
     try:
         store.free_dropped(ref)

@@ -20,9 +20,8 @@ from torchtitan.tools.logging import logger
 
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.titan.weights import weights_of
-from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
-from tensorstore_ck.integrations.trainer.futures import future_of
-from tensorstore_ck.integrations.trainer.saves import new_checkpointer
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
+from tensorstore_ck.integrations.trainer.saves import future_of, new_checkpointer
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.training import TrainingState
@@ -34,7 +33,7 @@ from tensorstore_ck.training.state_sides import PARTS
 IN_STORE: Final = "tsck://"
 """`initial_load_path` of a snapshot in the store: ``tsck://runs/base@1000``."""
 _NOTE: Final = "torchtitan"
-"""In a snapshot's metadata: what it holds."""
+"""The key of a snapshot's metadata under which its kind is: weights only, or all."""
 _WEIGHTS_ONLY: Final = {"weights_only": True}
 
 
@@ -129,10 +128,10 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
         return all_ranks(also_one=True)
 
     def _training(self, *, restores: bool = False) -> TrainingState:
-        """What is saved. `restores`: for a restore, without what is excluded."""
+        """The state to save; with `restores`, the state to restore, without excluded parts."""
         optimizers, own = self.states[OPTIMIZER], {TRAIN_STATE: self.states.get(TRAIN_STATE)}
         is_container = isinstance(optimizers, Iterable)
-        others = {key: each for key, each in self.states.items() if key not in {MODEL, TRAIN_STATE} and each is not None}
+        others = {key: held for key, held in self.states.items() if key not in {MODEL, TRAIN_STATE} and held is not None}
         if is_container:
             del others[OPTIMIZER]
         if restores:
@@ -146,7 +145,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             model=weights_of(self._parts),
             optimizer=trained[0] if len(trained) == 1 else trained or None,
             extra=others,
-            rank_values={key: each for key, each in own.items() if each is not None},
+            rank_values={key: held for key, held in own.items() if held is not None},
         )
 
     # --- save ---------------------------------------------------------------------------------------------------------
@@ -163,7 +162,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             saved = self._checkpointer.step(curr_step)
             self.save_future = future_of(saved) if isinstance(saved, PendingSnapshot) else None
             if last_step:
-                self._finish_saves()
+                self._finish_saves(finished=True)
             return saved is not None
 
     def _save_weights(self, step: int) -> bool:
@@ -182,11 +181,11 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
         options: dict[str, Any] = {"group": self._group, "keep": keep, "asynchronous": asynchronous}
         return new_checkpointer(self._store, state, self._ref, argument="checkpoint.load_step, or leave it out,", **options)
 
-    def _finish_saves(self) -> None:
+    def _finish_saves(self, *, finished: bool = False) -> None:
         self.save_future = None
         if self._checkpointer is not None:
             checkpointer, self._checkpointer = self._checkpointer, None
-            checkpointer.close()
+            checkpointer.close(finished=finished)
 
     def _wait_for_saving(self) -> None:
         self.save_future = None
@@ -218,11 +217,11 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
         advice = "set checkpoint.load_step to an earlier step, or to that of {} to accept it"
         search = ResumeSearch(self._store, address, self._group, advice=advice)
         ended = ""
-        while (found := self._next_address(search, ended)) is not None:
+        while (candidate := self._next_address(search, ended)) is not None:
             try:
-                saved_step, is_weights_only = self._describe(found)
+                saved_step, is_weights_only = self._describe(candidate)
                 if not is_weights_only or saved_step == 0:
-                    self._restore(found, weights_only=saved_step == 0)
+                    self._restore(candidate, weights_only=saved_step == 0)
                     return True
             except StoreError as exc:
                 search.note_failure(exc)
@@ -258,15 +257,15 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
         return step, is_weights_only
 
     def _ask(self, title: str, look: Callable[[], Any]) -> Any:
-        """What the first rank sees."""
+        """The first rank's result of `look`."""
         return json.loads(ask_first_rank(self._store, self._group, title, lambda: json.dumps(look()).encode()))
 
     def _restore(self, address: str, *, weights_only: bool) -> None:
         logger.info(f"Loading {address} from {self._store.url}.")
         excluded = {"optimizer"} & set(self.exclude_from_loading)
         parts = ["model"] if weights_only else [part for part in PARTS if part not in excluded]
-        found = self._training(restores=True).restore(self._store, address, group=self._group, parts=parts)
-        if found is None:
+        restored = self._training(restores=True).restore(self._store, address, group=self._group, parts=parts)
+        if restored is None:
             raise NotFoundError(f"there is no snapshot {address!r} in {self._store.url}", object_id=address)
         if not weights_only:
             self._lend_generator()
@@ -278,7 +277,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             loader.generator, self._lent = torch.Generator(), loader
 
     def _load_initial(self, step: int) -> bool:
-        """What torchtitan loads while it has no checkpoint; or a snapshot of another run."""
+        """Loads what torchtitan loads while it has no checkpoint, or a snapshot of another run."""
         path = self.initial_load_path
         if step != -1 or not (path and path.startswith(IN_STORE)):
             loaded: bool = super()._load(step)

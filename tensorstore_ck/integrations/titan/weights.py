@@ -13,11 +13,9 @@ from tensorstore_ck.training.parameter_names import walk
 
 
 def weights_of(parts: Sequence[nn.Module], dtype: torch.dtype | None = None) -> nn.Module:
-    """A module that has the parameters and buffers of `parts`, and none of their hooks.
+    """A module that has the parameters and buffers of `parts`, the models or stages of this rank, and none of their hooks.
 
-    Args:
-        parts: The models, or the stages of a pipeline on this rank.
-        dtype: Floating-point ones are copied into it; None: they are those of `parts`, also if a buffer is replaced later.
+    With a `dtype`, floating-point ones are copied into it; without, they are those of `parts`, also if a buffer is replaced later.
     """
     weights = nn.Module()
     copies: dict[int, nn.Parameter] = {}  # tied parameters stay tied

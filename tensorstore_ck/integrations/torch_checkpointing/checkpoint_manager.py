@@ -19,9 +19,9 @@ import torch
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.torch_checkpointing import rank_items
 from tensorstore_ck.integrations.torch_checkpointing.item_specs import ItemSpecs, UnfitItemsError, require_id
-from tensorstore_ck.integrations.trainer.arguments import all_ranks, opened
-from tensorstore_ck.integrations.trainer.futures import future_of
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.pointers import address_through_ref
+from tensorstore_ck.integrations.trainer.saves import future_of
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
@@ -57,7 +57,7 @@ class ClosedManagerError(InvalidOptionError, RuntimeError):
 
 
 class CheckpointManager:
-    """In place of `torch_checkpointing.CheckpointManager`::
+    """Replaces `torch_checkpointing.CheckpointManager`::
 
         manager = tsck.CheckpointManager(store="./ckpt", ref="runs/gpt")
         manager.load("step_1000", into={"model": model.state_dict(), "step": 0})
@@ -156,12 +156,12 @@ class CheckpointManager:
         return future_of(self._pending)
 
     def _sides(self, checkpoint_id: str, checkpoint: Mapping[str, Any], group: "ProcessGroup | None") -> tuple[Any, Any, int | None]:
-        """What all ranks have in common, and this rank's own; a failure here is raised on all ranks. With the step."""
+        """The items that all ranks have in common, and this rank's own, with the step. A failure here is raised on all ranks."""
 
         def step() -> int | None:
             number, head = _NUMBER.search(checkpoint_id), self._store.branches().get(self._ref)
-            found = None if number is None else int(number[1])
-            return None if found is None or (head is not None and found < (head.step or 0)) else found
+            wanted = None if number is None else int(number[1])
+            return None if wanted is None or (head is not None and wanted < (head.step or 0)) else wanted
 
         def prepare() -> tuple[rank_items.Leaves, Any]:
             self._specs.require_fitting(checkpoint)
@@ -228,12 +228,7 @@ class CheckpointManager:
     ) -> tuple[str, Mapping[str, Any]] | None:
         """Loads the newest checkpoint that is neither marked nor damaged, as `load` does; a warning names each one that is skipped.
 
-        torch_checkpointing has no such method: its users look for folders.
-
-        Args:
-            into: See `load`.
-            map_location: See `load`.
-            strict: See `load`.
+        torch_checkpointing has no such method: its users look for folders. The arguments are those of `load`.
 
         Returns:
             The checkpoint's id, on all ranks the same, and the loaded items; None: there is none yet.
@@ -269,7 +264,7 @@ class CheckpointManager:
         return str(self._note(root).get("id", root))
 
     def _begin_load(self, into: Mapping[str, Any] | None, map_location: object) -> Mapping[str, Any]:
-        """What to load into, once the previous save has ended."""
+        """The target of a load, once the previous save has ended."""
         self._require_open("load")
         self._finish_pending()
         if not (map_location is None or isinstance(map_location, str | torch.device)):
@@ -281,8 +276,8 @@ class CheckpointManager:
 
     def _restore(self, address: str, checkpoint_id: str, into: Mapping[str, Any], map_location: Any, *, strict: bool) -> Mapping[str, Any]:
         read = partial(self._read, checkpoint_id, into, strict, "cpu" if map_location is None else map_location)
-        found: Mapping[str, Any] = self._store.restoring(address, read, group=self._group, timeout_seconds=self._timeout_seconds)[0]
-        return found
+        loaded: Mapping[str, Any] = self._store.restoring(address, read, group=self._group, timeout_seconds=self._timeout_seconds)[0]
+        return loaded
 
     def _address_of(self, checkpoint_id: str) -> str:
         """Where the newest checkpoint with this id is; through the ref, if possible, so that the next save may follow it."""
@@ -307,14 +302,14 @@ class CheckpointManager:
         note = self._store.metadata(root).get(NOTE)
         return note if isinstance(note, dict) else {}
 
-    def _read(self, checkpoint_id: str, into: Mapping[str, Any], strict: bool, device: Any, found: Restoring) -> dict[str, Any]:
+    def _read(self, checkpoint_id: str, into: Mapping[str, Any], strict: bool, device: Any, restoring: Restoring) -> dict[str, Any]:
         """Loads into `into`, which can fail on one rank alone."""
         self._specs.require_fitting(into)
-        own = self._own(checkpoint_id, into, found)
-        target, report, stored = {**into}, LoadReport(), found.lazy()
+        own = self._own(checkpoint_id, into, restoring)
+        target, report, stored = {**into}, LoadReport(), restoring.lazy()
         shared = {name.partition(".")[0] for name in (*stored.names(), *stored.state_values)}
         left = rank_items.without(target, own)
-        restored = found.checkout(into=left, strict=False, report=report, device=device) if left else {}
+        restored = restoring.checkout(into=left, strict=False, report=report, device=device) if left else {}
         for key in target:
             if key not in shared and not any(path[0] == key for path in own) and any(_is_below(name, key) for name in report.missing):
                 raise NoSuchCheckpointError(f"checkpoint {checkpoint_id!r} has no item {key!r}", object_id=key)
@@ -326,13 +321,13 @@ class CheckpointManager:
             warnings.warn(f"checkpoint {checkpoint_id!r} lacks keys, which stay as they are: {report.missing}", LoadWarning, stacklevel=2)
         return dict(rank_items.put_back(target, restored, own))
 
-    def _own(self, checkpoint_id: str, into: Mapping[str, Any], found: Restoring) -> rank_items.Leaves:
+    def _own(self, checkpoint_id: str, into: Mapping[str, Any], restoring: Restoring) -> rank_items.Leaves:
         """This rank's own leaves, of those that are wanted."""
-        ranks = self._note(found.info.root.hex()).get("ranks", 1)
+        ranks = self._note(restoring.info.root.hex()).get("ranks", 1)
         if ranks == 1:
             return {}
-        rank = 0 if found.group is None else found.group.rank()
-        stored = found.rank_state(rank if rank < ranks else 0)["own"]
+        rank = 0 if restoring.group is None else restoring.group.rank()
+        stored = restoring.rank_state(rank if rank < ranks else 0)["own"]
         own = {tuple(path): leaf for path, leaf in stored if rank_items.is_wanted({**into}, tuple(path))}
         if rank >= ranks and own:
             names = [".".join(map(str, path)) for path in own]

@@ -1,4 +1,4 @@
-"""Which items a payload may, and must, have: what is used of a `Config` of torch_checkpointing, which is not imported."""
+"""Which items a payload may, and must, have: from a `Config` of torch_checkpointing, which this module does not import."""
 
 import os
 import re
@@ -31,7 +31,7 @@ class ItemSpecs(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> "ItemSpecs":
-        """What a `Config` says; None: its defaults.
+        """The specs in a `Config`; None: its defaults.
 
         Raises:
             InvalidOptionError: it is no `Config`, or has an option that a store cannot honour.
@@ -60,11 +60,7 @@ class ItemSpecs(NamedTuple):
         return self.shares_others if spec is None else getattr(spec, "resharder", None) is not None
 
     def require_fitting(self, payload: object) -> None:
-        """Checks the items of a payload.
-
-        Raises:
-            UnfitItemsError: an item is missing, is not allowed, or has no valid key.
-        """
+        """Checks the items of a payload. Raises `UnfitItemsError` if an item is missing, is not allowed, or has no valid key."""
         if not isinstance(payload, Mapping):
             raise InvalidOptionError(f"a checkpoint must be a dict of items by key, not a {type(payload).__name__}", object_id="checkpoint")
         invalid = [key for key in payload if not (isinstance(key, str) and KEY.fullmatch(key))]
@@ -84,11 +80,7 @@ class ItemSpecs(NamedTuple):
 
 
 def require_id(checkpoint_id: object) -> str:
-    """The text of a checkpoint id.
-
-    Raises:
-        InvalidOptionError: it is no text, or empty.
-    """
+    """The text of a checkpoint id. Raises `InvalidOptionError` if it is no text, or empty."""
     text = os.fspath(checkpoint_id).rstrip("/") if isinstance(checkpoint_id, str | os.PathLike) else ""
     if not isinstance(text, str) or not text:
         raise InvalidOptionError(f"a checkpoint id is a text such as 'step_1000', not {checkpoint_id!r}", object_id="checkpoint_id")

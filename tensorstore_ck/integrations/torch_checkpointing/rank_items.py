@@ -4,7 +4,7 @@ torch_checkpointing writes a file for each item and rank. Here the ranks save on
 whatever is equal on all of them, are stored once and fit any number of ranks; the rest is each rank's own. Ranks find out by comparing
 digests at each save.
 
-The unit is a *leaf*: what is below dicts. A list is one leaf, with everything in it.
+The unit is a *leaf*: a value below dicts. A list is one leaf, with everything in it.
 """
 
 import copy
@@ -57,55 +57,44 @@ def is_spread(value: object) -> bool:
 
 
 def digest(path: Path, leaf: object) -> bytes:
-    """Equal for equal leaves.
-
-    Raises:
-        UnsupportedValueError: the leaf cannot be stored; the message has its path.
-    """
+    """Equal for equal leaves. Raises `UnsupportedValueError` if the leaf cannot be stored; the message has its path."""
     captured = capture({_name(path): leaf})
-    found = blake3(encode_kind(captured, with_layout=True, known_blobs=b""), max_threads=blake3.AUTO)
+    hasher = blake3(encode_kind(captured, with_layout=True, known_blobs=b""), max_threads=blake3.AUTO)
     for source in captured.sources:
-        found.update(source.read(0, source.size_bytes))
-    return found.digest(16)
+        hasher.update(source.read(0, source.size_bytes))
+    return hasher.digest(16)
 
 
 def find_own(store: "Store", group: "ProcessGroup", prepare: Callable[[], tuple[Leaves, Any]], timeout: float) -> tuple[set[Path], Any]:
-    """The paths of this rank's own leaves. All ranks call it.
+    """The paths of this rank's own leaves, and what rank 0 says to all. All ranks call it, and wait `timeout` seconds for the others.
 
-    Args:
-        store: The store.
-        group: The ranks.
-        prepare: Returns the leaves of this rank that may be its own, and what rank 0 says to all; an error in it is raised on all ranks.
-        timeout: How long to wait for the other ranks.
-
-    Returns:
-        The paths, and what rank 0 said.
+    `prepare` returns the leaves of this rank that may be its own, and what it says; an error in it is raised on all ranks.
     """
     place = groups_of(store).of(group)[0]
     attempt = place.begin(_TITLE, object_id=_TITLE, timeout=timeout)
     paths: dict[bytes, Path] = {}
-    found: list[Any] = []
+    outcome: list[Any] = []
 
     def propose() -> Body:
-        mine, said = prepare()
+        mine, common = prepare()
         paths.update((_key(path), path) for path in mine)
-        return {"leaves": [[_key(path), digest(path, leaf)] for path, leaf in mine.items()], "said": said}
+        return {"leaves": [[_key(path), digest(path, leaf)] for path, leaf in mine.items()], "said": common}
 
     def compare(proposals: list[Body]) -> Body:
         digests: dict[bytes, list[bytes]] = {}
         for proposal in proposals:
-            for key, each in take(proposal, "leaves", list):
-                digests.setdefault(bytes(key), []).append(bytes(each))
-        own = [key for key, each in digests.items() if len(each) < len(proposals) or len(set(each)) > 1]
+            for key, leaf_digest in take(proposal, "leaves", list):
+                digests.setdefault(bytes(key), []).append(bytes(leaf_digest))
+        own = [key for key, of_key in digests.items() if len(of_key) < len(proposals) or len(set(of_key)) > 1]
         return {"own": own, "said": proposals[0]["said"]}
 
     def execute(go: Body) -> Body:
-        found.extend([{paths[bytes(key)] for key in take(go, "own", list) if bytes(key) in paths}, go["said"]])
+        outcome.extend([{paths[bytes(key)] for key in take(go, "own", list) if bytes(key) in paths}, go["said"]])
         return {}
 
     attempt.run(Participant(propose, execute, None, compare, lambda _: {}))
-    own, said = found
-    return own, said
+    own, common = outcome
+    return own, common
 
 
 def _key(path: Path) -> bytes:
@@ -146,24 +135,18 @@ def without(value: Any, paths: Collection[Path]) -> Any:
 
 
 def put_back(target: Any, restored: Any, own: Mapping[Path, Any], path: Path = ()) -> Any:
-    """What a load returns: `target`, filled.
+    """The result of a load: `target`, which is at `path`, filled; or everything if it is None.
 
-    Args:
-        target: What the caller wants to have filled; None: everything.
-        restored: What `without` left of it, restored.
-        own: The wanted leaves of this rank below `path`, by their paths from there.
-        path: Where `target` is.
-
-    Raises:
-        MismatchError: a leaf does not fit the target.
+    `restored` is what `without` left of it, restored. `own`: the wanted leaves of this rank below `path`, by their paths from there. Raises
+    `MismatchError` if a leaf does not fit the target.
     """
     if () in own:
         return _fill(target, own[()], path)
     if not own:
         return restored
     filled = target if target is not None else restored if restored is not None else {}
-    for key in dict.fromkeys([*filled, *(restored or ()), *(each[0] for each in own)]):
-        below = {each[1:]: value for each, value in own.items() if each[0] == key}
+    for key in dict.fromkeys([*filled, *(restored or ()), *(below_path[0] for below_path in own)]):
+        below = {leaf_path[1:]: value for leaf_path, value in own.items() if leaf_path[0] == key}
         filled[key] = put_back(filled.get(key), (restored or {}).get(key), below, (*path, key))
     return filled
 

@@ -7,8 +7,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import InputError, StoreError
-from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer, remove_pointer, write_pointer
-from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, read_pointer, remove_pointer, write_pointer
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save import PendingSnapshot
 
@@ -34,7 +33,7 @@ class _Unfinished(NamedTuple):
 
 
 class NamedSaves:
-    """Of one run, in the process that writes its files."""
+    """The saves of one run, in the process that writes its files."""
 
     def __init__(self, files: PointerFiles = FOLDERS) -> None:
         self._files = files
@@ -43,15 +42,9 @@ class NamedSaves:
     def name(
         self, saved: Snapshot | PendingSnapshot, paths: Sequence[AnyPath], store_url: str, ref: str, *, run: str, latest: Path | None = None
     ) -> None:
-        """Writes pointers that name a save.
+        """Writes pointers at `paths` that name a save of a `Checkpointer.run`.
 
-        Args:
-            saved: The save.
-            paths: Where to.
-            store_url: The store.
-            ref: The branch.
-            run: The `Checkpointer.run`.
-            latest: A file for the name of the last path, written once the save is published.
+        `latest` is a file for the name of the last path, written once the save is published.
         """
         if isinstance(saved, Snapshot):
             self._write(SnapshotPointer(store_url, saved.root), paths, latest)
@@ -62,8 +55,8 @@ class NamedSaves:
 
     def finish(self) -> None:
         """Lets pointers name the roots of saves that have ended; removes those of saves that failed."""
-        ended = [each for each in self._unfinished if each.pending.done()]
-        self._unfinished = [each for each in self._unfinished if each not in ended]
+        ended = [save for save in self._unfinished if save.pending.done()]
+        self._unfinished = [save for save in self._unfinished if save not in ended]
         for pending, pointer, paths, latest in ended:
             left = [path for path in paths if self._read(path) == pointer]  # else the user or a later save has removed or replaced it
             try:

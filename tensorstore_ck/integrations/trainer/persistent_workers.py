@@ -23,12 +23,12 @@ def begin(loader: Any) -> None:
     native = _dataset_loader(loader)
     if not _is_persistent(loader) or native._iterator is not None:
         return
-    held = list({id(each): each for each in _generators(native)}.values())
-    states = [rng.get_state(each) for each in held]
+    held = list({id(generator): generator for generator in _generators(native)}.values())
+    states = [rng.get_state(generator) for generator in held]
     with rng.preserved():
         native._iterator = native._get_iterator()
-    for each, state in zip(held, states, strict=True):
-        rng.set_state(each, state)
+    for generator, state in zip(held, states, strict=True):
+        rng.set_state(generator, state)
 
 
 def _is_persistent(loader: Any) -> bool:
@@ -41,10 +41,10 @@ def _dataset_loader(loader: Any) -> Any:
 
 
 def _generators(loader: Any) -> Iterator[torch.Generator]:
-    """Those of the loader and its samplers."""
-    found = getattr(loader, "generator", None)
-    if isinstance(found, torch.Generator):
-        yield found
+    """The generators of the loader and its samplers."""
+    generator = getattr(loader, "generator", None)
+    if isinstance(generator, torch.Generator):
+        yield generator
     for name in INNER:
         below = getattr(loader, name, None)
         if below is not None:

@@ -5,11 +5,14 @@ left over does no harm.
 """
 
 import json
+import os
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import InputError, InvalidNameError, MismatchError, NotFoundError
-from tensorstore_ck.training.checkpointing.checkpointer import saved_by
+from tensorstore_ck.training.checkpointing.saving_run import saved_by
 
 if TYPE_CHECKING:
     from tensorstore_ck.log.snapshot import Snapshot
@@ -20,7 +23,7 @@ MAX_BYTES: Final = 1 << 16
 
 
 class SnapshotPointer(NamedTuple):
-    """What a pointer file names."""
+    """The snapshot that a pointer file names."""
 
     store: str
     """URL, without credentials."""
@@ -35,14 +38,10 @@ class SnapshotPointer(NamedTuple):
 
     @classmethod
     def decode(cls, text: str | bytes, path: str) -> "SnapshotPointer":
-        """What the text of the file at `path` names.
-
-        Raises:
-            InputError: it names no snapshot.
-        """
+        """The snapshot that the text of the file at `path` names. Raises `InputError` if it names none."""
         try:
-            found = json.loads(text)
-            return cls(str(found["store"]), str(found["address"]), str(found.get("run", "")))
+            fields = json.loads(text)
+            return cls(str(fields["store"]), str(fields["address"]), str(fields.get("run", "")))
         except (ValueError, KeyError, TypeError) as exc:
             raise InputError(f"{path} does not name a snapshot: {exc}. Resume from the store by ref@step", object_id=path) from exc
 
@@ -68,17 +67,17 @@ class SnapshotPointer(NamedTuple):
         """
         self.require_store(store.url, path)
         try:
-            found = store.resolve(self.address)
+            snapshot = store.resolve(self.address)
         except NotFoundError:
             return self.address
-        if self.run and saved_by(store, found) != self.run:
+        if self.run and saved_by(store, snapshot) != self.run:
             raise NotFoundError(
                 f"{path} names a save that was never published: {self.address} is what a later process saved. Resume from another folder, "
                 f"or pass {self.address!r} if you mean that snapshot",
                 object_id=path,
             )
-        through_ref = address_through_ref(store, found, found.ref)
-        return self.address if through_ref == found.root else through_ref
+        through_ref = address_through_ref(store, snapshot, snapshot.ref)
+        return self.address if through_ref == snapshot.root else through_ref
 
 
 def address_through_ref(store: "ReadOnlyStore", snapshot: "Snapshot", ref: str, back: int = 0) -> str:
@@ -92,3 +91,30 @@ def address_through_ref(store: "ReadOnlyStore", snapshot: "Snapshot", ref: str, 
             if store.resolve(address).root == snapshot.root:
                 return address
     return snapshot.root
+
+
+POINTER: Final = "snapshot.json"
+
+
+def read_pointer(folder: str | os.PathLike[str]) -> SnapshotPointer | None:
+    """The snapshot that a folder names; None if the trainer wrote the folder. Raises `InputError` if the file cannot be read."""
+    path = Path(folder) / POINTER
+    try:
+        return SnapshotPointer.decode(path.read_bytes(), str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as exc:
+        raise InputError(f"{path} does not name a snapshot: {exc}. Resume from the store by ref@step", object_id=str(path)) from exc
+
+
+def write_pointer(folder: str | os.PathLike[str], pointer: SnapshotPointer) -> None:
+    """Writes or replaces what a folder names."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    replace_file(Path(folder) / POINTER, pointer.encode().encode())
+
+
+def remove_pointer(folder: str | os.PathLike[str]) -> None:
+    """And the folder, unless it has other files: a user may save under one name again and again."""
+    (Path(folder) / POINTER).unlink(missing_ok=True)
+    with suppress(OSError):
+        Path(folder).rmdir()

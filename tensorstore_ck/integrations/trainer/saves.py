@@ -4,10 +4,13 @@ import os
 import shlex
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from tensorstore_ck.errors import ConflictError, NotFoundError
-from tensorstore_ck.integrations.trainer.pointer_folders import read_pointer
+from tensorstore_ck.errors import ConflictError, NotFoundError, StoreError
+from tensorstore_ck.integrations.trainer.pointers import read_pointer
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store.internals import knows_ref
 from tensorstore_ck.training import TrainingState
@@ -61,7 +64,7 @@ def new_checkpointer(
 
 
 def published_or_newest(store: Store, given: str | bool | None, ref: str, group: "ProcessGroup | None") -> str | bool | None:
-    """What a trainer was given to resume from; True, the newest snapshot, for a folder that a kill left before its save was published.
+    """Returns `given`, or True, which means the newest snapshot, for a folder that a kill left before its save was published.
 
     Only if the newest is of an earlier step: else the folder is of a part of the run that was trained again.
     """
@@ -99,3 +102,18 @@ def require_own_ref(store: Store, ref: str, argument: str) -> None:
         f"delete it first with `tsck forget {shlex.quote(ref)} -s {shlex.quote(store.url)}`",
         object_id=ref,
     )
+
+
+def future_of(pending: PendingSnapshot) -> Future[Snapshot]:
+    """The published snapshot of a save."""
+    future: Future[Snapshot] = Future()
+    future.set_running_or_notify_cancel()
+
+    def end(ended: PendingSnapshot) -> None:
+        if ended.snapshot is not None:
+            future.set_result(ended.snapshot)
+        else:
+            future.set_exception(ended.error or StoreError("the save ended without a snapshot"))
+
+    pending.published.on_settled(end)
+    return future

@@ -17,41 +17,30 @@ class Package(NamedTuple):
     title: str
     """For messages."""
     name: str
-    """What pip installs, with extras."""
+    """The name for pip, with extras."""
     lowest: Version
     above: Version
     """The first version that is not supported."""
     tested: str = ""
-    """What pip installs to get the version with which the adapter was tested."""
+    """The requirement for pip of the version with which the adapter was tested."""
 
     @property
     def requirement(self) -> str:
-        """What pip installs to get a supported version."""
+        """The requirement for pip of a supported version."""
         (major, minor), (above, above_minor) = self.lowest, self.above
         return f"{self.name}>={major}.{minor},<{above}" + (f".{above_minor}" if above_minor else "")
 
     def require_version(self, installed: str) -> None:
-        """Checks the installed version.
-
-        Raises:
-            MissingExtraError: it is not supported.
-        """
+        """Checks the installed version. Raises `MissingExtraError` if it is not supported."""
         if not self.lowest <= numbers_of(installed) < self.above:
             raise MissingExtraError(
                 f"{self.title} {installed} is not supported: run `pip install '{self.requirement}'`", object_id=self.name.partition("[")[0]
             )
 
     def require_unchanged(self, installed: str, changed: Iterable[str], *, owner: str = "", module: str = "") -> None:
-        """Checks that no name has changed.
+        """Raises `MissingExtraError` if a name has `changed`.
 
-        Args:
-            installed: The version.
-            changed: The names that have.
-            owner: Whose they are, for the message, such as "the Trainer of".
-            module: What to put in front of a name in the error's `object_id`.
-
-        Raises:
-            MissingExtraError: one has.
+        `owner`, such as "the Trainer of", says in the message whose the names are; `module` is put in front of a name as the `object_id`.
         """
         name = next(iter(changed), None)
         if name is not None:
@@ -77,7 +66,7 @@ def changed_methods(owner: object, methods: Mapping[str, Parameters]) -> Iterato
 
 def changed_functions(functions: Iterable[tuple[Callable[..., Any], Parameters]]) -> Iterator[str]:
     """The names of functions and classes that have other parameters."""
-    return (each.__qualname__ for each, parameters in functions if tuple(inspect.signature(each).parameters) != parameters)
+    return (function.__qualname__ for function, parameters in functions if tuple(inspect.signature(function).parameters) != parameters)
 
 
 def missing_attributes(owner: object, paths: Iterable[str]) -> Iterator[str]:
@@ -89,9 +78,9 @@ _MISSING = object()
 
 
 def _attribute(owner: object, path: str, default: object = None) -> Any:
-    found: Any = owner
+    value: Any = owner
     for name in path.split("."):
-        found = getattr(found, name, _MISSING)
-        if found is _MISSING:
+        value = getattr(value, name, _MISSING)
+        if value is _MISSING:
             return default
-    return found
+    return value

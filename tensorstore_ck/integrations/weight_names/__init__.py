@@ -1,7 +1,6 @@
 """Weights of Hugging Face under the names of Megatron-core, and back, by a file that says which is which.
 
 names_file.py   the file, parsed
-fused_rows.py   which rows of a fused weight are whose: query, key and value; gate and up
 conversion.py   which rows of which tensor make each tensor of the other side
 states.py       converts a state in memory
 content.py      converts a stored snapshot, while it is read

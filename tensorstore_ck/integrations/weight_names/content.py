@@ -22,7 +22,7 @@ class ConvertedSnapshot(NamedTuple):
     content: "ConvertedContent"
     tree: Tree
     left_out: list[str]
-    """Paths of what is no tensor."""
+    """Paths of the values that are not tensors."""
 
 
 def convert_content(names: WeightNames, content: SnapshotContent, tree: Tree) -> ConvertedSnapshot:
@@ -82,7 +82,7 @@ class ConvertedContent:
 
     def read_boxes(self, wanted: Iterable[WantedBox]) -> None:
         """Reads and verifies boxes, each into the memory of its target. A box has whole rows, or lies within a row."""
-        found = []
+        boxes = []
         for number, box, target in wanted:
             form, copies = self._tensors[number]
             memory, item_bytes = target.memory(), self.layout.tensors[number].item_bytes
@@ -100,8 +100,8 @@ class ConvertedContent:
                 sizes = (*(1,) * stacked, *common.sizes[len(copy.target_index) :])
                 start = _element(common.offsets, box) * item_bytes
                 part = memory[start : start + prod(common.sizes) * item_bytes]
-                found.append(WantedBox(source, BoxBounds(offsets, sizes), BufferTarget(part)))
-        self._content.read_boxes(found)
+                boxes.append(WantedBox(source, BoxBounds(offsets, sizes), BufferTarget(part)))
+        self._content.read_boxes(boxes)
 
     def read_range(self, tensor: int, start: int, stop: int) -> bytearray:
         """Verified bytes [start, stop) of a tensor: whole elements."""

@@ -7,8 +7,40 @@ from typing import Final, NamedTuple, NoReturn
 
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.sharding import BoxBounds
-from tensorstore_ck.integrations.weight_names.fused_rows import RowRun, row_runs
 from tensorstore_ck.integrations.weight_names.names_file import PARTS, Pattern, Rule, WeightNames
+
+
+class RowRun(NamedTuple):
+    """Consecutive rows that one part has in common with the fused weight."""
+
+    fused: int
+    """The first row there."""
+    part: int
+    """The first row in the part."""
+    rows: int
+
+
+def row_runs(rule: Rule, names: WeightNames, rows: int) -> list[list[RowRun]]:
+    """For each part the runs of its rows, in order; of a fused weight of `rows` rows. Raises `ValueError` if `rows` does not fit."""
+    if rule.fusion == "names":
+        return [[RowRun(0, 0, rows)]]
+    if rule.fusion == "gate_up":
+        if rows % 2:
+            raise ValueError(f"{rows} rows are not those of a gate and of as many of up")
+        half = rows // 2
+        return [[RowRun(0, 0, half)], [RowRun(half, 0, half)]]
+    heads, groups = names.attention_heads, names.query_groups
+    if rows % (heads + 2 * groups):
+        raise ValueError(f"{rows} rows are not those of {heads} attention heads and {groups} query groups")
+    head = rows // (heads + 2 * groups)
+    queries = heads // groups * head
+    group = queries + 2 * head
+    return [
+        [RowRun(number * group, number * queries, queries) for number in range(groups)],
+        [RowRun(number * group + queries, number * head, head) for number in range(groups)],
+        [RowRun(number * group + queries + head, number * head, head) for number in range(groups)],
+    ]
+
 
 SIDES: Final = ("Megatron", "Hugging Face")
 _SHOWN: Final = 8
@@ -118,12 +150,12 @@ class _Plan:
         groups: dict[str, dict[tuple[int, ...], dict[str, int]]] = {}
         for pattern in rule.hf:
             for _, values in self._found(pattern):
-                index = tuple(values[each] for each in rule.stacked)
+                index = tuple(values[variable] for variable in rule.stacked)
                 groups.setdefault(rule.megatron.name(values), {})[index] = values
         for target, members in groups.items():
             sizes = tuple(max(numbers) + 1 for numbers in zip(*members, strict=True))
             if len(members) != prod(sizes):
-                index = next(each for each in product(*map(range, sizes)) if each not in members)
+                index = next(position for position in product(*map(range, sizes)) if position not in members)
                 self._fail(target, f"{', '.join(rule.stacked)} = {', '.join(map(str, index))} is missing")
             form: TensorForm | None = None
             copies: list[RowCopy] = []

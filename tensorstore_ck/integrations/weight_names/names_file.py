@@ -37,17 +37,17 @@ class Pattern(NamedTuple):
 
     def match(self, name: str) -> dict[str, int] | None:
         """The values of the variables; None if it is no such name."""
-        parts, found = name.split("."), dict[str, int]()
+        parts, values = name.split("."), dict[str, int]()
         pattern = self.text.split(".")
         if len(parts) != len(pattern):
             return None
         for here, part in zip(pattern, parts, strict=True):
             if _is_variable(here):
-                if not (part.isascii() and part.isdecimal() and str(int(part)) == part and found.setdefault(here, int(part)) == int(part)):
+                if not (part.isascii() and part.isdecimal() and str(int(part)) == part and values.setdefault(here, int(part)) == int(part)):
                     return None
             elif here != part:
                 return None
-        return found
+        return values
 
     def name(self, values: Mapping[str, int]) -> str:
         """The name with these values."""
@@ -55,7 +55,7 @@ class Pattern(NamedTuple):
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """In their order."""
+        """The variables in their order."""
         return tuple(dict.fromkeys(filter(_is_variable, self.text.split("."))))
 
 
@@ -69,7 +69,7 @@ class Rule(NamedTuple):
     @property
     def stacked(self) -> tuple[str, ...]:
         """The variables that are axes of Megatron's tensor."""
-        return tuple(each for each in self.hf[0].variables if each not in self.megatron.variables)
+        return tuple(variable for variable in self.hf[0].variables if variable not in self.megatron.variables)
 
 
 class WeightNames(NamedTuple):
@@ -127,8 +127,9 @@ def _rules(fusion: Fusion, table: Any) -> Iterator[Rule]:
             wanted = "one name" if len(parts) == 1 else f"a list of {len(parts)} names: {', '.join(parts)}"
             raise ValueError(f"{left!r} in [{fusion}] needs {wanted}")
         rule = Rule(Pattern(left), tuple(map(Pattern, names)), fusion)
-        variables = {each.variables for each in rule.hf}
-        if len({frozenset(each) for each in variables}) > 1 or not set(rule.megatron.variables) <= set(rule.hf[0].variables):
+        variables = {pattern.variables for pattern in rule.hf}
+        differ = len({frozenset(names) for names in variables}) > 1
+        if differ or not set(rule.megatron.variables) <= set(rule.hf[0].variables):
             raise ValueError(f"{left!r} in [{fusion}] has other variables than {', '.join(map(repr, names))}")
         yield rule
 

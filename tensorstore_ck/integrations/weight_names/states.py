@@ -17,15 +17,11 @@ class ConvertedState(NamedTuple):
 
     state: dict[str, torch.Tensor | Boxes]
     left_out: list[str]
-    """Paths of what is no tensor."""
+    """Paths of the values that are not tensors."""
 
 
 def convert_state(names: WeightNames, state: Any) -> ConvertedState:
-    """The tensors of a state under the names of the other side.
-
-    Raises:
-        MismatchError: see `plan_conversion`.
-    """
+    """The tensors of a state under the names of the other side. Raises `MismatchError`: see `plan_conversion`."""
     tensors: dict[str, Sequence[Box]] = {}
     left_out = []
     for path, value in _leaves(state, ""):
@@ -37,7 +33,7 @@ def convert_state(names: WeightNames, state: Any) -> ConvertedState:
             left_out.append(path)
     forms = {name: TensorForm(boxes[0].global_shape, str(boxes[0].local.dtype).removeprefix("torch.")) for name, boxes in tensors.items()}
     conversion = plan_conversion(names, forms)
-    return ConvertedState({name: _converted(each, tensors) for name, each in conversion.tensors.items()}, left_out)
+    return ConvertedState({name: _converted(tensor, tensors) for name, tensor in conversion.tensors.items()}, left_out)
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,6 @@ open_cache.py         where a host keeps its cache
 lmdb_table.py         a handle on a table in LMDB
 lmdb_environment.py   one LMDB environment of this process
 lmdb_view.py          its rows, with their checksums, and a read view of them
-allocated_file.py     disk space for a file that is written through a map
 batch_lock.py         the lock of a batch against other processes
 memory_table.py       a table in memory
 failover_table.py     a table on disk, replaced by one in memory when it fails

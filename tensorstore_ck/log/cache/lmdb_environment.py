@@ -21,7 +21,6 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import lmdb
 
-from tensorstore_ck.log.cache.allocated_file import allocate
 from tensorstore_ck.log.cache.batch_lock import BatchLock
 from tensorstore_ck.log.cache.lmdb_view import LmdbView, get_row, get_rows, protect, read_page
 from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, TableError, scan_pages
@@ -361,3 +360,21 @@ class _LmdbBatch:
                 return
             except lmdb.MapFullError:
                 continue
+
+
+def allocate(path: Path, size_bytes: int) -> None:
+    """Makes a file of that size if there is none, and allocates all pages of the one that is there.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be used.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        status = os.fstat(fd)
+        if not status.st_size or status.st_blocks * 512 < status.st_size:
+            os.posix_fallocate(fd, 0, status.st_size or size_bytes)
+    except OSError as exc:
+        exc.filename = str(path)
+        raise
+    finally:
+        os.close(fd)

@@ -45,13 +45,8 @@ def _own_registry() -> _Registry:
 def open_lmdb_table(folder: Path, *, map_bytes: int = INITIAL_MAP_BYTES, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> Table:
     """The table in `folder`, which exists and is ours; in memory in a child whose parent has it open.
 
-    Args:
-        folder: Its folder.
-        map_bytes: The map's initial size.
-        patience_seconds: How long to wait for another process's batch that makes no progress.
-
-    Raises:
-        lmdb.Error, OSError: the folder cannot be used.
+    `map_bytes` is the map's first size. It waits `patience_seconds` for another process's batch that makes no progress. Raises `lmdb.Error`
+    or `OSError` if the folder cannot be used.
     """
     folder = folder.resolve()
     registry = _own_registry()

@@ -4,7 +4,6 @@ refs.py           chooses and copies refs, oldest snapshots first
 branch_plan.py    compares the histories of a branch in both stores
 snapshots.py      copies one snapshot and publishes it
 blocks.py         copies encoded blocks from packs to packs
-decode_deltas.py  copies deltas as plain blocks
 report.py         CopyReport
 """
 

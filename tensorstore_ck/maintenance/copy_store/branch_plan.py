@@ -11,7 +11,7 @@ from tensorstore_ck.log import BranchMove
 
 
 class BranchPlan(NamedTuple):
-    """What a branch of the target lacks."""
+    """The snapshots that a branch of the target lacks."""
 
     name: str
     head: Digest | None
@@ -44,7 +44,7 @@ def plan_branch(source: Engine, target: Engine, name: str) -> BranchPlan:
     if branch.root == moves[-1].root:
         return BranchPlan(name, branch.root, [], is_ahead=False)
     theirs = [move.root for move in view.moves(name)]
-    done = _moves_done(source, name, moves, branch.root, theirs.count(branch.root))
+    done = _moves_done(source, name=name, moves=moves, root=branch.root, times=theirs.count(branch.root))
     if done is not None:
         return BranchPlan(name, branch.root, moves[done:], is_ahead=False)
     if moves[-1].root in theirs or _last_move_to(target, name, moves[-1].root) is not None:
@@ -69,12 +69,12 @@ def _moves_done(source: Engine, name: str, moves: list[BranchMove], root: Digest
 
 def _last_move_to(engine: Engine, name: str, root: Digest) -> int | None:
     """The last log entry that moved the branch to `root`, even if that was forgotten since."""
-    found = None
+    last = None
     for entry in engine.log.entries():
         for op in entry.ops:
             is_of_branch = op.fields.get("ref" if op.name == "put" else "name") == name
             if is_of_branch and op.name in ("put", "branch", "reset") and op.fields["root"] == root:
-                found = entry.n
+                last = entry.n
             elif is_of_branch and op.name == "expire" and op.fields["snapshots"] is None:
-                found = None  # a later branch of that name is another one
-    return found
+                last = None  # a later branch of that name is another one
+    return last

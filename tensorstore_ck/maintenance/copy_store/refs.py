@@ -56,17 +56,9 @@ def copy_refs(
     progress: Progress = lambda done, total: None,
     executor: Executor | None = None,
 ) -> CopyReport:
-    """Copies branches with their histories, and tags; only blocks that the target lacks are transferred, each verified.
+    """See `copy`. The report has the error of a ref that cannot be copied; the others are copied.
 
-    The report has the error of a ref that cannot be copied; the others are copied.
-
-    Args:
-        source: The store to copy from.
-        target: The store to copy to.
-        refs: Globs over names of branches and tags; all of them by default.
-        pace: Rate limits; none by default.
-        progress: Receives the progress of the copied content.
-        executor: Where pieces of up to `PIECE_BYTES` are copied; by default here, one after another.
+    `executor` copies pieces of up to `PIECE_BYTES`; without one they are copied here, one after another.
 
     Raises:
         NotFoundError: a glob matches no ref.
@@ -81,7 +73,7 @@ def copy_refs(
     target.require_writable()
     source.log.sync()
     target.log.sync()
-    return _Copy(source, target, pace, progress, executor).run(refs)
+    return _Copy(source, target=target, pace=pace, progress=progress, executor=executor).run(refs)
 
 
 def _require_compatible(source: Engine, target: Engine) -> None:
@@ -126,18 +118,18 @@ class _Copy:
         there = {info.root for plan in plans for info in self._infos(plan.held) if self._to.by_root(info.root) is not None}
         needed = {info.root: info.logical_bytes for plan in plans for info in self._infos(plan.missing) if info.root not in there}
         self._meter = CopyMeter(self._progress, sum(needed.values()))
-        self._copier = SnapshotCopier(self._source, self._target, self._pace, self._meter, self._executor)
+        self._copier = SnapshotCopier(source=self._source, target=self._target, pace=self._pace, meter=self._meter, executor=self._executor)
         copied = [self._copy(plan) for plan in plans]
         meter = self._meter
         return CopyReport(
-            tuple(copied),
-            meter.snapshots,
-            len(there),
-            meter.blocks,
-            meter.blocks_there,
-            meter.read_bytes,
-            meter.written_bytes,
-            tuple(dict.fromkeys(self._warnings)),
+            refs=tuple(copied),
+            snapshots=meter.snapshots,
+            snapshots_there=len(there),
+            blocks=meter.blocks,
+            blocks_there=meter.blocks_there,
+            read_bytes=meter.read_bytes,
+            written_bytes=meter.written_bytes,
+            warnings=tuple(dict.fromkeys(self._warnings)),
         )
 
     def _infos(self, ulids: Sequence[Ulid]) -> list[SnapshotInfo]:
@@ -150,18 +142,18 @@ class _Copy:
         try:
             if kind == "branch":
                 branch = plan_branch(self._source, self._target, name)
-                return _RefPlan(name, kind, held, branch, [move.ulid for move in branch.moves], None)
-            return _RefPlan(name, kind, held, None, [] if self._is_tag_there(name) else held, None)
+                return _RefPlan(name, kind=kind, held=held, branch=branch, missing=[move.ulid for move in branch.moves], error=None)
+            return _RefPlan(name, kind=kind, held=held, branch=None, missing=[] if self._is_tag_there(name) else held, error=None)
         except (ConflictError, DamageError) as exc:
-            return _RefPlan(name, kind, held, None, [], exc)
+            return _RefPlan(name, kind=kind, held=held, branch=None, missing=[], error=exc)
 
     def _tagged(self, name: str) -> list[Ulid]:
         row = self._from.tag_row(name)
         return [row.ulid] if row is not None else []
 
     def _is_tag_there(self, name: str) -> bool:
-        found, there = self._from.tag(name), self._to.tag(name)
-        if there is not None and there == found:
+        source, there = self._from.tag(name), self._to.tag(name)
+        if there is not None and there == source:
             return True
         _require_free(self._to, name, self._target.backend.url)
         return False
@@ -183,7 +175,9 @@ class _Copy:
             outcome = "failed"
         branch = self._to.branch(plan.name)
         root = branch.root if branch is not None else self._to.tag(plan.name)
-        return CopiedRef(plan.name, plan.kind, outcome, root.hex() if root is not None else None, copied, error)
+        return CopiedRef(
+            name=plan.name, kind=plan.kind, outcome=outcome, root=root.hex() if root is not None else None, snapshots=copied, error=error
+        )
 
     def _bring_all(self, plan: _RefPlan) -> bool:
         """Moves the target's ref through all missing snapshots; whether it reached the last one."""

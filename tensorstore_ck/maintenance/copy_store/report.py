@@ -29,7 +29,7 @@ class CopiedRef:
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """What a copy did."""
+    """The result of a copy."""
 
     refs: tuple[CopiedRef, ...]
     snapshots: int
@@ -45,7 +45,7 @@ class CopyReport:
     written_bytes: int
     """Bytes of packs, parts and records written to the target."""
     warnings: tuple[str, ...]
-    """What was left out, and why."""
+    """The parts that were left out, and why."""
 
     @property
     def ok(self) -> bool:

@@ -5,28 +5,31 @@ chooses the operations that publish the snapshot.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.executor import Executor
-from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.common.ids import Digest, Ulid, block_id
+from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import raise_if_expired
-from tensorstore_ck.engine.part_extents import extents_of
+from tensorstore_ck.engine.part_extents import chain_of, extents_of, location_of
 from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks
+from tensorstore_ck.engine.read.block_reader import decode_at
 from tensorstore_ck.engine.write.dedup import DedupIndex
+from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
 from tensorstore_ck.engine.write.publish import condemned_of, publish, retry_expired, store_record
-from tensorstore_ck.errors import DamageError, SnapshotExpiredError
-from tensorstore_ck.format.codec import CODECS_WITH_BASES
+from tensorstore_ck.errors import CorruptObjectError, DamageError, SnapshotExpiredError
+from tensorstore_ck.format.codec import CODECS_WITH_BASES, HEAD_BYTES, Encoder, elements_in
+from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.block_index import Location
 from tensorstore_ck.maintenance.copy_store.blocks import BLOCK_DTYPE, Blocks, Copied, CopyPiece, Pace, copy_piece, cut_pieces
-from tensorstore_ck.maintenance.copy_store.decode_deltas import copy_decoded
 from tensorstore_ck.maintenance.copy_store.report import Progress
 
 Arrange = Callable[[RefTable, Op], list[Op]]
@@ -158,7 +161,9 @@ class SnapshotCopier:
                     self._note(copied, anchor)
                     located.update(copied.locations)
                 if based:
-                    copied = copy_decoded(self._source, self._target, part, locations, based, advance=self._meter.advance)
+                    copied = copy_decoded(
+                        self._source, target=self._target, part=part, locations=locations, rows=based, advance=self._meter.advance
+                    )
                     self._note(copied, anchor)
                     located.update(copied.locations)
             except DamageError as exc:
@@ -223,3 +228,34 @@ def _relocated(part: Part, ids: Sequence[Digest], located: dict[Digest, Location
     """The part with its blocks at their locations in the target."""
     extents = extents_of(ids, located)
     return part._replace(packs=extents.packs, extents=extents.rows, base_ids=extents.base_ids, anchor=anchor)
+
+
+def copy_decoded(
+    source: Engine, target: Engine, part: Part, locations: BlockLocations, rows: Mapping[Digest, int], *, advance: Callable[[int], None]
+) -> Copied:
+    """Copies the blocks in these extent `rows`; all of them are durable when it returns.
+
+    Raises:
+        DamageError: a block, or one of its bases, is missing or damaged.
+    """
+    located = {block: location_of(part, locations.packs, locations.extents, row) for block, row in rows.items()}
+    writer = PackWriter(target.backend, target.new_id, lambda _: {})
+
+    def copy(block: Digest) -> None:
+        location = located[block]
+        name = pack_name(location.pack)
+        raw = decode_at(source.backend, location)
+        if block_id(raw) != block:
+            raise CorruptObjectError(f"{name}: the block at offset {location.offset}, or one of its bases, is damaged", object_id=name)
+        head = bytearray(min(location.stored, HEAD_BYTES))
+        source.backend.read_into(name, location.offset, memoryview(head))
+        writer.add([raw], lambda _: BlockEncoding(Encoder("fast").encode_tensor(raw, elements_in(location.codec, head))))
+        advance(len(raw))
+
+    try:
+        for_each(located, copy, cpu_threads())
+        writer.close()
+    except BaseException:
+        writer.abort()
+        raise
+    return Copied(writer.added, sum(extent.stored for location in located.values() for extent in chain_of(location)), writer.new_bytes)

@@ -3,7 +3,6 @@
 show.py         `show`: metadata, tensors, values and stored size
 diff.py         `diff`: changed tensors and values
 contents.py     tensors and values by name, of all layouts and rank states
-group_costs.py  stored bytes and codecs per group of tensors, or of each
 statistics.py   minimum, mean, norm, NaN of tensors, and by how much they changed
 """
 

@@ -67,9 +67,9 @@ class SnapshotDiff:
     unchanged_tensors: int
     unchanged_values: int
     changed_bytes: int
-    """Of all tensors that were added or changed."""
+    """The changed bytes of all tensors that were added or changed."""
     tensor_bytes: int
-    """Of all tensors of the new snapshot."""
+    """The size of all tensors of the new snapshot."""
     layout_changed: bool
     """Names, dtypes, shapes, order, containers or ``requires_grad`` differ."""
 
@@ -79,9 +79,10 @@ class SnapshotDiff:
 
     def _repr_html_(self) -> str:
         tensors = (
-            [each.name, each.change, _form_text(each.old), _form_text(each.new), human_bytes(each.changed_bytes)] for each in self.tensors
+            [tensor.name, tensor.change, _form_text(tensor.old), _form_text(tensor.new), human_bytes(tensor.changed_bytes)]
+            for tensor in self.tensors
         )
-        values = ([each.path, each.change, each.old, each.new, ""] for each in self.values)
+        values = ([value.path, value.change, value.old, value.new, ""] for value in self.values)
         return html_table(repr(self), ("name", "change", "old", "new", "bytes"), [*tensors, *values])
 
 
@@ -96,7 +97,7 @@ def diff_snapshots(engine: Engine, old_info: SnapshotInfo, new_info: SnapshotInf
     tensor_count = value_count = tensor_bytes = 0
     layout_changed = False
     for rank in (None, *range(max(old.rank_states, new.rank_states))):
-        before, after = (each.shared if rank is None else each.rank_state(rank) for each in (old, new))
+        before, after = (opened.shared if rank is None else opened.rank_state(rank) for opened in (old, new))
         changed = _changed_by_part(old, new, before, after) if rank is None else {}
         tensors += _tensor_changes(before, after, changed)
         values += _value_changes(before, after)
@@ -104,15 +105,15 @@ def diff_snapshots(engine: Engine, old_info: SnapshotInfo, new_info: SnapshotInf
         tensor_bytes += sum(tensor.spec.size_bytes for tensor in after.tensors.values())
         layout_changed |= _forms(before) != _forms(after)
     return SnapshotDiff(
-        Snapshot.from_info(old.info),
-        Snapshot.from_info(new.info),
-        tuple(tensors),
-        tuple(values),
-        tensor_count - sum(change.new is not None for change in tensors),
-        value_count - sum(change.change != "removed" for change in values),
-        sum(change.changed_bytes for change in tensors),
-        tensor_bytes,
-        layout_changed,
+        old=Snapshot.from_info(old.info),
+        new=Snapshot.from_info(new.info),
+        tensors=tuple(tensors),
+        values=tuple(values),
+        unchanged_tensors=tensor_count - sum(change.new is not None for change in tensors),
+        unchanged_values=value_count - sum(change.change != "removed" for change in values),
+        changed_bytes=sum(change.changed_bytes for change in tensors),
+        tensor_bytes=tensor_bytes,
+        layout_changed=layout_changed,
     )
 
 
@@ -133,7 +134,7 @@ def _changed_by_part(opened_old: OpenSnapshot, opened_new: OpenSnapshot, old: Sn
     """Compares layouts that both snapshots have for the same ranks, part by part; parts with equal ids are not read."""
     if [reader.ranks for reader in old.readers] != [reader.ranks for reader in new.readers]:
         return {}
-    found: _Changed = {}
+    changes: _Changed = {}
     for one, two in zip(old.readers, new.readers, strict=True):
         if one.part.layout_id != two.part.layout_id or one.part.layout_of != two.part.layout_of:
             continue
@@ -149,8 +150,8 @@ def _changed_by_part(opened_old: OpenSnapshot, opened_new: OpenSnapshot, old: Sn
             for number in range(len(two.layout.tensors)):
                 changed[two, number] += sum(_changed_in_part(before, after, held) for held in plan.of(number))
         else:
-            found |= changed
-    return found
+            changes |= changed
+    return changes
 
 
 def _changed_in_part(old: Part, new: Part, held: RegionBytes) -> int:
@@ -165,19 +166,32 @@ def _tensor_changes(old: SnapshotContents, new: SnapshotContents, changed: _Chan
     before = dict(old.tensors)
     changes = []
     for name, tensor in new.tensors.items():
-        found = before.pop(name, None)
-        if found is None:
-            changes.append(TensorChange(name, "added", None, tensor_form(tensor.spec), tensor.spec.size_bytes))
+        known_tensor = before.pop(name, None)
+        if known_tensor is None:
+            changes.append(
+                TensorChange(name=name, change="added", old=None, new=tensor_form(tensor.spec), changed_bytes=tensor.spec.size_bytes)
+            )
             continue
-        is_same_form = tensor.spec[1:] == found.spec[1:]
+        is_same_form = tensor.spec[1:] == known_tensor.spec[1:]
         known = changed.get((tensor.reader, tensor.number))
-        if known is not None and _is_same_place(found, tensor, old, new):
+        if known is not None and _is_same_place(known_tensor, tensor, old, new):
             changed_bytes = known
         else:
-            changed_bytes = _changed_bytes(found, tensor) if is_same_form else _new_bytes(found, tensor)
+            changed_bytes = _changed_bytes(known_tensor, tensor) if is_same_form else _new_bytes(known_tensor, tensor)
         if changed_bytes or not is_same_form:
-            changes.append(TensorChange(name, "changed", tensor_form(found.spec), tensor_form(tensor.spec), changed_bytes))
-    changes += [TensorChange(name, "removed", tensor_form(tensor.spec), None, 0) for name, tensor in before.items()]
+            changes.append(
+                TensorChange(
+                    name=name,
+                    change="changed",
+                    old=tensor_form(known_tensor.spec),
+                    new=tensor_form(tensor.spec),
+                    changed_bytes=changed_bytes,
+                )
+            )
+    changes += [
+        TensorChange(name=name, change="removed", old=tensor_form(tensor.spec), new=None, changed_bytes=0)
+        for name, tensor in before.items()
+    ]
     return changes
 
 

@@ -12,7 +12,6 @@ check_markers.py       the markers of cold locations
 check_modes.py         who may use the files of a store in a folder
 check_packs.py         footers, and known bad blocks
 check_data.py          reads every stored byte, in pieces
-last_verified.py       when this host last verified each pack
 noted_reads.py         read errors, after which repair marks nothing
 marked_damaged.py      snapshots that repair marked as damaged
 unfinished_uploads.py  finds and aborts old multipart uploads

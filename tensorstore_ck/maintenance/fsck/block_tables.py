@@ -60,9 +60,9 @@ class BlockTables:
 
 def find_copies(packs: Packs, wanted: Collection[Digest], *, unless: Mapping[Ulid, Collection[int]]) -> dict[Digest, list[BlockCopy]]:
     """All copies of blocks, by the footers of the listed packs, without known bad ones and the entries in `unless`."""
-    found: dict[Digest, list[BlockCopy]] = {}
+    copies: dict[Digest, list[BlockCopy]] = {}
     if not wanted:
-        return found
+        return copies
     wanted = set(wanted)
     heads = np.sort(_heads(np.frombuffer(b"".join(wanted), np.uint8).reshape(-1, DIGEST_BYTES)))
     for pack, footer in packs.footers():
@@ -71,8 +71,8 @@ def find_copies(packs: Packs, wanted: Collection[Digest], *, unless: Mapping[Uli
         for entry in _hits(ids, heads):
             block = Digest(ids[entry].tobytes())
             if block in wanted and entry not in unless.get(pack, ()) and not (bad and entry in bad.entries):
-                found.setdefault(block, []).append(BlockCopy(pack, entry, footer.entries[entry : entry + 1].copy()))
-    return found
+                copies.setdefault(block, []).append(BlockCopy(pack, entry, footer.entries[entry : entry + 1].copy()))
+    return copies
 
 
 def _heads(ids: Ids) -> npt.NDArray[np.uint64]:

@@ -1,6 +1,6 @@
 """Checks and repairs store.json, with what the log confirms.
 
-The first entry of a log continues a hash that is derived from the store's UUID. So the log tells for any UUID whether it is the
+The first entry of a log continues a hash that is derived from the store's UUID. So the log shows for any UUID whether it is the
 store's, and only a UUID that the log confirms is used.
 """
 
@@ -24,7 +24,7 @@ _UUID: Final = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class FoundConfig(NamedTuple):
-    """What store.json should contain."""
+    """The content that store.json should have."""
 
     config: StoreConfig
     is_sure: bool
@@ -47,23 +47,17 @@ def is_of_log(backend: Backend, config: StoreConfig) -> bool | None:
 
 def confirmed(backend: Backend, data: bytes, config: StoreConfig) -> StoreConfig | None:
     """`config` with a UUID found in a damaged store.json, if the log confirms it."""
-    for found in dict.fromkeys(_UUID.findall(data)[:MAX_CANDIDATES]):
-        candidate = replace(config, uuid=found.decode("ascii"))
+    for text in dict.fromkeys(_UUID.findall(data)[:MAX_CANDIDATES]):
+        candidate = replace(config, uuid=text.decode("ascii"))
         if is_of_log(backend, candidate):
             return candidate
     return None
 
 
 def find_config(backend: Backend, other: StoreConfig | None, *, is_writable: bool) -> FoundConfig:
-    """What a damaged store.json should contain.
+    """The content that a damaged store.json should have; `other` is the configuration of a possible copy of this store.
 
-    Args:
-        backend: Where the store is.
-        other: The configuration of a possible copy of this store.
-        is_writable: Whether a probe may be written, to find out whether the backend creates exclusively.
-
-    Raises:
-        NotAStoreError: there is no store.
+    `is_writable`: a probe may be written, to find out whether the backend creates exclusively. Raises `NotAStoreError` if there is none.
     """
     data, is_newer = b"", False
     try:
@@ -81,7 +75,7 @@ def find_config(backend: Backend, other: StoreConfig | None, *, is_writable: boo
     is_named = len(logs) == 1 or (other is not None and other.log == config.log) or json.dumps(config.log).encode() in data
     own = confirmed(backend, data, config) if not is_newer else None  # a newer build may have written it: only a copy can tell
     candidates = [own, None if other is None else replace(config, uuid=other.uuid)]
-    sure = next((found for found in candidates if found is not None and is_named and is_of_log(backend, found)), None)
+    sure = next((candidate for candidate in candidates if candidate is not None and is_named and is_of_log(backend, candidate)), None)
     return FoundConfig(sure or own or config, sure is not None)
 
 
@@ -93,7 +87,7 @@ class ConfigProblem(NamedTuple):
     is_repairable: bool
     """From this store alone."""
     is_kept: bool = False
-    """It may still be right, and is never overwritten."""
+    """Whether it may still be right; then it is never overwritten."""
 
 
 def config_problem(engine: Engine) -> ConfigProblem | None:

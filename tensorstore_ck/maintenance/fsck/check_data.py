@@ -13,17 +13,71 @@ import numpy.typing as npt
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.executor import Executor, LocalThreads
-from tensorstore_ck.common.ids import Ulid, block_id
+from tensorstore_ck.common.ids import ULID_BYTES, Ulid, block_id
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, decode
 from tensorstore_ck.format.pack import Footer, pack_name, stored_check
 from tensorstore_ck.gc.runs import cut_runs
+from tensorstore_ck.log.cache import Table, write_rows
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.findings import kind_of, require_reachable
-from tensorstore_ck.maintenance.fsck.last_verified import LastVerified
 from tensorstore_ck.maintenance.fsck.options import FsckOptions
+
+_KEY: Final = b"f/"
+_FLUSH_PACKS: Final = 256
+_FLUSH_BYTES: Final = 4 << 30
+
+
+class LastVerified:
+    """Pack -> when it was verified, for the listed packs. Not thread-safe."""
+
+    def __init__(self, table: Table, packs: Collection[Ulid]) -> None:
+        self._table = table
+        self._times = dict.fromkeys(packs, 0)
+        self._damaged: set[Ulid] = set()
+        self._pending: dict[Ulid, int | None] = {}
+        self._pending_bytes = 0
+        for key, value in table.scan(_KEY):
+            pack = Ulid(key[len(_KEY) :])
+            if pack in self._times and len(pack) == ULID_BYTES:
+                self._times[pack] = int.from_bytes(value, "big")
+                if not self._times[pack]:
+                    self._damaged.add(pack)
+            else:
+                self._pending[pack] = None
+
+    def order(self) -> list[Ulid]:
+        """All packs: first those with damage, then those never verified, then those verified longest ago."""
+        return sorted(self._times, key=lambda pack: (pack not in self._damaged, self._times[pack], pack))
+
+    def damaged(self) -> list[Ulid]:
+        """The packs that were damaged when they were last read."""
+        return sorted(self._damaged)
+
+    def note(self, pack: Ulid, size_bytes: int, time_ns: int | None) -> None:
+        """Notes that a pack is sound; without a time, that it is damaged: every later check reads it."""
+        self._times[pack] = time_ns or 0
+        self._pending[pack] = time_ns or 0
+        self._pending_bytes += size_bytes
+        if len(self._pending) >= _FLUSH_PACKS or self._pending_bytes >= _FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the notes."""
+        write_rows(self._table, {_KEY + pack: None if ns is None else ns.to_bytes(8, "big") for pack, ns in self._pending.items()})
+        self._pending.clear()
+        self._pending_bytes = 0
+
+    def never(self) -> int:
+        """Number of packs that were never verified."""
+        return sum(not time_ns for time_ns in self._times.values())
+
+    def oldest_ns(self) -> int | None:
+        """The earliest of the packs' last verifications; None if there is none."""
+        return min((time_ns for time_ns in self._times.values() if time_ns), default=None)
+
 
 PIECE_BYTES: Final = 32 << 20
 RUN_BYTES: Final = 4 << 20
@@ -49,7 +103,7 @@ class PieceResult(NamedTuple):
     piece: PackPiece
     read_bytes: int
     bad: Sequence[tuple[int, str, str]]
-    """(entry, kind of finding, what is wrong with it)."""
+    """(entry, kind of finding, description of the damage)."""
 
 
 def check_piece(backend: Backend, piece: PackPiece) -> PieceResult:
@@ -59,7 +113,7 @@ def check_piece(backend: Backend, piece: PackPiece) -> PieceResult:
     buffer = memoryview(bytearray(max(map(_stored_bytes, runs), default=0)))
     number = piece.first
     for run in runs:
-        bad += _check_run(backend, piece.pack, number, run, buffer[: _stored_bytes(run)])
+        bad += _check_run(backend, pack=piece.pack, first=number, entries=run, buffer=buffer[: _stored_bytes(run)])
         number += len(run)
     return PieceResult(piece, _stored_bytes(piece.entries), bad)
 
@@ -89,7 +143,7 @@ class DataCheck:
         self.chosen = self._choose(options, suspects) if chosen is None else chosen
         """Packs to read, in order."""
         self.read: set[Ulid] = set()
-        """Packs of which every block was read."""
+        """Packs whose blocks were all read."""
         self.read_bytes = 0
         """Bytes of blocks that were read."""
         self.packs = 0
@@ -141,7 +195,7 @@ class DataCheck:
         if not options.reads_data:
             return chosen
         first = frozenset(chosen)
-        wanted_bytes = (options.sample_fraction or 1) * sum(found.size_bytes for found in listed.values())
+        wanted_bytes = (options.sample_fraction or 1) * sum(pack.size_bytes for pack in listed.values())
         wanted_bytes -= sum(listed[pack].size_bytes for pack in chosen)
         for pack in self._verified.order():
             if pack in first:

@@ -1,4 +1,4 @@
-"""Reads a whole log, damaged or not, for fsck and salvage: checks every entry and checkpoint, and folds what is readable.
+"""Reads a whole log, damaged or not, for fsck and salvage: checks every entry and checkpoint, and folds the readable entries.
 
 After a gap the fold continues with the next entries, and with a trusted checkpoint after the gap. It uses no cache of a host, and never
 raises for damage.
@@ -87,16 +87,9 @@ class LogCheck:
 
 
 def check_log(backend: Backend, *, prefix: str, uuid: bytes | None, fill: Mapping[int, Sequence[Entry]] | None = None) -> LogCheck:
-    """Reads the log under `prefix`.
+    """Reads the log under `prefix`. Raises `BackendUnavailableError` if the backend does not answer.
 
-    Args:
-        backend: The store's backend.
-        prefix: The folder of the log.
-        uuid: The store's UUID; None: entry 1 is not compared with it.
-        fill: Entries to fold instead of lost ones, and after the last one, by number.
-
-    Raises:
-        BackendUnavailableError: the backend does not answer.
+    Without `uuid`, entry 1 is not compared with it. `fill`: entries to fold instead of lost ones, and after the last one, by number.
     """
     return _LogChecker(backend, prefix, uuid, fill or {}).run()
 
@@ -130,11 +123,11 @@ class _LogChecker:
         if self._unverified is not None:  # no later entry contradicts it
             self._adopt(self._unverified)
         for n in sorted(checkpoints):
-            found = self._load_checkpoint(n)
-            if found is not None:
+            checkpoint = self._load_checkpoint(n)
+            if checkpoint is not None:
                 self._lose(range(self._check.last + 1, n + 1), set())
-                self._adopt(found)
-                self._check.last, self._check.last_hash = n, found.entry_hash
+                self._adopt(checkpoint)
+                self._check.last, self._check.last_hash = n, checkpoint.entry_hash
         self._fold_instead(range(self._check.last + 1, MAX_NUMBER))
         return self._check
 
@@ -208,8 +201,8 @@ class _LogChecker:
         self._unverified = None
         for n in sorted(n for n in checkpoints if n in numbers):
             checkpoints.discard(n)
-            found = self._load_checkpoint(n)
-            self._unverified = found if n == numbers[-1] else None
+            checkpoint = self._load_checkpoint(n)
+            self._unverified = checkpoint if n == numbers[-1] else None
 
     def _fold_instead(self, numbers: range) -> None:
         for n in sorted(n for n in self._fill if n in numbers):
@@ -235,37 +228,37 @@ class _LogChecker:
     def _load_checkpoint(self, n: int) -> Checkpoint | None:
         name = self._checkpoint_name(n)
         try:
-            found = decode_checkpoint(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
+            checkpoint = decode_checkpoint(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
         except (MissingObjectError, FormatVersionError):  # of a build with other operations: ignored, as in `Log`
             return None
         except StoreError as exc:
             require_reachable(self._backend, exc)
             self._note(kind_of(exc), name, f"{exc}; {_DERIVED}" if isinstance(exc, DamageError) else str(exc), is_repairable=True)
             return None
-        if found.n != n:
-            self._note("corrupt_object", name, f"it is the checkpoint of entry {found.n}; {_DERIVED}", is_repairable=True)
+        if checkpoint.n != n:
+            self._note("corrupt_object", name, f"it is the checkpoint of entry {checkpoint.n}; {_DERIVED}", is_repairable=True)
             return None
-        self._check.vouched[n] = found.entry_hash
-        return found
+        self._check.vouched[n] = checkpoint.entry_hash
+        return checkpoint
 
     def _compare(self, n: int) -> None:
         """Compares the checkpoint of the entry that was just folded with the fold."""
         check, name = self._check, self._checkpoint_name(n)
         before = len(check.problems)
-        found = self._load_checkpoint(n)
-        if check.last_hash is None or (found is None and len(check.problems) == before):
+        checkpoint = self._load_checkpoint(n)
+        if check.last_hash is None or (checkpoint is None and len(check.problems) == before):
             return
-        if found is not None and found.entry_hash != check.last_hash:
+        if checkpoint is not None and checkpoint.entry_hash != check.last_hash:
             self._note("corrupt_object", name, f"it was not made from this log; {_DERIVED}", is_repairable=True)
-        elif found is not None and check.lost:
-            self._adopt(found)
+        elif checkpoint is not None and check.lost:
+            self._adopt(checkpoint)
         if check.lost:
             return
         with check.table.batch() as batch:
             expected = dump(batch, n, check.last_hash)
         if expected is None:
             return
-        if len(check.problems) == before and decode_checkpoint(expected, name) != found:
+        if len(check.problems) == before and decode_checkpoint(expected, name) != checkpoint:
             self._note("corrupt_object", name, f"it differs from what the log folds to; {_DERIVED}", is_repairable=True)
         if len(check.problems) > before:
             check.checkpoints[name] = expected

@@ -12,14 +12,10 @@ _CLAIM: Final = "if no copy of this store's files uses that location, `tsck tier
 
 
 def check_markers(placed: ColdTierBackend, findings: Findings) -> None:
-    """Adds the damaged markers.
-
-    Raises:
-        PlaceUnavailableError: a location cannot be used.
-    """
-    for url, found in placed.markers().items():
-        if found.is_damaged:
-            is_ours = found.owner is not None
+    """Adds the damaged markers. Raises `PlaceUnavailableError` if a location cannot be used."""
+    for url, marker in placed.markers().items():
+        if marker.is_damaged:
+            is_ours = marker.owner is not None
             advice = f"{repair_command()} writes it again" if is_ours else _CLAIM
             findings.add(CorruptObjectError.kind, marker_at(url), f"it was damaged; {advice}", repairable=is_ours)
 

@@ -17,13 +17,13 @@ MODE: Final = "mode"
 
 def check_modes(backend: Backend, findings: Findings) -> None:
     """Adds one finding for all files and folders, named by the first."""
-    found = _unlike_root(backend)
-    if found:
+    names = _unlike_root(backend)
+    if names:
         root = os.stat(backend.url)
         findings.add(
             MODE,
-            found[0],
-            f"{len(found):,} files and folders, this one first, do not have the mode and group of {backend.url} "
+            names[0],
+            f"{len(names):,} files and folders, this one first, do not have the mode and group of {backend.url} "
             f"({stat.filemode(root.st_mode)}, group {root.st_gid}), so not the same users may use them: {repair_command()}, run by root or "
             "by each owner, changes that",
             severity="notice",

@@ -92,8 +92,8 @@ class Packs:
 
     def unread(self, names: Collection[str]) -> list[Ulid]:
         """The listed packs with these names that have no known damaged block."""
-        found = {ulid for name in names if (ulid := parse_ulid(name[-26:])) is not None and pack_name(ulid) == name}
-        return sorted((found & self.listed.keys()) - self.bad.keys())
+        named = {ulid for name in names if (ulid := parse_ulid(name[-26:])) is not None and pack_name(ulid) == name}
+        return sorted((named & self.listed.keys()) - self.bad.keys())
 
     def is_intact(self, pack: Ulid, row: tuple[Any, ...], block: bytes) -> bool:
         """Whether a block that an extent names can be read; for packs without a usable footer."""
@@ -120,5 +120,5 @@ class Packs:
                 self.blocks += len(footer.entries)
 
     def _read_footer(self, pack: Ulid, name: str) -> Footer:
-        found = self.listed.get(pack)
-        return read_footer(self._backend, pack, found.size_bytes if found is not None else self._backend.size(name))
+        listed = self.listed.get(pack)
+        return read_footer(self._backend, pack, listed.size_bytes if listed is not None else self._backend.size(name))

@@ -72,11 +72,7 @@ class _PartProblem(NamedTuple):
 
 
 def require_intact(engine: Engine, info: SnapshotInfo) -> None:
-    """Checks the structure of a snapshot.
-
-    Raises:
-        CorruptObjectError: it is damaged.
-    """
+    """Checks the structure of a snapshot. Raises `CorruptObjectError` if it is damaged."""
     for damage in check_snapshot(engine, Packs(engine.backend, {}), info, read_data=False).damages:
         raise CorruptObjectError(f"{damage.object}: {damage.message}", object_id=damage.object)
 
@@ -92,7 +88,7 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
     if record is None:
         return SnapshotCheck(damages, frozenset(needs), size, is_complete=False)
     needs.update(ObjectKey("part", part) for part in record.parts)
-    anchor, hits, lost = 0, AffectedTensors(engine, info, record, 0, None), dict[int, Damage]()
+    anchor, hits, lost = 0, AffectedTensors(engine=engine, info=info, record=record, world_size=0, layout_of=None), dict[int, Damage]()
     for rank, ulid in enumerate(record.parts):
         part, part_bytes = _read_part(engine, record, rank)
         size += part_bytes
@@ -100,24 +96,30 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
             lost[rank] = part
             continue
         if not hits.is_known(rank):
-            hits = AffectedTensors(engine, info, record, part.world_size, part.layout_of)
+            hits = AffectedTensors(engine=engine, info=info, record=record, world_size=part.world_size, layout_of=part.layout_of)
         anchor = max(anchor, part.anchor)
         locations = _locate(engine, part)
         if isinstance(locations, Damage):
             lost[rank] = locations
             continue
         needs.update(locations.objects())
-        problems = list(_extent_problems(packs, part, locations, record, rank, read_data=read_data))
+        problems = list(_extent_problems(packs, part=part, locations=locations, record=record, rank=rank, read_data=read_data))
         misfit = hits.problem(part, part_name(ulid))
         layout_rows = slice(0, int(part.blobs["blocks"][0]))
         if misfit is not None and not any(problem.rows[layout_rows].any() for problem in problems):
             damages.append(Damage(kind_of(misfit), misfit.object_id or part_name(ulid), str(misfit), tuple(hits.names_of_lost(rank))))
         damages += [
-            Damage(problem.kind, problem.object, problem.message, tuple(hits.names(part, problem.rows)), problem.blocks)
+            Damage(
+                kind=problem.kind,
+                object=problem.object,
+                message=problem.message,
+                names=tuple(hits.names(part, problem.rows)),
+                blocks=problem.blocks,
+            )
             for problem in problems
         ]
     damages += [damage._replace(names=tuple(hits.names_of_lost(rank))) for rank, damage in lost.items()]
-    return SnapshotCheck(damages, frozenset(needs), size, not lost, anchor)
+    return SnapshotCheck(damages=damages, needs=frozenset(needs), object_bytes=size, is_complete=not lost, anchor=anchor)
 
 
 def parts_of(engine: Engine, info: SnapshotInfo) -> Iterator[Part]:
@@ -148,9 +150,9 @@ def by_pack(locations: BlockLocations) -> Iterator[tuple[Ulid, npt.NDArray[np.in
         yield locations.packs[number], rows
 
 
-def rebuilt_record(info: SnapshotInfo, found: Record, parts: Sequence[Ulid]) -> Record:
+def rebuilt_record(info: SnapshotInfo, record: Record, parts: Sequence[Ulid]) -> Record:
     """The record that repair rebuilds: fields from the log, and the content under its root. Only such a record may replace another."""
-    return found._replace(
+    return record._replace(
         ref=info.ref,
         step=info.step,
         parent=info.parent,
@@ -229,7 +231,7 @@ def _extent_problems(
             hit = np.zeros(len(part.extents), np.bool_)
             hit[rows[wrong]] = True
             _spread_to_deltas(locations.extents, hit)
-            yield _PartProblem(kind, name, message, hit, DamagedBlocks(pack, extents[wrong], ids[rows][wrong]))
+            yield _PartProblem(kind, object=name, message=message, rows=hit, blocks=DamagedBlocks(pack, extents[wrong], ids[rows][wrong]))
 
 
 def _spread_to_deltas(extents: Extents, hit: npt.NDArray[np.bool_]) -> None:
@@ -253,7 +255,7 @@ def _not_in_footer(footer: Footer, extents: Extents, ids: npt.NDArray[np.uint8])
 
 
 def _unreachable(packs: Packs, pack: Ulid, extents: Extents, ids: npt.NDArray[np.uint8], *, read_data: bool) -> npt.NDArray[np.bool_]:
-    """In a pack without a usable footer: blocks beyond its end; with `read_data`, also damaged ones."""
+    """The blocks beyond the end of a pack without a usable footer; with `read_data`, also damaged ones."""
     listed = packs.listed.get(pack)
     if listed is None:
         return np.ones(len(extents), np.bool_)
@@ -266,12 +268,12 @@ def _unreachable(packs: Packs, pack: Ulid, extents: Extents, ids: npt.NDArray[np
 
 def merge_damages(damages: Iterable[Damage]) -> Iterator[Damage]:
     """One damage per kind and object, with the affected names of all parts, without blocks."""
-    found: dict[tuple[str, str], Damage] = {}
+    merged: dict[tuple[str, str], Damage] = {}
     for damage in damages:
-        known = found.setdefault((damage.kind, damage.object), damage)
+        known = merged.setdefault((damage.kind, damage.object), damage)
         names = tuple(dict.fromkeys((*known.names, *damage.names))) if known.names and damage.names else ()
-        found[damage.kind, damage.object] = known._replace(names=names, blocks=None)
-    yield from found.values()
+        merged[damage.kind, damage.object] = known._replace(names=names, blocks=None)
+    yield from merged.values()
 
 
 def describe_hit(addresses: Sequence[str], info: SnapshotInfo, names: Sequence[str]) -> str:

@@ -110,7 +110,7 @@ class Fsck:
         self._lock = threading.Lock()
         self._done_bytes = self._total_bytes = 0
         self.needed: set[ObjectKey] = set()
-        """What the snapshots need, as far as they could be read."""
+        """The objects that the snapshots need, as far as they could be read."""
         self._broken: list[str] = []
         """Missing or damaged log entries."""
         self._rebuilt: dict[Ulid, bytes | None] = {}
@@ -133,7 +133,7 @@ class Fsck:
         self.damaged: dict[Ulid, SnapshotCheck] = {}
         """Damaged snapshots."""
         self.read: Collection[Ulid] = ()
-        """Packs of which every block was read."""
+        """Packs whose blocks were all read."""
 
     def run(self) -> FsckReport:
         """Runs all checks.
@@ -145,7 +145,7 @@ class Fsck:
         check_modes(self._backend, self._found)
         self._check_log()
         if self.log.is_unreadable:
-            return FsckReport(self._found.all(), self.log.entries, 0, 0, 0, 0)
+            return FsckReport(findings=self._found.all(), log_entries=self.log.entries, snapshots=0, packs=0, blocks=0, data_bytes=0)
         try:
             return self._check_objects()
         except PlaceUnavailableError as exc:
@@ -173,17 +173,17 @@ class Fsck:
         self._advise()
         self._advance(self._total_bytes)
         return FsckReport(
-            self._found.all(self._backend.url),
-            self.log.entries,
-            snapshots,
-            len(packs.listed),
-            packs.blocks,
-            data.read_bytes,
-            data.packs,
-            data.never_verified,
-            data.oldest_verified_ns,
-            data.is_out_of_time,
-            None if self._broken else self._freeing.freeable,  # gc refuses a broken log
+            findings=self._found.all(self._backend.url),
+            log_entries=self.log.entries,
+            snapshots=snapshots,
+            packs=len(packs.listed),
+            blocks=packs.blocks,
+            data_bytes=data.read_bytes,
+            read_packs=data.packs,
+            never_verified=data.never_verified,
+            oldest_verified_ns=data.oldest_verified_ns,
+            out_of_time=data.is_out_of_time,
+            freeable=None if self._broken else self._freeing.freeable,  # gc refuses a broken log
         )
 
     # --- configuration and log ----------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Fsck:
         if not log.is_unreadable:
             more = [*(host_saw_more(log, head, chain, elsewhere) for head in seen), cache_problem(log, self.engine.log)]
             more += [self._lost_log()] if not log.last and not self._found.names(CONFIG_NAME) else []
-        for problem in [*log.problems, *(found for found in more if found)]:
+        for problem in [*log.problems, *(problem for problem in more if problem)]:
             severity: Severity = "error" if problem.is_error else "notice"
             self._found.add(problem.kind, problem.object, problem.message, severity=severity, repairable=problem.is_repairable)
             if problem.kind == "broken_log":
@@ -241,25 +241,25 @@ class Fsck:
         """
         infos = {info.ulid: info for info in self.log.view.snapshots()}
         suspects = self._check_all(infos.values())
-        met = {damage.object for found in suspects.values() for damage in found.damages if damage.blocks is None}
-        if unread := self.packs.unread(met):  # damage in a layout: reading the whole pack tells which of its blocks are damaged
+        met = {damage.object for checked in suspects.values() for damage in checked.damages if damage.blocks is None}
+        if unread := self.packs.unread(met):  # damage in a layout: a read of the whole pack shows which blocks are damaged
             self._data.read_also(unread)
             suspects = self._check_all(infos.values())
         while suspects and self.log.follow(self.engine.log.chain):
-            before = {(ulid, damage.object) for ulid, found in suspects.items() for damage in found.damages}
+            before = {(ulid, damage.object) for ulid, checked in suspects.items() for damage in checked.damages}
             suspects = self._check_all(infos[ulid] for ulid in suspects if self.log.view.is_live(ulid))
-            if all((ulid, damage.object) in before for ulid, found in suspects.items() for damage in found.damages):
+            if all((ulid, damage.object) in before for ulid, checked in suspects.items() for damage in checked.damages):
                 break
         self.damaged = suspects
         refs = roots(self.log.view)
-        for ulid, found in suspects.items():
-            self._unsure = self._unsure or not found.is_complete
+        for ulid, checked in suspects.items():
+            self._unsure = self._unsure or not checked.is_complete
             step = "" if infos[ulid].step is None else f"@{infos[ulid].step}"
             addresses = [f"{ref}{step}" for ref in refs.get(ulid, ())]
-            for damage in found.damages:
+            for damage in checked.damages:
                 if damage.blocks is not None and damage.kind != UNREADABLE:
                     self.hit.add(*damage.blocks)
-            for damage in merge_damages(found.damages):
+            for damage in merge_damages(checked.damages):
                 self._found.add(damage.kind, damage.object, damage.message, hit=describe_hit(addresses, infos[ulid], damage.names))
         return len(infos)
 
@@ -303,7 +303,7 @@ class Fsck:
         for pack, (advice, repairable) in pack_advice(self.packs, self.hit, reads_data=self._options.reads_data).items():
             self._found.advise(ObjectKey("pack", pack).name, advice, repairable=repairable)
         moved = {ObjectKey("moved", moved).name: relocation for moved, relocation in relocations_in_force(self.log.view).items()}
-        objects = {damage.object for found in self.damaged.values() for damage in found.damages if damage.blocks is None}
+        objects = {damage.object for checked in self.damaged.values() for damage in checked.damages if damage.blocks is None}
         for name in objects:
             relocation = moved.get(name)
             if relocation is not None and (self.rebuild(relocation) is not None or self._has_blocks_of(name)):
@@ -313,7 +313,7 @@ class Fsck:
 
     def _has_blocks_of(self, name: str) -> bool:
         """Whether all blocks of the snapshots that a damaged object affects are in some pack."""
-        hit = (ulid for ulid, found in self.damaged.items() if any(damage.object == name for damage in found.damages))
+        hit = (ulid for ulid, checked in self.damaged.items() if any(damage.object == name for damage in checked.damages))
         infos = (info for ulid in hit if (info := self.log.view.snapshot(ulid)) is not None)
         wanted = {part.block_id(row) for info in infos for part in parts_of(self.at_log, info) for row in range(part.block_count)}
         return wanted == find_copies(self.packs, wanted, unless={}).keys()

@@ -1,4 +1,4 @@
-"""Findings of fsck: the object, what is wrong with it, and the affected refs, steps and tensors.
+"""Findings of fsck: the object, the problem, and the affected refs, steps and tensors.
 
 Damage to one object is one finding; it names the first few affected snapshots and counts the rest.
 """
@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class FsckReport:
-    """What fsck checked and found."""
+    """The checks and findings of fsck."""
 
     findings: tuple[Finding, ...]
     """Errors first."""
@@ -69,17 +69,17 @@ class FsckReport:
     out_of_time: bool = False
     """Whether time ran out before all chosen data was read."""
     freeable: Freeable | None = None
-    """What gc can free, if something unreferenced was found and gc can run."""
+    """The objects that gc can free, if something unreferenced was found and gc can run."""
     not_recorded: str = ""
     """Why the log does not say that this check took place; empty if it does, or should not."""
 
     def __repr__(self) -> str:
-        found = f"{sum(each.severity == 'error' for each in self.findings):,} errors" if not self.ok else "ok"
-        notices = sum(each.severity == "notice" for each in self.findings)
-        return f"FsckReport({found}, {notices:,} notices; {self.snapshots:,} snapshots, {self.packs:,} packs, {self.blocks:,} blocks)"
+        errors = f"{sum(finding.severity == 'error' for finding in self.findings):,} errors" if not self.ok else "ok"
+        notices = sum(finding.severity == "notice" for finding in self.findings)
+        return f"FsckReport({errors}, {notices:,} notices; {self.snapshots:,} snapshots, {self.packs:,} packs, {self.blocks:,} blocks)"
 
     def _repr_html_(self) -> str:
-        rows = ((each.severity, each.kind, each.object, each.message, "; ".join(each.hits)) for each in self.findings)
+        rows = ((finding.severity, finding.kind, finding.object, finding.message, "; ".join(finding.hits)) for finding in self.findings)
         return html_table(repr(self), ("severity", "kind", "object", "message", "hits"), rows)
 
     @property
@@ -116,11 +116,7 @@ def require_reachable(backend: Backend, exc: StoreError) -> None:
 
 
 def object_problem(backend: Backend, name: str, decode: Callable[[bytes, str], object]) -> tuple[str, str] | None:
-    """(kind, message) if a small object is damaged or unreadable.
-
-    Raises:
-        MissingObjectError: it does not exist.
-    """
+    """(kind, message) if a small object is damaged or unreadable. Raises `MissingObjectError` if it does not exist."""
     try:
         decode(backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
     except MissingObjectError:
@@ -161,8 +157,8 @@ class Findings:
     def advise(self, object_name: str, advice: str, *, repairable: bool) -> None:
         """Adds how an object can be repaired."""
         with self._lock:
-            found = list(self._found.items())
-        for (name, kind), gathered in found:
+            items = list(self._found.items())
+        for (name, kind), gathered in items:
             if name == object_name and kind != UNREADABLE:
                 with self._lock:
                     gathered.message, gathered.repairable = f"{gathered.message}; {advice}", repairable
@@ -173,16 +169,23 @@ class Findings:
             return any(name == object_name for name, _ in self._found)
 
     def also_damaged(self) -> str:
-        """What was found damaged, to add to the message of an error that ends the check; empty if nothing was."""
-        found = [f"{finding.object}: {finding.message}" for finding in self.all() if finding.severity == "error"]
-        return f"; also damaged: {'; '.join(found[:MAX_HITS])}" if found else ""
+        """The damaged objects, to add to the message of an error that ends the check; empty if there are none."""
+        errors = [f"{finding.object}: {finding.message}" for finding in self.all() if finding.severity == "error"]
+        return f"; also damaged: {'; '.join(errors[:MAX_HITS])}" if errors else ""
 
     def all(self, url: str = "") -> tuple[Finding, ...]:
         """All findings, errors first, by object. Commands in messages name the store at `url`, if it is given."""
         with self._lock:
             ordered = sorted(self._found.items(), key=lambda item: (item[1].severity != "error", item[0]))
         return tuple(
-            Finding(kind, name, naming_store(gathered.message, url), _hits(gathered), gathered.repairable, gathered.severity)
+            Finding(
+                kind=kind,
+                object=name,
+                message=naming_store(gathered.message, url),
+                hits=_hits(gathered),
+                repairable=gathered.repairable,
+                severity=gathered.severity,
+            )
             for (name, kind), gathered in ordered
         )
 

@@ -19,7 +19,7 @@ def why_unreferenced(view: RefTable, key: ObjectKey) -> str:
 
 
 class FreeableObjects:
-    """What gc would do now."""
+    """The objects that gc would free now or later."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -28,7 +28,7 @@ class FreeableObjects:
 
     @property
     def freeable(self) -> Freeable | None:
-        """What gc can free; None if `when` was never called, or gc cannot run."""
+        """The part of a report that says what gc can free; None if `when` was never called, or gc cannot run."""
         return self._plan.freeable if self._plan is not None else None
 
     def when(self, key: ObjectKey) -> str:

@@ -45,9 +45,9 @@ class BlockSource:
         while ids:  # then their bases
             bases: set[Digest] = set()
             for (_, there), copies in zip(self._stores, self._copies, strict=True):
-                found = find_copies(there, ids, unless={})
-                copies |= found
-                bases.update(base for found_copies in found.values() for copy in found_copies for base in _bases_of(there, copy))
+                located = find_copies(there, ids, unless={})
+                copies |= located
+                bases.update(base for found_copies in located.values() for copy in found_copies for base in _bases_of(there, copy))
             ids = {base for base in bases if not any(base in copies for copies in self._copies)}
 
     def get(self, block: Digest) -> StoredBlock | None:
@@ -55,9 +55,9 @@ class BlockSource:
         for (backend, packs), copies in zip(self._stores, self._copies, strict=True):
             for copy in copies.get(block, ()):
                 bases = [self.get(base) for base in _bases_of(packs, copy)]
-                found = read_block(backend, copy, block, [base for base in bases if base is not None])
-                if found is not None:
-                    return found
+                stored = read_block(backend, copy, block, [base for base in bases if base is not None])
+                if stored is not None:
+                    return stored
         return None
 
 

@@ -21,14 +21,10 @@ def packs_of(engine: Engine, info: SnapshotInfo) -> set[Ulid]:
     return {pack for _, locations in placed_parts(engine, info) for pack in locations.packs}
 
 
-def check_marks(engine: Engine, found: Findings, *, damaged: Collection[Ulid], read: Collection[Ulid]) -> None:
+def check_marks(engine: Engine, findings: Findings, *, damaged: Collection[Ulid], read: Collection[Ulid]) -> None:
     """Adds findings for marked snapshots: damaged, unless this check read all their data.
 
-    Args:
-        engine: At the log that was checked.
-        found: Receives the findings.
-        damaged: Snapshots that this check found damaged.
-        read: Packs of which this check read every block.
+    `engine` is at the log that was checked. `damaged`: snapshots that this check found damaged. `read`: packs whose blocks it read all.
     """
     for info in _marked_damaged(engine):
         if info.ulid in damaged:
@@ -43,7 +39,7 @@ def check_marks(engine: Engine, found: Findings, *, damaged: Collection[Ulid], r
         address = info.ref if info.step is None else f"{info.ref}@{info.step}"
         severity: Severity = "notice" if is_whole else "error"
         hit = describe_hit([address], info, ())
-        found.add("marked_damaged", record_name(info.ulid), message, hit=hit, severity=severity, repairable=is_whole)
+        findings.add("marked_damaged", record_name(info.ulid), message, hit=hit, severity=severity, repairable=is_whole)
 
 
 def _marked_damaged(engine: Engine) -> Iterator[SnapshotInfo]:

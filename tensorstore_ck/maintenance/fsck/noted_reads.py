@@ -22,11 +22,7 @@ class ReadErrors:
         return _NotedReads(backend, self._found)
 
     def require_none(self) -> None:
-        """Raises the first one.
-
-        Raises:
-            UnreadableError: an object could not be read.
-        """
+        """Raises the first one. Raises `UnreadableError`: an object could not be read."""
         for exc in self._found:
             raise UnreadableError(f"the repair stops, and marks nothing: {exc}", object_id=exc.object_id) from exc
 
@@ -34,9 +30,9 @@ class ReadErrors:
 class _NotedReads:
     """All other attributes are the inner backend's."""
 
-    def __init__(self, inner: Backend, found: list[StoreError]) -> None:
+    def __init__(self, inner: Backend, errors: list[StoreError]) -> None:
         self._inner = inner
-        self._found = found
+        self._found = errors
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

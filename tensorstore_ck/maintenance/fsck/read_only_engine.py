@@ -32,4 +32,13 @@ def read_only_engine(engine: Engine, check: LogCheck) -> Engine:
         new_id=engine.new_id,
     )
     engine.placed.add_locations(check.view.locations())
-    return Engine(engine.backend, config, check.table, log, BlockIndex(check.table), engine.clock, engine.new_id, engine.placed)
+    return Engine(
+        backend=engine.backend,
+        config=config,
+        table=check.table,
+        log=log,
+        index=BlockIndex(check.table),
+        clock=engine.clock,
+        new_id=engine.new_id,
+        placed=engine.placed,
+    )

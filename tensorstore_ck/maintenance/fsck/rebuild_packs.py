@@ -43,11 +43,11 @@ def rebuild_packs(engine: Engine, needed: BlockTables, source: BlockSource, anch
     blocks = _Blocks(engine, source)
     for pack, table in needed.packs.items():
         entries = needed.entries(pack)
-        found = blocks.found(pack, table, entries)
-        outcomes.append(RebuiltPack(pack, len(found), len(entries) - len(found)))
-        if found:
+        good = blocks.found(pack, table, entries)
+        outcomes.append(RebuiltPack(pack, len(good), len(entries) - len(good)))
+        if good:
             footer = Footer(table, np.zeros(0, BASE_DTYPE))
-            packs.append(SparsePack(pack, footer, np.array(found), int(table["stored"].sum(dtype=np.int64))))
+            packs.append(SparsePack(pack, footer, np.array(good), int(table["stored"].sum(dtype=np.int64))))
     done = compact(engine, packs, read=blocks.read)
     for move in done.moves:
         commit_relocation(engine, move, anchor)
@@ -56,11 +56,7 @@ def rebuild_packs(engine: Engine, needed: BlockTables, source: BlockSource, anch
 
 
 def commit_relocation(engine: Engine, move: CompactedPack, anchor: int, needed: Collection[ObjectKey] = ()) -> None:
-    """Commits a relocation, and rescues its map, its targets and `needed`.
-
-    Raises:
-        SnapshotExpiredError: gc freed some of them.
-    """
+    """Commits a relocation, and rescues its map, its targets and `needed`. Raises `SnapshotExpiredError`: gc freed some of them."""
     keys = [ObjectKey("moved", move.ulid), *(ObjectKey("pack", target) for target in move.targets), *needed]
 
     def build(view: RefTable) -> list[Op]:
@@ -100,5 +96,5 @@ class _Blocks:
     def _get(self, pack: Ulid, table: Entries, entry: int) -> StoredBlock | None:
         row = table[entry : entry + 1]
         block = Digest(row["id"][0].tobytes())
-        found = read_block(self._engine.backend, BlockCopy(pack, entry, row), block)
-        return found if found is not None else self._source.get(block)
+        own = read_block(self._engine.backend, BlockCopy(pack, entry, row), block)
+        return own if own is not None else self._source.get(block)

@@ -68,13 +68,13 @@ class PartRebuilder:
             DamageError: a block has no good copy.
         """
         name, theirs = record_name(info.ulid), None
-        found = self.exact(ObjectKey("snapshot", info.ulid), info.record)
-        if found is not None:
+        exact = self.exact(ObjectKey("snapshot", info.ulid), info.record)
+        if exact is not None:
             with contextlib.suppress(DamageError):
-                record = decode_record(found[0], name)
+                record = decode_record(exact[0], name)
                 if not self._is_listed(ObjectKey("part", part) for part in record.parts):
-                    self.overwrite(ObjectKey("snapshot", info.ulid), found[0])
-                    return found[1]
+                    self.overwrite(ObjectKey("snapshot", info.ulid), exact[0])
+                    return exact[1]
         with contextlib.suppress(DamageError):
             theirs = self._their_record(info)
         if theirs is None or not all(self._find_part(theirs.part_id(rank), rank) for rank in range(len(theirs.parts))):
@@ -99,10 +99,10 @@ class PartRebuilder:
             if part.part_id() == wanted and is_here and not self._is_listed(objects):
                 self.overwrite(ObjectKey("part", ulid), data)
                 return COPIED
-        found = self._logical_part(wanted, rank) or self._empty_part(wanted, rank, record)
-        if found is None:
+        content = self._logical_part(wanted, rank) or self._empty_part(wanted, rank, record)
+        if content is None:
             return None
-        rebuilt = self._write_part(found)
+        rebuilt = self._write_part(content)
         parts = [*record.parts[:rank], rebuilt[0], *record.parts[rank + 1 :]]
         self._publish(info, rebuilt_record(info, record, parts), [rebuilt])
         return "rebuilt from a part with the same content"
@@ -137,11 +137,11 @@ class PartRebuilder:
     def _names_by_hash(self, kind: str) -> dict[Digest, str]:
         """Hash of each object of this store -> its name."""
         if kind not in self._hashes:
-            found = self._hashes.setdefault(kind, {})
+            names = self._hashes.setdefault(kind, {})
             for ulid in self._listed[kind]:
                 name = ObjectKey(kind, ulid).name
                 with contextlib.suppress(DamageError):
-                    found[object_hash(self._engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES))] = name
+                    names[object_hash(self._engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES))] = name
         return self._hashes[kind]
 
     def _is_listed(self, objects: Iterable[ObjectKey]) -> bool:
@@ -176,8 +176,8 @@ class PartRebuilder:
 
     def _logical_part(self, wanted: Digest, rank: int) -> Part | None:
         """A part of that id."""
-        found = self._find_part(wanted, rank)
-        return next((part for _, part in readable_parts(found[0], [found[1]])), None) if found is not None else None
+        source = self._find_part(wanted, rank)
+        return next((part for _, part in readable_parts(source[0], [source[1]])), None) if source is not None else None
 
     def _empty_part(self, wanted: Digest, rank: int, record: Record) -> Part | None:
         """A part with that id if the rank had nothing to store: built from another rank's part."""
@@ -223,25 +223,26 @@ class PartRebuilder:
         """Where the part's distinct blocks are, in the order of its extents."""
         ids = list(dict.fromkeys(part.block_id(row) for row in range(part.block_count)))
         known = find_copies(self._packs, ids, unless={})
-        safe = {block: copy for block, copies in known.items() for copy in copies if copy.pack in self._safe and _is_plain(copy)}
+        safe = {
+            block: copy
+            for block, copies in known.items()
+            for copy in copies
+            if copy.pack in self._safe and int(copy.row[0]["codec"]) not in CODECS_WITH_BASES
+        }
         source = BlockSource(self._engine.backend, self._packs, self._other, [block for block in ids if block not in safe])
         writer = PackWriter(self._engine.backend, self._engine.new_id, lambda _: {})
         try:
             for block in ids:
                 if block not in safe:
-                    found = source.get(block)
-                    if found is None:
+                    stored = source.get(block)
+                    if stored is None:
                         raise MissingObjectError(f"block {block.hex()} has no good copy", object_id=block.hex())
-                    writer.add_encoded([EncodedBlock(block, found.codec, (found.stored,), found.raw_bytes)])
+                    writer.add_encoded([EncodedBlock(block, stored.codec, (stored.stored,), stored.raw_bytes)])
             writer.close()
         except BaseException:
             writer.abort()
             raise
         return {block: _location(safe[block]) if block in safe else writer.location(block) for block in ids}
-
-
-def _is_plain(copy: BlockCopy) -> bool:
-    return int(copy.row[0]["codec"]) not in CODECS_WITH_BASES
 
 
 def _location(copy: BlockCopy) -> Location:
@@ -250,11 +251,7 @@ def _location(copy: BlockCopy) -> Location:
 
 
 def _identity(kind: str, data: bytes) -> bytes:
-    """The identity of an object, which all its replacements share.
-
-    Raises:
-        CorruptObjectError: not an object of that kind.
-    """
+    """The identity of an object, which all its replacements share. Raises `CorruptObjectError` if it is not an object of that kind."""
     name = f"a {kind}"
     if kind == "part":
         return decode_part(data, name).part_id()

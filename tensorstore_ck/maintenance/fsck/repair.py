@@ -52,7 +52,7 @@ class Repaired:
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What was damaged, what was repaired, and what is left."""
+    """The damage before, the repairs, and the damage after."""
 
     before: FsckReport
     mended: tuple[Repaired, ...]
@@ -74,12 +74,7 @@ class RepairReport:
 
 
 def run_repair(engine: Engine, options: FsckOptions | None = None, *, other: Engine | None = None) -> RepairReport:
-    """Checks a store as `options` say, and repairs it.
-
-    Args:
-        engine: The store.
-        options: How much data is read to find damage.
-        other: A copy of this store, or another store with some of its snapshots.
+    """Checks a store as `options` say, and repairs it, with objects from `other`: a copy of it, or a store with some of its snapshots.
 
     Raises:
         UnsafeBackendError: the backend does not support several writers.
@@ -108,7 +103,7 @@ class _Repair:
         self._bad: dict[Ulid, BadBlocks] = {}
         """Blocks that were found bad; packs are never rewritten in place, so they stay bad."""
         self._read: Collection[Ulid] = ()
-        """Packs of which every block was read."""
+        """Packs whose blocks were all read."""
 
     def run(self) -> RepairReport:
         log = self._engine.log
@@ -116,12 +111,14 @@ class _Repair:
         fsck = Fsck(self._engine, self._options, reads_marked=True)
         before = after = fsck.run()
         if _unreadable(before):
-            return RepairReport(before, (), (), (), before)
+            return RepairReport(before=before, mended=(), marked=(), unmarked=(), after=before)
         self._bad, self._read = fsck.packs.bad, fsck.read
         fsck = self._repair_log(fsck, seen)
         if self._is_broken(fsck.log, seen):
             after = self._look_again()[1] if self._repaired else before
-            return RepairReport(before, self._all_repaired(), (), (), after)  # a broken log takes no entries
+            return RepairReport(
+                before=before, mended=self._all_repaired(), marked=(), unmarked=(), after=after
+            )  # a broken log takes no entries
         if self._repaired:
             fsck, after = self._look_again()
         if self._other_engine is not None:
@@ -134,13 +131,13 @@ class _Repair:
         marked, unmarked = self._mark(fsck)
         if unmarked:
             after = self._look_again()[1]
-        return RepairReport(before, self._all_repaired(), marked, unmarked, after)
+        return RepairReport(before=before, mended=self._all_repaired(), marked=marked, unmarked=unmarked, after=after)
 
     def _look_again(self) -> tuple[Fsck, FsckReport]:
         fsck = Fsck(self._engine, FsckOptions(), known_bad=self._bad)
         report = fsck.run()
-        if found := _unreadable(report):
-            raise UnreadableError(f"the repair stops: {found[0].object}: {found[0].message}", object_id=found[0].object)
+        if unreadable := _unreadable(report):
+            raise UnreadableError(f"the repair stops: {unreadable[0].object}: {unreadable[0].message}", object_id=unreadable[0].object)
         self._bad = fsck.packs.bad
         return fsck, report
 
@@ -201,10 +198,10 @@ class _Repair:
         key, data = ObjectKey("moved", relocation.moved), fsck.rebuild(relocation)
         is_intact = is_moved_intact(self._engine.backend, relocation)
         exact = None if is_intact else rebuilder.exact(key, relocation.hash)
-        found = (data, "rebuilt from the footers of its packs") if data is not None else exact
-        if found is not None:
-            rebuilder.overwrite(key, found[0])
-            return found[1]
+        source = (data, "rebuilt from the footers of its packs") if data is not None else exact
+        if source is not None:
+            rebuilder.overwrite(key, source[0])
+            return source[1]
         record = fsck.at_log.read_record(info)
         for rank, part in enumerate(record.parts):
             if _is_located(fsck.at_log, record, rank):
@@ -233,7 +230,7 @@ class _Repair:
         if not damaged:
             return False
         view = fsck.at_log.log.view()
-        parts = (found for info in view.snapshots() for found in placed_parts(fsck.at_log, info))
+        parts = (placed for info in view.snapshots() for placed in placed_parts(fsck.at_log, info))
         needed = blocks_in(damaged, parts)
         wanted = [block for pack in needed.packs for block in needed.ids(pack)]
         source = BlockSource(self._engine.backend, fsck.packs, self._other, wanted)
@@ -292,8 +289,8 @@ def _is_located(engine: Engine, record: Record, rank: int) -> bool:
 def _damaged_objects(fsck: Fsck) -> list[tuple[SnapshotInfo, str]]:
     """(snapshot, name) of every damaged object except packs."""
     view = fsck.at_log.log.view()
-    found = ((view.snapshot(ulid), checked) for ulid, checked in fsck.damaged.items())
-    return [(info, damage.object) for info, checked in found if info is not None for damage in checked.damages if damage.blocks is None]
+    checks = ((view.snapshot(ulid), checked) for ulid, checked in fsck.damaged.items())
+    return [(info, damage.object) for info, checked in checks if info is not None for damage in checked.damages if damage.blocks is None]
 
 
 def _reason(checked: SnapshotCheck) -> str:

@@ -1,6 +1,6 @@
 """Whether damage can be repaired from the store itself: other copies of blocks, and rebuilt relocation maps.
 
-It reads footers and parts, no data, and only if something is damaged. fsck reports what is found here, and repair does it.
+It reads footers and parts, no data, and only if something is damaged. fsck reports these repairs, and `repair` does them.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -76,11 +76,6 @@ def blocks_in(packs: Collection[Ulid], parts: Iterable[tuple[Part, BlockLocation
     return tables
 
 
-def as_written(part: Part) -> BlockLocations:
-    """The locations of a part's blocks when it was written."""
-    return BlockLocations(list(part.packs), part.extents, frozenset())
-
-
 def relocations_in_force(view: RefTable) -> dict[Ulid, Relocation]:
     """The relocations in force, by the names of their maps."""
     packs = {pack for pack, _ in view.all_relocations()}
@@ -120,5 +115,6 @@ def rebuild_moved(packs: Packs, relocation: Relocation, parts: Iterable[tuple[Ul
 
 
 def _entries_from_parts(pack: Ulid, parts: Iterable[tuple[Ulid, Part]]) -> Entries:
-    tables = blocks_in({pack}, ((part, as_written(part)) for _, part in parts))
+    as_written = ((part, BlockLocations(list(part.packs), part.extents, frozenset())) for _, part in parts)
+    tables = blocks_in({pack}, as_written)
     return tables.packs.get(pack, np.zeros(0, ENTRY_DTYPE))

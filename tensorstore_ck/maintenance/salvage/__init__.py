@@ -1,4 +1,4 @@
-"""Makes a new log from what is left when log entries or store.json were destroyed; or gives a copy of a store an identity.
+"""Makes a new log from the remaining objects when log entries or store.json were destroyed; or gives a copy of a store an identity.
 
 Offline: no other process may write meanwhile.
 

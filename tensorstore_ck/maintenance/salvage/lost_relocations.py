@@ -35,7 +35,7 @@ class LostRelocation(NamedTuple):
 def read_lost_relocations(backend: Backend, view: RefTable) -> list[LostRelocation]:
     """The relocation maps that `view` does not know, and that gc did not sweep."""
     in_force = {moved for _, moved in view.all_relocations()}
-    found = []
+    lost = []
     for info in backend.list("moved/"):
         ulid = parse_ulid(info.name[-26:])
         if ulid is None or ulid in in_force or info.name != ObjectKey("moved", ulid).name or _is_swept(view, ObjectKey("moved", ulid)):
@@ -46,19 +46,19 @@ def read_lost_relocations(backend: Backend, view: RefTable) -> list[LostRelocati
         except StoreError as exc:
             require_reachable(backend, exc)
             continue
-        found.append(LostRelocation(ulid, object_hash(data), moved))
-    return found
+        lost.append(LostRelocation(ulid, object_hash(data), moved))
+    return lost
 
 
 def learn_locations(view: RefTable, unknown: Iterable[LostRelocation], placed: ColdTierBackend) -> None:
-    """Tells `placed` the locations of packs: from the log, from relocation maps, and by listing."""
+    """Adds the locations of packs to `placed`: from the log, from relocation maps, and by listing."""
     placed.add_locations(view.locations())
-    for each in unknown:
-        if each.moved.location is not None:
-            placed.add_locations(dict.fromkeys(each.moved.targets, each.moved.location))
+    for relocation in unknown:
+        if relocation.moved.location is not None:
+            placed.add_locations(dict.fromkeys(relocation.moved.targets, relocation.moved.location))
     for url in sorted(set(placed.locations().values())):
-        found = (parse_ulid(info.name[-26:]) for info in placed.at(url).list("packs/"))
-        placed.add_locations({pack: url for pack in found if pack is not None})
+        packs = (parse_ulid(info.name[-26:]) for info in placed.at(url).list("packs/"))
+        placed.add_locations({pack: url for pack in packs if pack is not None})
 
 
 def find_relocations(packs: Packs, view: RefTable, unknown: Iterable[LostRelocation]) -> Iterator[Relocation]:
@@ -66,15 +66,15 @@ def find_relocations(packs: Packs, view: RefTable, unknown: Iterable[LostRelocat
     for ulid, moved_hash, moved in unknown:
         pack = ObjectKey("pack", moved.pack)
         if pack.ulid not in packs.listed or _is_swept(view, pack) or _holds(packs, view, moved):
-            yield Relocation(moved.pack, ulid, 0, moved_hash, tuple(moved.targets))
+            yield Relocation(pack=moved.pack, moved=ulid, n=0, hash=moved_hash, targets=tuple(moved.targets))
 
 
 def add_relocations(table: MemoryTable, relocations: list[Relocation]) -> None:
     """Adds relocations to a ref table."""
     with table.batch() as batch:
-        for found in relocations:
-            row = table_rows.RelocationRow(found.n, found.hash, join_ulids(found.targets))
-            table_rows.RELOCATIONS.put(batch, found.pack + found.moved, row)
+        for relocation in relocations:
+            row = table_rows.RelocationRow(relocation.n, relocation.hash, join_ulids(relocation.targets))
+            table_rows.RELOCATIONS.put(batch, relocation.pack + relocation.moved, row)
 
 
 def _holds(packs: Packs, view: RefTable, moved: RelocationMap) -> bool:

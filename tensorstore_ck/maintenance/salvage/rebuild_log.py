@@ -1,4 +1,4 @@
-"""The new log: operations that fold to the same state as the old log, without what is lost. Pure: it folds in memory.
+"""The new log: operations that fold to the same state as the old log, without lost snapshots. Pure: it folds in memory.
 
 It replays the effects of the old entries, in their order and with their times: moves of branches (undoable ones followed by their
 `expire`), tags and pins; policies, quotas last. Relocations come first; then snapshots whose own put is no longer a move of a branch,
@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid, ulid_text
-from tensorstore_ck.log import BranchMove, Entry, Op, Pin, RefTable, Relocation, SnapshotInfo, UndoWindow, fold
+from tensorstore_ck.log import BranchMove, Entry, Op, RefTable, Relocation, SnapshotInfo, UndoWindow, fold
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.table_rows import HEAD, NOTES, TagRow
 
@@ -61,7 +61,19 @@ class NewLog:
         with self._table.batch() as batch:
             for make in makes:
                 made = make(RefTable(batch), n)
-                fold(Entry(n, ZERO_DIGEST, bytes(16), time_ns, "", tuple(made), ZERO_DIGEST, 0), batch)
+                fold(
+                    Entry(
+                        n=n,
+                        prev=ZERO_DIGEST,
+                        write_id=bytes(16),
+                        time_ns=time_ns,
+                        actor="",
+                        ops=tuple(made),
+                        hash=ZERO_DIGEST,
+                        size_bytes=0,
+                    ),
+                    batch,
+                )
                 ops += made
         if ops:
             self.entries.append((time_ns, ops))
@@ -122,7 +134,7 @@ class _EventReplay:
                 self._new.add(self._now_ns, [_fixed(Op.set_location(there[at : at + PACKS_AN_ENTRY], url))])
         ordered = sorted(self._kept.relocations, key=lambda relocation: (relocation.n, relocation.moved))
         for _, together in groupby(ordered, key=lambda relocation: relocation.n):
-            ops = [Op.relocate(found.pack, found.moved, found.hash, found.targets) for found in together]
+            ops = [Op.relocate(relocation.pack, relocation.moved, relocation.hash, relocation.targets) for relocation in together]
             for at in range(0, len(ops), RELOCATIONS_AN_ENTRY):
                 self._new.add(self._now_ns, [_fixed(*ops[at : at + RELOCATIONS_AN_ENTRY])])
 
@@ -168,7 +180,7 @@ class _EventReplay:
         for pin in self._old.pins():
             info = self._old.snapshot(pin.ulid)
             if info is not None and pin.ulid in self._held:
-                yield _pin_event(pin, info)
+                yield _Event(pin.n, pin.time_ns, False, _fixed(Op.pin(info.root, pin.owner, pin.reason, pin.expires_ns)))
 
     def _windows(self) -> Iterator[_Event]:
         for window in self._old.windows():
@@ -208,10 +220,6 @@ def _move_branch(name: str, root: Digest, view: RefTable, _n: int) -> list[Op]:
 
 def _tag_event(name: str, tag: TagRow) -> _Event:
     return _Event(tag.n, tag.time_ns, False, _fixed(Op.tag(name, tag.root)))
-
-
-def _pin_event(pin: Pin, info: SnapshotInfo) -> _Event:
-    return _Event(pin.n, pin.time_ns, False, _fixed(Op.pin(info.root, pin.owner, pin.reason, pin.expires_ns)))
 
 
 def _untag(window: UndoWindow, view: RefTable, _n: int) -> list[Op]:

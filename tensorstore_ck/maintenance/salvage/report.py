@@ -20,12 +20,12 @@ class Salvaged:
 
 @dataclass(frozen=True, slots=True)
 class SalvageReport:
-    """What salvage did; with ``dry_run``, what it would do."""
+    """The result of a salvage; with ``dry_run``, the result that it would have."""
 
     log: str
     """Prefix of the new log; empty if the old log is intact, and nothing was done."""
     problems: tuple[str, ...]
-    """What was damaged."""
+    """The damage that was found."""
     branches: tuple[str, ...]
     tags: tuple[str, ...]
     kept: int
@@ -41,4 +41,4 @@ class SalvageReport:
 
 def salvaged(info: SnapshotInfo, note: str) -> Salvaged:
     """The report's row of a snapshot."""
-    return Salvaged(ulid_text(info.ulid), info.ref, info.step, info.root.hex(), note)
+    return Salvaged(id=ulid_text(info.ulid), ref=info.ref, step=info.step, root=info.root.hex(), note=note)

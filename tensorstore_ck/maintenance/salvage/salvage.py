@@ -1,4 +1,4 @@
-"""Finds what is left of a store, and writes a new log from it. Offline: no other process may write meanwhile.
+"""Finds the remaining objects of a store, and writes a new log from them. Offline: no other process may write meanwhile.
 
 A snapshot is kept if something holds it, and its record, parts, layout and packs are intact. Surviving entries and checkpoints tell what
 holds it. A record that none of them names takes the place of its lost entry, found by its ref and the anchor of its parts. Swept objects
@@ -127,8 +127,8 @@ class _Salvage:
         unknown = read_lost_relocations(self._backend, log.view)
         learn_locations(log.view, unknown, self._placed)
         packs = Packs(self._backend, list_kind(self._backend, "pack"))
-        found = list(find_relocations(packs, log.view, unknown))
-        add_relocations(log.table, found)
+        usable = list(find_relocations(packs, log.view, unknown))
+        add_relocations(log.table, usable)
         known = [info for live in (True, False) for info in log.view.snapshots(live=live)]
         strays = {stray.info.ulid: stray for stray in self._read_strays(log.view)}
         engine = make_engine(self._placed.at(None), config, MemoryTable(), clock=self._clock, new_id=self._new_id)
@@ -144,22 +144,22 @@ class _Salvage:
         in_use = [relocation for moved, relocation in relocations_in_force(log.view).items() if moved in needed]
         self._problems += [
             f"no log entry names {ObjectKey('moved', lost.moved).name}, which relocates the blocks of {pack_name(lost.pack)}"
-            for lost in found
+            for lost in usable
             if lost in in_use and lost.pack not in packs.listed
         ]
         if not self._problems and not recovered:
             return self._report("", filled.view, held, [])
         config = replace(config, log=f"log-{ulid_text(self._new_id()).lower()}")
         if not dry_run:
-            self._write(
-                config,
-                rebuild_log(
-                    filled.table,
-                    KeptHistory(held, doubtful, in_use, self._locations_of(packs), are_entries_lost, self._roots_left()),
-                    self._put,
-                    self._clock(),
-                ),
+            kept = KeptHistory(
+                held=held,
+                doubtful=doubtful,
+                relocations=in_use,
+                locations={pack: url for pack, url in self._placed.locations().items() if pack in packs.listed},
+                are_entries_lost=are_entries_lost,
+                left=[Digest(bytes.fromhex(left.root)) for left in (*self._lost.values(), *self._left_out) if left.root],
             )
+            self._write(config, rebuild_log(filled.table, kept, self._put, self._clock()))
             self._backend.replace(CONFIG_NAME, config.encode())
             if genesis_uuid is None:  # store.json was lost, and with it the UUID in the marks of locations
                 self._placed.claim_all(config.uuid)
@@ -180,9 +180,9 @@ class _Salvage:
         known = [info for live in (True, False) for info in log.view.snapshots(live=live)]
         engine = read_only_engine(make_engine(self._backend, config, MemoryTable(), clock=self._clock, new_id=self._new_id), log)
         intact = self._check_snapshots(engine, packs, known)
-        if found := [*self._problems, *(lost.note for lost in self._lost.values())]:
+        if damage := [*self._problems, *(lost.note for lost in self._lost.values())]:
             raise CorruptObjectError(
-                f"{self._backend.url} is damaged ({found[0]}): run `tsck fsck --repair`, then adopt it", object_id=CONFIG_NAME
+                f"{self._backend.url} is damaged ({damage[0]}): run `tsck fsck --repair`, then adopt it", object_id=CONFIG_NAME
             )
         held = [info for info in log.view.snapshots() if info.ulid in intact]
         needed = {moved for info in held for moved in intact[info.ulid].moved}
@@ -227,10 +227,6 @@ class _Salvage:
             raise FormatVersionError(f"{newer[0]}: salvage with the newer tensorstore_ck that wrote it", object_id=config.log)
         return log
 
-    def _locations_of(self, packs: Packs) -> dict[Ulid, str]:
-        """The listed packs at other locations -> URL."""
-        return {pack: url for pack, url in self._placed.locations().items() if pack in packs.listed}
-
     def _read_strays(self, view: RefTable) -> Iterator[_Stray]:
         """Records that the log does not name, without expired and freed ones."""
         for name in sorted(info.name for info in self._backend.list("snapshots/")):
@@ -243,7 +239,7 @@ class _Salvage:
                 validate_ref_name(record.ref)
             except StoreError as exc:
                 require_reachable(self._backend, exc)
-                self._lost[ulid] = Salvaged(ulid_text(ulid), "", None, "", str(exc))
+                self._lost[ulid] = Salvaged(id=ulid_text(ulid), ref="", step=None, root="", note=str(exc))
                 continue
             yield _Stray(SnapshotInfo.of_record(ulid, record, data), record, data)
 
@@ -294,12 +290,19 @@ class _Salvage:
             if n > log.last and not back:
                 heads[info.ref] = info.root
             put = Op.put(info.ref, ulid, stray.record, stray.data, anchor=0, txn=ulid)
-            fill.setdefault(n, []).append(Entry(n, Digest(bytes(32)), bytes(16), info.time_ns, "", (put, *back), Digest(bytes(32)), 0))
+            fill.setdefault(n, []).append(
+                Entry(
+                    n=n,
+                    prev=Digest(bytes(32)),
+                    write_id=bytes(16),
+                    time_ns=info.time_ns,
+                    actor="",
+                    ops=(put, *back),
+                    hash=Digest(bytes(32)),
+                    size_bytes=0,
+                )
+            )
         return fill
-
-    def _roots_left(self) -> list[Digest]:
-        """The roots of records that the new log does not publish."""
-        return [Digest(bytes.fromhex(left.root)) for left in (*self._lost.values(), *self._left_out) if left.root]
 
     # --- the new log --------------------------------------------------------------------------------------------------
 
@@ -335,14 +338,14 @@ class _Salvage:
         roots = {info.root for info in held}
         ulids = {info.ulid for info in held}
         return SalvageReport(
-            log,
-            tuple(self._problems),
-            tuple(branch for branch in view.branches() if any(move.ulid in ulids for move in view.moves(branch))),
-            tuple(tag for tag in view.tags() if view.tag(tag) in roots),
-            len(held),
-            tuple(recovered),
-            tuple(self._lost.values()),
-            tuple(self._left_out),
+            log=log,
+            problems=tuple(self._problems),
+            branches=tuple(branch for branch in view.branches() if any(move.ulid in ulids for move in view.moves(branch))),
+            tags=tuple(tag for tag in view.tags() if view.tag(tag) in roots),
+            kept=len(held),
+            recovered=tuple(recovered),
+            lost=tuple(self._lost.values()),
+            left_out=tuple(self._left_out),
         )
 
 

@@ -111,7 +111,9 @@ def sums_of(captured: CapturedState, known: PlanMemory, rank: int, share: Region
 
 
 def _regions(spec: TensorSpec, placed: MeshSpread, rank: int, cut: CompleteCut) -> list[Region]:
-    return regions_of_rank(Layout([spec], 0, (), [placed.mesh], [Sharding(0, placed.placements)]), rank, cut.ranks)
+    return regions_of_rank(
+        Layout(tensors=[spec], tree=0, storages=(), meshes=[placed.mesh], spreads=[Sharding(0, placed.placements)]), rank, cut.ranks
+    )
 
 
 def _digest(source: ByteSource, start: int, stop: int) -> bytes:
@@ -129,7 +131,7 @@ def _sum(region: Region, spec: TensorSpec, source: ByteSource, start: int) -> in
         last = min(first + PIECE_ELEMENTS, elements)
         data = source.read(start + first * spec.item_bytes, start + last * spec.item_bytes)
         bits = np.frombuffer(data, f"<u{words}").astype(np.uint64).reshape(last - first, -1)
-        whole = np.concatenate([*_places(region, spec, steps, first, last)])
+        whole = np.concatenate([*_places(region, spec=spec, steps=steps, first=first, last=last)])
         places = (whole[:, None] * np.uint64(bits.shape[1]) + np.arange(bits.shape[1], dtype=np.uint64)).astype(np.uint64)
         total += int(_mixed(bits, places).sum(dtype=np.uint64))
     return total

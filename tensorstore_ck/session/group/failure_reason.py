@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from tensorstore_ck.errors import BY_KIND, ConflictError, DamageError, InputError, SnapshotAbortedError, StoreError
-from tensorstore_ck.format.sealed import Body, take
+from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.session.group.rank_messages import MAX_TEXT, describe_ranks, error_text, shortened
 
 LASTING: Final = (InputError, DamageError, ConflictError)
@@ -82,3 +82,18 @@ class RankRefusedError(Exception):
     def __init__(self, reason: FailureReason) -> None:
         super().__init__(reason.text)
         self.reason = reason
+
+
+def check_record(record: Body, stage: str) -> None:
+    """Checks that the record of a rank fits a stage of the round.
+
+    Raises:
+        RankRefusedError: the rank reports an error.
+        TypeError: it does not fit.
+    """
+    if "error" in record:
+        raise RankRefusedError(FailureReason.of_record(take(record, "error", dict)))
+    if stage in ("proposal", "result"):
+        take(record, "record", dict)
+    if stage == "proposal":
+        take_count(record, "oldest")

@@ -176,7 +176,7 @@ class Group:
         n = self._ledger.begin()
         try:
             self.renew()
-            waits = Wait(title, self.rank, self.ranks, timeout, self.in_job)
+            waits = Wait(title=title, rank=self.rank, ranks=self.ranks, timeout=timeout, in_job=self.in_job)
             agreed = self._agree(self._clock() + timeout + grace, lambda: waits.report([0], ASK_SECONDS))
         except (ChannelError, RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
             self._ledger.end(n, None)

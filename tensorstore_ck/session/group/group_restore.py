@@ -44,7 +44,9 @@ class GroupReading:
             do(take(go, "bits", bytes))
             return {}
 
-        self._meet(Participant(lambda: {"bits": bits}, execute, None, self._common_bits, lambda _: {}))
+        self._meet(
+            Participant(propose=lambda: {"bits": bits}, execute=execute, resolve=None, compare=self._common_bits, commit=lambda _: {})
+        )
 
     def fail(self, problem: Exception) -> None:
         """This rank failed before its `agree`: lets that of the others fail, which wait for it and would be one round ahead."""
@@ -55,7 +57,7 @@ class GroupReading:
             raise problem
 
         with suppress(StoreError):
-            self._meet(Participant(propose, lambda _: {}, None, lambda _: {}, lambda _: {}))
+            self._meet(Participant(propose=propose, execute=lambda _: {}, resolve=None, compare=lambda _: {}, commit=lambda _: {}))
 
     def _meet(self, participant: Participant) -> None:
         self._own.begin(self._title, object_id=self._title, timeout=self._timeout_seconds).run(participant)
@@ -99,7 +101,16 @@ class GroupRestore(Generic[T]):
     def run(self) -> tuple[T, Resolved]:
         """What `read` returned, and the snapshot."""
         try:
-            self._attempt.run(Participant(self._propose, self._execute, None, self._compare, self._require_claimed, begins_rounds=True))
+            self._attempt.run(
+                Participant(
+                    propose=self._propose,
+                    execute=self._execute,
+                    resolve=None,
+                    compare=self._compare,
+                    commit=self._require_claimed,
+                    begins_rounds=True,
+                )
+            )
         finally:
             self._host.close()
         return self._done[0]

@@ -148,7 +148,13 @@ class _Uniting:
                 compared.append(ComparedTensor(number, tuple(cuts)))
             spreads.append(spread)
             tensors.append(spec)
-        layout = Layout(tensors, tree, self._storages(), list(meshes), spreads if any(each is not None for each in spreads) else ())
+        layout = Layout(
+            tensors=tensors,
+            tree=tree,
+            storages=self._storages(),
+            meshes=list(meshes),
+            spreads=spreads if any(each is not None for each in spreads) else (),
+        )
         return UnitedState(layout, self._holes, compared, reported)
 
     # --- the tree -----------------------------------------------------------------------------------------------------

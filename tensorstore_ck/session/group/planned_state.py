@@ -43,7 +43,16 @@ def planned(
             own = kept.get(tensor, StoredRegions(NOTHING, ()))
             united[tensor] = own.source
             explicit.append(ExplicitRegions(tensor, own.boxes))
-    return CapturedState(layout, values, blobs, united, explicit, frozen, captured.device_blocks, captured.own)
+    return CapturedState(
+        layout=layout,
+        values=values,
+        blobs=blobs,
+        sources=united,
+        explicit=explicit,
+        frozen=frozen,
+        device_blocks=captured.device_blocks,
+        own=captured.own,
+    )
 
 
 class ReportedTensor(NamedTuple):

@@ -164,7 +164,9 @@ class Planning:
             ranks = ranks if len({*ranks} & {*reported}) < 2 else (rank,)
             if rank == 0:
                 ids = [*map(block_id, shared.blobs)]
-                found.append(RankKind(ranks, shared.layout, shared.values, dict(enumerate(shared.blobs)), ids))
+                found.append(
+                    RankKind(ranks=ranks, layout=shared.layout, values=shared.values, blobs=dict(enumerate(shared.blobs)), blob_ids=ids)
+                )
             else:
                 found.append(decode_kind(reported[rank], ranks, Layout((), None) if is_known else None))
         return found

@@ -78,7 +78,15 @@ class ProcessGroups:
                 known[title] = take(go, "values", list)
             return {}
 
-        attempt.run(Participant(lambda: {"known": title in known, "value": value()}, execute, None, compare, lambda _: {}))
+        attempt.run(
+            Participant(
+                propose=lambda: {"known": title in known, "value": value()},
+                execute=execute,
+                resolve=None,
+                compare=compare,
+                commit=lambda _: {},
+            )
+        )
         return known[title]
 
     def broadcast(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> bytes:
@@ -95,7 +103,7 @@ class ProcessGroups:
             require_same(proposals, ("title",), own.in_job)
             return {"value": value()}
 
-        attempt.run(Participant(lambda: {"title": title}, execute, None, compare, lambda _: {}))
+        attempt.run(Participant(propose=lambda: {"title": title}, execute=execute, resolve=None, compare=compare, commit=lambda _: {}))
         return values[0]
 
     def runner(self, group: "ProcessGroup") -> StoreRunner:

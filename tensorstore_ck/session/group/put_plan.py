@@ -109,7 +109,13 @@ def decode_plan(data: bytes) -> PutPlan:
         form = take(body, "form", str)
         if form not in ("same", "apart", "united"):
             raise ValueError(f"unknown form {form!r}")
-        return PutPlan(form, layout, take_count(body, "holes"), compared, [bytes(each) for each in take(body, "sets", list)])  # type: ignore[arg-type]
+        return PutPlan(
+            form=form,  # type: ignore[arg-type]
+            layout=layout,
+            holes=take_count(body, "holes"),
+            compared=compared,
+            sets=[bytes(each) for each in take(body, "sets", list)],
+        )
     except (TypeError, ValueError, IndexError, zlib.error) as exc:
         raise CorruptObjectError(f"the plan of a save is malformed: {exc}", object_id="plan") from exc
 
@@ -126,7 +132,9 @@ def plan_of(kinds: Sequence[RankKind], reported: ReportedBoxes) -> PlanMemory:
     if can_stay_apart(kinds, reported):
         return PlanMemory(PutPlan("apart"), united=united)
     sets = _sets(united.reported, sum(len(kind.ranks) for kind in kinds))
-    return PlanMemory(PutPlan("united", united.layout, len(united.holes), united.compared, sets), united=united)
+    return PlanMemory(
+        PutPlan(form="united", layout=united.layout, holes=len(united.holes), compared=united.compared, sets=sets), united=united
+    )
 
 
 def _reported_of(kind: RankKind, reported: ReportedBoxes) -> list[ReportedRegionsTensor]:

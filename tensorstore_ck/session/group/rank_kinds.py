@@ -71,11 +71,11 @@ def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> R
         body = unpack_body(memoryview(zlib.decompress(data)), name)
         encoded = take(body, "layout", bytes)
         return RankKind(
-            ranks,
-            decode_layout(encoded, name) if layout is None else layout,
-            take(body, "values", list),
-            {int(number): bytes(blob) for number, blob in take(body, "blobs", list)},
-            [bytes(each) for each in take(body, "blob_ids", list)],
+            ranks=ranks,
+            layout=decode_layout(encoded, name) if layout is None else layout,
+            values=take(body, "values", list),
+            blobs={int(number): bytes(blob) for number, blob in take(body, "blobs", list)},
+            blob_ids=[bytes(each) for each in take(body, "blob_ids", list)],
         )
     except (TypeError, ValueError, zlib.error) as exc:
         raise CorruptObjectError(f"{name} is malformed: {exc}", object_id=name) from exc

@@ -66,11 +66,13 @@ class RankResult(NamedTuple):
     def of_record(cls, record: Body) -> "RankResult":
         """What `record` made."""
         return cls(
-            RankParts.of_record(take(record, "parts", dict)),
-            take_count(record, "reported_bytes"),
-            None if record.get("replicas") is None else ReplicaDigests.of_record(take(record, "replicas", dict)),
-            None if record.get("replica_hashes") is None else replica_drift.ReplicaHashes.of_record(take(record, "replica_hashes", dict)),
-            SaveFindings.of_record(take(record, "findings", dict)),
+            parts=RankParts.of_record(take(record, "parts", dict)),
+            reported_bytes=take_count(record, "reported_bytes"),
+            replicas=None if record.get("replicas") is None else ReplicaDigests.of_record(take(record, "replicas", dict)),
+            replica_hashes=None
+            if record.get("replica_hashes") is None
+            else replica_drift.ReplicaHashes.of_record(take(record, "replica_hashes", dict)),
+            findings=SaveFindings.of_record(take(record, "findings", dict)),
         )
 
 
@@ -98,7 +100,7 @@ class RankSave:
         self._request: SaveRequest
         self._captured: CapturedState
         self._txn = attempt.txn
-        self._planning = Planning(attempt, memory, group.rank, group.ranks, group.in_job)
+        self._planning = Planning(attempt=attempt, memory=memory, rank=group.rank, ranks=group.ranks, in_job=group.in_job)
         self._differing_copies = ""
         """On rank 0: which ranks no longer hold the same, where `replica_drift` does not compare."""
         self._slot: PartSlot
@@ -157,20 +159,20 @@ class RankSave:
         """The snapshot, without reading the log: once it is published, nothing may fail on this rank."""
         request = self._request
         return SnapshotInfo(
-            Ulid(take(outcome, "snapshot", bytes)),
-            take_digest(outcome, "root"),
-            take_digest(outcome, "record"),
-            request.parent,
-            request.ref,
-            request.step,
-            take_count(outcome, "n"),
-            take_count(outcome, "time_ns"),
-            request.metrics,
-            take_count(outcome, "logical_bytes"),
-            take_count(outcome, "new_bytes"),
-            take_count(outcome, "arrived_ns"),
-            list(request.origin.triggers),
-            request.origin.epoch,
+            ulid=Ulid(take(outcome, "snapshot", bytes)),
+            root=take_digest(outcome, "root"),
+            record=take_digest(outcome, "record"),
+            parent=request.parent,
+            ref=request.ref,
+            step=request.step,
+            n=take_count(outcome, "n"),
+            time_ns=take_count(outcome, "time_ns"),
+            metrics=request.metrics,
+            logical_bytes=take_count(outcome, "logical_bytes"),
+            new_bytes=take_count(outcome, "new_bytes"),
+            arrived_ns=take_count(outcome, "arrived_ns"),
+            triggers=list(request.origin.triggers),
+            epoch=request.origin.epoch,
         )
 
     def keep(self, info: SnapshotInfo, outcome: Body) -> None:
@@ -183,7 +185,7 @@ class RankSave:
         pairs = [(int(rank), int(owner)) for rank, owner in outcome.get("drift", ())]
         for rank, owner in pairs:
             if rank == self._group.rank:
-                replica_drift.keep_copy(engine, self._captured, self._slot, info, owner)
+                replica_drift.keep_copy(engine, captured=self._captured, slot=self._slot, info=info, owner=owner)
         if self._group.rank == 0 and any(rank for rank, _ in pairs):
             replica_drift.warn_of_drift(pairs, info)
         if self._differing_copies:
@@ -202,10 +204,18 @@ class RankSave:
             self._written.append(write(own, known, slot=alone))
         block_bytes = engine.config.block_bytes
         replicas = self._digests(slot, only_copies=bool(turn))
-        replica_hashes = replica_drift.hash_replicas(self._captured, slot, self._written[0].part, block_bytes, turn) if turn else None
-        findings = ParentComparison(engine, view, self._written[0], self._captured, self._request.claim).examine()
+        replica_hashes = (
+            replica_drift.hash_replicas(self._captured, slot=slot, part=self._written[0].part, block_bytes=block_bytes, turn=turn)
+            if turn
+            else None
+        )
+        findings = ParentComparison(
+            engine=engine, view=view, written=self._written[0], captured=self._captured, claim=self._request.claim
+        ).examine()
         parts = checked_parts(engine, self._written, anchor, engine.log.newest_view())
-        return RankResult(parts, self._reported_bytes(slot), replicas, replica_hashes, findings)
+        return RankResult(
+            parts=parts, reported_bytes=self._reported_bytes(slot), replicas=replicas, replica_hashes=replica_hashes, findings=findings
+        )
 
     def take_slot(self) -> PartSlot:
         """Sets and returns which part this rank writes."""

@@ -74,7 +74,9 @@ def watched(replicas: Sequence[int], rank: int, turn: int) -> int:
 def hash_replicas(captured: CapturedState, slot: PartSlot, part: Part, block_bytes: int, turn: int) -> ReplicaHashes:
     """The hashes of what this rank wrote, from its part, and of its own values of what another rank writes."""
     sets = _sets(captured, slot)
-    plan = PartIndex(captured.layout, part, slot.layout_ranks, block_bytes, "the part of this rank")
+    plan = PartIndex(
+        layout=captured.layout, part=part, layout_ranks=slot.layout_ranks, block_bytes=block_bytes, name="the part of this rank"
+    )
     written = {}
     for replicas, several in sets.items():
         ids = [each for held in several for each in _stored_ids(part, plan, held.region)[1]]
@@ -108,7 +110,7 @@ def copy_ref(ref: str, rank: int) -> str:
 def keep_copy(engine: Engine, captured: CapturedState, slot: PartSlot, info: SnapshotInfo, owner: int) -> None:
     """Saves the values of this rank that differ from those that `owner` wrote; warns, also if that fails."""
     try:
-        found = _differing(engine, captured, slot, info, owner)
+        found = _differing(engine, captured=captured, slot=slot, info=info, owner=owner)
         request = _request(engine, info, slot.rank, owner)
         save_captured(engine, _cut_out(captured, found), request)
         kept = f"its own are kept at {request.ref!r}"
@@ -171,7 +173,9 @@ def _differing(engine: Engine, captured: CapturedState, slot: PartSlot, info: Sn
     """The regions of which the owner wrote other values."""
     part = engine.read_part(engine.read_record(info), owner)
     block_bytes = engine.config.block_bytes
-    plan = PartIndex(captured.layout, part, slot.layout_ranks, block_bytes, f"the part of rank {owner}")
+    plan = PartIndex(
+        layout=captured.layout, part=part, layout_ranks=slot.layout_ranks, block_bytes=block_bytes, name=f"the part of rank {owner}"
+    )
     found = []
     for replicas, several in _sets(captured, slot).items():
         runs = _runs(captured.layout, several, owner, block_bytes) if owner in replicas else []
@@ -186,7 +190,9 @@ def _request(engine: Engine, info: SnapshotInfo, rank: int, owner: int) -> SaveR
     engine.log.sync()
     branch = engine.log.view().branch(ref)
     metadata = encode_metadata({"drift": {"snapshot": info.root.hex(), "written_by_rank": owner, "rank": rank}})
-    return SaveRequest(ref, info.step, branch.root if branch is not None else None, ANY, metadata, {})
+    return SaveRequest(
+        ref=ref, step=info.step, parent=branch.root if branch is not None else None, expect=ANY, metadata=metadata, metrics={}
+    )
 
 
 def _cut_out(captured: CapturedState, found: Sequence[_Held]) -> CapturedState:

@@ -33,7 +33,7 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.session.group.channel import Channel, ChannelError, LateError, SilentError, decode_record, encode_record
-from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefusedError
+from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefusedError, check_record
 from tensorstore_ck.session.group.late_ranks import ASK_SECONDS, LATE_SECONDS, Wait
 from tensorstore_ck.session.group.participant import Participant
 from tensorstore_ck.session.group.rank_messages import error_text, named_ranks, unheard
@@ -77,7 +77,7 @@ class Round:
         self._title, self._object_id = title, object_id
         self._timeout, self._grace = timeout, grace
         self._misfit, self._in_job = misfit, in_job
-        self._waits = Wait(title, rank, ranks, timeout, in_job) if reports_late else None
+        self._waits = Wait(title=title, rank=rank, ranks=ranks, timeout=timeout, in_job=in_job) if reports_late else None
         self._deadline = channel.clock() + timeout
         self._stage = "proposal"
         self._is_counted = False
@@ -227,7 +227,7 @@ class Round:
                 continue
             try:
                 said[rank] = decode_record(found[key], key)
-                _check_said(said[rank], stage)
+                check_record(said[rank], stage)
             except RankRefusedError as exc:
                 errors[rank] = exc.reason
             except (CorruptObjectError, TypeError, ValueError) as exc:
@@ -387,14 +387,3 @@ def _reason_of(exc: BaseException, participant: Participant) -> FailureReason:
     if isinstance(exc, SnapshotExpiredError) and participant.resolve is not None:
         return FailureReason(error_text(exc))  # gc freed blocks that the save relied on: the next one relies on others
     return FailureReason.of_error(exc)
-
-
-def _check_said(record: Body, stage: str) -> Body:
-    """The record of a rank, if it fits this stage."""
-    if "error" in record:
-        raise RankRefusedError(FailureReason.of_record(take(record, "error", dict)))
-    if stage in ("proposal", "result"):
-        take(record, "record", dict)
-    if stage == "proposal":
-        take_count(record, "oldest")
-    return record

@@ -98,7 +98,7 @@ def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: st
             "no copies on other hosts",
             object_id="replicate_to_peers",
         ) from exc
-    return PeerLink(made, ranks, group.rank(), key, timeout_seconds)
+    return PeerLink(gloo=made, ranks=ranks, rank=group.rank(), key=key, timeout_seconds=timeout_seconds)
 
 
 class PeerLink:
@@ -120,12 +120,12 @@ class PeerLink:
         number = self._sent[peer, tag] = self._sent.get((peer, tag), 0) + 1
         mac = message_mac(self.key, (self.rank, peer, tag, number), data.data[:-MAC_BYTES])
         data[-MAC_BYTES:] = np.frombuffer(mac, np.uint8)
-        return OutgoingMessage(self, self.gloo.send, peer, tag, data)
+        return OutgoingMessage(link=self, action=self.gloo.send, peer=peer, tag=tag, data=data)
 
     def receive(self, peer: int, tag: int, data: Bytes) -> "IncomingMessage":
         """Starts to fill `data`, including the MAC."""
         number = self._expected[peer, tag] = self._expected.get((peer, tag), 0) + 1
-        return IncomingMessage(self, peer, tag, data, number)
+        return IncomingMessage(link=self, peer=peer, tag=tag, data=data, number=number)
 
     def send_record(self, peer: int, tag: int, record: Body) -> None:
         """Sends a few values."""

@@ -50,7 +50,7 @@ class Replicator:
         self._kept = HeldCopies(folder)
         targets, sources = targets_of(link.rank, hosts, copies), sources_of(link.rank, hosts, copies)
         self._sending = Sender(link, folder, targets, piece_bytes)
-        self._keeping = Receiver(link, folder, self._kept, sources, piece_bytes)
+        self._keeping = Receiver(link=link, folder=folder, kept=self._kept, sources=sources, piece_bytes=piece_bytes)
         self.is_broken = False
         """A rank was lost: nothing is copied any more."""
         possible = copies_possible(hosts, copies)
@@ -89,7 +89,16 @@ class Replicator:
         """
         if self.is_broken:
             return []
-        exchange = Exchange(txn, manifest, names, stop, on_bytes, warn, self._link.timeout_seconds, self._monotonic)
+        exchange = Exchange(
+            txn=txn,
+            manifest=manifest,
+            names=names,
+            stop=stop,
+            on_bytes=on_bytes,
+            warn=warn,
+            patience_seconds=self._link.timeout_seconds,
+            monotonic=self._monotonic,
+        )
         errors: list[BaseException] = []
         keys: list[str] = []
 

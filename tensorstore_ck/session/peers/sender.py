@@ -82,8 +82,8 @@ class Sender:
         go_on = exchange.go_on_for(target, sum(lengths))
         try:
             for file in files:
-                self._send_object(pieces, file.size_bytes, file.read_into, go_on, exchange.on_bytes)
-            self._send_object(pieces, len(exchange.manifest), copy_manifest, go_on, exchange.on_bytes)
+                self._send_object(pieces, size_bytes=file.size_bytes, read_into=file.read_into, go_on=go_on, on_bytes=exchange.on_bytes)
+            self._send_object(pieces, size_bytes=len(exchange.manifest), read_into=copy_manifest, go_on=go_on, on_bytes=exchange.on_bytes)
             pieces.finish()
         except CancelledError:
             pieces.give_up()

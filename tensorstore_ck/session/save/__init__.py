@@ -15,15 +15,17 @@ worker.py           one thread that works through a queue in order
 queued_save.py      a save in the queue, and what the queue asks of it; errors that were not raised yet
 save_status.py      how far a save is, how it ended, and who waits for that
 pending.py          what users hold of a save in the background
+prepare.py          what the first save of tensors on devices needs, made ready before it
 capture_budget.py   the memory that states are copied into
 drain_report.py     what became of the saves that were in progress when a job ended
 process_end.py      a process that ends, by itself or by a signal
 retrying.py         `Store.retrying`
 """
 
+from tensorstore_ck.session.save.capture_budget import OnFull
 from tensorstore_ck.session.save.drain_report import DrainReport
 from tensorstore_ck.session.save.pending import Milestone, PendingSnapshot
 from tensorstore_ck.session.save.process_end import Preemption
-from tensorstore_ck.session.save.save_queue import OnFull, SaveQueue
+from tensorstore_ck.session.save.save_queue import SaveQueue
 
 __all__ = ["DrainReport", "Milestone", "OnFull", "PendingSnapshot", "Preemption", "SaveQueue"]

@@ -3,7 +3,7 @@
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,9 +27,10 @@ from tensorstore_ck.session.staging.store_contact import StoreContact
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
 
     from tensorstore_ck.session.peers import Replicator
-    from tensorstore_ck.state.device.step_gates import StepGates
+    from tensorstore_ck.state.device.step_gates import StepGate, StepGates
 
 T = TypeVar("T")
 
@@ -59,6 +60,14 @@ class SaveContext:
     def is_store_gone(self) -> bool:
         """Whether the store does not answer, and keeps only saves waiting that are safe on the staging disk."""
         return self.engine.tier is not None and self.contact.is_gone(partial(self.engine.backend.size, CONFIG_NAME))
+
+    def gates_of(self, optimizers: "Sequence[Optimizer]") -> "list[StepGate]":
+        """The gates of these optimizers' steps."""
+        from tensorstore_ck.state.device.step_gates import StepGates  # noqa: PLC0415 - loads torch
+
+        if self.step_gates is None:
+            self.step_gates = StepGates()
+        return self.step_gates.of(optimizers)
 
     def note_speed(self, status: SaveStatus) -> None:
         """Notes how long the store took to write a save, so that the next ones can choose a codec.

@@ -42,12 +42,12 @@ class DrainReport:
         on_disk = [status for status in unpublished if _is_on_disk(status)]
         others = [status for status in unpublished if status not in on_disk]
         return cls(
-            tuple(status.snapshot for status in statuses if status.snapshot is not None),
-            tuple(map(PendingSnapshot, on_disk)),
-            tuple(PendingSnapshot(status) for status in others if status.has_ended),
-            tuple(PendingSnapshot(status) for status in others if not status.has_ended),
-            safe,
-            resume_command if on_disk else "",
+            published=tuple(status.snapshot for status in statuses if status.snapshot is not None),
+            staged=tuple(map(PendingSnapshot, on_disk)),
+            dropped=tuple(PendingSnapshot(status) for status in others if status.has_ended),
+            under_way=tuple(PendingSnapshot(status) for status in others if not status.has_ended),
+            safe=safe,
+            resume_command=resume_command if on_disk else "",
         )
 
     def __str__(self) -> str:

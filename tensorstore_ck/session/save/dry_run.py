@@ -41,11 +41,11 @@ def check_ranks(
             others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise UnsupportedValueError(f"{problems[0].message}{others}", object_id=problems[0].path)
         captured = looked_at[0] if rank_state is None else looked_at[0]._replace(own=looked_at[1])
-        return side.propose(SaveRequest("", None, None, ANY, encode_metadata({}), {}), captured)
+        return side.propose(SaveRequest(ref="", step=None, parent=None, expect=ANY, metadata=encode_metadata({}), metrics={}), captured)
 
     tensor_bytes = None
     try:
-        outcome = attempt.run(Participant(propose, side.execute, None, side.compare, side.commit))
+        outcome = attempt.run(Participant(propose=propose, execute=side.execute, resolve=None, compare=side.compare, commit=side.commit))
         tensor_bytes = take_count(outcome, "bytes")
     except (UnsupportedValueError, InvalidOptionError, MismatchError) as exc:
         problems = problems or [StateProblem(exc.object_id, str(exc))]

@@ -87,7 +87,7 @@ class Alone:
         while True:
             request, captured, view = begin()
             try:
-                return write_and_commit(destination, captured, request, meter, view)
+                return write_and_commit(destination, captured=captured, request=request, meter=meter, view=view)
             except ConflictError:
                 if destination.is_staging or not fence.settle(engine, engine.log.newest_view(), request.ref):
                     raise
@@ -166,7 +166,11 @@ class RankRound:
             UndecidedError: on this rank alone: the log could not be read for the outcome.
         """
         side = RankSave(self._engine, self._own, self._round, memory=self._memory, meter=meter, destination=destination)
-        outcome = self._round.run(Participant(partial(_propose, side, begin), side.execute, side.resolve, side.compare, side.commit))
+        outcome = self._round.run(
+            Participant(
+                propose=partial(_propose, side, begin), execute=side.execute, resolve=side.resolve, compare=side.compare, commit=side.commit
+            )
+        )
         info = side.published(outcome)
         side.keep(info, outcome)
         return info

@@ -94,7 +94,7 @@ def _resumed(context: SaveContext, manifests: Sequence[Manifest]) -> StagedSave:
     first = manifests[0]
     assert first.lead is not None
     record = decode_record(first.lead.record, record_name(first.txn))
-    upload = _found(context, first.txn, first.ref, record.root(), manifests)
+    upload = _found(context, txn=first.txn, ref=first.ref, root=record.root(), manifests=manifests)
     save = StagedSave(context, upload, PublishAlone(context, upload), first.step)
     save.announce_soon()
     return save
@@ -103,7 +103,7 @@ def _resumed(context: SaveContext, manifests: Sequence[Manifest]) -> StagedSave:
 def _found(context: SaveContext, txn: Ulid, ref: str, root: Digest, manifests: Sequence[Manifest]) -> StagedUpload:
     """What an earlier process staged, in the order of what this handle publishes."""
     names = frozenset(name for manifest in manifests for name in manifest.names)
-    context.fence.chain(ref).add(StagedLink(txn, root, {}, names, None))
+    context.fence.chain(ref).add(StagedLink(txn=txn, root=root, added={}, names=names, accepts=None))
     return StagedUpload(context, txn, ref, manifests)
 
 
@@ -133,7 +133,7 @@ def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup",
             others = [here[txn, rank] for rank, finder in owners if finder != own.rank and (txn, rank) in here]
             info = context.engine.log.view().staged(txn)
             if verdict == RESUME and info is not None:
-                upload = _found(context, Ulid(txn), info.ref, info.root, mine)
+                upload = _found(context, txn=Ulid(txn), ref=info.ref, root=info.root, manifests=mine)
                 rounds = PublishRounds(context, upload, context.groups.publishing(group), timeout_seconds=timeout_seconds)
                 saves.append(StagedSave(context, upload, rounds, info.step, copies=others))
             elif verdict in (PUBLISHED, LOST):
@@ -146,7 +146,7 @@ def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup",
 
     attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
     try:
-        attempt.run(Participant(propose, execute, None, compare, lambda _: {}))
+        attempt.run(Participant(propose=propose, execute=execute, resolve=None, compare=compare, commit=lambda _: {}))
     except BaseException:
         for manifest in here.values():
             tier.folder.release(manifest.key)

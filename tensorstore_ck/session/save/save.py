@@ -9,10 +9,10 @@
 and commits. `Ranks` decides who takes part, and a destination where the bytes go.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.threads import cpu_threads
@@ -20,7 +20,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.destination import Destination, StoreDestination
 from tensorstore_ck.engine.write.publish import check_expected
-from tensorstore_ck.engine.write.request import SaveOptions, SaveRequest, check_options
+from tensorstore_ck.engine.write.request import SaveArguments, SaveOptions, SaveRequest, check_options
 from tensorstore_ck.engine.write.unchanged_blocks import held_blocks
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
 from tensorstore_ck.log import RefTable, SnapshotInfo
@@ -36,10 +36,18 @@ from tensorstore_ck.session.staging.staging_destination import StagingDestinatio
 from tensorstore_ck.state.capture import capture
 from tensorstore_ck.state.capture_copy import Slot, copy_captured, slot_bytes
 from tensorstore_ck.state.device.capture_proofs import Overlap
-from tensorstore_ck.state.device.step_gates import StepGates
 
 if TYPE_CHECKING:
     import torch
+
+
+class StateArguments(SaveArguments, total=False):
+    """The same with step, the parts of the state that are treated apart, and who changes it."""
+
+    step: int | None
+    rank_state: object
+    frozen: Sequence[str]
+    changed_by: "Sequence[torch.optim.Optimizer]"
 
 
 class Save:
@@ -52,18 +60,18 @@ class Save:
         state: object,
         *,
         ref: str,
-        step: int | None,
+        step: int | None = None,
         rank_state: object = None,
         frozen: Sequence[str] = (),
         changed_by: Sequence["torch.optim.Optimizer"] = (),
-        **options: Any,
+        **given: Unpack[SaveArguments],
     ) -> None:
-        """`state`: what the user saves, or a `CapturedState`, or an `UnpreparedState`. `options`: see `check_options`."""
+        """`state`: what the user saves, or a `CapturedState`, or an `UnpreparedState`."""
         self.ref, self.step = ref, step
         self.number, self.rank, self.patience_seconds = ranks.number, ranks.rank, ranks.patience_seconds
         self._context, self._engine, self._ranks = context, context.engine, ranks
         self._state: tuple[object, object, Sequence[str]] | None = (state, rank_state, frozen)
-        self._given: Mapping[str, Any] = {"step": step, **options}
+        self._given = given
         self._options: SaveOptions | None = None
         self._captured: CapturedState | None = None
         self._changed_by = changed_by
@@ -79,7 +87,7 @@ class Save:
             InvalidOptionError, InvalidNameError: an argument is not what it must be.
         """
         if self._options is None:
-            self._options = check_options(self._engine, self.ref, **self._given)
+            self._options = check_options(self._engine, self.ref, step=self.step, **self._given)
         return self._options
 
     def check_branch(self) -> None:
@@ -164,11 +172,8 @@ class Save:
 
     def _overlap(self, captured: CapturedState) -> Overlap:
         """What copies from devices need to go on beside the training."""
-        context = self._context
-        if context.step_gates is None:
-            context.step_gates = StepGates()
         blocks_of = partial(held_blocks, captured, rank=self.rank, block_bytes=self._engine.config.block_bytes)
-        return Overlap(blocks_of, context.step_gates.of(self._changed_by))
+        return Overlap(blocks_of, self._context.gates_of(self._changed_by))
 
     def _states(self) -> list[CapturedState]:
         """The state, and that of this rank alone, if any."""

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.host_memory import memory_error
@@ -20,7 +20,7 @@ from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, Snap
 from tensorstore_ck.events import Event, Kind, Observers
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save.capture_budget import CaptureMemory
+from tensorstore_ck.session.save.capture_budget import CaptureMemory, OnFull
 from tensorstore_ck.session.save.drain_report import DrainReport, Staying
 from tensorstore_ck.session.save.pending import PendingSnapshot
 from tensorstore_ck.session.save.queued_save import Admission, Capturable, Publishable, QueuedSave, Runnable, UnraisedErrors, pop_error
@@ -29,9 +29,6 @@ from tensorstore_ck.session.save.worker import Worker, items_of
 
 if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Arena
-
-OnFull = Literal["block", "skip", "replace"]
-"""What a save does if no memory is left to capture into: wait; be skipped; or replace the oldest queued save."""
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 
@@ -222,6 +219,11 @@ class SaveQueue:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
+    def prepare(self, size_bytes: int, warm_up: Callable[[], object]) -> None:
+        """Allocates memory for captures of this size, in a thread, which then calls `warm_up`."""
+        self._enter()
+        self._memory.prepare(size_bytes, warm_up)
+
     def _admit(self, queued: QueuedSave, save: Capturable, on_full: OnFull) -> Admission:
         unraised = self._first_unraised()
         if unraised is not None:
@@ -389,8 +391,6 @@ class SaveQueue:
         with self._changed.lock:
             if not status.is_raised and queued.is_background:
                 self._unraised.add(queued)
-
-    # --- events -------------------------------------------------------------------------------------------------------
 
     def _emit(self, status: SaveStatus, kind: Kind, **fields: int | float | str) -> None:
         self._observers.emit(Event(kind, status.id, status.ref, status.step, status.rank, time.time_ns(), fields))

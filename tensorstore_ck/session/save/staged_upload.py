@@ -86,4 +86,4 @@ class StagedUpload:
         assert self.lead is not None
         parts = [self.renewed[rank].applied(each) if rank in self.renewed else each for rank, each in enumerate(self.lead.parts)]
         renewed = parts if self.renewed else None
-        return publish_staged(self._context.engine, self.lead, self.txn, attempt, self.ref, renewed=renewed)
+        return publish_staged(self._context.engine, lead=self.lead, txn=self.txn, attempt=attempt, ref=self.ref, renewed=renewed)

@@ -69,7 +69,18 @@ def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedPutI
             txn = parse_ulid(key.partition("-")[0])
             if txn is not None:
                 known = puts.get(txn) or StagedPutInfo(
-                    ulid_text(txn), None, None, None, _state(engine, view, txn), None, (), 0, 0, 0, (), is_here=True
+                    txn=ulid_text(txn),
+                    ref=None,
+                    step=None,
+                    root=None,
+                    state=_state(engine, view, txn),
+                    ranks=None,
+                    here=(),
+                    size_bytes=0,
+                    sent_bytes=0,
+                    time_ns=0,
+                    problems=(),
+                    is_here=True,
                 )
                 puts[txn] = replace(known, problems=(*known.problems, str(error)), is_here=True, host=host, folder=path)
     return sorted(puts.values(), key=lambda put: (put.time_ns, put.txn))
@@ -122,17 +133,17 @@ def _state(engine: Engine, view: RefTable, txn: Ulid) -> State:
 def _of_log(info: SnapshotInfo) -> StagedPutInfo:
     problem = "nothing of it is on this disk: the hosts that staged it can publish it"
     return StagedPutInfo(
-        ulid_text(info.ulid),
-        info.ref,
-        info.step,
-        info.root.hex(),
-        "staged",
-        None,
-        (),
-        info.new_bytes,
-        0,
-        info.time_ns,
-        (problem,),
+        txn=ulid_text(info.ulid),
+        ref=info.ref,
+        step=info.step,
+        root=info.root.hex(),
+        state="staged",
+        ranks=None,
+        here=(),
+        size_bytes=info.new_bytes,
+        sent_bytes=0,
+        time_ns=info.time_ns,
+        problems=(problem,),
         is_here=False,
     )
 
@@ -145,17 +156,17 @@ def _of_disk(engine: Engine, folder: StagingFolder, view: RefTable, manifests: S
     root = info.root if info is not None else record.root() if record is not None else None
     sent = {name: _sent_bytes(engine, folder, name) for name in {name: None for each in manifests for name in each.names}}
     return StagedPutInfo(
-        ulid_text(first.txn),
-        first.ref,
-        first.step,
-        None if root is None else root.hex(),
-        _state(engine, view, first.txn),
-        first.ranks,
-        here,
-        sum(each[0] for each in sent.values() if each is not None),
-        sum(each[1] for each in sent.values() if each is not None),
-        info.time_ns if info is not None else record.time_ns if record is not None else 0,
-        tuple(_problems(here, first.ranks, sent, has_lead=lead is not None)),
+        txn=ulid_text(first.txn),
+        ref=first.ref,
+        step=first.step,
+        root=None if root is None else root.hex(),
+        state=_state(engine, view, first.txn),
+        ranks=first.ranks,
+        here=here,
+        size_bytes=sum(each[0] for each in sent.values() if each is not None),
+        sent_bytes=sum(each[1] for each in sent.values() if each is not None),
+        time_ns=info.time_ns if info is not None else record.time_ns if record is not None else 0,
+        problems=tuple(_problems(here, first.ranks, sent, has_lead=lead is not None)),
         is_here=True,
     )
 

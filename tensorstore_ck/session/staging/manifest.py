@@ -102,14 +102,14 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
         if not all(check_name(each).startswith(STAGED_FOLDERS) for each in names):
             raise ValueError("a name is not that of a pack, part or record")
         return Manifest(
-            _ulid(take(body, "txn", bytes)),
-            take(body, "ref", str),
-            None if body["step"] is None else take(body, "step", int),
-            take_count(body, "rank"),
-            take_count(body, "ranks"),
-            names,
-            take_count(body, "size_bytes"),
-            None if body["lead"] is None else decode_lead(take(body, "lead", dict)),
+            txn=_ulid(take(body, "txn", bytes)),
+            ref=take(body, "ref", str),
+            step=None if body["step"] is None else take(body, "step", int),
+            rank=take_count(body, "rank"),
+            ranks=take_count(body, "ranks"),
+            names=names,
+            size_bytes=take_count(body, "size_bytes"),
+            lead=None if body["lead"] is None else decode_lead(take(body, "lead", dict)),
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise CorruptObjectError(f"the staging manifest {name} is malformed: {exc!r}", object_id=name) from exc
@@ -163,12 +163,12 @@ def decode_lead(body: Body) -> PublishingLead:
     """
     accepts, mark = body["accepts"], body["mark"]
     return PublishingLead(
-        take(body, "record", bytes),
-        [RankParts.of_record(each) for each in take(body, "parts", list)],
-        ANY if accepts is None else tuple(None if each is None else _digest(each) for each in accepts),
-        None if body["pinned"] is None else _ulid(body["pinned"]),
-        [_ulid(each) for each in take(body, "after", list)],
-        None if mark is None else (str(mark[0]), str(mark[1])),
+        record=take(body, "record", bytes),
+        parts=[RankParts.of_record(each) for each in take(body, "parts", list)],
+        accepts=ANY if accepts is None else tuple(None if each is None else _digest(each) for each in accepts),
+        pinned=None if body["pinned"] is None else _ulid(body["pinned"]),
+        after=[_ulid(each) for each in take(body, "after", list)],
+        mark=None if mark is None else (str(mark[0]), str(mark[1])),
     )
 
 

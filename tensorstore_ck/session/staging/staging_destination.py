@@ -148,7 +148,7 @@ class StagingDestination:
         """
         sealed, base, is_alone = record.encode(), self._base.ulid if self._base is not None else None, self._stop is None
         (self.engine if is_alone else self._store).backend.put(record_name(txn), sealed)
-        lead = PublishingLead(sealed, parts, self._accepts, base, self._links.txns, mark)
+        lead = PublishingLead(record=sealed, parts=parts, accepts=self._accepts, pinned=base, after=self._links.txns, mark=mark)
         self._write_manifest(request, lead)
         info = staged_info(txn, record)
         if is_alone and base is None:
@@ -166,7 +166,7 @@ class StagingDestination:
             self._store.keep_part(each.ulid, each.part)
         added = {block: location for part in written for block, location in part.added.items()}
         accepts = () if isinstance(self._accepts, AnyHead) else self._accepts
-        self._chain.add(StagedLink(info.ulid, info.root, added, frozenset(self._names), accepts))
+        self._chain.add(StagedLink(txn=info.ulid, root=info.root, added=added, names=frozenset(self._names), accepts=accepts))
 
     def give_up(self) -> None:
         """Deletes what was written."""
@@ -183,7 +183,16 @@ class StagingDestination:
 
     def _write_manifest(self, request: SaveRequest, lead: PublishingLead | None) -> None:
         size = sum(self._tier.folder.unsent.size(name) for name in self._writes.names)
-        manifest = Manifest(self.txn, request.ref, request.step, self._rank, self._ranks, self._names, size, lead)
+        manifest = Manifest(
+            txn=self.txn,
+            ref=request.ref,
+            step=request.step,
+            rank=self._rank,
+            ranks=self._ranks,
+            names=self._names,
+            size_bytes=size,
+            lead=lead,
+        )
         self._tier.folder.write_manifest(manifest.key, manifest.encode())
         self.manifest = manifest
 

@@ -6,6 +6,8 @@ window_copies.py   copies from and to devices, on one stream a direction
 block_ids.cu       BLAKE3 of many blocks, for a GPU
 kernel.py          compiles and launches it, and checks what it returns
 device_blocks.py   the ids of a state's blocks on devices
+step_gates.py      the next step of an optimizer waits for copies
+capture_proofs.py  copies of a capture, and the ids before and after them
 
-`byte_sources` builds on `window_copies`, and `device_blocks` on `byte_sources`.
+`byte_sources` builds on `window_copies`, `device_blocks` on `byte_sources`, and `capture_proofs` on all.
 """

@@ -89,9 +89,10 @@ def start_copies(
     first.hold_streams()
     arrivals = dict.fromkeys(copies, first)
     if later:
-        last = device_copies.start([*chain.from_iterable(later.values())])
-        copying.append(last)
-        proven = _prove(captured, before, last, [block for block in ranges if block.tensor in later], overlap.gates)
+        copying.append(device_copies.start([*chain.from_iterable(later.values())]))
+        proven = ProvenArrival(captured, copying[-1], before, [block for block in ranges if block.tensor in later], overlap.gates)
+        for gate in overlap.gates:
+            gate.hold(proven)
         arrivals |= dict.fromkeys(later, proven)
     addresses = {
         number: several[0].target.data_ptr()
@@ -101,34 +102,30 @@ def start_copies(
     return StartedCopies(arrivals, IdsAtCapture(before, addresses, blocks))
 
 
-def _prove(
-    captured: CapturedState, before: StartedIds, copied: DeviceArrival, ranges: Sequence[BlockRange], gates: Sequence[StepGate]
-) -> DeviceArrival:
-    """Lets the gates hold copies, if the ids can be computed again after them."""
-    assert isinstance(captured.device_blocks, DeviceBlocks)
-    copied.hold_streams(out_stream_of)
-    after = captured.device_blocks.start(captured.sources, ranges)
-    if after.tensors != {block.tensor for block in ranges}:
-        copied.hold_streams()
-        return copied
-    proven = ProvenArrival(captured._replace(sources=()), copied, before, after, gates)
-    for gate in gates:
-        gate.hold(proven)
-    return proven
-
-
 class ProvenArrival:
-    """`DeviceArrival` of copies that count only if the ids of what was copied are the same before and after."""
+    """`DeviceArrival` of copies that count only if the ids of what was copied are the same before and after.
+
+    The device hashes again when somebody asks for the copies, or when the next step does. Queued right behind the copies, that kernel would
+    wait for them in front of kernels of the next passes, where streams share a queue of the device.
+    """
 
     def __init__(
-        self, captured: CapturedState, copied: DeviceArrival, before: StartedIds, after: StartedIds, gates: Sequence[StepGate]
+        self,
+        captured: CapturedState,
+        copied: DeviceArrival,
+        before: StartedIds,
+        ranges: Sequence[BlockRange],
+        gates: Sequence[StepGate],
     ) -> None:
+        assert isinstance(captured.device_blocks, DeviceBlocks)
+        self._blocks = captured.device_blocks
         self._captured = captured
         self._copied = copied
         self._before = before
-        self._after = after
+        self._ranges = ranges
         self._gates = gates
         self._lock = threading.Lock()
+        self._after: StartedIds | None = None
         self._changed: set[int] | None = None
 
     def wait(self) -> None:
@@ -139,9 +136,9 @@ class ProvenArrival:
         """
         if self._changed is None:
             self._copied.wait()
-            with self._lock:
-                before = self._before.wait()
-                self._changed = {block.tensor for block, digest in self._after.wait().items() if before[block] != digest}
+            before, after = self._before.wait(), self._hashed_again().wait()
+            self._changed = {block.tensor for block in self._ranges if before[block] != after.get(block)}
+            self._captured = self._captured._replace(sources=())
         if self._changed:
             for gate in self._gates:
                 gate.distrust()
@@ -150,7 +147,14 @@ class ProvenArrival:
     def hold_streams(self, stream_of: StreamOf | None = None) -> None:
         """See `DeviceArrival`."""
         self._copied.hold_streams(stream_of)
-        self._after.hold_streams()
+        self._hashed_again().hold_streams()
+
+    def _hashed_again(self) -> StartedIds:
+        with self._lock:
+            if self._after is None:
+                self._copied.hold_streams(out_stream_of)
+                self._after = self._blocks.start(self._captured.sources, self._ranges)
+            return self._after
 
 
 def _changed_error(captured: CapturedState, changed: set[int]) -> CaptureChangedError:

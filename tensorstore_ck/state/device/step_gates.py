@@ -58,6 +58,9 @@ class StepGate:
         self._is_distrusted = True
 
     def _before_step(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._is_distrusted = True  # a compiled step need not call a hook, which would be compiled, too
+            return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self._is_distrusted = True  # replays of the graph call no hook
             self._arrivals = []  # a capture begins with a synchronization, so the copies are complete

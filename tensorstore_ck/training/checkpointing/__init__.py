@@ -6,6 +6,7 @@ unsaved_time.py        how long a run has been without a snapshot, and when that
 pending_saves.py       saves in progress, and the end of the training when they keep failing
 exception_save.py      saves the last completed step after an exception
 dropped_snapshots.py   frees what the policy of the job's branch dropped, in a thread
+saving_run.py          which run saved a snapshot
 checkpointer.py        Checkpointer: saves when a trigger fires, resumes from the newest intact snapshot
 """
 

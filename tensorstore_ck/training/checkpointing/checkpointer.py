@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
@@ -22,6 +23,7 @@ from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
 from tensorstore_ck.training.checkpointing.exception_save import CAUSE, ExceptionSave
 from tensorstore_ck.training.checkpointing.pending_saves import PendingSaves
+from tensorstore_ck.training.checkpointing.saving_run import note_of, run_name
 from tensorstore_ck.training.checkpointing.step_flag import StepFlag, poll_triggers
 from tensorstore_ck.training.checkpointing.triggers import CLOCK, Trigger, TriggerContext, auto, on_preemption, require_count
 from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime
@@ -33,28 +35,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tensorstore_ck.store import ReadOnlyStore
 
 LEAD_STEPS: Final = 10
 ON_DRIFT: Final = 'call resume(drift="accept") to resume from {}, or resume(drift="skip") to go back to an earlier snapshot'
-
-
-def _run(began_ns: object, resumes: object) -> str:
-    return f"{began_ns}-{resumes}"
-
-
-def _note_of(store: "ReadOnlyStore", snapshot: Snapshot) -> dict[str, Any]:
-    try:
-        note = store.metadata(snapshot.root).get(NOTE)
-    except NotFoundError:
-        return {}
-    return note if isinstance(note, dict) else {}
-
-
-def saved_by(store: "ReadOnlyStore", snapshot: Snapshot) -> str:
-    """The `Checkpointer.run` that saved a snapshot."""
-    note = _note_of(store, snapshot)
-    return _run(note.get("began_ns"), note.get("resumes"))
 
 
 class Checkpointer:
@@ -127,6 +110,7 @@ class Checkpointer:
         policy = None if keep is None else Policy.of_rules(keep)
         self._store, self._state, self._ref, self._when, self._group = store, state, ref, when, group
         self._asynchronous, self._total_steps, self._timeout_seconds, self._clock = asynchronous, total_steps, timeout_seconds, clock
+        self._is_prepared = False
         self._checks = require_checks(unchanged, verify_capture)
         self._decided = list(when.decided())
         self.preempted = False
@@ -155,7 +139,14 @@ class Checkpointer:
             own = groups_of(store).of(group)[0]
             self._flag = StepFlag(own.run, own.renew, rank=group.rank(), prefix=f"tsck/{run_id}/", lead_steps=lead_steps, clock=clock)
         self._pending = PendingSaves(
-            store, ref, group, self._unsaved, self._flag, run_id=run_id, timeout_seconds=timeout_seconds, clock=clock
+            store=store,
+            ref=ref,
+            group=group,
+            unsaved=self._unsaved,
+            flag=self._flag,
+            run_id=run_id,
+            timeout_seconds=timeout_seconds,
+            clock=clock,
         )
 
     def __enter__(self) -> Self:
@@ -168,7 +159,7 @@ class Checkpointer:
         if ending is not None:
             ending.end(error, self._put_last)
         if kind is None:
-            self.close()
+            self.close(finished=self._is_complete())
 
     @property
     def costs(self) -> SaveCosts:
@@ -178,16 +169,16 @@ class Checkpointer:
     @property
     def run(self) -> str:
         """Names the process that saves, for `saved_by`: two processes that save the same step have different ones."""
-        return _run(self._began_ns, self._resumes)
+        return run_name(self._began_ns, self._resumes)
 
     # --- resume -------------------------------------------------------------------------------------------------------
 
     def resume(self, *, drift: OnDrift | None = None) -> Snapshot | None:
         """Restores the newest snapshot that is not marked and whose blocks verify, as far as this job reads them.
 
-        All ranks skip, with a warning, a snapshot that is marked ``bad`` or ``damaged``, or found damaged on any rank. Transient failures,
-        such as of a read, are retried a few times. All ranks restore the same snapshot, or raise the same error. `TrainingState.restore`
-        does the same.
+        All ranks skip a snapshot that is marked ``bad`` or ``damaged``, or that any rank finds damaged; a warning names it. Transient
+        failures, such as of a read, are retried a few times. All ranks restore the same snapshot, or raise the same error.
+        `TrainingState.restore` does the same.
 
         Args:
             drift: How to treat a snapshot that is marked ``drift``, or that the same run saved after such a one: replicas differed, so a
@@ -215,17 +206,16 @@ class Checkpointer:
     def _restore(self, address: str) -> Snapshot:
         state, store, group, timeout_seconds = self._state, self._store, self._group, self._timeout_seconds
         if not isinstance(state, TrainingState):
-            return store.restoring(address, lambda restoring: restoring.checkout(into=state), group=group, timeout_seconds=timeout_seconds)[
-                1
-            ]
+            restored = store.restoring(address, lambda found: found.checkout(into=state), group=group, timeout_seconds=timeout_seconds)
+            return restored[1]
         snapshot = state.restore(store, address, group=group, timeout_seconds=timeout_seconds)
         if snapshot is None:
             raise NotFoundError(f"{address} was deleted meanwhile", object_id=address)
         return snapshot
 
     def note_resumed(self, snapshot: Snapshot) -> None:
-        """For a job that has restored a snapshot by itself: the triggers count from its step on. All ranks call it."""
-        read = lambda: json.dumps(_note_of(self._store, snapshot)).encode()  # noqa: E731
+        """Tells the triggers that the job restored a snapshot by itself: they count from its step on. All ranks call it."""
+        read = lambda: json.dumps(note_of(self._store, snapshot)).encode()  # noqa: E731
         note: dict[str, Any] = json.loads(self._from_first(f"the notes of {snapshot.root}", lambda: with_retries(read)))
         epoch, resumes, began_ns = note.get("epoch"), note.get("resumes"), note.get("began_ns")
         costs = note_costs(note)
@@ -288,6 +278,8 @@ class Checkpointer:
             previous_step=self._before.step if self._before is not None else None,
             previous_epoch=self._before.epoch if self._before is not None else None,
         )
+        if self._asynchronous and not self._is_prepared:
+            self._prepare()
         self._before, self._metadata = moment, metadata
         self._pending.end_if_failing(step)
         poll_triggers(self._flag, self._decided, self._saves, step)
@@ -297,6 +289,16 @@ class Checkpointer:
         self.preempted |= any(isinstance(trigger, on_preemption) and trigger.fires(moment) for trigger in self._decided)
         self._when.saved(moment)
         return self._put(moment)
+
+    def _prepare(self) -> None:
+        """After the first step, when all tensors exist. What cannot be saved is an error of the save."""
+        self._is_prepared = True
+        state, store, group, timeout_seconds = self._state, self._store, self._group, self._timeout_seconds
+        with suppress(StoreError):
+            if isinstance(state, TrainingState):
+                state.prepare(store, group=group, timeout_seconds=timeout_seconds)
+            else:
+                store.prepare(state, group=group, timeout_seconds=timeout_seconds)
 
     def _options(self, moment: TriggerContext, causes: Iterable[str]) -> dict[str, Any]:
         return {
@@ -366,8 +368,12 @@ class Checkpointer:
         """
         self._pending.wait()
 
-    def close(self) -> None:
+    def close(self, *, finished: bool = False) -> None:
         """Waits for all begun saves. The store stays open.
+
+        Args:
+            finished: The training has reached its end: calls `Store.finish`. The end of a ``with`` block without an error passes true,
+                unless the job was preempted, or a step before `total_steps` was the last one.
 
         Raises:
             StoreError: the newest save failed, and nothing will be saved after it.
@@ -378,6 +384,14 @@ class Checkpointer:
             self._dropped.finish()
         if self._unsaved.failure is not None and not isinstance(self._unsaved.failure, SnapshotDroppedError):
             self._pending.end(is_over=True)
+        if finished and self._saves > 0:
+            self._pending.note_finished()
+
+    def _is_complete(self) -> bool:
+        newest = self._before
+        if newest is None or self.preempted:
+            return False
+        return newest.is_last or self._total_steps is None or newest.step >= self._total_steps
 
     def _from_first(self, title: str, value: Callable[[], bytes]) -> bytes:
         return ask_first_rank(self._store, self._group, title, value, timeout_seconds=self._timeout_seconds)

@@ -10,11 +10,11 @@ from tensorstore_ck.errors import StoreError
 from tensorstore_ck.store import Store
 
 SAVES: Final = 4
-"""Between two runs: each adds a few entries to the log, and reads the parts of new snapshots."""
+"""The saves between two runs. Each run adds a few entries to the log, and reads the parts of new snapshots."""
 
 
 class DroppedSnapshots:
-    """A thread of the first rank. The limit's own snapshots, and up to four more, are in the store."""
+    """Frees in a thread of the first rank. The store holds the snapshots that the policy keeps, and up to four more."""
 
     def __init__(self, store: Store, ref: str) -> None:
         self._store, self._ref = store, ref
@@ -22,7 +22,7 @@ class DroppedSnapshots:
         self._thread: threading.Thread | None = None
 
     def note_save(self) -> None:
-        """A save was begun. It may end after the run that it starts: the next one frees what it drops."""
+        """Notes that a save began. It may end after the run that it starts; the next run frees what it drops."""
         self._saves += 1
         if self._saves >= SAVES and (self._thread is None or not self._thread.is_alive()):
             self._saves = 0
@@ -30,7 +30,7 @@ class DroppedSnapshots:
             self._thread.start()
 
     def finish(self) -> None:
-        """Frees what is left, when the last save has ended."""
+        """Frees what is left. Called when the last save has ended."""
         if self._thread is not None:
             self._thread.join()
         if self._saves or self._thread is not None:

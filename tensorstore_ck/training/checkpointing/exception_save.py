@@ -17,7 +17,7 @@ CAUSE = "on_exception"
 
 
 class ExceptionSave:
-    """Of one loop. All methods but `end` are called from `Checkpointer.step`, and before and after the loop."""
+    """The save of one loop. `Checkpointer` calls all methods but `end` in `step`, and before and after the loop."""
 
     def __init__(self, state: object, ref: str, group: "ProcessGroup | None") -> None:
         self._ref = ref
@@ -27,11 +27,11 @@ class ExceptionSave:
         self._saved: int | None = None
 
     def begin_step(self) -> None:
-        """`Checkpointer.step` begins; if it raises, nothing is saved."""
+        """Notes that `Checkpointer.step` begins; if that raises, nothing is saved."""
         self._step = None
 
     def end_step(self, step: int, *, is_saved: bool) -> None:
-        """A step was completed, and saved or not."""
+        """Notes that a step was completed, and whether it was saved."""
         self._step, self._saved = step, step if is_saved else self._saved
         if self._watch is not None:
             self._watch.note()

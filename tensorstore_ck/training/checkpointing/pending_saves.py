@@ -50,7 +50,7 @@ class PendingSaves:
         self._pending.append((pending, began))
 
     def check(self) -> None:
-        """Notes the outcome of those that have ended."""
+        """Notes the outcome of the saves that have ended."""
         left = []
         for pending, began in self._pending:
             if not pending.done():
@@ -80,6 +80,15 @@ class PendingSaves:
             return False
         self._unsaved.note_published()
         return True
+
+    def note_finished(self) -> None:
+        """The training has ended, and so have its saves: notes it in the log, on the first rank. Only warns on failure."""
+        if self._group is not None and self._group.rank() != 0:
+            return
+        try:
+            self._store.finish(self._ref)
+        except StoreError as exc:
+            warnings.warn(f"the end of the run on {self._ref!r} is not in the log, so its next save counts as late: {exc}", stacklevel=5)
 
     # --- failures ----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from tensorstore_ck.training.checkpointing.triggers import DecidedTrigger
 
 CALL_SECONDS: Final = 30.0
 LONGEST_PAUSE_SECONDS: Final = 300.0
-"""Between two polls of a flag that does not answer: each can delay the training by `CALL_SECONDS`."""
+"""The longest pause between two polls of a flag that does not answer. Each poll can delay the training by `CALL_SECONDS`."""
 
 
 class StepFlag:
@@ -37,7 +37,7 @@ class StepFlag:
 
     @property
     def away_seconds(self) -> float:
-        """How long the store has not answered."""
+        """The seconds since the store last answered."""
         return 0.0 if self._away_since is None else self._clock() - self._away_since
 
     def poll(self, name: str, step: int, *, wants: bool) -> int | None:

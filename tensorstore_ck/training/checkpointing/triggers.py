@@ -51,7 +51,7 @@ class Trigger(ABC):
         """Whether to save now; called once at each step."""
 
     def causes(self) -> Iterator[str]:
-        """After `fires` returned True: the names of the triggers in it that fired."""
+        """The names of the triggers inside this one that fired. Called after `fires` returned True."""
         if self.name:
             yield self.name
 
@@ -59,7 +59,7 @@ class Trigger(ABC):
         """Called after a save at this moment, whichever trigger caused it."""
 
     def decided(self) -> "Iterator[DecidedTrigger]":
-        """The triggers in it that one rank decides."""
+        """The triggers inside this one that one rank decides."""
         return iter(())
 
     def __or__(self, other: "Trigger") -> "Trigger":
@@ -174,7 +174,7 @@ def every_epochs(epochs: float) -> Trigger:
 
 
 def at_fraction(fraction: float | Collection[float]) -> Trigger:
-    """After each such fraction of the training: ``at_fraction(0.1)`` fires ten times. Or once at each fraction of a list.
+    """Each time that a fraction of the training has passed: ``at_fraction(0.1)`` fires ten times. Or once at each fraction of a list.
 
     ``at_fraction([0.1, 0.25, 0.5, 0.75, 0.9])`` fires five times. Policies keep what it saved: see `keep_milestones` in `Store.set_policy`.
     Needs ``total_steps=`` in `Checkpointer`.

@@ -28,7 +28,7 @@ INTERVALS: Final = 10
 _TRANSIENT: Final = (CaptureChangedError, NoSpaceError, PermissionDeniedError, QuotaExceededError, SuspiciousSaveError)
 """Errors that someone may fix while the job runs, or that concern one moment's state."""
 _OF_ONE_SAVE: Final = ("step", "parent", "expect")
-"""If ranks differ in these, one polled the step flag too late, or does not know the outcome of the previous save yet."""
+"""If ranks differ in one of these options, a rank polled the step flag too late, or does not know the outcome of the previous save yet."""
 
 
 def will_repeat(error: BaseException) -> bool:

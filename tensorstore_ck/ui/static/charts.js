@@ -58,19 +58,39 @@ function annotations(chart, notes) {
   };
 }
 
-function options(chart, notes, at, wanted) {
+// As wide as its widest label, so that none is cut.
+function widthOfLabels(u, labels, index, cycle) {
+  const axis = u.axes[index];
+  if (cycle > 1) return axis._size;
+  u.ctx.font = axis.font[0];
+  const widest = (labels ?? []).reduce((most, label) => Math.max(most, u.ctx.measureText(label).width), 0);
+  return Math.ceil(axis.ticks.size + axis.gap + widest / devicePixelRatio);
+}
+
+// What all charts of metrics by step have.
+function plain(at) {
   const axis = { stroke: css("--quiet"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } };
-  const abandoned = { stroke: css("--quiet"), width: 1.5, dash: [4, 4], alpha: 0.8, points: { size: 4 } };
-  const values = [chart.line, ...chart.abandoned].flatMap((points) => finite(points.values));
-  const log = wanted.log && values.every((value) => value > 0);
   return {
     width: at.clientWidth,
     height: 272,
     legend: { show: false },
-    padding: [14, 12, 0, 0],
+    padding: [14, 32, 0, 0],
     cursor: { y: false, points: { size: 7 } },
+    scales: { x: { time: false } },
+    axes: [
+      { ...axis, values: (_, splits) => splits.map((step) => (Number.isInteger(step) ? step.toLocaleString("en") : "")) },
+      { ...axis, size: widthOfLabels, values: (_, splits) => splits.map((value) => (value == null ? "" : short(value))) },
+    ],
+  };
+}
+
+function options(chart, notes, at, wanted) {
+  const abandoned = { stroke: css("--quiet"), width: 1.5, dash: [4, 4], alpha: 0.8, points: { size: 4 } };
+  const values = [chart.line, ...chart.abandoned].flatMap((points) => finite(points.values));
+  const log = wanted.log && values.every((value) => value > 0);
+  return {
+    ...plain(at),
     scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
-    axes: [{ ...axis, values: (_, splits) => splits.map((step) => (Number.isInteger(step) ? step.toLocaleString("en") : "")) }, { ...axis, size: 72, values: (_, splits) => splits.map((value) => (value == null ? "" : short(value))) }],
     series: [
       { label: "step" },
       { label: chart.metric, stroke: css("--series-1"), width: 2, points: { size: 5 } },
@@ -114,36 +134,59 @@ function draw(figure, chart, notes, wanted) {
   return plot;
 }
 
-async function drawCharts() {
+// Reads the data at the URLs, draws them with `drawAll`, which returns plots, and again when they, colours or the width change.
+// Returns a function that draws again what was read.
+function keepDrawn(place, urls, drawAll) {
+  let plots = [], texts = [];
+  const again = () => {
+    const zooms = plots.map((plot) => (plot?.isZoomed ? { ...plot.scales.x } : null));
+    for (const plot of plots) plot?.destroy();
+    plots = drawAll(texts.map((text) => JSON.parse(text)));
+    for (const [index, plot] of plots.entries()) {
+      if (!plot) continue;
+      plot.hooks.setSelect = [() => { plot.isZoomed = true; }];
+      plot.over.addEventListener("dblclick", () => { plot.isZoomed = false; });
+      const zoom = zooms[index];
+      if (zoom) { plot.setScale("x", { min: zoom.min, max: zoom.max }); plot.isZoomed = true; }
+    }
+  };
+  const read = async () => {
+    const answers = await Promise.all(urls.map((url) => fetch(url)));
+    const failed = answers.find((answer) => !answer.ok);
+    if (failed) throw new Error(failed.status);
+    const fresh = await Promise.all(answers.map((answer) => answer.text()));
+    if (fresh.some((text, index) => text !== texts[index])) {
+      texts = fresh;
+      again();
+    }
+  };
+  place.setAttribute("aria-busy", "true");
+  read().then(() => {
+    document.addEventListener("tsck:look", () => read().catch(() => {}));  // the next look tries again
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+    new ResizeObserver(() => {
+      for (const plot of plots) {
+        const width = plot?.root.parentElement.clientWidth;
+        if (plot && plot.width !== width) plot.setSize({ width, height: plot.height });
+      }
+    }).observe(place);
+  }, (error) => {
+    place.textContent = `The metrics cannot be read now (${error.message}): load the page again.`;
+  }).finally(() => place.removeAttribute("aria-busy"));
+  return again;
+}
+
+function drawCharts() {
   const place = document.getElementById("charts"), controls = document.getElementById("chart-controls");
   if (!place) return;
-  place.setAttribute("aria-busy", "true");
-  const answer = await fetch(place.dataset.series);
-  if (!answer.ok) {
-    place.removeAttribute("aria-busy");
-    place.textContent = `The metrics cannot be read now (${answer.status}): load the page again.`;
-    return;
-  }
-  const { charts, notes } = await answer.json();
   const figures = [...place.querySelectorAll("figure")];
-  controls.hidden = false;
-  let plots = [];
-  const drawAll = () => {
+  const again = keepDrawn(place, [place.dataset.series], ([{ charts, notes }]) => {
+    controls.hidden = false;
     const wanted = { log: controls.querySelector("[name=log]").checked, abandoned: controls.querySelector("[name=abandoned]").checked };
     const on = new Set([...controls.querySelectorAll("[name=notes]:checked")].map((box) => box.value));
-    for (const plot of plots) plot?.destroy();
-    plots = charts.map((chart, index) => draw(figures[index], chart, notes.filter((note) => on.has(note.kind)), wanted));
-  };
-  drawAll();
-  place.removeAttribute("aria-busy");
-  controls.addEventListener("change", drawAll);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-  new ResizeObserver(() => {
-    for (const [index, plot] of plots.entries()) {
-      const width = figures[index].querySelector(".chart").clientWidth;
-      if (plot && plot.width !== width) plot.setSize({ width, height: plot.height });
-    }
-  }).observe(place);
+    return charts.map((chart, index) => draw(figures[index], chart, notes.filter((note) => on.has(note.kind)), wanted));
+  });
+  controls.addEventListener("change", again);
 }
 
 document.addEventListener("DOMContentLoaded", drawCharts);

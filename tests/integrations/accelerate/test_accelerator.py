@@ -15,9 +15,10 @@ from accelerate.utils import DistributedType, ProjectConfiguration
 from torch import nn
 
 import tensorstore_ck as tsck
-from tensorstore_ck.training.checkpointing.checkpointer import saved_by
+from tensorstore_ck.training.checkpointing.saving_run import saved_by
 from tests.effort import effort
 from tests.integrations.accelerate import runs
+from tests.integrations.conftest import has_finished
 from tests.training.resume_rule import ALL, check_door
 
 pytestmark = pytest.mark.slow
@@ -141,6 +142,7 @@ def test_a_limit_bounds_names_and_bytes(tmp_path: Path, store: tsck.Store) -> No
         nn.init.normal_(model.weight)
         accelerator.save_state()
     accelerator.end_training()
+    assert has_finished(store)
     assert [snapshot.step for snapshot in store.log(runs.REF)] == [29, 28]
     assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_28", "checkpoint_29"]
     usage = store.usage()

@@ -12,8 +12,7 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: run `make t
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import ConflictError, InvalidNameError, InvalidOptionError, MismatchError, NotFoundError, UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed.fragments import base_optimizer
-from tensorstore_ck.integrations.trainer.pointer_folders import write_pointer
-from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, write_pointer
 from tensorstore_ck.store import Store
 from tests.integrations.deepspeed.engines import Kind, Net, make, train
 from tests.integrations.deepspeed.on_cpu import deepspeed

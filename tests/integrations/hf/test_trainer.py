@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations import hf
 from tests.effort import effort
+from tests.integrations.conftest import has_finished
 from tests.integrations.hf import runs
 from tests.integrations.hf.conftest import Undisturbed
 from tests.training.resume_rule import ALL, check_door
@@ -32,6 +33,7 @@ def test_a_run_over_a_store_trains_as_a_native_one(tmp_path: Path, store: tsck.S
     assert runs.losses(trainer) == undisturbed.losses
     runs.assert_equal(runs.weights(trainer), undisturbed.weights)
     assert _snapshot_steps(store) == [4, 8, 12]
+    assert has_finished(store)
     newest = store.show(runs.REF)
     assert newest.snapshot.metrics["loss"] == runs.losses(trainer)[-1][1]
     folders = sorted(each.name for each in (tmp_path / "out").iterdir())

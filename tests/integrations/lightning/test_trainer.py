@@ -15,6 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import tensorstore_ck as tsck
 from tests.effort import effort
+from tests.integrations.conftest import has_finished
 from tests.integrations.lightning import runs
 from tests.integrations.lightning.conftest import QUIET, Undisturbed
 from tests.training.resume_rule import ALL, check_door
@@ -63,6 +64,7 @@ def test_a_run_over_a_store_trains_as_a_native_one(tmp_path: Path, store: tsck.S
     assert runs.logged(trainer) == undisturbed.logged
     runs.assert_equal(runs.weights(trainer.lightning_module), undisturbed.weights)
     assert _steps(store) == [3, 6, 9, 12, 15]
+    assert has_finished(store)
     assert sorted(each.name for each in (tmp_path / "files").iterdir()) == [f"step={step}.ckpt" for step in (12, 15, 3, 6, 9)]
     pointer = json.loads((tmp_path / "files" / "step=6.ckpt").read_text())
     assert pointer == {"store": store.url, "address": store.resolve(f"{runs.REF}@6").root}

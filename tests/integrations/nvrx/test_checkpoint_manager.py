@@ -277,14 +277,14 @@ def test_a_cleanup_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorstore_ck.integrations.nvrx import compatibility
+    from tensorstore_ck.integrations.nvrx import checkpoint_manager
 
-    monkeypatch.setattr(compatibility, "version", lambda _: "0.8.0")
+    monkeypatch.setattr(checkpoint_manager, "version", lambda _: "0.8.0")
     with pytest.raises(tsck.MissingExtraError, match=r"NVRx 0\.8\.0 is not supported"):
         manager_in(tmp_path)
     monkeypatch.undo()
     for name, expected in ("USED", ((BaseCheckpointManager.find_latest, ("self", "group")),)), ("ABSTRACT", frozenset({"_load"})):
-        monkeypatch.setattr(compatibility, name, expected)
+        monkeypatch.setattr(checkpoint_manager, name, expected)
         with pytest.raises(tsck.MissingExtraError, match="has another BaseCheckpointManager"):
             manager_in(tmp_path)
         monkeypatch.undo()

@@ -99,6 +99,8 @@ def test_what_changes_between_two_refreshes(serve: Serve, make_store: MakeStore)
         assert found["tsck_saves_total", store.url, "runs/a"] == (3 if interval == 10 else 5)
         assert found["tsck_catalog_sync_timestamp_seconds", store.url] == now
         assert not any("runs/b" in key for key in found)
+    store.finish("runs/a")
+    assert ("tsck_save_interval_seconds", store.url, "runs/a") not in served.refreshed(), "no save is expected"
     now = 200
     assert served.refreshed()["tsck_catalog_sync_timestamp_seconds", store.url] == 200
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.integrations.trainer.pointer_folders import write_pointer
-from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, write_pointer
 from tests.training.resume_rule import NEWEST, check_door
 
 REF = "runs/r"

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import tensorstore_ck as tsck
+from tests.integrations.conftest import has_finished
 from tests.integrations.titan import runs
 
 pytestmark = [pytest.mark.slow, *map(pytest.mark.filterwarnings, runs.WARNINGS)]
@@ -66,6 +67,7 @@ def test_a_run_of_torchtitans_own_goes_on_in_a_store(tmp_path: Path, undisturbed
     assert [step for step, _, _ in resumed.losses] == [7, 8, 9, 10]
     with tsck.open(tmp_path / "store") as store:
         assert [snapshot.step for snapshot in store.log(runs.REF)] == [10, 9]
+        assert has_finished(store)
 
 
 def test_the_command_line() -> None:

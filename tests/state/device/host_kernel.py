@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import subprocess
+import threading
 from functools import cache
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 
 from tensorstore_ck.common.ids import DIGEST_BYTES
 from tensorstore_ck.state.device.kernel import Ids, Numbers, table_of
+
+_SHARED_MEMORY = threading.Lock()
+"""What the threads of a CTA share are static variables here."""
 
 
 @cache
@@ -56,8 +60,9 @@ class HostHasher:
         columns = [ctypes.c_void_p(column.ctypes.data) for column in table]
         nodes, spare = np.full((2, len(table.block_of_group), DIGEST_BYTES), 0xA5, np.uint8)
         ids = np.full((len(sizes_bytes), DIGEST_BYTES), 0xFF, np.uint8)
-        for group in range(len(table.block_of_group)):
-            self._library.hash_groups(group, *columns, ctypes.c_void_p(nodes.ctypes.data))
-        for block in range(len(sizes_bytes)):
-            self._library.merge_groups(block, columns[2], *(ctypes.c_void_p(each.ctypes.data) for each in (nodes, spare, ids)))
+        with _SHARED_MEMORY:
+            for group in range(len(table.block_of_group)):
+                self._library.hash_groups(group, *columns, ctypes.c_void_p(nodes.ctypes.data))
+            for block in range(len(sizes_bytes)):
+                self._library.merge_groups(block, columns[2], *(ctypes.c_void_p(each.ctypes.data) for each in (nodes, spare, ids)))
         return ids

@@ -49,7 +49,10 @@ class LateHash:
     def __init__(self, batch: LateBatch, compute: Callable[[], Ids]) -> None:
         self._batch = batch
         self._found: list[Ids] = []
-        batch.then.append(lambda: self._found.append(compute()))
+        if batch.is_done.is_set():
+            self._found.append(compute())
+        else:
+            batch.then.append(lambda: self._found.append(compute()))
 
     def wait(self) -> Ids:
         self._batch.wait()

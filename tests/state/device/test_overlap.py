@@ -1,6 +1,7 @@
 """Copies of an asynchronous save that go on beside the next passes: what is published is the state at the call, or nothing."""
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.common.ids import Digest, block_id
 from tensorstore_ck.engine.write import pack_writer
 from tensorstore_ck.errors import CaptureChangedError, InvalidOptionError
+from tensorstore_ck.state import arena
 from tests.effort import effort
 from tests.group_of_one import group_of_one
 from tests.session.group.pool import make_store
@@ -167,16 +169,32 @@ def test_a_loop_that_changes_parameters_itself_is_never_overlapped(device: LateD
         assert_stored(store, REF, expected)
 
 
-def test_steps_that_call_no_hook_are_never_overlapped(device: LateDevice, store: tsck.Store) -> None:
-    """As the replays of a graph."""
-    job = Job(store)
-    job.step()
-    job.put()[0].wait()
+def test_steps_that_call_no_hook_are_never_overlapped(device: LateDevice, store: tsck.Store, job: Job) -> None:
+    """As the replays of a graph, also of an optimizer that called its hooks before."""
+    job.put()
+    device.run()
     for _ in range(3):
         type(job.optimizer).step.__wrapped__(job.optimizer)  # type: ignore[attr-defined]
         pending, expected = job.put()
         assert device.late == []
         type(job.optimizer).step.__wrapped__(job.optimizer)  # type: ignore[attr-defined]
+        pending.wait()
+        assert_stored(store, REF, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_step_is_never_overlapped(device: LateDevice, store: tsck.Store) -> None:
+    """Its hooks are compiled, too."""
+    job = Job(store)
+    job.step()
+    job.put()[0].wait()
+    step = torch.compile(job.optimizer.step, backend="eager")
+    for _ in range(3):
+        job.forward_and_backward()
+        step()
+        pending, expected = job.put()
+        assert device.late == []
         pending.wait()
         assert_stored(store, REF, expected)
 
@@ -283,3 +301,30 @@ def test_any_order_of_work(device: LateDevice, store: tsck.Store, seed: int) -> 
         else:
             assert_stored(store, f"{REF}@{step}", expected)
     assert overlapped or has_foreign
+
+
+def test_what_is_prepared_is_there_for_the_first_saves(device: LateDevice, store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for two captures is allocated in a thread, and the optimizer is tried out before the first save."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    allocated: list[str] = []
+    new_pages = arena._new_pages
+
+    def noted(size_bytes: int, *, pinned: bool) -> Any:
+        allocated.append(threading.current_thread().name)
+        return new_pages(size_bytes, pinned=False)
+
+    monkeypatch.setattr(arena, "_new_pages", noted)
+    job = Job(store)
+    job.step()
+    job.training.prepare(store)
+    store.session.queue.wait_idle()
+    for _ in range(2):
+        job.step()
+        pending, expected = job.put()
+        assert len(device.late) == 1
+        device.run()
+        pending.wait()
+        assert_stored(store, REF, expected)
+    store.close()
+    assert allocated == ["tsck-pin"] * 2

@@ -1,5 +1,6 @@
 """The loop's helper: when it saves, what it resumes from, and what it does not let end a training."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,45 @@ def test_what_was_asked_for_is_kept_by_default_and_what_is_periodic_by_a_rule(st
     assert store.resolve("epochs@6").triggers == ("every_steps", "every_epochs")
     assert store.resolve("epochs@12").triggers == ("every_steps", "every_epochs", "Mine")
     assert store.resolve("epochs@12").epoch == 4.0
+
+
+def finished(store: tsck.Store) -> list[tuple[str, str]]:
+    """Branch and root of each run whose end is in the log."""
+    operations = (op for entry in store.engine.log.entries(1) for op in entry.ops)
+    return [(op.fields["ref"], op.fields["root"].hex()) for op in operations if op.name == "finished"]
+
+
+@pytest.mark.parametrize(("total_steps", "is_preempted"), [(12, False), (None, False), (20, False), (12, True)])
+def test_the_end_of_a_complete_run_is_in_the_log(store: tsck.Store, total_steps: int | None, is_preempted: bool) -> None:
+    state = fresh()
+    with tsck.Checkpointer(store, state, ref="run", when=tsck.every_steps(5), total_steps=total_steps) as ckpt:
+        train(ckpt, state, 1, 12)
+        ckpt.preempted = is_preempted
+    is_complete = total_steps != 20 and not is_preempted
+    assert finished(store) == ([("run", store.resolve("run").root)] if is_complete else [])
+
+
+def test_an_exception_and_a_run_without_saves_end_nothing(store: tsck.Store) -> None:
+    state = fresh()
+    with contextlib.suppress(KeyError), tsck.Checkpointer(store, state, ref="run", when=tsck.every_steps(5)) as ckpt:
+        train(ckpt, state, 1, 12)
+        raise KeyError
+    with tsck.Checkpointer(store, state, ref="run", when=tsck.every_steps(5)) as ckpt:
+        ckpt.resume()
+        train(ckpt, state, 13, 14)
+    assert finished(store) == []
+
+
+def test_an_end_that_cannot_be_noted_is_a_warning(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(_: str) -> None:
+        raise BackendUnavailableError("no answer", object_id="x")
+
+    monkeypatch.setattr(store, "finish", unreachable)
+    state = fresh()
+    ckpt = tsck.Checkpointer(store, state, ref="run", when=tsck.every_steps(5))
+    train(ckpt, state, 1, 5)
+    with pytest.warns(UserWarning, match="the end of the run on 'run' is not in the log"):
+        ckpt.close(finished=True)
 
 
 def test_names_of_triggers_beyond_what_a_snapshot_holds_are_cut(store: tsck.Store) -> None:

@@ -39,14 +39,14 @@ class Experts:
         return f"{begin}{ep_rank * count + int(number)}{rest}"
 
     def buffers(self, names: Iterable[str]) -> set[str]:
-        """The buffers of all experts, of which the first rank has `names`."""
+        """The buffers of all experts; the first rank has those in `names`."""
         ends = {(match[1], match[3]) for name in names if (match := _NAME.fullmatch(name))}
         return {name for name in self.weights if (match := _NAME.fullmatch(name)) and (match[1], match[3]) in ends}
 
     def of_rank(self, ep_size: int, ep_rank: int) -> dict[str, Any]:
         """The weights that the given of the ranks has."""
-        found = {}
-        for name, each in self.weights.items():
+        own = {}
+        for name, tensor in self.weights.items():
             if match := _NAME.fullmatch(name):
                 count, left = divmod(self.counts[match[1]], ep_size)
                 if left:
@@ -54,8 +54,8 @@ class Experts:
                         f"{self.counts[match[1]]} experts of {printable(match[1], 80)} are not shared out to {ep_size} ranks"
                     )
                 if int(match[2]) // count == ep_rank:
-                    found[name] = each
-        return found
+                    own[name] = tensor
+        return own
 
 
 def is_expert(name: str) -> bool:
@@ -75,35 +75,26 @@ def ep_size_of(group: Mapping[Any, Any], ranks: int) -> int:
 
 
 def read_experts(names: Sequence[str], numbers: object, read: Callable[[str], dict[str, Any]]) -> Experts:
-    """Reads the files of all experts.
-
-    Args:
-        names: Of the files in the folder.
-        numbers: How many experts each layer has, as DeepSpeed says.
-        read: Reads a file.
-
-    Raises:
-        MalformedError: one is missing or malformed.
-    """
-    found = {(int(match[1]), int(match[2])): name for name in names if (match := FILE.fullmatch(name))}
-    if not found and not numbers and not any(OPTIMIZER_FILE.fullmatch(name) for name in names):
+    """Reads the files of all experts among `names`; each layer has `numbers`. Raises `MalformedError` if one is missing or bad."""
+    files = {(int(match[1]), int(match[2])): name for name in names if (match := FILE.fullmatch(name))}
+    if not files and not numbers and not any(OPTIMIZER_FILE.fullmatch(name) for name in names):
         return Experts()
     counts = list(numbers) if isinstance(numbers, list | tuple) else []
-    if not all(type(each) is int and 0 < each <= 100_000 for each in counts) or len(counts) <= max(
-        (layer for layer, _ in found), default=0
+    if not all(type(count) is int and 0 < count <= 100_000 for count in counts) or len(counts) <= max(
+        (layer for layer, _ in files), default=0
     ):
         raise MalformedError(f"its num_experts {printable(numbers, 80)} do not fit its files of experts")
     experts = Experts()
     for layer, count in enumerate(counts):
         for number in range(count):
-            if (layer, number) not in found:
+            if (layer, number) not in files:
                 raise MalformedError(
                     f"it lacks layer_{layer}_expert_{number}_mp_rank_00_model_states.pt; layer {layer} has {count} experts"
                 )
-            for name, each in read(found[layer, number]).items():
+            for name, tensor in read(files[layer, number]).items():
                 match = _NAME.fullmatch(name) if type(name) is str else None
                 if match is None or int(match[2]) != number or name in experts.weights or experts.counts.get(match[1], count) != count:
-                    raise MalformedError(f"{found[layer, number]} has {printable(name, 80)}, which is not of this expert")
-                experts.weights[name] = each
+                    raise MalformedError(f"{files[layer, number]} has {printable(name, 80)}, which is not of this expert")
+                experts.weights[name] = tensor
                 experts.counts[match[1]] = count
     return experts

@@ -32,11 +32,11 @@ MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_
 OPTIMIZER: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 LAYER: Final = re.compile(r"layer_(\d{2,6})-model_states\.pt")
 _OF_SLICES: Final = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
-"""Of a pipeline with tensor parallelism."""
+"""Files of a pipeline with tensor parallelism."""
 _OF_OLD_EXPERTS: Final = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
-"""Of versions of DeepSpeed that knew one layer of experts."""
+"""Files of versions of DeepSpeed that knew one layer of experts."""
 _EQUAL: Final = ("global_steps", "skipped_steps", "dp_world_size", "ds_version")
-"""What the files of all ranks must say alike."""
+"""Keys that are equal in the files of all ranks."""
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -49,15 +49,15 @@ class DeepSpeedFiles:
     models: list[dict[str, Any]]
     """With ZeRO 3 of each rank; else one."""
     optimizers: list[dict[str, Any]]
-    """Of each rank; none without ZeRO, and in a universal checkpoint."""
+    """The optimizer of each rank; none without ZeRO, and in a universal checkpoint."""
     is_universal: bool
     experts: Experts = field(default_factory=Experts)
     expert_optimizers: list[dict[str, Any]] = field(default_factory=list)
     """Without ZeRO: of each rank that has other experts."""
     layers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Of a pipeline: by number, and the names in them."""
+    """The layers of a pipeline: by number, and the names in them."""
     stages: "list[DeepSpeedFiles]" = field(default_factory=list)
-    """Of a pipeline: each with its own model and optimizers."""
+    """The stages of a pipeline: each with its own model and optimizers."""
     unknown: dict[str, str] = field(default_factory=dict)
     """Names in the pickles that are not allowed -> the file."""
     skipped: tuple[tuple[str, str], ...] = ()
@@ -116,8 +116,8 @@ def read_files(files: Files, folder: Folder, known: PickleAllowlist) -> DeepSpee
         if not count.isdecimal() or not 0 < int(count) <= 10_000:
             raise MalformedError("it has no mp_world_size")
         stages = [first, *(_read_stage(reader, names, stage) for stage in range(1, int(count)))]
-        _require_alike([each.model for each in stages], "stages", with_shapes=False)
-        skipped = [each for stage in stages for each in stage.skipped]
+        _require_alike([stage.model for stage in stages], "stages", with_shapes=False)
+        skipped = [row for stage in stages for row in stage.skipped]
         left = [name for name in names if (match := MODEL.fullmatch(name) or OPTIMIZER.fullmatch(name)) and int(match[2]) >= int(count)]
         skipped += [(name, f"the checkpoint is of {count} stages, so this is left over from a save of more") for name in left]
     return replace(first, unknown=reader.unknown, layers=layers, stages=stages, skipped=tuple(skipped))
@@ -142,7 +142,7 @@ def _read_stage(reader: "_Reader", names: Sequence[str], stage: int) -> DeepSpee
     if shared:
         models = [first]
     else:
-        models = [reader.read(each) for each in _of_all_ranks(of_ranks, world, f"zero_pp_rank_{{}}_mp_rank_{stage:02}_model_states.pt")]
+        models = [reader.read(name) for name in _of_all_ranks(of_ranks, world, f"zero_pp_rank_{{}}_mp_rank_{stage:02}_model_states.pt")]
     experts = read_experts(names, first.get("num_experts"), reader.read)
     if experts.weights and first.get("ds_autoep_layers") is not None:
         unsupported(folder, "experts of AutoEP")
@@ -153,28 +153,28 @@ def _read_stage(reader: "_Reader", names: Sequence[str], stage: int) -> DeepSpee
     if optimizer_names or (first.get("param_shapes") is not None and not is_universal):
         prefix = next(iter(optimizer_names.values()), ZERO).partition(ZERO)[0]
         form = f"{prefix}zero_pp_rank_{{}}_mp_rank_{stage:02}_optim_states.pt"
-        optimizers = [reader.read(each) for each in _of_all_ranks(optimizer_names, world, form)]
+        optimizers = [reader.read(name) for name in _of_all_ranks(optimizer_names, world, form)]
     _require_alike(models, "ranks")
-    extra = {rank: name for found in (of_ranks, optimizer_names) for rank, name in found.items() if rank >= world}
+    extra = {rank: name for numbered in (of_ranks, optimizer_names) for rank, name in numbered.items() if rank >= world}
     why = f"the checkpoint is of {world} ranks, so this is left over from a save of more"
     skipped = tuple((name, why) for name in extra.values())
     return DeepSpeedFiles(folder, models, optimizers, is_universal, experts, expert_optimizers, skipped=skipped)
 
 
 def _of_ep_ranks(names: Sequence[str]) -> list[str]:
-    found = {int(match[1]): name for name in names if (match := EXPERT_OPTIMIZER.fullmatch(name))}
-    missing = [rank for rank in range(len(found)) if rank not in found]
+    numbered = {int(match[1]): name for name in names if (match := EXPERT_OPTIMIZER.fullmatch(name))}
+    missing = [rank for rank in range(len(numbered)) if rank not in numbered]
     if missing:
         raise MalformedError(f"it lacks expp_rank_{missing[0]}_mp_rank_00_optim_states.pt")
-    return [found[rank] for rank in range(len(found))]
+    return [numbered[rank] for rank in range(len(numbered))]
 
 
-def _of_all_ranks(found: Mapping[int, str], world: int, form: str) -> list[str]:
-    missing = [rank for rank in range(world) if rank not in found]
+def _of_all_ranks(numbered: Mapping[int, str], world: int, form: str) -> list[str]:
+    missing = [rank for rank in range(world) if rank not in numbered]
     if missing:
         more = f" and those of {len(missing) - 1} more ranks" if len(missing) > 1 else ""
         raise MalformedError(f"it lacks {form.format(missing[0])}{more}; it was saved by {world} ranks")
-    return [found[rank] for rank in range(world)]
+    return [numbered[rank] for rank in range(world)]
 
 
 def _require_alike(models: Sequence[Mapping[str, Any]], whose: str, *, with_shapes: bool = True) -> None:
@@ -190,7 +190,7 @@ def _require_alike(models: Sequence[Mapping[str, Any]], whose: str, *, with_shap
 
 
 def _shapes(model: Mapping[str, Any]) -> tuple[list[Shapes], Shapes]:
-    shapes = [shapes_of(each, "param_shapes") for each in list_of(model.get("param_shapes") or [], "param_shapes")]
+    shapes = [shapes_of(group, "param_shapes") for group in list_of(model.get("param_shapes") or [], "param_shapes")]
     return shapes, shapes_of(model.get("frozen_param_shapes") or {}, "frozen_param_shapes")
 
 
@@ -201,16 +201,12 @@ def _refuse_kinds(folder: Folder, names: Sequence[str]) -> None:
         if _OF_OLD_EXPERTS.fullmatch(name):
             unsupported(folder, f"MoE experts of an old version ({name})")
         match = MODEL.fullmatch(name) or OPTIMIZER.fullmatch(name)
-        if match is not None and int(match[2]) and not any(LAYER.fullmatch(each) for each in names):
+        if match is not None and int(match[2]) and not any(LAYER.fullmatch(other) for other in names):
             unsupported(folder, f"tensor parallelism ({name})")
 
 
 def unsupported(folder: Folder, what: str) -> NoReturn:
-    """Raises that a folder of this kind is not imported.
-
-    Raises:
-        UnsupportedValueError: always.
-    """
+    """Raises `UnsupportedValueError`: a folder of this kind is not imported."""
     raise UnsupportedValueError(
         f"{folder.path} is a DeepSpeed checkpoint with {what}, which is not imported: load it with DeepSpeed, then save it with "
         "tensorstore_ck.deepspeed, or as a state dict with torch.save",
@@ -224,10 +220,10 @@ class _Reader:
         self.unknown: dict[str, str] = {}
 
     def read(self, name: str) -> dict[str, Any]:
-        found = load_file(self._files, self.folder, name, self._known, self.unknown)
-        if not isinstance(found, dict):
+        loaded = load_file(self._files, self.folder, name, self._known, self.unknown)
+        if not isinstance(loaded, dict):
             raise MalformedError(f"{name} has no dict")
-        return found
+        return loaded
 
 
 def load_file(files: Files, folder: Folder, name: str, known: PickleAllowlist, unknown: dict[str, str]) -> Any:
@@ -250,36 +246,41 @@ def shown(value: object) -> str:
     return printable(value, 40) if isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"
 
 
-def shapes_of(found: object, what: str) -> Shapes:
+def shapes_of(value: object, what: str) -> Shapes:
     """A dict of name -> shape."""
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise MalformedError(f"its {what} is malformed")
     shapes = {}
-    for name, shape in found.items():
-        is_shape = isinstance(shape, torch.Size | tuple | list) and len(shape) <= MAX_DIMS and all(type(each) is int for each in shape)
-        if type(name) is not str or not is_shape or min(shape, default=0) < 0 or prod(each or 1 for each in shape) > MAX_TENSOR_BYTES:
+    for name, shape in value.items():
+        is_shape = isinstance(shape, torch.Size | tuple | list) and len(shape) <= MAX_DIMS and all(type(extent) is int for extent in shape)
+        if type(name) is not str or not is_shape or min(shape, default=0) < 0 or prod(extent or 1 for extent in shape) > MAX_TENSOR_BYTES:
             raise MalformedError(f"the shape of {printable(name, 80)} in its {what} is malformed")
         shapes[name] = tuple(shape)
     return shapes
 
 
-def flat_of(found: object, what: str) -> torch.Tensor:
+def flat_of(value: object, what: str) -> torch.Tensor:
     """A plain tensor, as one dimension."""
-    if not isinstance(found, torch.Tensor) or found.layout is not torch.strided or found.is_conj() or found.is_neg():
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
         raise MalformedError(f"{what} is no plain tensor")
-    return found.detach().reshape(-1)
+    return value.detach().reshape(-1)
 
 
-def list_of(found: object, what: str, count: int | None = None) -> list[Any]:
+def list_of(value: object, what: str, count: int | None = None) -> list[Any]:
     """A list, of `count` items."""
-    if not isinstance(found, list | tuple) or count not in (None, len(found)):
-        have = f"{len(found)} items" if isinstance(found, list | tuple) else "no list"
+    if not isinstance(value, list | tuple) or count not in (None, len(value)):
+        have = f"{len(value)} items" if isinstance(value, list | tuple) else "no list"
         raise MalformedError(f"its {what} has {have}" + ("" if count is None else f", where {count} are needed"))
-    return list(found)
+    return list(value)
 
 
-def dict_of(found: object, what: str) -> dict[Any, Any]:
+def dict_of(value: object, what: str) -> dict[Any, Any]:
     """A dict."""
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise MalformedError(f"it has no {what}")
-    return found
+    return value
+
+
+def copied(value: Any) -> Any:
+    """A value that each parameter has a copy of."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

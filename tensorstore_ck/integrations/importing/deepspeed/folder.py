@@ -46,10 +46,11 @@ from tensorstore_ck.integrations.importing.deepspeed.pipeline import model_of_la
 from tensorstore_ck.integrations.importing.deepspeed.universal import UniversalReader
 from tensorstore_ck.integrations.importing.deepspeed.unnamed import IN_ORDER, optimizer_without_names
 from tensorstore_ck.integrations.importing.deepspeed.weights import same_elements
+from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
-from tensorstore_ck.integrations.trainer.pointer_folders import POINTER
+from tensorstore_ck.integrations.trainer.pointers import POINTER
 from tensorstore_ck.state.sourced_tensor import ElementRun, SourcedTensor, tensor_of_runs
 from tensorstore_ck.training.rank_own_state import VALUES
 from tensorstore_ck.training.state_sides import OWN
@@ -71,12 +72,7 @@ _NOT_SAVED: Final = {"data_sampler": "the position of curriculum learning", "ran
 class DeepSpeedContent(NamedTuple):
     """The content of such a folder."""
 
-    state: dict[str, Any]
-    metadata: dict[str, object]
-    step: int
-    unknown: dict[str, str]
-    """Names in its pickles that are not allowed -> the file."""
-    skipped: tuple[tuple[str, str], ...]
+    found: FoundState
     ranks: int
     """How many ranks had a part of it."""
     config: dict[Any, Any]
@@ -103,13 +99,13 @@ def find_tag_folder(folder: Folder, names: Sequence[str]) -> str | None:
                 f"{path} names {printable(tag, 80)!r}, which does not exist: get the whole checkpoint, or give the path of another tag",
                 object_id=path,
             )
-        found = folder.join(tag)
-        if is_tag_folder(found):
-            return found
-        if os.path.isfile(os.path.join(found, POINTER)):
+        tagged = folder.join(tag)
+        if is_tag_folder(tagged):
+            return tagged
+        if os.path.isfile(os.path.join(tagged, POINTER)):
             raise NotFoundError(
-                f"{found} has no weights: they are in the store that its {POINTER} names, so there is nothing to import",
-                object_id=found,
+                f"{tagged} has no weights: they are in the store that its {POINTER} names, so there is nothing to import",
+                object_id=tagged,
             )
         raise NotFoundError(f"{path} names {printable(tag, 80)!r}, which has no files of DeepSpeed: give another tag", object_id=path)
     tags = [name for name in names if is_tag_folder(os.path.join(folder.path, name))]
@@ -128,38 +124,34 @@ def load_deepspeed(files: Files, tag_folder: str, known: PickleAllowlist) -> Dee
         CorruptObjectError: it is damaged, incomplete or inconsistent.
         UnsupportedValueError: it is of a kind that is not imported.
     """
-    found = read_files(files, Folder(tag_folder), known)
+    read = read_files(files, Folder(tag_folder), known)
     with naming_file(tag_folder, KIND):
-        state, step = _State(files, found, known).build()
+        state, step = _State(files, read, known).build()
     for name in [name for name in known.converted if name.startswith(PACKAGE)]:
         del known.converted[name]  # they are not in the state
-    skipped = [(name, f"{what}, which is not imported") for name, what in _NOT_SAVED.items() if found.model.get(name) is not None]
-    note = {"tag": os.path.basename(tag_folder), "version": found.version}
-    config = found.model.get("ds_config")
+    skipped = [(name, f"{what}, which is not imported") for name, what in _NOT_SAVED.items() if read.model.get(name) is not None]
+    note = {"tag": os.path.basename(tag_folder), "version": read.version}
+    config = read.model.get("ds_config")
     return DeepSpeedContent(
-        state,
-        {NOTE: note},
-        step,
-        found.unknown,
-        (*found.skipped, *skipped),
-        found.model["dp_world_size"] * max(len(found.stages), 1),
+        FoundState(KIND, state, {NOTE: note}, read.unknown, step, (*read.skipped, *skipped)),
+        read.model["dp_world_size"] * max(len(read.stages), 1),
         config if isinstance(config, dict) else {},
     )
 
 
 class _State:
-    def __init__(self, files: Files, found: DeepSpeedFiles, known: PickleAllowlist) -> None:
-        self._files, self._found, self._known = files, found, known
-        model = found.model
-        models = [each.model for each in found.stages] or [model]
-        buffers = {name for each in models for name in list_of(each.get("buffer_names") or [], "buffer_names") if type(name) is str}
-        self._optimizers = [self._of_stage(each) for each in found.stages]
-        if found.stages:
-            trained = [parameter for each in self._optimizers if each is not None for parameter in each.parameters]
-            self._module: dict[Any, Any] = model_of_layers(found.layers, trained, buffers)
+    def __init__(self, files: Files, read: DeepSpeedFiles, known: PickleAllowlist) -> None:
+        self._files, self._found, self._known = files, read, known
+        model = read.model
+        models = [stage.model for stage in read.stages] or [model]
+        buffers = {name for states in models for name in list_of(states.get("buffer_names") or [], "buffer_names") if type(name) is str}
+        self._optimizers = [self._of_stage(stage) for stage in read.stages]
+        if read.stages:
+            trained = [parameter for optimizer in self._optimizers if optimizer is not None for parameter in optimizer.parameters]
+            self._module: dict[Any, Any] = model_of_layers(read.layers, trained, buffers)
         else:
-            self._module = {**dict_of(model.get("module"), "module"), **found.experts.weights}
-        self._buffers = {name for name in buffers if not is_expert(name)} | found.experts.buffers(buffers)
+            self._module = {**dict_of(model.get("module"), "module"), **read.experts.weights}
+        self._buffers = {name for name in buffers if not is_expert(name)} | read.experts.buffers(buffers)
         self._shared = dict_of(model.get("shared_params") or {}, "shared_params")
 
     def build(self) -> tuple[dict[str, Any], int]:
@@ -180,26 +172,26 @@ class _State:
         return {**state, "ranks": 1, "mid_step": False, OWN: own}, counters["global_steps"]
 
     def _optimizer(self) -> FoundOptimizer | None:
-        found = self._found
-        if found.stages:
-            of_stages = [each for each in self._optimizers if each is not None]
+        read = self._found
+        if read.stages:
+            of_stages = [optimizer for optimizer in self._optimizers if optimizer is not None]
             return united(of_stages) if of_stages else None
-        if found.is_universal:
-            return UniversalReader(self._files, found, self._known).read()
-        if found.optimizers:
-            optimizer = optimizer_of_ranks(found)
-            return united([optimizer]) if found.experts.weights else optimizer
-        if found.model.get("optimizer") is None:
+        if read.is_universal:
+            return UniversalReader(self._files, read, self._known).read()
+        if read.optimizers:
+            optimizer = optimizer_of_ranks(read)
+            return united([optimizer]) if read.experts.weights else optimizer
+        if read.model.get("optimizer") is None:
             return None
-        weights, ep_size = dict(self._parameters_once()), len(found.expert_optimizers)
+        weights, ep_size = dict(self._parameters_once()), len(read.expert_optimizers)
         if not ep_size:
-            return self._named(found.model["optimizer"], weights)
-        shared = {name: each for name, each in weights.items() if not is_expert(name)}
+            return self._named(read.model["optimizer"], weights)
+        shared = {name: tensor for name, tensor in weights.items() if not is_expert(name)}
         of_ranks = []
-        for ep_rank, each in enumerate(found.expert_optimizers):
-            own = {**shared, **{name: weights[name] for name in found.experts.of_rank(ep_size, ep_rank) if name in weights}}
-            of_ranks.append(self._named(each.get("optimizer"), own))
-        spread = max(ep_size_of(group, found.model["dp_world_size"]) for group in of_ranks[0].groups)
+        for ep_rank, saved in enumerate(read.expert_optimizers):
+            own = {**shared, **{name: weights[name] for name in read.experts.of_rank(ep_size, ep_rank) if name in weights}}
+            of_ranks.append(self._named(saved.get("optimizer"), own))
+        spread = max(ep_size_of(group, read.model["dp_world_size"]) for group in of_ranks[0].groups)
         if spread != ep_size:
             raise MalformedError(f"it lacks expp_rank_{ep_size}_mp_rank_00_optim_states.pt; its experts are spread over {spread} ranks")
         return united(of_ranks)
@@ -216,7 +208,7 @@ class _State:
 
     def _named(self, saved: object, weights: dict[str, torch.Tensor]) -> FoundOptimizer:
         named = optimizer_without_names(dict_of(saved, "optimizer"), weights, self._found.folder.path)
-        if MASTER not in {key for each in named.parameters for key in each.runs}:
+        if MASTER not in {key for parameter in named.parameters for key in parameter.runs}:
             self._known.converted[IN_ORDER] += len(named.parameters)
         return named
 
@@ -236,9 +228,9 @@ class _State:
         counters = {name: model.get(name, 0) for name in COUNTERS if name not in UNSAVED_COUNTERS}
         counters |= {"micro_steps": 0, **self._found.exported_counters}
         config = model.get("ds_config")
-        each = config.get("gradient_accumulation_steps") if isinstance(config, dict) else None
-        if type(each) is int and type(counters["global_steps"]) is int:
-            counters["micro_steps"] = counters["global_steps"] * each  # DeepSpeed does not save it
+        micro_batches = config.get("gradient_accumulation_steps") if isinstance(config, dict) else None
+        if type(micro_batches) is int and type(counters["global_steps"]) is int:
+            counters["micro_steps"] = counters["global_steps"] * micro_batches  # DeepSpeed does not save it
         if any(type(count) is not int or not 0 <= count < 1 << 62 for count in counters.values()) or counters["global_steps"] > MAX_STEP:
             raise MalformedError(f"it has no valid {', '.join(counters)}")
         if self._found.stages:  # they count micro-batches in another place
@@ -251,14 +243,14 @@ class _State:
         """Weights, and the states of the optimizer, by name."""
         weights: dict[str, Any] = {}
         states: dict[str, Any] = {}
-        for each in parameters:
-            if each.name in states or each.name not in self._module:
-                raise MalformedError(f"{printable(each.name, 80)} is {'twice' if each.name in states else 'not'} in the model")
-            weights[each.name] = self._weights(each)
-            kept = {key: runs for key, runs in each.runs.items() if key != MASTER or runs_dtype(runs) != weights[each.name].dtype}
-            states[each.name] = {
-                **{key: tensor_of_runs(each.shape, runs_dtype(runs), runs) for key, runs in kept.items()},
-                **each.scalars,
+        for parameter in parameters:
+            if parameter.name in states or parameter.name not in self._module:
+                raise MalformedError(f"{printable(parameter.name, 80)} is {'twice' if parameter.name in states else 'not'} in the model")
+            weights[parameter.name] = self._weights(parameter)
+            kept = {key: runs for key, runs in parameter.runs.items() if key != MASTER or runs_dtype(runs) != weights[parameter.name].dtype}
+            states[parameter.name] = {
+                **{key: tensor_of_runs(parameter.shape, runs_dtype(runs), runs) for key, runs in kept.items()},
+                **parameter.scalars,
             }
         frozen = shapes_of(self._found.model.get("frozen_param_shapes") or {}, "frozen_param_shapes")
         for name, tensor in self._module.items():

@@ -19,6 +19,7 @@ from tensorstore_ck.integrations.importing.deepspeed.experts import ep_size_of, 
 from tensorstore_ck.integrations.importing.deepspeed.files import (
     DeepSpeedFiles,
     Shapes,
+    copied,
     dict_of,
     flat_of,
     list_of,
@@ -33,7 +34,7 @@ from tensorstore_ck.training.optimizers import is_same, named_groups
 _STAGE_3: Final = "fp32_flat_groups"
 """The key of masters in files of ZeRO 3."""
 _MAX_DEPTH: Final = 3
-"""Of an optimizer's options: groups, options, pairs such as ``betas``."""
+"""The depth of an optimizer's options: groups, options, pairs such as ``betas``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,28 +75,30 @@ class _Rank(NamedTuple):
     number: int
 
 
-def optimizer_of_ranks(found: DeepSpeedFiles) -> FoundOptimizer:
-    """The optimizer in the files of all ranks.
-
-    Raises:
-        MalformedError: they do not fit each other.
-    """
-    saved = [dict_of(each.get("optimizer_state_dict"), "optimizer_state_dict") for each in found.optimizers]
-    shapes = [shapes_of(each, "param_shapes") for each in list_of(found.model.get("param_shapes"), "param_shapes")]
+def optimizer_of_ranks(read: DeepSpeedFiles) -> FoundOptimizer:
+    """The optimizer in the files of all ranks. Raises `MalformedError` if they do not fit each other."""
+    saved = [dict_of(of_rank.get("optimizer_state_dict"), "optimizer_state_dict") for of_rank in read.optimizers]
+    shapes = [shapes_of(group, "param_shapes") for group in list_of(read.model.get("param_shapes"), "param_shapes")]
     flats_key, base_key = (
         (_STAGE_3, "optimizer_state_dict") if _STAGE_3 in saved[0] else ("single_partition_of_fp32_groups", "base_optimizer_state")
     )
     ranks = []
-    for number, each in enumerate(saved):
-        if isinstance(each.get(base_key), list):
-            unsupported(found.folder, "elastic_checkpoint (its optimizer does not say where parameters lie)")
-        if flats_key not in each or not isinstance(each.get(base_key), dict):
+    for number, of_rank in enumerate(saved):
+        if isinstance(of_rank.get(base_key), list):
+            unsupported(read.folder, "elastic_checkpoint (its optimizer does not say where parameters lie)")
+        if flats_key not in of_rank or not isinstance(of_rank.get(base_key), dict):
             what = f"it lacks {flats_key} or {base_key}"
-            raise MalformedError(f"DeepSpeed {found.version} laid out the optimizer of rank {number} in a way that is not known ({what})")
-        flats = [flat_of(flat, f"{flats_key} of rank {number}") for flat in list_of(each[flats_key], flats_key, len(shapes))]
-        mappings = each.get("param_slice_mappings")
+            raise MalformedError(f"DeepSpeed {read.version} laid out the optimizer of rank {number} in a way that is not known ({what})")
+        flats = [flat_of(flat, f"{flats_key} of rank {number}") for flat in list_of(of_rank[flats_key], flats_key, len(shapes))]
+        mappings = of_rank.get("param_slice_mappings")
         ranks.append(
-            _Rank(flats, each[base_key], None if mappings is None else list_of(mappings, "param_slice_mappings", len(shapes)), each, number)
+            _Rank(
+                flats,
+                of_rank[base_key],
+                None if mappings is None else list_of(mappings, "param_slice_mappings", len(shapes)),
+                of_rank,
+                number,
+            )
         )
     for number, rank in enumerate(ranks):
         if not is_same(_plain(rank.base.get("param_groups")), _plain(ranks[0].base.get("param_groups"))):
@@ -103,9 +106,11 @@ def optimizer_of_ranks(found: DeepSpeedFiles) -> FoundOptimizer:
         if not is_same(_plain(rank.saved.get("loss_scaler")), _plain(ranks[0].saved.get("loss_scaler"))):
             raise MalformedError(f"the loss scalers of ranks 0 and {number} differ: their files are of different saves")
     options = list_of(ranks[0].base.get("param_groups"), "param_groups")
-    parameters = [list(_spread(found, group, index, ranks, _ep_size(options, index, len(ranks)))) for index, group in enumerate(shapes)]
+    parameters = [list(_spread(read, group, index, ranks, _ep_size(options, index, len(ranks)))) for index, group in enumerate(shapes)]
     groups = groups_of(options, parameters)
-    return FoundOptimizer([each for spread in parameters for part in spread for each in part], groups, ranks[0].saved.get("loss_scaler"))
+    return FoundOptimizer(
+        [parameter for spread in parameters for part in spread for parameter in part], groups, ranks[0].saved.get("loss_scaler")
+    )
 
 
 def _ep_size(groups: Sequence[Any], index: int, ranks: int) -> int:
@@ -116,26 +121,26 @@ def _ep_size(groups: Sequence[Any], index: int, ranks: int) -> int:
     return 1
 
 
-def _spread(found: DeepSpeedFiles, group: Shapes, index: int, ranks: Sequence[_Rank], ep_size: int) -> Iterator[list[FoundParameter]]:
+def _spread(read: DeepSpeedFiles, group: Shapes, index: int, ranks: Sequence[_Rank], ep_size: int) -> Iterator[list[FoundParameter]]:
     """The parameters of a group; of one with experts those of each rank that has other experts, by their global names."""
     for ep_rank in range(ep_size):
         holders = ranks[ep_rank::ep_size]
         _require_parts(holders, index)
-        parameters = _of_group(found, group, index, holders)
-        if ep_size > 1 or found.experts.weights:
-            names = {name: found.experts.global_name(name, ep_size, ep_rank) if is_expert(name) else name for name in group}
-            parameters = [replace(each, name=names[each.name]) for each in parameters]
+        parameters = _of_group(read, group, index, holders)
+        if ep_size > 1 or read.experts.weights:
+            names = {name: read.experts.global_name(name, ep_size, ep_rank) if is_expert(name) else name for name in group}
+            parameters = [replace(parameter, name=names[parameter.name]) for parameter in parameters]
         yield parameters
 
 
-def _of_group(found: DeepSpeedFiles, group: Shapes, index: int, ranks: Sequence[_Rank]) -> list[FoundParameter]:
+def _of_group(read: DeepSpeedFiles, group: Shapes, index: int, ranks: Sequence[_Rank]) -> list[FoundParameter]:
     if _STAGE_3 in ranks[0].saved:
         places = list(_cut_each(group, index, ranks))
         sizes = [flat.numel() for flat in (rank.flats[index] for rank in ranks)]
     else:
         places, part = _cut_together(group, index, ranks, _alignments(ranks[0].saved, index, len(group)))
         sizes = [max(part, rank.flats[index].numel() + _padding(rank.saved, index)) for rank in ranks]
-        if not _has_round_robin(found.model):
+        if not _has_round_robin(read.model):
             _require_mapped(places, index, ranks)
     return _with_states(group, index, ranks, places, sizes)
 
@@ -148,19 +153,19 @@ def _require_parts(ranks: Sequence[_Rank], index: int) -> None:
             raise MalformedError(f"rank {rank.number} has one of {shown(count)} parts, where there are {len(ranks)} ranks")
 
 
-def united(found: Sequence[FoundOptimizer]) -> FoundOptimizer:
+def united(optimizers: Sequence[FoundOptimizer]) -> FoundOptimizer:
     """The optimizers of ranks with different parameters as one: each parameter once, and groups as `named_groups` makes them."""
     parameters: dict[str, FoundParameter] = {}
     groups: dict[str, dict[str, Any]] = {}
-    for each in found:
-        for parameter in each.parameters:
+    for optimizer in optimizers:
+        for parameter in optimizer.parameters:
             parameters.setdefault(parameter.name, parameter)
         own: list[dict[str, Any]] = [
-            {key: value for key, value in group.items() if key != "name" or not group.get("moe")} for group in each.groups
+            {key: value for key, value in group.items() if key != "name" or not group.get("moe")} for group in optimizer.groups
         ]
         for key, group in named_groups(own).items():
             groups.setdefault(key, {**group, "params": {}})["params"].update(group["params"])
-    return FoundOptimizer(list(parameters.values()), groups, found[0].scaler)
+    return FoundOptimizer(list(parameters.values()), groups, optimizers[0].scaler)
 
 
 # --- positions ------------------------------------------------------------------------------------------------------------
@@ -172,9 +177,9 @@ class _Place(NamedTuple):
     name: str
     rank: int
     start: int
-    """In the parameter."""
+    """The position in the parameter."""
     offset: int
-    """In the flat tensor."""
+    """The position in the flat tensor."""
     size: int
 
 
@@ -210,7 +215,7 @@ def _cut_each(shapes: Shapes, index: int, ranks: Sequence[_Rank]) -> Iterable[_P
             if held := min(part, size - start):
                 places.append(_Place(name, rank, start, offset, held))
         offset += part
-    for number, flat in ((each.number, each.flats[index]) for each in ranks):
+    for number, flat in ((rank.number, rank.flats[index]) for rank in ranks):
         if flat.numel() != offset:
             raise MalformedError(f"rank {number} holds {flat.numel()} elements of group {index}, whose parameters need {offset}")
     return places
@@ -234,7 +239,7 @@ def _require_mapped(places: Iterable[_Place], index: int, ranks: Sequence[_Rank]
         if rank.mappings is None:
             continue
         mapping = dict_of(rank.mappings[index], "param_slice_mappings")
-        listed = {name: (each.get("start"), each.get("numel")) for name, each in mapping.items() if isinstance(each, dict)}
+        listed = {name: (piece.get("start"), piece.get("numel")) for name, piece in mapping.items() if isinstance(piece, dict)}
         if listed != computed[number]:
             name = next((name for name in computed[number] if listed.get(name) != computed[number][name]), next(iter(listed), ""))
             raise MalformedError(
@@ -245,20 +250,20 @@ def _require_mapped(places: Iterable[_Place], index: int, ranks: Sequence[_Rank]
 
 def _alignments(saved: Mapping[str, Any], index: int, count: int) -> list[int]:
     """The padding behind each parameter of a group."""
-    found = saved.get("param_alignment_paddings")
-    if found is None:
+    saved_paddings = saved.get("param_alignment_paddings")
+    if saved_paddings is None:
         return [0] * count
-    paddings = list_of(list_of(found, "param_alignment_paddings")[index : index + 1], "param_alignment_paddings", 1)[0]
+    paddings = list_of(list_of(saved_paddings, "param_alignment_paddings")[index : index + 1], "param_alignment_paddings", 1)[0]
     paddings = list_of(paddings, "param_alignment_paddings", count)
-    if any(type(each) is not int or not 0 <= each < 1 << 40 for each in paddings):
+    if any(type(padding) is not int or not 0 <= padding < 1 << 40 for padding in paddings):
         raise MalformedError("its param_alignment_paddings are malformed")
     return paddings
 
 
 def _padding(saved: Mapping[str, Any], index: int) -> int:
     """The padding of a rank's part, which moments are saved with."""
-    found = saved.get("group_paddings")
-    padding = found[index] if isinstance(found, list) and index < len(found) else 0
+    paddings = saved.get("group_paddings")
+    padding = paddings[index] if isinstance(paddings, list) and index < len(paddings) else 0
     return padding if type(padding) is int else 0
 
 
@@ -283,17 +288,17 @@ def _with_states(
             raise MalformedError(f"not all ranks have {printable(key, 40)!r} of group {index}")
         held = [state[key] for state in states]
         if isinstance(held[0], torch.Tensor) and held[0].dim() > 0:
-            flats[key] = [flat_of(each, f"{key} of group {index}") for each in held]
-            for number, each in enumerate(flats[key]):
-                if each.numel() not in (sizes[number], ranks[number].flats[index].numel()):
+            flats[key] = [flat_of(tensor, f"{key} of group {index}") for tensor in held]
+            for number, tensor in enumerate(flats[key]):
+                if tensor.numel() not in (sizes[number], ranks[number].flats[index].numel()):
                     raise MalformedError(
-                        f"{key} of group {index} has {each.numel()} elements on rank {number}, where its masters have "
+                        f"{key} of group {index} has {tensor.numel()} elements on rank {number}, where its masters have "
                         f"{ranks[number].flats[index].numel()}"
                     )
-        elif all(is_same(_plain(each), _plain(held[0])) for each in held):
+        elif all(is_same(_plain(value), _plain(held[0])) for value in held):
             scalars[key] = held[0]
         else:
-            values = ", ".join(sorted({shown(each) for each in held})[:4])
+            values = ", ".join(sorted({shown(value) for value in held})[:4])
             raise MalformedError(f"{key} of group {index} differs by rank ({values}): the files are of different saves")
     if any(state.keys() != states[0].keys() for state in states):
         raise MalformedError(f"the ranks have other states of group {index}: their files are of different saves")
@@ -302,7 +307,7 @@ def _with_states(
             name,
             shape,
             {key: [] for key in flats},
-            {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in scalars.items()},
+            {key: copied(scalar) for key, scalar in scalars.items()},
         )
         for name, shape in shapes.items()
     }
@@ -313,21 +318,21 @@ def _with_states(
     return list(parameters.values())
 
 
-def groups_of(found: object, parameters: Sequence[Sequence[Sequence[FoundParameter]]]) -> list[dict[str, Any]]:
-    """The groups of the optimizer, of which each has some of DeepSpeed's flat tensors.
+def groups_of(saved: object, parameters: Sequence[Sequence[Sequence[FoundParameter]]]) -> list[dict[str, Any]]:
+    """The groups of the optimizer. Each has some of DeepSpeed's flat tensors.
 
     `parameters`: in each flat tensor; of experts for each of the ranks that have others, which have groups of their own.
     """
     groups = []
     numbers: list[int] = []
-    for group in list_of(found, "param_groups"):
+    for group in list_of(saved, "param_groups"):
         options = dict(dict_of(group, "group of parameters"))
         indexes = list_of(options.pop("params", None), "params")
-        if any(type(each) is not int or not 0 <= each < len(parameters) for each in indexes):
+        if any(type(number) is not int or not 0 <= number < len(parameters) for number in indexes):
             raise MalformedError("a group of parameters names flat tensors that it does not have")
         numbers += indexes
         for part in range(max((len(parameters[number]) for number in indexes), default=1)):
-            names = [each.name for number in indexes for each in parameters[number][part]]
+            names = [parameter.name for number in indexes for parameter in parameters[number][part]]
             groups.append({**options, "params": names})
     if sorted(numbers) != list(range(len(parameters))):
         raise MalformedError("its groups of parameters do not have each flat tensor once")
@@ -340,5 +345,5 @@ def _plain(value: object, depth: int = 0) -> object:
         if depth > _MAX_DEPTH:
             raise MalformedError("the options of its optimizer are nested too deep")
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        return {key: _plain(each, depth + 1) for key, each in items}
+        return {key: _plain(item, depth + 1) for key, item in items}
     return value

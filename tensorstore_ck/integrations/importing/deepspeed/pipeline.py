@@ -22,21 +22,15 @@ _TIED: Final = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 def model_of_layers(
     layers: Mapping[int, Mapping[str, Any]], parameters: Iterable[FoundParameter], buffers: Collection[str]
 ) -> dict[str, Any]:
-    """The weights of the whole model.
+    """The weights of the whole model. `layers`: by number, and the names in them. `parameters`: those that are trained.
 
-    Args:
-        layers: By number, and the names in them.
-        parameters: Those that are trained.
-        buffers: Their names.
-
-    Raises:
-        MalformedError: the layer of a parameter is missing, or more than one may be meant.
+    Raises `MalformedError` if the layer of a parameter is missing, or more than one may be meant.
     """
-    trained = {each.name: each for each in parameters}
+    trained = {parameter.name: parameter for parameter in parameters}
     tied: dict[str, dict[str, FoundParameter]] = {}
-    for each in trained.values():
-        if match := _TIED.fullmatch(each.name):
-            tied.setdefault(match[1], {})[match[2]] = each
+    for parameter in trained.values():
+        if match := _TIED.fullmatch(parameter.name):
+            tied.setdefault(match[1], {})[match[2]] = parameter
     model: dict[str, Any] = {}
     for number, layer in sorted(layers.items()):
         own = {f"{number}.{name}": tensor for name, tensor in layer.items()}
@@ -58,36 +52,36 @@ def with_shapes(stage: DeepSpeedFiles, layers: Mapping[int, Mapping[str, Any]]) 
     """
     if stage.model.get("param_shapes") is not None:
         return stage
-    saved = [dict_of(each.get("optimizer_state_dict"), "optimizer_state_dict") for each in stage.optimizers]
-    mappings = [list_of(each.get("param_slice_mappings"), "param_slice_mappings") for each in saved]
+    saved = [dict_of(states.get("optimizer_state_dict"), "optimizer_state_dict") for states in stage.optimizers]
+    mappings = [list_of(optimizer.get("param_slice_mappings"), "param_slice_mappings") for optimizer in saved]
     groups: list[Shapes] = []
     for index in range(len(mappings[0])):
         sizes: dict[str, int] = {}  # in the order of ranks, and of the parts in each rank's flat tensor
         for mapping in mappings:
             pieces = dict_of(list_of(mapping, "param_slice_mappings", len(mappings[0]))[index], "param_slice_mappings")
-            for name, each in sorted(pieces.items(), key=lambda item: _count(item[1], "start")):
-                sizes[str(name)] = sizes.get(str(name), 0) + _count(each, "numel")
+            for name, piece in sorted(pieces.items(), key=lambda item: _count(item[1], "start")):
+                sizes[str(name)] = sizes.get(str(name), 0) + _count(piece, "numel")
         groups.append({name: _shape_of(name, size, layers) for name, size in sizes.items()})
     return replace(stage, models=[{**stage.model, "param_shapes": groups}])
 
 
 def _count(piece: object, key: str) -> int:
-    found = piece.get(key) if isinstance(piece, dict) else None
-    if type(found) is not int or not 0 <= found < 1 << 62:
+    count = piece.get(key) if isinstance(piece, dict) else None
+    if type(count) is not int or not 0 <= count < 1 << 62:
         raise MalformedError("its param_slice_mappings are malformed")
-    return found
+    return count
 
 
 def _shape_of(name: str, size: int, layers: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
     match, own = _TIED.fullmatch(name), name.partition(".")
-    found = (
+    candidates = (
         [layer.get(match[2]) for layer in layers.values()]
         if match
         else [layers.get(int(own[0]), {}).get(own[2])]
         if own[0].isdecimal()
         else []
     )
-    shapes = {tuple(each.shape) for each in found if isinstance(each, torch.Tensor) and each.numel() == size}
+    shapes = {tuple(tensor.shape) for tensor in candidates if isinstance(tensor, torch.Tensor) and tensor.numel() == size}
     if len(shapes) != 1:
         raise MalformedError(f"no file of a layer has {printable(name, 80)} with {size} elements")
     return shapes.pop()
@@ -95,7 +89,7 @@ def _shape_of(name: str, size: int, layers: Mapping[int, Mapping[str, Any]]) -> 
 
 def _key_of(number: int, layer: Mapping[str, Any], tied: Mapping[str, Mapping[str, FoundParameter]]) -> str | None:
     """The key of a tied layer; None: it is not tied."""
-    fitting = [key for key, members in tied.items() if all(_has(layer, name, each) for name, each in members.items())]
+    fitting = [key for key, members in tied.items() if all(_has(layer, name, parameter) for name, parameter in members.items())]
     if len(fitting) > 1:
         raise MalformedError(f"layer {number} may be each of the tied layers {', '.join(printable(key, 40) for key in fitting[:4])}")
     return fitting[0] if fitting else None

@@ -17,8 +17,9 @@ from tensorstore_ck.format.record import MAX_STEP
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, LATEST
 from tensorstore_ck.integrations.importing import sharded_index, trainer_folder
 from tensorstore_ck.integrations.importing.deepspeed.files import KIND, dict_of, load_file
-from tensorstore_ck.integrations.importing.deepspeed.folder import LATEST_UNIVERSAL, DeepSpeedContent, load_deepspeed
+from tensorstore_ck.integrations.importing.deepspeed.folder import LATEST_UNIVERSAL, load_deepspeed
 from tensorstore_ck.integrations.importing.deepspeed.weights import SAMPLE
+from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
@@ -54,7 +55,7 @@ def is_accelerate(names: Sequence[str]) -> bool:
     return any(_OF_ACCELERATE.fullmatch(name) for name in names)
 
 
-def load_trainer(files: Files, folder: Folder, names: Sequence[str], tag_folder: str, known: PickleAllowlist) -> DeepSpeedContent:
+def load_trainer(files: Files, folder: Folder, names: Sequence[str], tag_folder: str, known: PickleAllowlist) -> FoundState:
     """The state in a folder of transformers' Trainer.
 
     Raises:
@@ -65,25 +66,26 @@ def load_trainer(files: Files, folder: Folder, names: Sequence[str], tag_folder:
     known.parsed_bytes += trained.size_bytes
     own = _Folder(files, folder, names, tag_folder, known)
     with naming_file(folder.path, KIND):
-        steps, config = own.content.step, own.content.config
+        steps, config = own.found.step, own.config
         if steps != trained.step and config.get("gradient_accumulation_steps") == 1:
             tag = os.path.basename(tag_folder)
             raise MalformedError(f"{tag} is of step {steps} and {trainer_folder.STATE} of step {trained.step}: two saves are mixed")
         own.require_same_weights()
         schedule = own.load("scheduler.pt") if "scheduler.pt" in names else None
-        pattern = "rng_state.pth" if own.content.ranks == 1 else "rng_state_{}.pth"
+        pattern = "rng_state.pth" if own.ranks == 1 else "rng_state_{}.pth"
         values = {
             TRAINER_STATE: bytes(files.map(folder.join(trainer_folder.STATE)).data).decode("utf-8", "replace"),
             TRAINER_LOSS: torch.zeros(()),
             TRAINER_LOGGED: trained.step,
         }
-        generators = [generators_of(each, OF_TRANSFORMERS, name) for name, each in own.of_ranks(pattern, OF_TRANSFORMERS)]
+        generators = [generators_of(states, OF_TRANSFORMERS, name) for name, states in own.of_ranks(pattern, OF_TRANSFORMERS)]
         small = trainer_folder.read_model_files(files, folder, [name for name in names if name not in _SCRIPTS])
     own.taken |= {trainer_folder.STATE, *small}
-    return own.finish(schedule, {MODEL_FILES: small}, generators, [values] * own.content.ranks, trained.step)
+    kind = "checkpoint folder of transformers' Trainer with DeepSpeed"
+    return own.finish(kind, schedule, {MODEL_FILES: small}, generators=generators, values=values, step=trained.step)
 
 
-def load_accelerate(files: Files, folder: Folder, names: Sequence[str], tag_folder: str, known: PickleAllowlist) -> DeepSpeedContent:
+def load_accelerate(files: Files, folder: Folder, names: Sequence[str], tag_folder: str, known: PickleAllowlist) -> FoundState:
     """The state in a folder of accelerate's ``save_state``.
 
     Raises:
@@ -96,20 +98,22 @@ def load_accelerate(files: Files, folder: Folder, names: Sequence[str], tag_fold
     number = min(int(named[1]) if named else 0, MAX_STEP)
     with naming_file(folder.path, KIND):
         schedules = own.numbered("scheduler", ".bin")
-        customs = {f"{CUSTOM}{at}": each for at, each in enumerate(own.numbered("custom_checkpoint", ".pkl", first="_0"))}
-        modules = {name: each for name, each in customs.items() if isinstance(each, OrderedDict) and "_metadata" in vars(each)}
+        customs = {f"{CUSTOM}{at}": state for at, state in enumerate(own.numbered("custom_checkpoint", ".pkl", first="_0"))}
+        modules = {name: state for name, state in customs.items() if isinstance(state, OrderedDict) and "_metadata" in vars(state)}
         values = {
             SAVE_ITERATION: number,
-            LOADERS: [_loader(each) for each in own.numbered("dl_state_dict", ".bin")],
-            **{name: each for name, each in customs.items() if name not in modules},
+            LOADERS: [_loader(state) for state in own.numbered("dl_state_dict", ".bin")],
+            **{name: state for name, state in customs.items() if name not in modules},
         }
-        ranks = [(name, each) for name, each in own.of_ranks("random_states_{}.pkl", OF_ACCELERATE, more=("step",))]
-        steps = {_count(each.get("step", 0), name) for name, each in ranks} or {0}
+        ranks = [(name, states) for name, states in own.of_ranks("random_states_{}.pkl", OF_ACCELERATE, more=("step",))]
+        steps = {_count(states.get("step", 0), name) for name, states in ranks} or {0}
         if len(steps) > 1:
             raise MalformedError(f"its random_states are of different steps ({', '.join(map(str, sorted(steps)))}): two saves are mixed")
-        generators = [generators_of(each, OF_ACCELERATE, name) for name, each in ranks]
-    schedule = schedules[0] if len(schedules) == 1 else {str(at): each for at, each in enumerate(schedules)} if schedules else None
-    return own.finish(schedule, modules, generators, [{ACCELERATOR_STEP: steps.pop(), **values}] * own.content.ranks, number)
+        generators = [generators_of(states, OF_ACCELERATE, name) for name, states in ranks]
+    schedule = schedules[0] if len(schedules) == 1 else {str(at): state for at, state in enumerate(schedules)} if schedules else None
+    kind = "checkpoint folder of accelerate with DeepSpeed"
+    values = {ACCELERATOR_STEP: steps.pop(), **values}
+    return own.finish(kind, schedule, modules, generators=generators, values=values, step=number)
 
 
 class _Folder:
@@ -118,41 +122,41 @@ class _Folder:
     def __init__(self, files: Files, folder: Folder, names: Sequence[str], tag_folder: str, known: PickleAllowlist) -> None:
         self._files, self._folder, self._names, self._known = files, folder, names, known
         self._tag = os.path.relpath(os.path.realpath(tag_folder), os.path.realpath(folder.path))
-        self.content = load_deepspeed(files, tag_folder, known)
+        self.found, self.ranks, self.config = load_deepspeed(files, tag_folder, known)
         self.taken = {self._tag, LATEST, LATEST_UNIVERSAL, *_SCRIPTS}
-        self._unknown = dict(self.content.unknown)
+        self._unknown = dict(self.found.unknown)
         self._skipped: dict[str, str] = {}
 
     def load(self, name: str) -> Any:
-        """What torch.save put into a file."""
+        """The value that torch.save wrote into a file."""
         self.taken.add(name)
         return load_file(self._files, self._folder, name, self._known, self._unknown)
 
     def numbered(self, stem: str, suffix: str, first: str = "") -> list[Any]:
         """The contents of ``stem``, ``stem_1``, ... as far as they go."""
-        found: list[Any] = []
-        while (name := f"{stem}{f'_{len(found)}' if found else first}{suffix}") in self._names:
-            found.append(self.load(name))
-        return found
+        contents: list[Any] = []
+        while (name := f"{stem}{f'_{len(contents)}' if contents else first}{suffix}") in self._names:
+            contents.append(self.load(name))
+        return contents
 
     def of_ranks(self, pattern: str, keys: GeneratorKeys, more: Sequence[str] = ()) -> list[tuple[str, dict[Any, Any]]]:
         """File and content of each rank; none if there is no file of any rank."""
-        wanted = [pattern.format(rank) for rank in range(self.content.ranks)]
+        wanted = [pattern.format(rank) for rank in range(self.ranks)]
         missing = [name for name in wanted if name not in self._names]
         of_others = [name for name in self._names if re.fullmatch(r"(rng_state|random_states)(_\d{1,6})?\.(pth|pkl)", name)]
         if missing and of_others:
-            raise MalformedError(f"it lacks {missing[0]}; DeepSpeed saved it on {self.content.ranks} ranks")
+            raise MalformedError(f"it lacks {missing[0]}; DeepSpeed saved it on {self.ranks} ranks")
         if missing:
             return []
-        found = [(name, dict_of(self.load(name), f"dict in {name}")) for name in wanted]
-        other = sorted({printable(key, 40) for _, each in found for key in each if key not in (*keys, *more)})
+        contents = [(name, dict_of(self.load(name), f"dict in {name}")) for name in wanted]
+        other = sorted({printable(key, 40) for _, states in contents for key in states if key not in (*keys, *more)})
         if other:
             self._skipped["generators"] = f"those of {', '.join(other[:5])} are not imported"
-        return found
+        return contents
 
     def require_same_weights(self) -> None:
         """Checks a sample of the model's own file, if there is one, against DeepSpeed's weights."""
-        model = self.content.state["model"]
+        model = self.found.state["model"]
         for name in (name for name in self._names if _WEIGHTS.fullmatch(name) and name.endswith(".safetensors")):
             file = self._files.map(self._folder.join(name))
             if not is_safetensors(file):
@@ -169,33 +173,35 @@ class _Folder:
                     size, count = there.source.size_bytes, SAMPLE * there.dtype.itemsize
                     ends = ((0, min(count, size)), (max(size - count, 0), size))
                     flat = tensor.reshape(-1).view(torch.uint8).numpy().data
-                    if any(there.source.read(*each) != flat[slice(*each)] for each in ends):
+                    if any(there.source.read(*end) != flat[slice(*end)] for end in ends):
                         raise MalformedError(f"{printable(key, 80)} in {name} differs from {self._tag}: they are of different saves")
 
     def finish(
         self,
+        kind: str,
         schedule: object,
         extra: Mapping[str, Any],
+        *,
         generators: Sequence[dict[str, Any]],
-        values: Sequence[dict[str, Any]],
+        values: dict[str, Any],
         step: int,
-    ) -> DeepSpeedContent:
-        """The state with what the trainer's files say."""
-        state = dict(self.content.state)
+    ) -> FoundState:
+        """The state with what the trainer's files say; `values` are those of every rank."""
+        state = dict(self.found.state)
         client = state[OWN][VALUES][CLIENT_STATE]
         if client:
             self._skipped[CLIENT_STATE] = (
                 f"{', '.join(printable(key, 40) for key in list(client)[:5])}: the trainer reads none of DeepSpeed's"
             )
-        own = [{"environment": {}, VALUES: each} for each in values]
-        for each, found in zip(own, generators, strict=False):
-            each[GENERATORS] = found
+        own: list[dict[str, Any]] = [{"environment": {}, VALUES: values} for _ in range(self.ranks)]
+        for of_rank, states in zip(own, generators, strict=False):
+            of_rank[GENERATORS] = states
         state |= {"extra": {**state["extra"], **extra}, "ranks": len(own)}
-        state[OWN] = own[0] if len(own) == 1 else {str(rank): each for rank, each in enumerate(own)}
+        state[OWN] = own[0] if len(own) == 1 else {str(rank): of_rank for rank, of_rank in enumerate(own)}
         if schedule is not None:
             state["scheduler"] = schedule
-        skipped = {**dict(self.content.skipped), **self._skipped, **self._left()}
-        return self.content._replace(state=state, step=step, unknown=self._unknown, skipped=tuple(skipped.items()))
+        skipped = {**dict(self.found.skipped), **self._skipped, **self._left()}
+        return self.found._replace(format=kind, state=state, step=step, unknown=self._unknown, skipped=tuple(skipped.items()))
 
     def _left(self) -> dict[str, str]:
         left = {}
@@ -230,7 +236,7 @@ def _loader(state: Any) -> dict[str, Any]:
     return {"loader": state, "iteration": 0, "pass_start": None, "sampler": None, "seed": None}
 
 
-def _count(found: object, name: str) -> int:
-    if type(found) is not int or not 0 <= found < 1 << 62:
+def _count(value: object, name: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
         raise MalformedError(f"{name} has no valid step")
-    return found
+    return value

@@ -14,7 +14,7 @@ import torch
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed_names import MASTER
 from tensorstore_ck.integrations.importing.deepspeed.experts import is_expert
-from tensorstore_ck.integrations.importing.deepspeed.files import dict_of, flat_of, list_of
+from tensorstore_ck.integrations.importing.deepspeed.files import copied, dict_of, flat_of, list_of
 from tensorstore_ck.integrations.importing.deepspeed.partitions import FoundOptimizer, FoundParameter
 from tensorstore_ck.integrations.importing.deepspeed.weights import same_elements
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
@@ -25,12 +25,7 @@ IN_ORDER = "numbers of parameters, read as their names in the model's order"
 
 
 def optimizer_without_names(saved: Mapping[str, Any], weights: Mapping[str, torch.Tensor], origin: str) -> FoundOptimizer:
-    """The optimizer of a checkpoint without ZeRO.
-
-    Args:
-        saved: Its state dict.
-        weights: The model's parameters, each once.
-        origin: The name of the checkpoint in messages.
+    """The optimizer of a checkpoint without ZeRO, from its state dict. `weights`: the model's parameters, each once.
 
     Raises:
         UnsupportedValueError: more than one parameter may be meant.
@@ -38,12 +33,12 @@ def optimizer_without_names(saved: Mapping[str, Any], weights: Mapping[str, torc
     """
     base = dict_of(saved.get("optimizer_state_dict", saved), "state dict of an optimizer")
     states = dict_of(base.get("state"), "state of the optimizer")
-    groups = [dict(dict_of(each, "group of parameters")) for each in list_of(base.get("param_groups"), "param_groups")]
+    groups = [dict(dict_of(group, "group of parameters")) for group in list_of(base.get("param_groups"), "param_groups")]
     indexes = [list_of(group.pop("params", None), "params") for group in groups]
     left = dict(weights)
     if "fp32_groups" in saved:
-        masters = [list_of(each, "fp32_groups") for each in list_of(saved["fp32_groups"], "fp32_groups", len(groups))]
-        members = [[_take(left, flat_of(each, "a master"), tuple(each.shape)) for each in group] for group in masters]
+        masters = [list_of(group, "fp32_groups") for group in list_of(saved["fp32_groups"], "fp32_groups", len(groups))]
+        members = [[_take(left, flat_of(tensor, "a master"), tuple(tensor.shape)) for tensor in group] for group in masters]
         parameters = [
             [_of_one(*member, states.get(index, {})) for member, index in zip(group, _same_length(own, group), strict=True)]
             for group, own in zip(members, indexes, strict=True)
@@ -61,8 +56,8 @@ def optimizer_without_names(saved: Mapping[str, Any], weights: Mapping[str, torc
             for group, own in zip(names, indexes, strict=True)
         ]
     for group, own in zip(groups, parameters, strict=True):
-        group["params"] = [each.name for each in own]
-    return FoundOptimizer([each for own in parameters for each in own], groups, saved if "cur_scale" in saved else None)
+        group["params"] = [parameter.name for parameter in own]
+    return FoundOptimizer([parameter for own in parameters for parameter in own], groups, saved if "cur_scale" in saved else None)
 
 
 def _take(left: dict[str, torch.Tensor], master: torch.Tensor, shape: tuple[int, ...] | None) -> tuple[str, tuple[int, ...], torch.Tensor]:
@@ -70,8 +65,8 @@ def _take(left: dict[str, torch.Tensor], master: torch.Tensor, shape: tuple[int,
     for name, weights in left.items():
         size = weights.numel()
         if (shape is None or tuple(weights.shape) == shape) and 0 < size <= master.numel() and same_elements(weights, master[:size]):
-            found = tuple(left.pop(name).shape)
-            return name, found, master[:size]
+            own_shape = tuple(left.pop(name).shape)
+            return name, own_shape, master[:size]
     raise MalformedError(
         f"no weights of the model equal masters of {master.numel()} elements: weights and optimizer are of different saves"
     )
@@ -81,7 +76,7 @@ def _of_one(name: str, shape: tuple[int, ...], master: torch.Tensor | None, stat
     parameter = FoundParameter(name, shape, {} if master is None else {MASTER: [ElementRun(0, master)]})
     for key, value in dict_of(state, "state of a parameter").items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            parameter.scalars[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            parameter.scalars[key] = copied(value)
         elif type(key) is str and tuple(value.shape) == shape:
             parameter.runs[key] = [ElementRun(0, flat_of(value, key))]
         else:
@@ -97,7 +92,7 @@ def _of_flat(left: dict[str, torch.Tensor], flat: torch.Tensor, state: object) -
         parameter = FoundParameter(name, shape, {MASTER: [ElementRun(0, master)]})
         for key, value in dict_of(state, "state of a group").items():
             if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                parameter.scalars[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+                parameter.scalars[key] = copied(value)
             elif value.numel() == flat.numel() and type(key) is str:
                 parameter.runs[key] = [ElementRun(0, flat_of(value, key)[offset : offset + prod(shape)])]
             else:
@@ -118,11 +113,11 @@ def _in_order(
     for own, has_experts in zip(indexes, of_experts, strict=True):
         for index in own:
             state = dict_of(states.get(index, {}), "state of a parameter")
-            shapes = {tuple(each.shape) for each in state.values() if isinstance(each, torch.Tensor) and each.dim()}
+            shapes = {tuple(value.shape) for value in state.values() if isinstance(value, torch.Tensor) and value.dim()}
             kind_of[index] = has_experts, shapes.pop() if len(shapes) == 1 else ()
     by_kind: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
-    for name, each in weights.items():
-        by_kind.setdefault((is_expert(name), tuple(each.shape)), []).append(name)
+    for name, tensor in weights.items():
+        by_kind.setdefault((is_expert(name), tuple(tensor.shape)), []).append(name)
     groups_of: dict[tuple[bool, tuple[int, ...]], set[int]] = {}
     for number, own in enumerate(indexes):
         for index in own:

@@ -1,0 +1,152 @@
+"""What was released within the undo window, by the store's time: gc keeps it, whatever the log has said of it since.
+
+Anybody who may create objects can append an entry that releases a snapshot, ends its undo window, carries a time of long ago, or sweeps
+what is needed. So an entry counts as young until the store has had it for the undo window, and what young entries released stays, but for
+those of this process. PROTOCOL.md, "Forged entries".
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from functools import cached_property
+from typing import Final, NamedTuple
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import DamageError, FormatVersionError
+from tensorstore_ck.format.record import decode_record, record_name
+from tensorstore_ck.format.relocation import decode_relocation
+from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
+from tensorstore_ck.gc.listing import list_kind
+from tensorstore_ck.log import ObjectKey, Objects, RefTable, Relocation, SnapshotInfo
+from tensorstore_ck.log.cache import MemoryTable, write_rows
+from tensorstore_ck.log.entry import ENTRIES_A_FOLDER, folder_name
+from tensorstore_ck.log.object_set import join_ulids
+from tensorstore_ck.log.table_rows import RELOCATIONS, RelocationRow
+
+_SEEN: Final = b"n/"
+"""Entry -> when this host saw it at the head, where the backend has no times."""
+
+
+class Released(NamedTuple):
+    """What young entries of others released, at one head."""
+
+    snapshots: tuple[SnapshotInfo, ...] = ()
+    """Snapshots that nothing holds."""
+    ended: tuple[Relocation, ...] = ()
+    """Relocations whose map was swept. It may never have been in force."""
+    doubted: frozenset[Ulid] = frozenset()
+    """Relocation maps that may be wrong: what they lead away from stays, too."""
+
+    def restored(self, view: RefTable) -> RefTable:
+        """`view` with the relocations that ended, older than all others."""
+        if not self.ended:
+            return view
+        table = MemoryTable()
+        with table.batch() as batch:
+            for key, value in view.items():
+                batch.put(key, value)
+            for found in self.ended:
+                RELOCATIONS.put(batch, found.pack + found.moved, RelocationRow(0, found.hash, join_ulids(found.targets)))
+        return RefTable(table)
+
+
+class Releases:
+    """Which entries are young, and what they released."""
+
+    def __init__(self, engine: Engine, window_seconds: float, now_ns: int, listed: Collection[ObjectKey] | None = None) -> None:
+        """`listed`: the objects that are there; None: records and relocation maps are listed if that matters."""
+        self._engine = engine
+        self._window_ns = int(window_seconds * 1e9)
+        self._now_ns = now_ns
+        self._listed = listed
+        self._read_n = 0
+        self._swept_by_entry: set[tuple[ObjectKey, int]] = set()
+
+    def is_over(self, n: int) -> bool:
+        """Whether what entry `n` released may be freed: the store has had it for the window, or this process appended it."""
+        return not self._window_ns or self._engine.log.is_own(n) or n <= self._last_old
+
+    def at(self, view: RefTable) -> Released:
+        """What was released, at `view`."""
+        if not self._window_ns:
+            return Released()
+        expired = ((info, view.expired_at(info.ulid)) for info in view.snapshots(live=False))
+        snapshots = {info.ulid: info for info, n in expired if n is not None and not self.is_over(n)}
+        swept = {key for key, n in self._swept(view) if key.kind in {"snapshot", "moved"} and not self.is_over(n)}
+        there = self._there() if swept else ()
+        for key in sorted(swept.intersection(there)):
+            if key.kind == "snapshot" and key.ulid not in snapshots and (info := self._info(key.ulid)) is not None:
+                snapshots[key.ulid] = info
+        maps = (self._relocation(key.ulid) for key in sorted(swept.intersection(there)) if key.kind == "moved")
+        ended = tuple(found for found in maps if found is not None)
+        young = {row.moved for pack, _ in view.all_relocations() for row in view.relocations(pack) if not self.is_over(row.n)}
+        return Released(tuple(snapshots.values()), ended, frozenset(young.union(found.moved for found in ended)))
+
+    # --- the age of entries -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _last_old(self) -> int:
+        """The last entry that the store has had for the window. Entries are created in order, so those before it are as old."""
+        head = self._engine.log.view().head()
+        last = 0 if head is None else head.n
+        before_ns, is_timed = self._now_ns - self._window_ns, False
+        for number in range(last // ENTRIES_A_FOLDER * ENTRIES_A_FOLDER, -1, -ENTRIES_A_FOLDER):
+            folder = folder_name(self._engine.config.log, number)
+            stored = [(int(info.name[-20:]), info.stored_ns) for info in self._engine.backend.list(folder) if info.name[-20:].isdecimal()]
+            is_timed = is_timed or any(stored_ns for _, stored_ns in stored)
+            old = [n for n, stored_ns in stored if stored_ns and stored_ns <= before_ns and n <= last]
+            if old:
+                return max(old)
+            if not is_timed:
+                return self._last_seen(last, before_ns)
+        return 0
+
+    def _last_seen(self, head_n: int, before_ns: int) -> int:
+        """The same where the backend has no times: by what this host saw."""
+        table = self._engine.table
+        seen = {int.from_bytes(key[len(_SEEN) :], "big"): int.from_bytes(value, "big") for key, value in table.scan(_SEEN)}
+        old = max((n for n, at_ns in seen.items() if at_ns <= before_ns and n <= head_n), default=0)
+        useless = [n for n in seen if n < old or n > head_n]
+        rows: dict[bytes, bytes | None] = {_seen_key(n): None for n in useless}
+        write_rows(table, rows if head_n in seen else rows | {_seen_key(head_n): self._now_ns.to_bytes(16, "big")})
+        return old
+
+    # --- what young entries swept -------------------------------------------------------------------------------------
+
+    def _swept(self, view: RefTable) -> Iterator[tuple[ObjectKey, int]]:
+        """(object, entry) of what was swept, and of what young entries swept before others made the log forget it."""
+        yield from ((key, state.n) for key, state in view.objects() if state.swept)
+        head = view.head()
+        if head is None or not view.horizon() or view.horizon() <= self._last_old:
+            return
+        for entry in self._engine.log.entries(max(self._last_old, self._read_n) + 1):
+            swept = (key for op in entry.ops if op.name == "sweep" for key in Objects.of_fields(op.fields))
+            self._swept_by_entry.update((key, entry.n) for key in swept)
+            self._read_n = entry.n
+        yield from self._swept_by_entry
+
+    def _there(self) -> Collection[ObjectKey]:
+        if self._listed is None:
+            kinds = ("snapshot", "moved")
+            self._listed = {ObjectKey(kind, ulid) for kind in kinds for ulid in list_kind(self._engine.backend, kind)}
+        return self._listed
+
+    def _info(self, ulid: Ulid) -> SnapshotInfo | None:
+        """A snapshot whose row the log has dropped."""
+        with suppress(DamageError, FormatVersionError):
+            name = record_name(ulid)
+            data = self._engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
+            return SnapshotInfo.of_record(ulid, decode_record(data, name), data)
+        return None
+
+    def _relocation(self, ulid: Ulid) -> Relocation | None:
+        with suppress(DamageError, FormatVersionError):
+            name = ObjectKey("moved", ulid).name
+            data = self._engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
+            moved = decode_relocation(data, name, object_hash(data))
+            return Relocation(moved.pack, ulid, 0, object_hash(data), tuple(moved.targets))
+        return None
+
+
+def _seen_key(n: int) -> bytes:
+    return _SEEN + n.to_bytes(8, "big")
