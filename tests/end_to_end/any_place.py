@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -133,6 +134,15 @@ def stage(url: str, options: dict[str, Any], folder: Path) -> None:
         store.put_snapshot_async(state(step), ref="runs/gpt", step=step).staged.wait(PATIENCE_SECONDS)
     store.drain(0)
     store.close()
+
+
+def load_modules(url: str, folder: Path) -> list[str]:
+    """Runs every command; the modules that are loaded then, for the parent of all later processes."""
+    for command in COMMANDS.values():
+        run(command, url, [], folder)
+    with contextlib.suppress(tsck.StoreError):
+        tsck.open("s3://bucket/none", storage_options=s3_options("http://127.0.0.1:1"), cache_dir=folder / "cache")
+    return [name for name in sys.modules if name.partition(".")[0] != "__main__"]
 
 
 def run(command: str, url: str, options: list[str], folder: Path) -> Outcome:
