@@ -194,9 +194,10 @@ class RefFence:
             return Digest(bytes.fromhex(expect.root))
         return resolve(view, str(expect)).info.root
 
-    def request_at(self, engine: Engine, view: RefTable, asked: "SaveOptions") -> SaveRequest:
-        """The save that its caller `asked` for, as of `view`."""
-        self.settle(engine, view, asked.ref)
+    def request_at(self, engine: Engine, view: RefTable, asked: "SaveOptions", *, is_offline: bool = False) -> SaveRequest:
+        """The save that its caller `asked` for, as of `view`; with `is_offline` without reading from the store."""
+        if not is_offline:
+            self.settle(engine, view, asked.ref)
         self.check_step(engine, view, asked)
         parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)
