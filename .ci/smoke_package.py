@@ -3,7 +3,7 @@
 It builds twice, in folders of other names, and compares the hashes: whoever builds the same commit on the same system gets the same files.
 
 The fresh environments take the dependencies from the environment that runs this script (torch is large), and the package itself from what
-was built: the commands run outside of the repository. Leaves the two files in `dist`.
+was built: the commands run outside of the repository. Leaves the two files in `dist`, with a bill of materials (`sbom.py`).
 """
 
 import gzip
@@ -146,6 +146,8 @@ def main() -> None:
         for built in (wheel, sdist):
             shutil.copy2(built, ROOT / "dist")
             print(f"{sha256(built)}  {built.name}")
+        materials = run(sys.executable, ROOT / ".ci" / "sbom.py", version, cwd=folder)
+        (ROOT / "dist" / f"{wheel.name.split('-')[0]}-{version}.cdx.json").write_text(materials)
 
 
 if __name__ == "__main__":

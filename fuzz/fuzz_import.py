@@ -19,7 +19,11 @@ with atheris.instrument_imports(include=["tensorstore_ck.integrations.importing"
     from tensorstore_ck.integrations.importing.resolve_placeholders import resolve_placeholders
 
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-import-"))
-LEGACY = b"\x80\x02\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little") + b".\x80\x02M\xe9\x03.\x80\x02}X\x0d\x00\x00\x00little_endian\x88s."
+LEGACY = (
+    b"\x80\x02\x8a\x0a"
+    + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
+    + b".\x80\x02M\xe9\x03.\x80\x02}X\x0d\x00\x00\x00little_endian\x88s."
+)
 NAMES = (
     *("torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter", "torch._tensor _rebuild_from_type_v2", "torch FloatStorage"),
     *("torch.storage UntypedStorage", "torch Size", "torch device", "torch float32", "torch Tensor", "torch.nn.parameter Parameter"),
@@ -30,8 +34,42 @@ NAMES = (
 )
 SNIPPETS = [
     *(f"c{name.replace(' ', chr(10))}\n".encode() for name in NAMES),
-    *(b")R", b"R", b"b", b"(", b"t", b"l", b"}", b"]", b"u", b"e", b"s", b"a", b"\x8f", b"\x90", b"\x91", b"q\x00", b"h\x00", b"q\x01", b"h\x01"),
-    *(b"2", b"0", b"1", b"K\x01", b"J\xff\xff\xff\xff", b"\x8a\x08" + b"\xff" * 7 + b"\x7f", b"N", b"\x88", b"\x85", b"\x86", b"\x87", b"\x81", b"\x93"),
+    *(
+        b")R",
+        b"R",
+        b"b",
+        b"(",
+        b"t",
+        b"l",
+        b"}",
+        b"]",
+        b"u",
+        b"e",
+        b"s",
+        b"a",
+        b"\x8f",
+        b"\x90",
+        b"\x91",
+        b"q\x00",
+        b"h\x00",
+        b"q\x01",
+        b"h\x01",
+    ),
+    *(
+        b"2",
+        b"0",
+        b"1",
+        b"K\x01",
+        b"J\xff\xff\xff\xff",
+        b"\x8a\x08" + b"\xff" * 7 + b"\x7f",
+        b"N",
+        b"\x88",
+        b"\x85",
+        b"\x86",
+        b"\x87",
+        b"\x81",
+        b"\x93",
+    ),
     *(b"G" + struct.pack(">d", float("nan")), b"X\x03\x00\x00\x00abc", b"C\x02\x00\x01", b"."),
     b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x10tQ",
 ]

@@ -12,7 +12,7 @@ from _common import changed, fuzz
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tensorstore_ck" / "standalone"))
 with atheris.instrument_imports(include=["tsck_read"]):
-    import tsck_read
+    import tsck_read  # type: ignore[import-not-found]
 
 import msgpack
 import torch

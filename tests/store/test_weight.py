@@ -33,9 +33,9 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(97, 638, 1965),
-    "put_snapshot_async": Weight(97, 655, 2215),
-    "checkout": Weight(60, 300, 1625),
+    "put_snapshot": Weight(97, 642, 1965),
+    "put_snapshot_async": Weight(97, 658, 2215),
+    "checkout": Weight(60, 304, 1650),
 }
 """For a state of four linear layers and its optimizer, on CPython 3.11."""
 ASYNC_SHARE = 1.15

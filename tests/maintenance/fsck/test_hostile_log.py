@@ -65,6 +65,9 @@ JUNK: dict[str, Callable[[Attacked], object]] = {
 }
 
 
+WRITES: list[Callable[[tsck.Store], object]] = [lambda store: store.put_snapshot({}, ref="q"), lambda store: store.gc(AT_ONCE)]
+
+
 @pytest.mark.parametrize("how", JUNK)
 def test_readers_go_on_writers_are_shown_the_way_out_and_it_works(attacked: Attacked, how: str) -> None:
     with attacked.open() as warm:
@@ -76,9 +79,9 @@ def test_readers_go_on_writers_are_shown_the_way_out_and_it_works(attacked: Atta
             with warnings.catch_warnings(action="ignore", category=tsck.BrokenLogWarning):
                 assert [found.step for found in store.log("r")] == [2, 1, 0]
                 assert list(store.tags()) == ["kept"]
-            for write in (lambda store=store: store.put_snapshot({}, ref="q"), lambda store=store: store.gc(AT_ONCE)):
+            for write in WRITES:
                 with pytest.raises(BrokenLogError, match="`tsck salvage`"), warnings.catch_warnings(action="ignore"):
-                    write()
+                    write(store)
             report = store.fsck()
             assert not report.ok
             assert "tsck salvage" in report.findings[0].message
@@ -140,8 +143,8 @@ def test_a_second_put_of_a_known_root_hides_nothing_and_stops_no_gc(attacked: At
         info = view.by_root(view.tag("kept") or b"")
         assert info is not None
         record = store.engine.read_record(info)
-        ulid, put = new_ulid(), Op.put("mallory", new_ulid(), record, record.encode(), anchor=0, txn=new_ulid())
-        put.fields["snapshot"] = ulid
+        ulid = new_ulid()
+        put = Op.put("mallory", ulid, record, record.encode(), anchor=0, txn=new_ulid())
         if how == "no part":
             attacked.backend.put(record_name(ulid), record._replace(parts=[new_ulid()]).encode())
         forge(store.engine, lambda _: [put])
