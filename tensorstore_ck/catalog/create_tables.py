@@ -1,5 +1,6 @@
 """Creates the tables, once for several processes that start together; never changes a table that is not a catalog's."""
 
+import shlex
 from typing import Final
 
 from sqlalchemy import Connection, delete, func, insert, inspect, select
@@ -29,7 +30,7 @@ def has_tables(connection: Connection, shown: str) -> bool:
     if version not in (None, VERSION):
         raise FormatVersionError(
             f"the catalog in {shown} has version {version}, this build reads and writes version {VERSION}: "
-            "`tsck catalog rebuild` replaces it; other stores in it are missing until they are synced again",
+            f"`tsck catalog rebuild --db {shlex.quote(shown)}` replaces it; other stores in it are missing until they are synced again",
             object_id=shown,
         )
     return version is not None

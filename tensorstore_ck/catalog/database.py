@@ -4,6 +4,7 @@ SQLite keeps its rollback journal: a write-ahead log corrupts a file that severa
 """
 
 import os
+import shlex
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -120,7 +121,9 @@ class Database:
 
     def missing(self) -> NotFoundError:
         """The error where there is no catalog yet."""
-        return NotFoundError(f"there is no catalog in {self.shown}: `tsck catalog sync STORE` makes one", object_id=self.shown)
+        return NotFoundError(
+            f"there is no catalog in {self.shown}: `tsck catalog sync STORE --db {shlex.quote(self.shown)}` makes one", object_id=self.shown
+        )
 
     def _create_file(self) -> None:
         folder = Path(self.shown).parent
@@ -162,7 +165,8 @@ class Database:
 
     def _damaged(self) -> CorruptObjectError:
         return CorruptObjectError(
-            f"{self.shown} is not an SQLite file, or is damaged: name another, or delete it and run `tsck catalog sync`",
+            f"{self.shown} is not an SQLite file, or is damaged: name another, or delete it and run "
+            f"`tsck catalog sync STORE --db {shlex.quote(self.shown)}`",
             object_id=self.shown,
         )
 

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 
 import click
 
@@ -16,7 +17,7 @@ from tensorstore_ck.cli.output import counted, emit, green, indented, printable,
 from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
+from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.events import LEVELS, Event, event_text
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
@@ -26,9 +27,10 @@ from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.resume_staged import resume_here, sweep
 from tensorstore_ck.session.save.save_status import SaveStatus
-from tensorstore_ck.session.staging.listing import StagedSaveInfo, list_staged
+from tensorstore_ck.session.staging.listing import StagedSaveInfo, list_disk, list_staged
 from tensorstore_ck.session.staging.manifest import Manifest
 from tensorstore_ck.session.staging.staged_entries import drop
+from tensorstore_ck.session.staging.store_contact import StoreContact
 from tensorstore_ck.session.staging.verify import verify_staged
 
 
@@ -67,6 +69,8 @@ def staging(
 ) -> None:
     """List what is staged and not published: on the disk FOLDER of this host, and in the log.
 
+    The list has the host and the folder of each, if they are known. If the store does not answer, it lists the disk alone.
+
     `resume` uploads and publishes complete snapshots of any job; it waits until the store answers. `drop` deletes the files of the staged
     snapshots TXN, or --all, which are then never published. A job that opens the store with that disk resumes by itself.
 
@@ -78,23 +82,42 @@ def staging(
         raise click.UsageError("Drop what? Give TXN, as `tsck staging` lists it, or --all.")
     if path is None and (action == "resume" or everything or accept_owner is not None):
         raise click.UsageError("Which disk? Give --staging FOLDER.")
-    with _taken_over(choice, path, accept_owner), closing(_open(choice, path, writes=action != "list")) as engine:
-        folder = engine.tier.folder if engine.tier is not None else None
-        if folder is None and path is not None:
-            folder = StagingFolder(path, engine.config.uuid, 1)
-        if action == "list":
-            found = list_staged(engine, folder)
-            emit(found, _lines(found, path), as_json=as_json)
-        elif action == "resume":
+    if action == "list":
+        _list(context, choice, path, accept_owner, as_json=as_json)
+        return
+    with _taken_over(choice, path, accept_owner), closing(_open(choice, path, writes=True)) as engine:
+        if action == "resume":
             _resume(context, engine, as_json=as_json, verify=accept_owner is not None)
         else:
-            _drop(engine, folder, txns, yes=yes, as_json=as_json)
+            _drop(engine, engine.tier.folder if engine.tier is not None else None, txns, yes=yes, as_json=as_json)
 
 
 def _open(choice: StoreChoice, path: str | None, *, writes: bool) -> Engine:
     if path is not None and not os.path.isdir(path):
         raise InvalidOptionError(f"there is no folder {path}: name the staging disk that the job was given", object_id="staging")
     return choice.open_engine(read_only=not writes, staging=Staging(path) if path is not None and writes else None)
+
+
+def _list(context: click.Context, choice: StoreChoice, path: str | None, owner: int | None, *, as_json: bool) -> None:
+    """Lists by the log and the disk; if the store does not answer, by the disk alone."""
+    with _taken_over(choice, path, owner):
+        opened = partial(_open, choice, path, writes=False)
+        try:
+            with closing(opened() if path is None else StoreContact().ask(opened)) as engine:
+                found = list_staged(engine, StagingFolder(path, engine.config.uuid, 1) if path is not None else None)
+        except BackendUnavailableError as exc:
+            if path is None:
+                raise
+            found = [put for folder in _folders_of(path) for put in list_disk(folder)]
+            say(f"tsck: warning: the list has what is on the disk, without what the store knows: {printable(exc)}", err=True)
+            emit(found, _lines(found, path), as_json=as_json)
+            context.exit(exc.exit_code)
+    emit(found, _lines(found, path), as_json=as_json)
+
+
+def _folders_of(path: str) -> list[StagingFolder]:
+    """The folders of all stores on a staging disk."""
+    return [StagingFolder(path, name, 1) for name in sorted(os.listdir(path)) if os.path.isdir(os.path.join(path, name, "staged"))]
 
 
 @contextmanager
@@ -208,11 +231,13 @@ def _table(found: Sequence[StagedSaveInfo]) -> list[str]:
             f"{put.sent_bytes / put.size_bytes:.0%}" if put.size_bytes else "-",
             _age((now_ns - put.time_ns) / 1e9) if put.time_ns else "-",
             put.state,
+            printable(put.host),
+            printable(put.folder),
         ]
         for put in found
     ]
     styles = [red if put.problems else green for put in found]
-    header = ["TXN", "REF", "STEP", "ROOT", "RANKS HERE", "SIZE", "SENT", "AGE", "LOG SAYS"]
+    header = ["TXN", "REF", "STEP", "ROOT", "RANKS HERE", "SIZE", "SENT", "AGE", "LOG SAYS", "HOST", "FOLDER"]
     return table(header, rows, right={"STEP", "RANKS HERE", "SIZE", "SENT", "AGE"}, styles=styles)
 
 

@@ -5,14 +5,13 @@ import re
 import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from tensorstore_ck.common.printed_commands import COMMAND
 from tensorstore_ck.redaction import display_url, hidden_options
-
-_COMMAND: Final = re.compile(r"`tsck ([a-z-]+)([^`]*)`")
 
 
 def store_arguments(
@@ -66,4 +65,4 @@ def complete(context: click.Context, text: str, arguments: Sequence[str]) -> str
         more = arguments if not names_store else [*(storage if "://" in rest else ()), *state]
         return f"`tsck {name}{rest} {shlex.join(more)}`" if takes_store and more else found[0]
 
-    return _COMMAND.sub(completed, text)
+    return COMMAND.sub(completed, text)

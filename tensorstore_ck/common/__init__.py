@@ -9,12 +9,14 @@ deprecation.py       old spellings of arguments and methods
 executor.py          long work, by threads of this process or a Dask cluster
 extras.py            what optional parts need, and the error where it is not installed
 filesystem_kind.py   the type of filesystem that a folder is on
+folder_identity.py   which folder a path names
 free_space.py        whether there is enough free space, checked before writing
 html_table.py        escaped tables for notebooks
 host_memory.py       how much memory is free, and allocations that failed
 ids.py               ULIDs and BLAKE3 hashes
 metric_condition.py  conditions on metrics alone, as functions
 owned_files.py       whether files and folders are one user's alone
+printed_commands.py  commands in messages name their store
 private_folder.py    a folder of this user alone
 processes.py         which process this is, and whether another one has ended
 save_progress.py     where the time and the bytes of a save go

@@ -77,7 +77,7 @@ class FrozenTensor:
     cut: bytes = b""
     """Identifies the blocks: how the tensor was cut."""
     unread: int = 0
-    """How often it was put since."""
+    """The number of saves since then that did not read it."""
 
     @property
     def is_due(self) -> bool:

@@ -22,8 +22,10 @@ from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.backend.reserve import fill_reserve
 from tensorstore_ck.backend.staging import ReadThroughBackend, Staging, StagingTier, Uploader
 from tensorstore_ck.backend.throttled import throttled
+from tensorstore_ck.common.folder_identity import folder_identity
 from tensorstore_ck.common.free_space import FOLDER_MIN_FREE, MinFree, require_free_space
 from tensorstore_ck.common.ids import Clock, IdSource, new_ulid
+from tensorstore_ck.common.printed_commands import name_store
 from tensorstore_ck.common.processes import Process, this_process
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.engine.engine import Engine, current_actor
@@ -99,7 +101,11 @@ def open_engine(
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid, open_verifier) if options is not None else None
         watermark = Watermark(
-            _head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url, inode=_inode(backend)
+            _head_file(backend, state_dir, config),
+            log=config.log,
+            rollback=rollback,
+            url=backend.url,
+            identity=folder_identity(backend.url) if backend.is_local else 0,
         )
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
         opener = LocationOpener(
@@ -130,8 +136,9 @@ def open_engine(
         tiered = ReadThroughBackend(folder, throttled(backend, min_free=guard))
         uploader = Uploader(folder, tiered.store, max_parallel_requests=options.max_parallel_requests, limit=limit)
         return replace(engine, backend=tiered, tier=StagingTier(folder, uploader, tiered, options))
-    except BaseException:
+    except BaseException as exc:
         backend.close()
+        name_store(exc, backend.url)
         raise
 
 
@@ -187,14 +194,6 @@ def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, confi
         return None
     folder = platformdirs.user_state_path("tensorstore_ck", appauthor=False) if state_dir is None else Path(state_dir)
     return HeadFile(folder, config.uuid)
-
-
-def _inode(backend: Backend) -> int:
-    """The number of the store's folder; 0 without one."""
-    try:
-        return os.stat(backend.url).st_ino if backend.is_local else 0
-    except OSError:
-        return 0
 
 
 def read_config(backend: Backend) -> StoreConfig | None:

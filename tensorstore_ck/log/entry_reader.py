@@ -19,6 +19,11 @@ MAX_BATCH_ENTRIES: Final = 500
 _READERS: Final = 16
 _GENEROUS: Final = MAX_ENTRY_BYTES + 1  # so that the decoder reports an entry that is too long, as damage of that entry
 
+_ADVICE: Final = (
+    "see what is affected with `tsck fsck`. `tsck fsck --repair --from OTHER_STORE` takes the entry from a copy of this store; "
+    "without one, `tsck salvage` makes a new log of what is left"
+)
+
 
 class EntryReader:
     """The entries of one log."""
@@ -95,8 +100,7 @@ class EntryReader:
         """The error for a damaged entry."""
         name = self.name(n)
         return BrokenLogError(
-            f"log entry {name} {what}: restore it from a copy; or see what is affected with `tsck fsck`, and make a new log "
-            "of what is left with `tsck salvage`",
+            f"log entry {name} {what}: {_ADVICE}",
             object_id=name,
         )
 
@@ -147,7 +151,6 @@ class EntryReader:
 def chain_break(name: str) -> BrokenLogError:
     """The error for an entry that does not follow the one before it."""
     return BrokenLogError(
-        f"log entry {name} does not follow the entry before it: one of them was replaced. See what is affected with `tsck fsck`, "
-        "and make a new log of what is left with `tsck salvage`",
+        f"log entry {name} does not follow the entry before it, so that one of them was replaced: {_ADVICE}",
         object_id=name,
     )

@@ -41,7 +41,7 @@ class SeenHead(NamedTuple):
     """The prefix of the log."""
     url: str = ""
     """Where the store was when the entry was seen; empty: unknown."""
-    inode: int = 0
+    identity: int = 0
     """Of the store's folder then; 0: unknown, or no folder."""
 
 
@@ -142,7 +142,7 @@ def _require_own(status: os.stat_result, path: Path) -> None:
 def _encode(known: SeenHead) -> bytes:
     head = known.head
     body = {"n": head.n, "hash": head.hash.hex(), "accepted_ns": known.accepted_ns, "dismissed_n": known.dismissed_n, "log": known.log}
-    body |= {"url": known.url[:_MAX_URL_CHARS], "inode": known.inode}
+    body |= {"url": known.url[:_MAX_URL_CHARS], "inode": known.identity}
     return json.dumps(body).encode() + b"\n"
 
 
@@ -151,16 +151,16 @@ def _decode(data: bytes) -> SeenHead | None:
         body = json.loads(data)
         n, accepted_ns, dismissed_n = (body[name] for name in ("n", "accepted_ns", "dismissed_n"))
         digest, log = bytes.fromhex(body["hash"]), body["log"]
-        url, inode = body.get("url", ""), body.get("inode", 0)  # earlier builds write none
+        url, identity = body.get("url", ""), body.get("inode", 0)  # earlier builds write none
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     is_sound = (
         type(log) is type(url) is str
-        and all(type(value) is int and value >= 0 for value in (n, accepted_ns, dismissed_n, inode))
+        and all(type(value) is int and value >= 0 for value in (n, accepted_ns, dismissed_n, identity))
         and len(digest) == DIGEST_BYTES
     )
     return (
-        SeenHead(head=Head(n, Digest(digest)), accepted_ns=accepted_ns, dismissed_n=dismissed_n, log=log, url=url, inode=inode)
+        SeenHead(head=Head(n, Digest(digest)), accepted_ns=accepted_ns, dismissed_n=dismissed_n, log=log, url=url, identity=identity)
         if is_sound
         else None
     )

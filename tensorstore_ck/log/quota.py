@@ -5,6 +5,7 @@ lists the store for this. A quota is checked before a save writes anything, and 
 writers one may cross the limit, and none goes on beyond it.
 """
 
+import shlex
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,12 +75,12 @@ def check_quotas(quotas: Sequence[Quota], ref: str) -> None:
             raise QuotaExceededError(
                 f"saves to {ref!r} are refused: the quota for {quota.glob!r} is {human_bytes(quota.refuse_bytes)}, and its snapshots use "
                 f"{human_bytes(quota.used_bytes)}. Forget some (`tsck forget`, `tsck policy apply`) and end their undo windows "
-                f"(`tsck gc --undo-window 0s`), or set a higher quota (`tsck quota set '{quota.glob}' --refuse SIZE`)",
+                f"(`tsck gc --undo-window 0s`), or set a higher quota (`tsck quota set {shlex.quote(quota.glob)} --refuse SIZE`)",
                 object_id=ref,
             )
 
 
-def warn_of_quotas(quotas: Sequence[Quota], ref: str, new_bytes: int, warned: set[tuple[str, str]]) -> None:
+def warn_of_quotas(url: str, quotas: Sequence[Quota], ref: str, new_bytes: int, warned: set[tuple[str, str]]) -> None:
     """Warns if a save of `new_bytes` nearly uses up one of the `quotas` of its branch; `warned`: (branch, glob) of earlier warnings."""
     for quota in quotas:
         used_bytes, key = quota.used_bytes + new_bytes, (ref, quota.glob)
@@ -88,7 +89,7 @@ def warn_of_quotas(quotas: Sequence[Quota], ref: str, new_bytes: int, warned: se
             limit = "no save is refused" if quota.refuse_bytes is None else f"saves are refused from {human_bytes(quota.refuse_bytes)} on"
             warnings.warn(
                 f"the snapshots of {quota.glob!r} use {human_bytes(used_bytes)}, and their quota warns from "
-                f"{human_bytes(quota.warn_bytes)} on; {limit}: see `tsck quota`",
+                f"{human_bytes(quota.warn_bytes)} on; {limit}: see `tsck quota -s {shlex.quote(url)}`",
                 QuotaWarning,
                 stacklevel=2,
             )

@@ -39,12 +39,12 @@ class Watermark:
         log: str = "log",
         rollback: Rollback = "warn",
         url: str = "",
-        inode: int = 0,
+        identity: int = 0,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`log` is the prefix in store.json; `rollback`: whether a changed log is an error.
 
-        `url` and `inode` (of its folder; 0: none) say where the store is: a copy of its files elsewhere may have another log.
+        `url` and `identity` (of its folder; 0: none) say where the store is: a copy of its files elsewhere may have another log.
 
         Raises:
             InvalidOptionError: an unknown `rollback`.
@@ -55,7 +55,7 @@ class Watermark:
         self._log = log
         self.rollback = rollback
         self._url = url
-        self._inode = inode
+        self._identity = identity
         self._monotonic = monotonic
         self._head: Head | None = None
         self._on_file: SeenHead | None = None
@@ -81,7 +81,7 @@ class Watermark:
             return ""
         if known.url != self._url:
             return f"that this user has seen at {known.url}"
-        is_other = bool(known.inode and self._inode and known.inode != self._inode)
+        is_other = bool(known.identity and self._identity and known.identity != self._identity)
         return "that this user has seen here, in another folder" if is_other else ""
 
     def last_seen(self) -> Head | None:
@@ -160,7 +160,7 @@ class Watermark:
             dismissed = [0 if self._lost is None else self._lost.n]
             if before is not None and before.log == self._log:
                 dismissed += [before.dismissed_n, before.head.n]
-            new = SeenHead(head=head, accepted_ns=now_ns, dismissed_n=max(dismissed), log=self._log, url=self._url, inode=self._inode)
+            new = SeenHead(head=head, accepted_ns=now_ns, dismissed_n=max(dismissed), log=self._log, url=self._url, identity=self._identity)
             try:
                 before = self._file.swap(before, new)
             except OSError as exc:
@@ -178,7 +178,7 @@ class Watermark:
             self._has_saved = True
             return
         self._has_saved, self._next_save = True, self._monotonic() + SAVE_SECONDS
-        new = self._with(self._head)._replace(url=self._url, inode=self._inode)
+        new = self._with(self._head)._replace(url=self._url, identity=self._identity)
         with suppress(OSError):  # the home may be full, read-only or another user's: then nothing is saved
             contents = self._file.swap(self._on_file, new)
             if contents is not None and contents.log != self._log:

@@ -116,11 +116,11 @@ def set_policy(engine: Engine, glob: str, policy: Policy | None) -> None:
         view = engine.log.view()
         for ref in view.branches():
             if fnmatchcase(ref, glob):
-                _warn_of_unmatched(ref, {glob: policy}, [candidate.info for candidate in candidates(view, ref)])
+                _warn_of_unmatched(engine.backend.url, ref, {glob: policy}, [candidate.info for candidate in candidates(view, ref)])
 
 
-def _warn_of_unmatched(ref: str, own: Mapping[str, Policy], history: Sequence[SnapshotInfo]) -> None:
-    for problem in unmatched_rules(ref, own, history):
+def _warn_of_unmatched(url: str, ref: str, own: Mapping[str, Policy], history: Sequence[SnapshotInfo]) -> None:
+    for problem in unmatched_rules(url, ref, own, history):
         warnings.warn(problem, UnmatchedRuleWarning, stacklevel=3)
 
 
@@ -157,7 +157,7 @@ def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
     if not own:
         return {ulid_text(candidate.info.ulid): candidate.held_by for candidate in candidates(view, ref) if candidate.held_by}
     judged = verdicts(view, ref, own.values(), engine.clock())
-    _warn_of_unmatched(ref, own, [verdict.info for verdict in judged])
+    _warn_of_unmatched(engine.backend.url, ref, own, [verdict.info for verdict in judged])
     return {ulid_text(verdict.info.ulid): verdict.why if verdict.stays else ("goes", *verdict.why) for verdict in judged}
 
 
@@ -195,7 +195,7 @@ def retain(
         problems[:] = [
             problem
             for ref, of_ref in judged.items()
-            for problem in unmatched_rules(ref, of_branch[ref], [verdict.info for verdict in of_ref])
+            for problem in unmatched_rules(engine.backend.url, ref, of_branch[ref], [verdict.info for verdict in of_ref])
         ]
         planned.clear()
         planned.update({ref: {verdict.info.ulid for verdict in of_ref if not verdict.stays} for ref, of_ref in judged.items()})

@@ -174,10 +174,10 @@ class RefFence:
             return  # `check_expected` reports that
         root = branch.root.hex()[:16]
         raise InvalidOptionError(
-            f"step {asked.step} is lower than step {seen.least_step}, where this store handle restored ref {asked.ref!r}, and it has put "
-            "nothing there: if the job that did is still running, its next save would be refused. Put to another ref, which its first save "
-            f"makes, or which `{branch_command(engine, view, branch)}` makes. To begin again on {asked.ref!r} itself: restore an earlier "
-            f"step first, or put with expect={root!r}",
+            f"step {asked.step} is lower than step {seen.least_step}, where this store handle restored ref {asked.ref!r}, and it has saved "
+            "nothing there. If the job that saves there is still running, its next save would be refused. Save to another ref, which its "
+            f"first save makes, or which `{branch_command(engine, view, branch)}` makes. To begin again on {asked.ref!r} itself, restore "
+            f"an earlier step first, or save with expect={root!r}",
             object_id="step",
         )
 
@@ -194,9 +194,10 @@ class RefFence:
             return Digest(bytes.fromhex(expect.root))
         return resolve(view, str(expect)).info.root
 
-    def request_at(self, engine: Engine, view: RefTable, asked: "SaveOptions") -> SaveRequest:
-        """The save that its caller `asked` for, as of `view`."""
-        self.settle(engine, view, asked.ref)
+    def request_at(self, engine: Engine, view: RefTable, asked: "SaveOptions", *, is_offline: bool = False) -> SaveRequest:
+        """The save that its caller `asked` for, as of `view`; with `is_offline` without reading from the store."""
+        if not is_offline:
+            self.settle(engine, view, asked.ref)
         self.check_step(engine, view, asked)
         parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)

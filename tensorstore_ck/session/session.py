@@ -4,6 +4,8 @@ torch is imported only by the methods that take tensors.
 """
 
 import itertools
+import os
+import shlex
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Unpack
@@ -18,6 +20,7 @@ from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, Process
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save import OnFull, PendingSnapshot, SaveQueue
 from tensorstore_ck.session.save.context import SaveContext
+from tensorstore_ck.session.save.drain_report import Staying
 from tensorstore_ck.session.save.process_end import finish_at_exit
 from tensorstore_ck.session.save.resume_staged import resume_alone, resume_ranks
 
@@ -42,7 +45,9 @@ class Session:
         self.engine = engine
         self.fence = RefFence()
         self.groups = ProcessGroups(engine, float(dead_after_seconds))
-        self.queue = SaveQueue(self._open_arena, engine.observers)
+        resume = ["tsck", "staging", "resume", "--staging", os.path.abspath(engine.tier.options.path)] if engine.tier is not None else []
+        stays = Staying(lambda: self.context.is_store_gone(), shlex.join([*resume, "-s", engine.backend.url]))  # noqa: PLW0108 - made below
+        self.queue = SaveQueue(self._open_arena, engine.observers, stays)
         self.context = SaveContext(engine, self.fence, self.groups, self.queue.wait_for_upload)
         self._host_memory_bytes = host_memory_bytes
         self._local_ranks = 1
@@ -197,7 +202,7 @@ class Session:
 
     def _new_save(self, state: object, ref: str, group: "ProcessGroup | None", timeout_seconds: float, given: "StateArguments") -> "Save":
         from tensorstore_ck.session.save.ranks import Alone, RankRound  # noqa: PLC0415 - loads torch
-        from tensorstore_ck.session.save.save import Save  # noqa: PLC0415 - likewise
+        from tensorstore_ck.session.save.save import Save  # noqa: PLC0415 - loads torch
 
         ranks: Alone | RankRound
         if group is None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.common.html_table import html_table
+from tensorstore_ck.common.printed_commands import methods_name_store
 from tensorstore_ck.common.units import parse_rate
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.engine import Engine
@@ -65,6 +66,7 @@ _HINTS: Final = {
 
 
 @short_errors
+@methods_name_store
 class ReadOnlyStore:
     """The methods of a store that was opened read-only; `Store` adds those that change a store.
 

@@ -6,6 +6,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tensorstore_ck.common.deprecation import renamed_argument, renamed_method
+from tensorstore_ck.common.printed_commands import methods_name_store
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.write.publish import AnyHead
 from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
@@ -56,6 +57,7 @@ def _changes(method: Method) -> Method:
 
 
 @short_errors
+@methods_name_store
 class Store(ReadOnlyStore):
     """An open store. Thread-safe; a context manager. Make one with `tensorstore_ck.open`.
 

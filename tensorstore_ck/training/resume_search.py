@@ -6,6 +6,7 @@ is tried instead. A store that cannot be read now is no damage: after a few trie
 """
 
 import json
+import shlex
 import time
 import warnings
 from collections.abc import Callable
@@ -173,7 +174,7 @@ class ResumeSearch:
         more = f"; and {len(reasons) - MAX_NAMED} more" if len(reasons) > MAX_NAMED else ""
         return CorruptObjectError(
             f"none of the snapshots of {self._address!r} can be restored{undefined}: {'; '.join(reasons[:MAX_NAMED])}{more}. Run "
-            "`tsck fsck --read-data`; to start from the beginning, use another ref",
+            f"`tsck fsck --read-data -s {shlex.quote(self._store.url)}`; to start from the beginning, use another ref",
             object_id=self._address,
         )
 

@@ -89,7 +89,7 @@ def test_a_new_catalog_is_not_made_through_a_link(tmp_path: Path) -> None:
 def test_asking_makes_nothing(tmp_path: Path) -> None:
     with Catalog(tmp_path / "none.sqlite") as catalog:
         for ask in (catalog.find, catalog.stores, catalog.synced):
-            with pytest.raises(NotFoundError, match="`tsck catalog sync STORE` makes one"):
+            with pytest.raises(NotFoundError, match=r"`tsck catalog sync STORE --db .*` makes one"):
                 ask()
     assert not list(tmp_path.iterdir())
 

@@ -67,12 +67,12 @@ def write_model(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def history(tsck: Tsck, model: dict[str, torch.Tensor], tmp_path: Path) -> Tsck:
     """`tsck` on a store whose branch runs/gpt has steps 1 and 2, which differ in model.b alone."""
-    shutil.copytree(_made_history().name, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(made_history().name, tmp_path, dirs_exist_ok=True)
     return tsck
 
 
 @cache
-def _made_history() -> TemporaryDirectory[str]:
+def made_history() -> TemporaryDirectory[str]:
     """Made once: each test has a copy."""
     made = TemporaryDirectory(prefix="tsck-history-")
     atexit.register(made.cleanup)

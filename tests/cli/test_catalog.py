@@ -24,7 +24,7 @@ def catalog(history: Tsck, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> T
 
 def test_sync_find_and_show(catalog: Tsck, tmp_path: Path) -> None:
     asked = catalog("find", "val_loss < 3")
-    assert (asked.code, "`tsck catalog sync STORE` makes one" in asked.err) == (25, True)
+    assert (asked.code, "`tsck catalog sync STORE --db " in asked.err) == (25, True)
     synced = catalog("catalog", "sync")
     assert synced.code == 0, synced
     assert "2 entries read, 2 snapshots, up to entry 2" in synced.out

@@ -211,11 +211,8 @@ def test_the_first_look_of_the_help_works_without_extras(tsck: Tsck, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "store", "printed"),
     [
-        (("find",), "ck", ["catalog sync STORE"]),
-        (("log",), "empty", ["init"]),
-        (("catalog", "show"), "ck", ["catalog sync STORE"]),
-        (("show", "runs/gpt@7"), "ck", ["log runs/gpt"]),
-        (("get", "runs/gpt", "out.pt"), "ck", ["log"]),
+        (("find",), "ck", ["catalog sync STORE --db HERE/data/tensorstore_ck/catalog.sqlite"]),
+        (("catalog", "show"), "ck", ["catalog sync STORE --db HERE/data/tensorstore_ck/catalog.sqlite"]),
         (("log",), "new", ["put FILE --ref NAME"]),
         (("branch",), "new", ["put FILE --ref NAME"]),
         (("tag",), "ck", ["tag NAME ADDRESS"]),
@@ -236,7 +233,7 @@ def test_printed_commands_work(
     Path("ckpt").symlink_to("ck")
     done = history(*arguments, store=store)
     found = re.findall(r"`(?:tsck|main) ([^`]+)`", done.out + done.err)  # click's runner calls the program main
-    assert found == printed, done
+    assert found == [each.replace("HERE", str(Path.cwd())) for each in printed], done
     values = {"FILE": "model.safetensors", "NAME": "runs/new", "ADDRESS": "runs/gpt", "STORE": "ck"}
     for command in found:
         again = history(*(values.get(word, word) for word in shlex.split(command)), store=store)

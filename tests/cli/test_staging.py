@@ -3,6 +3,7 @@
 import atexit
 import fcntl
 import shutil
+import socket
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,8 +18,11 @@ import tensorstore_ck as tsck_package
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.staging import take_over
 from tensorstore_ck.backend.staging.upload_journal import JournalEntry, UploadJournal
+from tensorstore_ck.cli.options import StoreChoice
+from tensorstore_ck.cli.output import short_root
 from tensorstore_ck.common.ids import new_ulid
 from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.session.staging.manifest import Manifest, decode_manifest
@@ -74,11 +78,13 @@ def test_what_is_staged_is_shown(staged: Tsck) -> None:
     shown = staged("staging", *DISK)
     assert shown.code == 0
     title, first, second = shown.out.splitlines()
-    assert title.split() == ["TXN", "REF", "STEP", "ROOT", "RANKS", "HERE", "SIZE", "SENT", "AGE", "LOG", "SAYS"]
+    assert title.split() == ["TXN", "REF", "STEP", "ROOT", "RANKS", "HERE", "SIZE", "SENT", "AGE", "LOG", "SAYS", "HOST", "FOLDER"]
+    assert {put["host"] for put in staged("staging", "--json").json} == {socket.gethostname()}, "by the log alone"
+    assert first.split()[-2:] == [socket.gethostname(), str(folder_of(Path.cwd()))]
     assert first.split()[1:3] == ["job", "1"]
     assert second.split()[1:3] == ["job", "2"]
     assert first.split()[4] == "1/1"
-    assert first.split()[-1] == "staged"
+    assert first.split()[-3] == "staged"
     one, two = staged("staging", *DISK, "--json").json
     assert (one["step"], two["step"], one["sent_bytes"], one["problems"]) == (1, 2, 0, [])
     assert one["size_bytes"] > 50_000 * 8 / 100
@@ -363,3 +369,17 @@ def test_a_manifest_names_nothing_but_what_is_staged(staged: Tsck, tmp_path: Pat
     staged("staging", "resume", *DISK)
     assert steps(staged) == [1, 0]
     assert (tmp_path / "ck" / "store.json").read_bytes() == before
+
+
+def test_a_store_that_does_not_answer_leaves_the_list_of_the_disk(staged: Tsck, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object, **__: object) -> None:
+        raise BackendUnavailableError("injected")
+
+    known = staged("staging", *DISK, "--json").json
+    monkeypatch.setattr(StoreChoice, "open_engine", silent)
+    shown = staged("staging", *DISK)
+    assert (shown.code, shown.out.count("unknown"), "injected" in shown.err) == (13, 2, True), shown
+    for line, put in zip(shown.out.splitlines()[1:], known, strict=True):
+        assert line.split()[:4] == [put["txn"], "job", str(put["step"]), short_root(put["root"])]
+        assert line.split()[-2:] == [socket.gethostname(), str(folder_of(Path.cwd()))]
+    assert staged("staging").code == 13

@@ -1,5 +1,6 @@
 """Several users and one store in a folder: who may do what follows from its root folder alone, whatever their umask, and root's runs."""
 
+import ctypes
 import errno
 import os
 import shutil
@@ -25,6 +26,8 @@ from tests.gc.stores import AT_ONCE, open_store
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
 
 GROUP: Final = 3000
+NOBODY: Final = 65534
+CLONE_NEWUSER: Final = 0x10000000
 
 
 class User(NamedTuple):
@@ -156,6 +159,57 @@ def test_fsck_reports_and_repairs_modes(folder: Path) -> None:
     assert [(each.object, each.how) for each in report.mended] == [(finding.object, "3 modes and groups set to those of the root folder")]
     assert not report.after.findings
     assert stat.filemode(pack.stat().st_mode) == "-rw-rw-r--"
+
+
+def squashed(act: Callable[[Path], object], path: Path) -> bool:
+    """Whether root can do it where the server takes it for nobody, as NFS does with root_squash: root of a namespace, nobody outside."""
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            if ctypes.CDLL(None).unshare(CLONE_NEWUSER):
+                os._exit(errno.ENOSYS)
+            os.write(ready[1], b"1")
+            os.read(go[0], 1)
+            os.setgid(0)
+            os.setuid(0)
+            assert os.geteuid() == 0
+            act(path)
+            code = 0
+        except PermissionDeniedError:
+            code = errno.EACCES
+        finally:
+            os._exit(code)
+    os.close(ready[1])
+    if os.read(ready[0], 1):
+        for ids in ("uid_map", "gid_map"):
+            Path(f"/proc/{child}/{ids}").write_text(f"0 {NOBODY} 1")
+        os.write(go[1], b"1")
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for end in (ready[0], *go):
+        os.close(end)
+    if code == errno.ENOSYS:
+        pytest.skip("no namespaces of users here")
+    assert code in (0, errno.EACCES)
+    return code == 0
+
+
+def test_root_that_the_server_takes_for_nobody(folder: Path) -> None:
+    """It may do what others may, leaves no half-made save, and locks nobody out."""
+    give(folder, 0o2775)
+    assert may(ANN, save, folder)
+    before = {path for path in folder.rglob("*") if path.is_file()}
+    assert not squashed(save, folder)
+    assert squashed(read, folder)
+    assert {path for path in folder.rglob("*") if path.is_file()} == before
+    shutil.rmtree(folder)
+    folder.mkdir()
+    give(folder, 0o2777)
+    assert all(may(user, save, folder) for user in (ANN, BOB))
+    assert squashed(save, folder)
+    assert all(may(user, act, folder) for user in (ANN, BOB) for act in (save, read))
+    assert may(ANN, free, folder)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tensorstore_ck.common.folder_identity import folder_identity
 from tests.log.test_rollback import Host
 
 
@@ -23,5 +24,5 @@ def host(tmp_path: Path, saved_host: Path) -> Host:
     copied = Host(tmp_path)
     (file,) = copied.state.iterdir()
     seen = json.loads(file.read_text())
-    file.write_text(json.dumps({**seen, "url": str(copied.store), "inode": copied.store.stat().st_ino}) + "\n")
+    file.write_text(json.dumps({**seen, "url": str(copied.store), "inode": folder_identity(str(copied.store))}) + "\n")
     return copied

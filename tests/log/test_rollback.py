@@ -139,7 +139,7 @@ def test_fsck_finds_it(host: Host) -> None:
         with host.open() as store:
             (found,) = [found for found in store.fsck().findings if found.severity == "error"]
         assert (found.kind, found.object) == ("broken_log", entry_name("log", 6))
-        assert "`tsck accept-log`" in found.message
+        assert "`tsck accept-log -s " in found.message
         host.accept()
     with host.open() as store:
         assert store.fsck().ok

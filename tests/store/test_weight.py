@@ -33,20 +33,20 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(97, 642, 1965),
-    "put_snapshot_async": Weight(97, 658, 2215),
-    "checkout": Weight(60, 304, 1650),
+    "put_snapshot": Weight(104, 673, 2300),
+    "put_snapshot_async": Weight(103, 673, 2400),
+    "checkout": Weight(62, 313, 2340),
 }
 """For a state of four linear layers and its optimizer, on CPython 3.11."""
 ASYNC_SHARE = 1.15
 """How many times the calls of `put_snapshot` an asynchronous one may take."""
 
 MOST_LINES = {
-    "backend": 5900,
+    "backend": 6000,
     "catalog": 2400,
     "chunker": 100,
     "cli": 5400,
-    "common": 2400,
+    "common": 2500,
     "engine": 4700,
     "errors": 400,
     "events": 300,
@@ -54,9 +54,9 @@ MOST_LINES = {
     "gc": 3400,
     "integrations": 20300,
     "log": 6400,
-    "maintenance": 7200,
+    "maintenance": 7300,
     "redaction": 200,
-    "session": 10500,
+    "session": 10700,
     "state": 6800,
     "store": 1600,
     "training": 4800,

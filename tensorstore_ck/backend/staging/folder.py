@@ -16,6 +16,7 @@ durable in the store before it is published here; this module does not know the 
 
 import contextlib
 import os
+import shlex
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from tensorstore_ck.errors import InvalidOptionError, MissingObjectError, NoSpac
 
 MAX_MANIFEST_BYTES: Final = 256 << 20
 USERS: Final = "users"
-_ADVICE: Final = ". Root can publish what an ended job of another user staged: `tsck staging resume --accept-owner UID`"
+_ADVICE: Final = ". Root can publish what an ended job of another user staged: `tsck staging resume --accept-owner UID --staging {}`"
 _NOTE_BYTES: Final = 1 << 20
 
 
@@ -59,7 +60,7 @@ class StagingFolder:
         self.path = f"{os.path.abspath(os.path.expanduser(path))}/{check_name(store_uuid)}"
         self.capacity_bytes = capacity_bytes
         self.open_verifier = open_verifier
-        self._private = PrivateFolder(self.path, _ADVICE)
+        self._private = PrivateFolder(self.path, _ADVICE.format(shlex.quote(os.path.abspath(os.path.expanduser(path)))))
         self.unsent = LocalBackend("unsent", within=self._private)
         self.copies = SparseFileCache(self._private)
         self._root = LocalBackend(".", within=self._private)

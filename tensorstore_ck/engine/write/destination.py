@@ -1,10 +1,10 @@
 """Where the bytes of a save become durable: a store, or a staging disk in front of it. Knows no torch."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Final, Protocol, Self
+from typing import Final, Protocol, Self, TypeVar
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
@@ -20,6 +20,8 @@ from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 from tensorstore_ck.log.quota import check_quotas, quotas_of
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
+
+T = TypeVar("T")
 
 
 class Destination(Protocol):
@@ -40,6 +42,9 @@ class Destination(Protocol):
     @property
     def is_staging(self) -> bool:
         """Whether the entry says "staged", and not "put"."""
+
+    def ask(self, call: Callable[[], T]) -> T:
+        """The result of `call`, which may need the store. Raises if that takes long and the save can do without."""
 
     def admit(self, request: SaveRequest, view: RefTable) -> None:
         """Refuses a save whose ref is not where it must be, or has no quota left; checked again when the entry is appended."""
@@ -82,6 +87,10 @@ class StoreDestination:
         self._rank = rank
         self._is_alone = is_alone
         self._tries = 1
+
+    def ask(self, call: Callable[[], T]) -> T:
+        """Waits for the store."""
+        return call()
 
     def __enter__(self) -> Self:
         self.engine = replace(self.engine, unpublished=[])

@@ -140,9 +140,9 @@ def moving(
     engine: Engine, view: RefTable, put: Op, record: Record, *, quotas: Sequence[Quota], mark: tuple[str, str] | None = None
 ) -> list[Op]:
     """The operations of an entry that moves a branch, which has these `quotas`, to a new snapshot."""
-    warn_of_quotas(quotas, record.ref, record.new_bytes, engine.warned_quotas)
+    warn_of_quotas(engine.backend.url, quotas, record.ref, record.new_bytes, engine.warned_quotas)
     marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
-    return [put, *marks, *expire_at_save(view, put, engine.clock())]
+    return [put, *marks, *expire_at_save(view, put, engine.clock(), engine.backend.url)]
 
 
 def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -> None:

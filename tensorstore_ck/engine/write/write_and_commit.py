@@ -54,7 +54,8 @@ def write(destination: Destination, captured: CapturedState, request: SaveReques
     else:
         findings = ParentComparison(engine=engine, view=view, written=written, captured=captured, claim=request.claim).examine()
     with meter.timed("commit"):
-        at = engine.log.newest_view() if destination.is_staging and not is_offline else view  # staged saves are published later
+        is_published_later = destination.is_staging and not is_offline
+        at = destination.ask(engine.log.newest_view) if is_published_later else view
         return Written([written], checked_parts(engine, [written], anchor, at), findings)
 
 

@@ -147,7 +147,7 @@ class DcpSave:
         if engine.limit is not None:
             engine.limit.share(role.parts)
         is_first = engine.log.view().branch(self.ref) is None
-        with self._context.explains_full_disk():
+        with self._context.explains_errors():
             require_free_space(engine.backend, engine.min_free, size if is_first else 0, f"the save to {self.ref!r}")
 
     def _begin(self, role: Role, captured: CapturedState, meter: SaveMeter) -> Begun:
@@ -181,7 +181,7 @@ class DcpSave:
         """Writes the coordinator's part, and commits what all ranks have written."""
         if self._error is not None:
             raise self._error
-        with self._context.explains_full_disk():
+        with self._context.explains_errors():
             info = self._commit(status.meter)
         self._context.note_speed(status)
         self._context.fence.note(self.ref, info.root, info.root)

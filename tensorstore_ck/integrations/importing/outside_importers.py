@@ -48,7 +48,7 @@ def read_by_outside_importer(path: str) -> tuple[str, ForeignCheckpoint] | None:
             ) from exc
         if found is not None and not isinstance(found, ForeignCheckpoint):
             raise UnsupportedValueError(
-                f"the importer {point.name!r} ({point.value}) returned a {type(found).__name__}: it must return a ForeignCheckpoint or None",
+                f"the importer {point.name!r} ({point.value}) returned a {type(found).__name__}, not a ForeignCheckpoint or None",
                 object_id=point.name,
             )
         if found is not None:

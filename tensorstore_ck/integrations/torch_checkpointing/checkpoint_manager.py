@@ -6,6 +6,7 @@ number is the snapshot's step, too.
 
 import os
 import re
+import shlex
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -292,8 +293,8 @@ class CheckpointManager:
             return self._store.resolve(checkpoint_id).root
         except StoreError as exc:
             raise NoSuchCheckpointError(
-                f"{self._ref!r} in {self._store.url} has no checkpoint {checkpoint_id!r}, and it is no address: `tsck log {self._ref}` "
-                "lists the snapshots",
+                f"{self._ref!r} in {self._store.url} has no checkpoint {checkpoint_id!r}, and it is no address: "
+                f"`tsck log {shlex.quote(self._ref)} -s {shlex.quote(self._store.url)}` lists the snapshots",
                 object_id=checkpoint_id,
             ) from exc
 

@@ -1,5 +1,6 @@
 """Policies applied to a branch, at one entry of the log: which snapshots expire, and the operations for that."""
 
+import shlex
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -70,17 +71,17 @@ class UnmatchedRuleWarning(UserWarning):
     """A retention rule uses a metric, a trigger or an epoch that no snapshot of a branch has. It expires nothing there."""
 
 
-def unmatched_rules(ref: str, policies: Mapping[str, Policy], history: Sequence[SnapshotInfo]) -> list[str]:
-    """A message for each rule that matches nothing in a branch's history: the problem and the advice."""
+def unmatched_rules(url: str, ref: str, policies: Mapping[str, Policy], history: Sequence[SnapshotInfo]) -> list[str]:
+    """A message for each rule that matches nothing in a branch's history: the problem and the advice, for the store at `url`."""
     return [
         f"the policy for {glob!r} matches nothing in {ref!r}, so nothing goes that it could keep: {rule}. Correct the rule "
-        "(`tsck policy set`), or pass what it names to the saves"
+        f"(`tsck policy set {shlex.quote(glob)} RULE=VALUE -s {shlex.quote(url)}`), or pass what it names to the saves"
         for glob, policy in policies.items()
         for rule in (unmatched(history, policy) if history else ())
     ]
 
 
-def expire_at_save(view: RefTable, put: Op, now_ns: int) -> list[Op]:
+def expire_at_save(view: RefTable, put: Op, now_ns: int, url: str) -> list[Op]:
     """The operations to expire snapshots in the entry that publishes one; limits of bytes are ignored, as they need more than the log.
 
     Warns of rules that match nothing. This reads all of the branch's history, so in a long one it happens at some saves only. A policy that
@@ -94,7 +95,7 @@ def expire_at_save(view: RefTable, put: Op, now_ns: int) -> list[Op]:
     if not any(policy.keeps for policy in policies.values()) or not _is_due(view, ref):
         return []
     judged = verdicts(view, ref, policies.values(), now_ns, coming=SnapshotInfo.of_op(put.fields, 0, now_ns))
-    for problem in unmatched_rules(ref, policies, [verdict.info for verdict in judged]):
+    for problem in unmatched_rules(url, ref, policies, [verdict.info for verdict in judged]):
         warnings.warn(problem, UnmatchedRuleWarning, stacklevel=2)
     going = [verdict.info.ulid for verdict in judged if not verdict.stays]
     return [Op.expire(ref, going)] if going else []

@@ -4,6 +4,7 @@
 each block and compares it with its id, and then writes the encoded bytes that it read.
 """
 
+import shlex
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -115,7 +116,7 @@ def copy_piece(
         fetched = memoryview(buffer)[:size]
         name = pack_name(piece.packs[int(run["pack"][0])])
         source.read_into(name, int(run["offset"][0]), fetched)
-        encoded = list(_verified(name, run, fetched))
+        encoded = list(_verified(source.url, name, run, fetched))
         writer.add_encoded(encoded)
         with lock:
             read_bytes += size
@@ -137,14 +138,14 @@ def _runs(blocks: Blocks, run_bytes: int) -> Iterator[Blocks]:
             yield of_pack[run]
 
 
-def _verified(name: str, run: Blocks, fetched: memoryview) -> Iterator[EncodedBlock]:
+def _verified(url: str, name: str, run: Blocks, fetched: memoryview) -> Iterator[EncodedBlock]:
     start = int(run["offset"][0])
     for expected, _, offset, stored, raw_bytes, codec in run.tolist():
         encoded = fetched[offset - start : offset - start + stored]
         if block_id(decode(codec, encoded, raw_bytes, name)) != expected:
             raise CorruptObjectError(
                 f"{name}: the block {expected.hex()[:16]} at offset {offset} does not match its hash: the pack was damaged; "
-                "run `tsck fsck --read-data` on the source to see what is affected",
+                f"`tsck fsck --read-data -s {shlex.quote(url)}` says what is affected",
                 object_id=name,
             )
         yield EncodedBlock(Digest(expected), Codec(codec), (encoded,), raw_bytes)

@@ -33,8 +33,8 @@ def plan_branch(source: Engine, target: Engine, name: str) -> BranchPlan:
     view = target.log.view()
     if view.tag(name) is not None:
         raise ConflictError(
-            f"{name!r} is a branch in the source and a tag in {target.backend.url}: remove the tag there (`tsck untag`), or give it "
-            "another name",
+            f"{name!r} is a branch in the source and a tag in {target.backend.url}: remove the tag there (`tsck untag {name} -s "
+            f"{shlex.quote(target.backend.url)}`), or give it another name",
             object_id=name,
         )
     moves = list(source.log.view().moves(name, newest_first=False))

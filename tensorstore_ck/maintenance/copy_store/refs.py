@@ -208,7 +208,9 @@ class _Copy:
         if info is None or info.mark != DAMAGED:
             return None
         name = plan.name
-        advice = f"`tsck reset {name} {name}~1`, or train on from there" if plan.kind == "branch" else f"`tsck untag {name}`"
+        where = shlex.quote(self._source.backend.url)
+        is_branch = plan.kind == "branch"
+        advice = f"`tsck reset {name} {name}~1 -s {where}`, or train on from there" if is_branch else f"`tsck untag {name} -s {where}`"
         return DamageError(
             f"{plan.kind} {name!r} is at snapshot {info.root.hex()[:16]} (step {info.step}) in the source, which is marked damaged and was "
             f"left out. Move the {plan.kind} in the source ({advice}), and copy again",
@@ -287,9 +289,11 @@ def _require_free(view: RefTable, name: str, url: str) -> None:
     kind = "branch" if view.branch(name) is not None else "tag" if view.tag(name) is not None else None
     if kind is not None:
         what = "another snapshot has that tag" if kind == "tag" else "a branch has that name"
-        advice = "`tsck untag` it" if kind == "tag" else "`tsck branch` it under another name and `tsck forget` this one"
+        where = shlex.quote(url)
+        renamed = f"`tsck branch NAME {name} -s {where}` and `tsck forget {name} -s {where}`"
+        advice = f"`tsck untag {name} -s {where}`" if kind == "tag" else f"keep the branch under another name with {renamed}"
         raise ConflictError(
-            f"tag {name!r} was not copied: in {url} {what}; tags never move. To take the source's, {advice} there, and copy again",
+            f"tag {name!r} was not copied: in {url} {what}; tags never move. To take the source's: {advice}, and copy again",
             object_id=name,
         )
 

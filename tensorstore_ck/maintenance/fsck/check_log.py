@@ -28,6 +28,7 @@ _WINDOW: Final = 256
 _READERS: Final = 16
 _UNLISTED_TRIES: Final = 16
 """A listing alongside writers can miss an entry: gaps up to this size are read by name before entries count as missing."""
+_FROM_COPY: Final = "`tsck fsck --repair --from OTHER_STORE` takes it from a copy of this store"
 _DERIVED: Final = "it is derived from the log, and ignored; `tsck fsck --repair` makes it again"
 
 
@@ -38,6 +39,8 @@ class LogProblem(NamedTuple):
     object: str
     message: str
     is_error: bool = True
+    is_repairable: bool = False
+    """From the log and this host alone."""
 
 
 @dataclass(slots=True)
@@ -189,7 +192,7 @@ class _LogChecker:
         first, last = self._chain.name(numbers[0]), self._chain.name(numbers[-1])
         if not reported:
             these = f"log entry {first} is" if len(numbers) == 1 else f"log entries {first} to {last} are"
-            message = f"{these} missing: restore from a copy, or make a new log from what is left with `tsck salvage`"
+            message = f"{these} missing: {_FROM_COPY}; without one, `tsck salvage` makes a new log from what is left"
             self._note("broken_log", first, message)
         check.lost.append(numbers)
         self._fold_instead(numbers)
@@ -230,10 +233,10 @@ class _LogChecker:
             return None
         except StoreError as exc:
             require_reachable(self._backend, exc)
-            self._note(kind_of(exc), name, f"{exc}; {_DERIVED}" if isinstance(exc, DamageError) else str(exc))
+            self._note(kind_of(exc), name, f"{exc}; {_DERIVED}" if isinstance(exc, DamageError) else str(exc), is_repairable=True)
             return None
         if checkpoint.n != n:
-            self._note("corrupt_object", name, f"it is the checkpoint of entry {checkpoint.n}; {_DERIVED}")
+            self._note("corrupt_object", name, f"it is the checkpoint of entry {checkpoint.n}; {_DERIVED}", is_repairable=True)
             return None
         self._check.vouched[n] = checkpoint.entry_hash
         return checkpoint
@@ -246,7 +249,7 @@ class _LogChecker:
         if check.last_hash is None or (checkpoint is None and len(check.problems) == before):
             return
         if checkpoint is not None and checkpoint.entry_hash != check.last_hash:
-            self._note("corrupt_object", name, f"it was not made from this log; {_DERIVED}")
+            self._note("corrupt_object", name, f"it was not made from this log; {_DERIVED}", is_repairable=True)
         elif checkpoint is not None and check.lost:
             self._adopt(checkpoint)
         if check.lost:
@@ -256,7 +259,7 @@ class _LogChecker:
         if expected is None:
             return
         if len(check.problems) == before and decode_checkpoint(expected, name) != checkpoint:
-            self._note("corrupt_object", name, f"it differs from what the log folds to; {_DERIVED}")
+            self._note("corrupt_object", name, f"it differs from what the log folds to; {_DERIVED}", is_repairable=True)
         if len(check.problems) > before:
             check.checkpoints[name] = expected
 
@@ -266,8 +269,8 @@ class _LogChecker:
             load(batch, checkpoint)
         self._check.lost.clear()
 
-    def _note(self, kind: str, object_name: str, message: str) -> None:
-        self._check.problems.append(LogProblem(kind, object_name, message))
+    def _note(self, kind: str, object_name: str, message: str, *, is_repairable: bool = False) -> None:
+        self._check.problems.append(LogProblem(kind, object_name, message, is_repairable=is_repairable))
 
 
 def _foreign_object(name: str, kind: str) -> LogProblem:
@@ -282,12 +285,17 @@ def host_head(log: Log) -> Head | None:
         return None
 
 
-def host_saw_more(check: LogCheck, head: Head | None, chain: EntryReader, elsewhere: str = "") -> LogProblem | None:
+def heads_seen(log: Log) -> frozenset[Head]:
+    """The last entries that this host's cache has, and that this user is known to have seen."""
+    return frozenset(head for head in (host_head(log), log.seen()) if head is not None)
+
+
+def host_saw_more(check: LogCheck, head: Head, chain: EntryReader, elsewhere: str = "") -> LogProblem | None:
     """The problem if this host's cache, or this user, has seen the entry `head`, and the log has lost it.
 
     `elsewhere`: which other store has that entry; then it is no damage.
     """
-    if head is None or (head.n == check.last and check.last_hash in (None, head.hash)):
+    if head.n == check.last and check.last_hash in (None, head.hash):
         return None
     if head.n < check.last:
         try:
@@ -303,7 +311,8 @@ def host_saw_more(check: LogCheck, head: Head | None, chain: EntryReader, elsewh
         return LogProblem("log_changed", name, message, is_error=False)
     message = (
         f"this host read log entry {name} earlier, and it is gone now: if the store was restored from a copy, accept that with "
-        "`tsck accept-log`; if not, entries were destroyed or replaced, and `tsck salvage` makes a new log with every complete snapshot"
+        f"`tsck accept-log`; if not, entries were destroyed or replaced: {_FROM_COPY}; without one, `tsck salvage` makes a new log with "
+        "every complete snapshot"
     )
     return LogProblem("broken_log", name, message)
 
@@ -318,4 +327,4 @@ def cache_problem(check: LogCheck, log: Log) -> LogProblem | None:
     if all(one == other for one, other in zip_longest(view.items(), check.view.items())):
         return None
     message = f"this host's cache differs from the log at entry {check.last}: `tsck fsck --repair` makes it again"
-    return LogProblem("damaged_cache", CACHE_NAME, message)
+    return LogProblem("damaged_cache", CACHE_NAME, message, is_repairable=True)

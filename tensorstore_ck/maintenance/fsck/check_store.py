@@ -38,7 +38,7 @@ from tensorstore_ck.log.checkpoint import checkpoint_folder
 from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copies
 from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_log
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
-from tensorstore_ck.maintenance.fsck.check_log import LogCheck, LogProblem, cache_problem, check_log, host_head, host_saw_more
+from tensorstore_ck.maintenance.fsck.check_log import LogCheck, LogProblem, cache_problem, check_log, heads_seen, host_head, host_saw_more
 from tensorstore_ck.maintenance.fsck.check_markers import check_markers
 from tensorstore_ck.maintenance.fsck.check_modes import check_modes
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, Packs
@@ -173,7 +173,7 @@ class Fsck:
         self._advise()
         self._advance(self._total_bytes)
         return FsckReport(
-            findings=self._found.all(),
+            findings=self._found.all(self._backend.url),
             log_entries=self.log.entries,
             snapshots=snapshots,
             packs=len(packs.listed),
@@ -183,7 +183,7 @@ class Fsck:
             never_verified=data.never_verified,
             oldest_verified_ns=data.oldest_verified_ns,
             out_of_time=data.is_out_of_time,
-            freeable=self._freeing.freeable,
+            freeable=None if self._broken else self._freeing.freeable,  # gc refuses a broken log
         )
 
     # --- configuration and log ----------------------------------------------------------------------------------------
@@ -195,20 +195,20 @@ class Fsck:
             self._found.advise(CONFIG_NAME, problem.advice, repairable=problem.is_repairable)
 
     def _check_log(self) -> None:
-        config, head, seen = self.engine.config, host_head(self.engine.log), self.engine.log.seen()
+        config, is_new, seen = self.engine.config, host_head(self.engine.log) is None, heads_seen(self.engine.log)
         uuid = None if self._found.names(CONFIG_NAME) and is_of_log(self._backend, config) is False else UUID(config.uuid).bytes
         self.log = log = check_log(self._backend, prefix=config.log, uuid=uuid)
         self.at_log, self.anchor = read_only_engine(self.engine, log), log.last
-        if head is None and not log.problems:  # a later first sync would clear the cache with this check's notes
+        if is_new and not log.problems:  # a later first sync would clear the cache with this check's notes
             with contextlib.suppress(StoreError):
                 self.engine.log.sync()
         chain, elsewhere, more = self.engine.log.chain, self.engine.log.seen_elsewhere, list[LogProblem | None]()
         if not log.is_unreadable:
-            more = [*(host_saw_more(log, saw, chain, elsewhere) for saw in {head, seen}), cache_problem(log, self.engine.log)]
+            more = [*(host_saw_more(log, head, chain, elsewhere) for head in seen), cache_problem(log, self.engine.log)]
             more += [self._lost_log()] if not log.last and not self._found.names(CONFIG_NAME) else []
         for problem in [*log.problems, *(problem for problem in more if problem)]:
             severity: Severity = "error" if problem.is_error else "notice"
-            self._found.add(problem.kind, problem.object, problem.message, severity=severity, repairable=problem.is_error)
+            self._found.add(problem.kind, problem.object, problem.message, severity=severity, repairable=problem.is_repairable)
             if problem.kind == "broken_log":
                 self._broken.append(problem.object)
 

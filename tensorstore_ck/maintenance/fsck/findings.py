@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.html_table import html_table
+from tensorstore_ck.common.printed_commands import naming_store
 from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, PermissionDeniedError, PlaceUnavailableError, StoreError
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.format.store_config import CONFIG_NAME
@@ -172,15 +173,15 @@ class Findings:
         errors = [f"{finding.object}: {finding.message}" for finding in self.all() if finding.severity == "error"]
         return f"; also damaged: {'; '.join(errors[:MAX_HITS])}" if errors else ""
 
-    def all(self) -> tuple[Finding, ...]:
-        """All findings, errors first, by object."""
+    def all(self, url: str = "") -> tuple[Finding, ...]:
+        """All findings, errors first, by object. Commands in messages name the store at `url`, if it is given."""
         with self._lock:
             ordered = sorted(self._found.items(), key=lambda item: (item[1].severity != "error", item[0]))
         return tuple(
             Finding(
                 kind=kind,
                 object=name,
-                message=gathered.message,
+                message=naming_store(gathered.message, url),
                 hits=_hits(gathered),
                 repairable=gathered.repairable,
                 severity=gathered.severity,

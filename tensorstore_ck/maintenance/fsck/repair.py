@@ -19,7 +19,7 @@ from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.log import Head, ObjectKey, Op, RefTable, Relocation, SnapshotInfo
 from tensorstore_ck.maintenance.fsck.check_config import is_log_lost, is_of_log, repair_config
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
-from tensorstore_ck.maintenance.fsck.check_log import LogCheck, host_head, host_saw_more
+from tensorstore_ck.maintenance.fsck.check_log import LogCheck, heads_seen, host_saw_more
 from tensorstore_ck.maintenance.fsck.check_markers import repair_markers
 from tensorstore_ck.maintenance.fsck.check_modes import repair_modes
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks
@@ -106,7 +106,8 @@ class _Repair:
         """Packs whose blocks were all read."""
 
     def run(self) -> RepairReport:
-        seen = host_head(self._engine.log)
+        log = self._engine.log
+        seen = frozenset() if log.seen_elsewhere else heads_seen(log)
         fsck = Fsck(self._engine, self._options, reads_marked=True)
         before = after = fsck.run()
         if _unreadable(before):
@@ -145,7 +146,7 @@ class _Repair:
 
     # --- store.json, log, checkpoints, cache --------------------------------------------------------------------------
 
-    def _repair_log(self, fsck: Fsck, seen: Head | None) -> Fsck:
+    def _repair_log(self, fsck: Fsck, seen: Collection[Head]) -> Fsck:
         if repair_config(self._engine, self._other_engine):
             self._repaired["store.json"] = "written again"
         self._repaired |= repair_modes(self._engine.backend)
@@ -159,12 +160,12 @@ class _Repair:
             self._repaired |= dict.fromkeys(repair_cache(self._engine, fsck.log), "made again from the log")
         return fsck
 
-    def _is_broken(self, log: LogCheck, seen: Head | None) -> bool:
+    def _is_broken(self, log: LogCheck, seen: Collection[Head]) -> bool:
         """Whether entries are lost: a new entry would then take the number of a lost one."""
         is_damaged = any(problem.kind == BrokenLogError.kind for problem in log.problems)
         is_damaged = is_damaged or is_of_log(self._engine.backend, self._engine.config) is False
         is_damaged = is_damaged or (not log.last and is_log_lost(self._engine.backend, self._engine.config))
-        return is_damaged or host_saw_more(log, seen, self._engine.log.chain) is not None
+        return is_damaged or any(host_saw_more(log, head, self._engine.log.chain) is not None for head in seen)
 
     # --- records, parts, relocation maps ------------------------------------------------------------------------------
 

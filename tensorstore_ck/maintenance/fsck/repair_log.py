@@ -4,6 +4,7 @@ A lost entry is written again only if the rest of the log, or this host's memory
 """
 
 import contextlib
+from collections.abc import Collection
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.threads import shielded
@@ -15,12 +16,12 @@ from tensorstore_ck.log.entry import MAX_ENTRY_BYTES
 from tensorstore_ck.maintenance.fsck.check_log import CACHE_NAME, LogCheck, cache_problem
 
 
-def repair_entries(engine: Engine, copy: Engine, log: LogCheck, host_head: Head | None) -> list[str]:
+def repair_entries(engine: Engine, copy: Engine, log: LogCheck, seen: Collection[Head]) -> list[str]:
     """Copies lost log entries from a copy of this store, newest first, as far as their hashes are known; returns their names."""
     if (copy.config.uuid, copy.config.log) != (engine.config.uuid, engine.config.log):
         return []
     repaired: list[str] = []
-    known = {**log.vouched, **({host_head.n: host_head.hash} if host_head else {})}
+    known = {**log.vouched, **{head.n: head.hash for head in seen}}
     expected: Digest | None = None
     for n in range(max([log.last, *known]), 0, -1):
         entry, expected = _read(engine, n), expected or known.get(n)

@@ -4,22 +4,26 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.free_space import require_free_space
 from tensorstore_ck.common.ids import ulid_text
+from tensorstore_ck.common.printed_commands import name_store
 from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
 from tensorstore_ck.events import Event
+from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.session.group.process_groups import ProcessGroups
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.frozen_tensors import FrozenTensors
 from tensorstore_ck.session.save.save_status import SaveStatus
+from tensorstore_ck.session.staging.store_contact import StoreContact
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,11 +49,17 @@ class SaveContext:
     groups: ProcessGroups
     wait_for_upload: Callable[[], bool]
     """Waits until a staged save has ended; False if there are none."""
+    contact: StoreContact = field(default_factory=StoreContact)
+    """Asks the store for what a save needs before it is staged."""
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
     """By group, if its ranks keep copies of each other's staged files."""
     step_gates: "StepGates | None" = None
     """Of optimizers whose tensors are copied from devices until the next step; made at the first such save."""
+
+    def is_store_gone(self) -> bool:
+        """Whether the store does not answer, and keeps only saves waiting that are safe on the staging disk."""
+        return self.engine.tier is not None and self.contact.is_gone(partial(self.engine.backend.size, CONFIG_NAME))
 
     def gates_of(self, optimizers: "Sequence[Optimizer]") -> "list[StepGate]":
         """The gates of these optimizers' steps."""
@@ -95,21 +105,29 @@ class SaveContext:
                 return
 
     @contextmanager
-    def explains_full_disk(self) -> Iterator[None]:
-        """Adds to a `NoSpaceError` what gc would free. Only for a store in a folder: others are expensive to list."""
+    def explains_errors(self) -> Iterator[None]:
+        """Completes the commands in errors, and adds to a `NoSpaceError` what gc would free, in gc's words.
+
+        The latter only for a store in a folder: others are expensive to list.
+        """
         try:
             yield
-        except NoSpaceError as exc:
-            if self.engine.tier is not None or not self.engine.backend.is_local:
-                raise
-            from tensorstore_ck.gc.plan import plan_gc  # noqa: PLC0415 - only for a full disk
-
-            hints: list[str] = []
-            with suppress(StoreError, OSError):  # the cache may be full, too
-                hints = plan_gc(self.engine.of_store()).freeable.describe()
+        except StoreError as exc:
+            name_store(exc, self.engine.backend.url)
+            hints = self._freeing_hints() if isinstance(exc, NoSpaceError) else []
             if not hints:
                 raise
             raise NoSpaceError(". ".join([str(exc), *hints]), object_id=exc.object_id) from exc
+
+    def _freeing_hints(self) -> list[str]:
+        if self.engine.tier is not None or not self.engine.backend.is_local:
+            return []
+        from tensorstore_ck.gc.plan import plan_gc  # noqa: PLC0415 - only for a full disk
+
+        try:
+            return plan_gc(self.engine.of_store()).freeable.describe()
+        except (StoreError, OSError):  # the cache may be full, too
+            return []
 
     def retry_until_dropped(self, status: SaveStatus, what: str, action: Callable[[], T]) -> T:
         """Calls `action` until the backend answers, or the save is asked to give up; returns the result."""

@@ -1,13 +1,22 @@
 """What became of the saves that were in progress when a job ended."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from tensorstore_ck.errors import ConflictError, DamageError, SnapshotAbortedError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.pending import PendingSnapshot
 from tensorstore_ck.session.save.save_status import SaveMilestone, SaveStatus
+
+
+class Staying(NamedTuple):
+    """When saves stay on a staging disk at the end of a job."""
+
+    is_store_gone: Callable[[], bool] = lambda: False
+    """Whether the store has not answered for long: saves that are staged do not keep the job waiting then."""
+    resume_command: str = ""
+    """Publishes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +32,11 @@ class DrainReport:
     """The saves that did not give up in time. The log will show what became of them."""
     safe: Snapshot | None
     """The newest snapshot that this handle published."""
+    resume_command: str = ""
+    """Publishes what is staged, on this host."""
 
     @classmethod
-    def of(cls, statuses: Sequence[SaveStatus], safe: Snapshot | None) -> Self:
+    def of(cls, statuses: Sequence[SaveStatus], safe: Snapshot | None, resume_command: str = "") -> Self:
         """The report on these saves."""
         unpublished = [status for status in statuses if status.snapshot is None]
         on_disk = [status for status in unpublished if _is_on_disk(status)]
@@ -36,6 +47,7 @@ class DrainReport:
             dropped=tuple(PendingSnapshot(status) for status in others if status.has_ended),
             under_way=tuple(PendingSnapshot(status) for status in others if not status.has_ended),
             safe=safe,
+            resume_command=resume_command if on_disk else "",
         )
 
     def __str__(self) -> str:
@@ -43,6 +55,8 @@ class DrainReport:
         for what, those in (("staged on this host", self.staged), ("given up", (*self.dropped, *self.under_way))):
             if those:
                 text += f"; {what}: " + ", ".join(map(_address, those))
+        if self.resume_command:
+            text += f"; `{self.resume_command}` publishes what is staged, as does the next process that opens the store with that disk"
         return text
 
 

@@ -13,7 +13,7 @@ from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.session.save.drain_report import DrainReport
-from tensorstore_ck.session.save.save_queue import EXIT_SECONDS, GIVE_UP_SECONDS, SaveQueue
+from tensorstore_ck.session.save.save_queue import GIVE_UP_SECONDS, SaveQueue
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 
@@ -100,8 +100,7 @@ def finish_at_exit(queue: SaveQueue) -> None:
         queue = found()
         if queue is None or os.getpid() != pid:  # a forked child has neither the saves nor usable locks
             return
-        queue.leave_resumed()
-        report = queue.drain(EXIT_SECONDS)
+        report = queue.end()
         if report.dropped or report.under_way:
             _logger.error("the process ends with saves in progress: %s", report)
 

@@ -6,6 +6,8 @@ is incomplete stays for a job that has the missing hosts.
 """
 
 import logging
+import os
+import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -34,12 +36,17 @@ STALE_SECONDS: Final = 86_400
 RESUME, PUBLISHED, LOST, WAIT = "resume", "published", "lost", "wait"
 
 
-def find_manifests(folder: StagingFolder) -> list[Manifest]:
+def find_manifests(engine: Engine, folder: StagingFolder) -> list[Manifest]:
     """The manifests of unpublished saves on this disk, oldest first; damaged ones are logged, and left where they are."""
     found, damaged = read_manifests(folder)
     for problem in damaged.values():
-        _logger.warning("a staged snapshot cannot be continued: %s; see `tsck staging`", problem)
+        _logger.warning("a staged snapshot cannot be continued: %s; see `%s`", problem, _list_command(engine))
     return found
+
+
+def _list_command(engine: Engine) -> str:
+    assert engine.tier is not None
+    return shlex.join(["tsck", "staging", "--staging", os.path.abspath(engine.tier.options.path), "-s", engine.backend.url])
 
 
 def sweep(tier: StagingTier) -> None:
@@ -53,7 +60,7 @@ def sweep(tier: StagingTier) -> None:
 def resume_alone(context: SaveContext, tier: StagingTier) -> list[StagedSave]:
     """The saves that single processes left."""
     tier.folder.enter(lambda: sweep(tier))
-    manifests = [manifest for manifest in find_manifests(tier.folder) if manifest.ranks == 1 and manifest.lead]
+    manifests = [manifest for manifest in find_manifests(context.engine, tier.folder) if manifest.ranks == 1 and manifest.lead]
     return [_resumed(context, [manifest]) for manifest in manifests if _claimed(tier.folder, [manifest])]
 
 
@@ -66,7 +73,7 @@ def resume_here(
     """
     tier.folder.enter(lambda: sweep(tier))
     by_txn: dict[Ulid, list[Manifest]] = {}
-    for manifest in find_manifests(tier.folder):
+    for manifest in find_manifests(context.engine, tier.folder):
         by_txn.setdefault(manifest.txn, []).append(manifest)
     complete = [manifests for manifests in by_txn.values() if manifests[0].lead and len(manifests) == manifests[0].ranks]
     return [_resumed(context, manifests) for manifests in complete if _claimed(tier.folder, manifests) and is_wanted(manifests)]
@@ -109,7 +116,7 @@ def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup",
 
     def propose() -> Body:
         """Reads the disk here, so that its error is reported to all ranks."""
-        manifests = [manifest for manifest in find_manifests(tier.folder) if manifest.ranks > 1]
+        manifests = [manifest for manifest in find_manifests(context.engine, tier.folder) if manifest.ranks > 1]
         here.update(((manifest.txn, manifest.rank), manifest) for manifest in manifests if _claimed(tier.folder, [manifest]))
         return {"found": [[*key, here[key].ranks] for key in sorted(here)]}
 
@@ -178,9 +185,10 @@ def _verdict(engine: Engine, view: RefTable, txn: bytes, found: _Finders) -> tup
     missing = sorted(set(range(found.ranks)) - found.owners.keys())
     if missing:
         _logger.warning(
-            "a snapshot that %d ranks staged (%s) cannot be published yet: no host here has the files of rank %s; see `tsck staging`",
+            "a snapshot that %d ranks staged (%s) cannot be published yet: no host here has the files of rank %s; see `%s`",
             found.ranks,
             ulid_text(Ulid(txn)),
             ", ".join(map(str, missing[:16])),
+            _list_command(engine),
         )
     return staged.n, [txn, WAIT if missing else RESUME, owners]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.threads import cpu_threads
+from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.destination import Destination, StoreDestination
 from tensorstore_ck.engine.write.publish import check_expected
@@ -24,6 +25,7 @@ from tensorstore_ck.engine.write.unchanged_blocks import held_blocks
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.log.quota import check_quotas, quotas_of
+from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.queued_save import Admission
 from tensorstore_ck.session.save.ranks import Ranks, UnpreparedState
@@ -104,7 +106,11 @@ class Save:
             check_expected(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
             check_quotas(quotas_of(view, self.ref), self.ref)
 
-        engine.log.look(check)
+        if engine.tier is None:
+            engine.log.look(check)
+            return
+        with suppress(BackendUnavailableError):  # what is staged is checked again, at the latest when it is published
+            self._context.contact.ask(partial(engine.log.look, check))
 
     # --- capture ------------------------------------------------------------------------------------------------------
 
@@ -179,7 +185,7 @@ class Save:
     def run(self, status: SaveStatus) -> SnapshotInfo | StagedSave:
         """Writes and commits: returns the published snapshot, or with a staging disk the staged save."""
         context, tier = self._context, self._engine.tier
-        with context.explains_full_disk():
+        with context.explains_errors():
             if tier is not None:
                 return self._stage(tier, status)
             with StoreDestination(self._engine, self.rank, is_alone=self._ranks.is_alone) as destination:
@@ -191,7 +197,9 @@ class Save:
     def _stage(self, tier: StagingTier, status: SaveStatus) -> StagedSave:
         context, ranks, chain = self._context, self._ranks, self._context.fence.chain(self.ref)
         txn, stop = ranks.transaction(), None if ranks.is_alone else status.check
-        with StagingDestination(self._engine, tier, chain, txn, rank=ranks.rank, ranks=ranks.ranks, stop=stop) as destination:
+        with StagingDestination(
+            self._engine, tier, chain, txn, rank=ranks.rank, ranks=ranks.ranks, stop=stop, contact=context.contact
+        ) as destination:
             info = self._write_and_commit(destination, status)
         assert destination.manifest is not None
         upload = StagedUpload(context, txn, self.ref, [destination.manifest])
@@ -214,12 +222,13 @@ class Save:
         status.meter.expect("hash", size_bytes)
         self._require_space(size_bytes, status)
         try:
-            view = self._engine.log.newest_view()
+            request, view = destination.ask(partial(_at_head, self._engine, fence, options))  # it may outlive the save: not with the state
         except BackendUnavailableError:
             if not destination.go_offline():
                 raise
             view = self._engine.log.view()
-        return fence.request_at(self._engine, view, options), captured, view
+            request = fence.request_at(self._engine, view, options, is_offline=True)
+        return request, captured, view
 
     def _require_space(self, needed_bytes: int, status: SaveStatus) -> None:
         """See `SaveContext.reserve_space`. A staged save that could not be published uses space until it is."""
@@ -255,3 +264,8 @@ class Save:
     def fail(self, error: BaseException) -> None:
         """Reports to the other ranks that this one cannot save. May raise the error that all ranks raise."""
         self._ranks.fail(error)
+
+
+def _at_head(engine: Engine, fence: RefFence, options: SaveOptions) -> tuple[SaveRequest, RefTable]:
+    view = engine.log.newest_view()
+    return fence.request_at(engine, view, options), view

@@ -21,7 +21,7 @@ from tensorstore_ck.events import Event, Kind, Observers
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.capture_budget import CaptureMemory, OnFull
-from tensorstore_ck.session.save.drain_report import DrainReport
+from tensorstore_ck.session.save.drain_report import DrainReport, Staying
 from tensorstore_ck.session.save.pending import PendingSnapshot
 from tensorstore_ck.session.save.queued_save import Admission, Capturable, Publishable, QueuedSave, Runnable, UnraisedErrors, pop_error
 from tensorstore_ck.session.save.save_status import SaveMilestone, SaveStatus
@@ -43,10 +43,11 @@ EXIT_SECONDS: Final = 600.0
 class SaveQueue:
     """The saves of one store handle. Thread-safe; one thread at a time may save."""
 
-    def __init__(self, open_arena: Callable[[], "Arena"], observers: Observers) -> None:
-        """`open_arena` allocates memory at the first save that needs it."""
+    def __init__(self, open_arena: Callable[[], "Arena"], observers: Observers, stays: Staying) -> None:
+        """`open_arena` allocates memory at the first save that needs it. `stays`: what stays on a staging disk at the end."""
         self._open_arena = open_arena
         self._observers = observers
+        self._stays = stays
         self._reset()
 
     def _reset(self) -> None:
@@ -93,8 +94,9 @@ class SaveQueue:
             self._end_dropped(queued, "skipped")
             return pending
         try:
-            for number in admission.dropped:
-                self._drop_number(number)
+            for other in self._stores.items():
+                if other.number in admission.dropped:  # as rank 0 decided; on this rank it may be running already
+                    other.status.drop("replaced")
             if not queued.has_memory:
                 self._memory.wait_until_taken(queued, save, len(self._queued()))
             if queued.waited_seconds:
@@ -178,25 +180,27 @@ class SaveQueue:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def drain(self, deadline_seconds: float | None = None, *, give_up_seconds: float = GIVE_UP_SECONDS) -> DrainReport:
-        """Waits for the saves in progress; asks those that are not published by the deadline to give up.
+    def drain(self, seconds: float | None = None, *, give_up_seconds: float = GIVE_UP_SECONDS, may_leave: bool = False) -> DrainReport:
+        """Waits for the saves in progress; after `seconds` asks the unpublished ones to give up, for up to `give_up_seconds`.
 
-        Waits for that too, for up to `give_up_seconds`. In a callback of a save it returns a report at once.
+        With `may_leave` it does not wait for a store that does not answer. In a callback of a save it returns a report at once.
         """
         self._enter()
-        puts = self._queued()
+        saves = self._queued()
         if not self._is_worker():
-            if not self._changed.wait_for(self._is_done, deadline_seconds):
-                for queued in puts:
-                    queued.status.drop("abandoned")
+            self._changed.wait_for(self._is_done_or_left if may_leave else self._is_done, seconds)
+            for queued in () if self._is_done() else saves:
+                queued.status.drop("abandoned")
             self._changed.wait_for(self._is_idle, give_up_seconds)
-        return DrainReport.of([queued.status for queued in puts], self._safe)
+        return DrainReport.of([queued.status for queued in saves], self._safe, self._stays.resume_command)
 
-    def leave_resumed(self) -> None:
-        """Leaves the unpublished saves of earlier processes on the staging disk."""
+    def end(self) -> DrainReport:
+        """`drain` at the end: what earlier processes staged stays on the disk, and what this one did if the store does not answer."""
+        self._enter()
         for queued in self._uploads.items():
             if queued.is_resumed:
                 queued.status.drop("abandoned")
+        return self.drain(EXIT_SECONDS, may_leave=True)
 
     def close(self) -> None:
         """Finishes the saves in progress, and frees the memory; idempotent.
@@ -204,9 +208,7 @@ class SaveQueue:
         Raises:
             StoreError: the error of a save for which nobody waited.
         """
-        self._enter()
-        self.leave_resumed()
-        report = self.drain(EXIT_SECONDS)
+        report = self.end()
         if report.staged or report.under_way:
             _logger.error("the store is closed with saves in progress: %s", report)
         self._memory.close()
@@ -257,12 +259,6 @@ class SaveQueue:
             queued.status.is_raised = True
             raise error
 
-    def _drop_number(self, number: int) -> None:
-        """Drops the save with this number, as rank 0 decided. On this rank it may be running already."""
-        for queued in self._stores.items():
-            if queued.number == number:
-                queued.status.drop("replaced")
-
     def _release(self, queued: QueuedSave) -> None:
         queued.release()
         self._changed.notify_all()
@@ -312,6 +308,11 @@ class SaveQueue:
     def _is_done(self) -> bool:
         """Whether the only saves in progress were asked to give up."""
         return all(queued.status.dropped == "abandoned" for queued in self._queued())
+
+    def _is_done_or_left(self) -> bool:
+        """Whether they are done, or all are safe on the staging disk and the store does not answer."""
+        is_safe = all(queued.status.has_reached(SaveMilestone.STAGED) for queued in self._queued())
+        return self._is_done() or (is_safe and self._stays.is_store_gone())
 
     def _is_worker(self) -> bool:
         return threading.current_thread() in [worker.thread for worker in self._workers]

@@ -84,7 +84,7 @@ class StagedSave:
     def announce_soon(self) -> None:
         """Appends to the log that it is staged. If that fails, `publish` does it."""
         with suppress(StoreError):
-            self._upload.announce()
+            self._context.contact.ask(self._upload.announce)
 
     def replicate(self, status: SaveStatus) -> None:
         """Copies the staged files to other hosts, if that is wanted; never fails."""
@@ -108,6 +108,10 @@ class StagedSave:
             ConflictError: the ref is elsewhere: it is given up.
             StoreError: it is given up; or it, or an earlier one, cannot be published now, and stays on the disk: see the error's notes.
         """
+        with self._context.explains_errors():
+            return self._publish_in_order(status)
+
+    def _publish_in_order(self, status: SaveStatus) -> SnapshotInfo:
         source, self._source = self._source, None  # if it stays on the disk, it must not keep the state in memory
         for earlier in self._chain.unpublished(before=self):
             if self._publisher.gives_up_alone(status):

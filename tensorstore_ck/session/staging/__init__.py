@@ -5,6 +5,7 @@ staged_entries.py       the log entries of a staged save: staged, published, giv
 outcome.py              what became of a staged save, and which errors end it
 renew.py                new names for staged objects whose names cannot be used any more
 manifest.py             describes the staged objects, so that another process can publish them
+store_contact.py         asks the store, and does not wait for one that does not answer
 staged_chain.py         what one handle has staged on a ref and not published yet
 verify.py               checks what another user staged, before it is published
 listing.py              what is staged, on a disk and by the log

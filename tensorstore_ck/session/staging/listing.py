@@ -1,6 +1,8 @@
 """Lists the saves that are staged and not published, by the manifests on one disk and by the log. Changes nothing."""
 
+import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -45,6 +47,10 @@ class StagedSaveInfo:
     """Why it cannot be published from this disk."""
     is_here: bool
     """Whether any manifest of it, even a damaged one, is on this disk."""
+    host: str = ""
+    """Where it was staged, as far as it is known."""
+    folder: str = ""
+    """The folder of this host that has it."""
 
 
 def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedSaveInfo]:
@@ -55,9 +61,10 @@ def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedSave
     manifests, damaged = read_manifests(folder) if folder is not None else ([], {})
     for manifest in manifests:
         by_txn.setdefault(manifest.txn, []).append(manifest)
-    saves = {txn: _of_log(info) for txn, info in view.all_staged()}
+    saves = {txn: replace(_of_log(info), host=_host_of(engine, info)) for txn, info in view.all_staged()}
     if folder is not None:
-        saves |= {txn: _of_disk(engine, folder, view, of_txn) for txn, of_txn in by_txn.items()}
+        host, path = socket.gethostname(), folder.path
+        saves |= {txn: replace(_of_disk(engine, folder, view, of_txn), host=host, folder=path) for txn, of_txn in by_txn.items()}
         for key, error in damaged.items():
             txn = parse_ulid(key.partition("-")[0])
             if txn is not None:
@@ -75,8 +82,44 @@ def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedSave
                     problems=(),
                     is_here=True,
                 )
-                saves[txn] = replace(known, problems=(*known.problems, str(error)), is_here=True)
+                saves[txn] = replace(known, problems=(*known.problems, str(error)), is_here=True, host=host, folder=path)
     return sorted(saves.values(), key=lambda save: (save.time_ns, save.txn))
+
+
+def list_disk(folder: StagingFolder) -> list[StagedSaveInfo]:
+    """What lies on the disk, without the store, which does not answer: what of it is published or uploaded is not known."""
+    saves: list[StagedSaveInfo] = []
+    for manifest in read_manifests(folder)[0]:
+        record = decode_record(manifest.lead.record, record_name(manifest.txn)) if manifest.lead is not None else None
+        root, time_ns = (record.root().hex(), record.time_ns) if record is not None else (None, 0)
+        size_bytes = sum(folder.unsent.size(name) for name in manifest.names if folder.has_unsent(name))
+        saves.append(
+            StagedSaveInfo(
+                txn=ulid_text(manifest.txn),
+                ref=manifest.ref,
+                step=manifest.step,
+                root=root,
+                state="unknown",
+                ranks=manifest.ranks,
+                here=(manifest.rank,),
+                size_bytes=size_bytes,
+                sent_bytes=0,
+                time_ns=time_ns,
+                problems=(),
+                is_here=True,
+                host=socket.gethostname(),
+                folder=folder.path,
+            )
+        )
+    return sorted(saves, key=lambda save: (save.time_ns, save.txn))
+
+
+def _host_of(engine: Engine, info: SnapshotInfo) -> str:
+    """The host that wrote the log entry, of many ranks that of rank 0."""
+    with suppress(StoreError):
+        entry = engine.log.chain.read(info.n)
+        return entry.actor.rpartition(":")[0].rpartition("@")[2] if entry is not None else ""
+    return ""
 
 
 def _state(engine: Engine, view: RefTable, txn: Ulid) -> State:

@@ -6,7 +6,8 @@ stay in the store, however long the upload takes (docs/decisions/010-staged-snap
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final, Self, cast
+from functools import partial
+from typing import Final, Self, TypeVar, cast
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.staging import StagingTier, StagingWriteBackend
@@ -25,6 +26,9 @@ from tensorstore_ck.log.quota import check_quotas, quotas_of
 from tensorstore_ck.session.staging.manifest import Accepts, Manifest, PublishingLead, manifest_key
 from tensorstore_ck.session.staging.staged_chain import ChainedBlocks, StagedChain, StagedLink
 from tensorstore_ck.session.staging.staged_entries import announce, check_accepted
+from tensorstore_ck.session.staging.store_contact import StoreContact
+
+T = TypeVar("T")
 
 SMALL_BYTES: Final = 16 << 20
 
@@ -47,18 +51,23 @@ class StagingDestination:
         rank: int = 0,
         ranks: int = 1,
         stop: Callable[[], None] | None = None,
+        contact: StoreContact | None = None,
     ) -> None:
-        """`stop`: for a rank, called during the upload of parts; its error gives the save up. None: the process saves alone."""
+        """`stop`: for a rank, called during the upload of parts; its error gives the save up. None: the process saves alone.
+
+        `contact` limits how long a process alone waits for the store; ranks need the log to agree.
+        """
         self.txn = txn
         self._store = engine
         self._tier = tier
         self._chain = chain
         self._links = chain.borrow()  # before the ref is looked up
         self._rank, self._ranks, self._stop = rank, ranks, stop
+        self._contact = contact if stop is None else None
         self._begin_writing()
 
     def _begin_writing(self) -> None:
-        self._writes = StagingWriteBackend(self._tier.folder, self._store.backend)
+        self._writes = StagingWriteBackend(self._tier.folder, self._store.backend, self.ask)
         self._known: list[ChainedBlocks] = []
         self._accepts: Accepts = ()
         self._base: SnapshotInfo | None = None
@@ -82,6 +91,10 @@ class StagingDestination:
         if self._stop is not None:
             return isinstance(error, UndecidedError)  # the log may say "staged"; after another error the ranks have aborted it
         return self.manifest is not None and not isinstance(error, StoreError)
+
+    def ask(self, call: Callable[[], T]) -> T:
+        """See `Destination`."""
+        return call() if self._contact is None else self._contact.ask(call)
 
     def go_offline(self) -> bool:
         """Continues without the store, if it does not answer. False: a rank cannot, nor can a save that does so already."""
@@ -140,7 +153,7 @@ class StagingDestination:
         info = staged_info(txn, record)
         if is_alone and base is None:
             return info
-        n = announce(self._store, lead, txn, request.ref)  # before it is acknowledged: gc could free shared blocks
+        n = self.ask(partial(announce, self._store, lead, txn, request.ref))  # before it is acknowledged: gc could free shared blocks
         if n is None and not is_alone:
             raise SnapshotAbortedError(
                 f"the save to {request.ref!r} was aborted by another rank before it was staged", object_id=request.ref

@@ -1,5 +1,6 @@
 """Frees what the policy of a job's branch dropped while the job runs, so that a limit on snapshots also bounds their bytes."""
 
+import shlex
 import threading
 import warnings
 from typing import Final
@@ -42,6 +43,6 @@ class DroppedSnapshots:
         except StoreError as exc:
             warnings.warn(
                 f"the snapshots that the policy of {self._ref!r} dropped still take space: {exc}; a later save tries again, and "
-                "`tsck gc` frees them after their undo window",
+                f"`tsck gc -s {shlex.quote(self._store.url)}` frees them after their undo window",
                 stacklevel=2,
             )

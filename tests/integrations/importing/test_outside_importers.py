@@ -42,7 +42,8 @@ def test_a_package_with_an_importer_is_used_once_it_is_installed(tmp_path: Path)
     source.mkdir()
     for each in PACKAGE.glob("*.*"):
         (source / each.name).write_bytes(each.read_bytes())
-    pip: list[str | Path] = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", target, source]
+    options: list[str | Path] = ["--quiet", "--no-deps", "--no-build-isolation", "--target", target]
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "install", *options, source]
     subprocess.run(pip, check=True, timeout=PATIENCE_SECONDS)
     np.savez(tmp_path / "model_000400.npz", weight=np.arange(6.0), bias=np.ones(2, np.float32))
     torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")

@@ -204,7 +204,7 @@ def test_a_head_that_is_marked_damaged(tmp_path: Path) -> None:
             assert (ref["root"], ref["snapshots"], ref["error"]["object"]) == (before, snapshots, root)
         text = CliRunner().invoke(copy_command, places, catch_exceptions=False)
         assert (text.exit_code, "behind" in text.stdout) == (DamageError.exit_code, True)
-        assert "`tsck reset runs/a runs/a~1`" in text.stdout
+        assert f"`tsck reset runs/a runs/a~1 -s {source.url}`" in text.stdout
         source.reset("runs/a", "runs/a~1")
     code, document = tsck_copy(*places)
     assert (code, document["ok"], {ref["outcome"] for ref in document["refs"]}) == (0, True, {"there"})

@@ -21,7 +21,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.session.group import Group
-from tensorstore_ck.session.save import process_end
+from tensorstore_ck.session.save import save_queue
 from tensorstore_ck.session.save.save_queue import SaveQueue
 from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
@@ -131,7 +131,7 @@ def in_flight(folder: str, how: str) -> None:
             time.sleep(3600)
 
     if how == "hangs":
-        vars(process_end)["EXIT_SECONDS"] = 0.2
+        vars(save_queue)["EXIT_SECONDS"] = 0.2
         assert SaveQueue.drain.__kwdefaults__ is not None
         SaveQueue.drain.__kwdefaults__["give_up_seconds"] = 0.2
     store = open_store(folder, Trap("put parts/", 1, hold))

@@ -106,6 +106,19 @@ class Server(Faults):
         self.refused = refused
 
 
+class Hanging(Server):
+    """Does not answer while `answers` is not set, and does then what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
+        assert self.answers.wait(SECONDS)
+        return super().call(what, effect, tear, create=create)
+
+
 class Full(Faults):
     """Counts only what uses space."""
 

@@ -1,15 +1,20 @@
 """The store does not answer: staging goes on, and all is published in order when it is back; or by the next process."""
 
 import threading
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from tensorstore_ck.errors import WaitTimeoutError
+from tensorstore_ck.errors import BackendUnavailableError, WaitTimeoutError
+from tensorstore_ck.session.save.save_queue import SaveQueue
+from tensorstore_ck.session.staging.store_contact import StoreContact
 from tests.backend.staging.places import PieceStore
 from tests.session.staging.places import (
     SECONDS,
     UPLOADS,
+    Hanging,
     Process,
     Server,
     check,
@@ -44,6 +49,60 @@ def test_staging_goes_on_and_all_is_published_in_order(server: PieceStore, path:
         assert [event.step for event in job.told("published")] == [0, 1, 2, 3]
         assert job.error_of_put(4) is None, "what was learned meanwhile is right"
     require_all_well(server, path, [0, 1, 2, 3, 4])
+
+
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    """A connection to a server that can fall silent."""
+    connection = Hanging()
+    yield connection
+    connection.answers.set()
+
+
+def test_a_server_that_hangs_delays_no_save(server: PieceStore, path: Path, hanging: Hanging) -> None:
+    with published(server, path, hanging) as job:
+        contact = job.store._session.context.contact = StoreContact(0.0)
+        hanging.answers.clear()
+        pendings = [job.stage(step) for step in (1, 2, 3)]
+        assert contact._is_silent
+        hanging.answers.set()
+        assert [pending.wait(SECONDS).step for pending in pendings] == [1, 2, 3]
+    require_all_well(server, path, [0, 1, 2, 3])
+
+
+def test_a_server_that_hangs_keeps_no_job_from_ending(
+    server: PieceStore, path: Path, hanging: Hanging, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is staged stays on the disk, and the message says how to publish it."""
+    assert SaveQueue.drain.__kwdefaults__ is not None
+    monkeypatch.setitem(SaveQueue.drain.__kwdefaults__, "give_up_seconds", 0.0)
+    job = Process(server, path, store_faults=hanging)
+    job.put(0).wait(SECONDS)
+    minutes = count()
+    job.store._session.context.contact = StoreContact(0.0, clock=lambda: 60.0 * next(minutes))
+    hanging.answers.clear()
+    job.stage(1)
+    job.store.close()
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "staged on this host: job@1" in message
+    assert f"`tsck staging resume --staging {path} -s memory:` publishes" in message
+    hanging.answers.set()
+    with process(server, path) as job:
+        job.store.finish_staged("job")
+    require_all_well(server, path, [0, 1])
+
+
+def test_what_is_asked_after_an_answer_is_waited_for_again() -> None:
+    contact, answers = StoreContact(0.0), threading.Event()
+    with pytest.raises(BackendUnavailableError, match="has not answered"):
+        contact.ask(lambda: answers.wait(SECONDS))
+    with pytest.raises(BackendUnavailableError, match="has not answered"):
+        contact.ask(lambda: pytest.fail("the store is asked once, until it answers"))
+    (asking,) = contact._asking
+    answers.set()
+    asking.join(SECONDS)
+    contact._patience_seconds = SECONDS
+    assert contact.ask(lambda: 7) == 7
 
 
 def test_it_goes_away_while_a_save_is_staged(server: PieceStore, path: Path, connection: Server) -> None:

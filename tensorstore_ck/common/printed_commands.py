@@ -1,0 +1,91 @@
+"""Commands in messages name their store, so that they work as they are printed, whatever the current folder is."""
+
+import re
+import shlex
+from collections.abc import Callable
+from functools import wraps
+from types import FunctionType
+from typing import Any, Final, TypeVar
+
+from tensorstore_ck.errors import StoreError
+from tensorstore_ck.redaction import redacted
+
+Kind = TypeVar("Kind", bound=type)
+
+COMMAND: Final = re.compile(r"`tsck ([a-z-]+)([^`]*)`")
+TAKE_URL: Final = frozenset({"init", "probe"})
+"""Commands whose argument may be the store."""
+TAKE_STORE: Final = TAKE_URL | {
+    "accept-log",
+    "adopt",
+    "advise",
+    "annotate",
+    "bisect",
+    "branch",
+    "checkout",
+    "diff",
+    "export",
+    "forget",
+    "fsck",
+    "gc",
+    "get",
+    "import",
+    "log",
+    "mark",
+    "pin",
+    "policy",
+    "put",
+    "quota",
+    "recode",
+    "reset",
+    "salvage",
+    "show",
+    "staging",
+    "tag",
+    "tier",
+    "undo",
+    "unpin",
+    "untag",
+    "usage",
+    "verify-resume",
+    "watch",
+}
+"""Commands that take ``-s``."""
+
+
+def naming_store(text: str, url: str) -> str:
+    """`text`, with the store at `url` added to each command that works on a store and names none."""
+
+    def named(found: re.Match[str]) -> str:
+        name, rest = found.groups()
+        if name not in TAKE_STORE or not url or {"-s", "--store"} & {*rest.split()} or (name in TAKE_URL and rest.strip()):
+            return found[0]
+        return f"`tsck {name}{rest} {'' if name in TAKE_URL else '-s '}{shlex.quote(url)}`"
+
+    return COMMAND.sub(named, text)
+
+
+def name_store(error: BaseException, url: str) -> None:
+    """Completes the commands in an error of a store."""
+    if isinstance(error, StoreError):
+        error.args = (redacted(naming_store(str(error), url)),)
+
+
+def methods_name_store(kind: Kind) -> Kind:
+    """Completes the commands in the errors of all public methods of a class whose `url` is the store."""
+    for name, method in list(vars(kind).items()):
+        if isinstance(method, FunctionType) and not name.startswith("_"):
+            setattr(kind, name, _naming_store(method))
+    return kind
+
+
+def _naming_store(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except StoreError as exc:
+            name_store(exc, self.url)
+            raise
+
+    return call
