@@ -57,7 +57,7 @@ def test_a_checkpoint_and_what_this_user_saw_are_signs_too(tmp_path: Path) -> No
             (store.store / "checkpoint" / f"{4:020d}").write_bytes(b"any")
             match = "checkpoint/00000000000000000004 was made from it"
         else:
-            match = r"this user has seen its entry 4 \(`tsck accept-log`"
+            match = r"this user has seen its entry 4 \(`tsck accept-log"
         with (
             store.open(state_dir=tmp_path / sign / ("seen" if sign == "seen" else "other")) as opened,
             pytest.raises(BrokenLogError, match=match),
@@ -120,7 +120,7 @@ def test_gc_refuses_where_it_began_again_and_salvage_brings_back_what_there_was(
     with lost.open() as store:
         assert "began again" in (store.gc(AT_ONCE, dry_run=True).refused or "")
         assert "--max-delete" not in "".join(store.usage().freeable.describe())
-        with pytest.raises(GcRefusedError, match=r"the parents of 2 snapshot records, such as snapshots/.*`tsck salvage`"):
+        with pytest.raises(GcRefusedError, match=r"the parents of 2 snapshot records, such as snapshots/.*`tsck salvage"):
             store.gc(AT_ONCE)
     assert before <= lost.files()
     salvage(LocalBackend(str(lost.store), sync=False))

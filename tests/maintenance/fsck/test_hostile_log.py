@@ -74,13 +74,13 @@ def test_readers_go_on_writers_are_shown_the_way_out_and_it_works(attacked: Atta
         warm.log()
         JUNK[how](attacked)
         for store in [attacked.open(), *([warm] if how != "a gap" else [])]:  # who follows sees no gap
-            with pytest.warns(tsck.BrokenLogWarning, match=r"are read as of log entry 4, .* nothing can be written: .*`tsck salvage`"):
+            with pytest.warns(tsck.BrokenLogWarning, match=r"are read as of log entry 4, .* nothing can be written: .*`tsck salvage"):
                 assert float(store.checkout("kept")["w"][0]) == 1
             with warnings.catch_warnings(action="ignore", category=tsck.BrokenLogWarning):
                 assert [found.step for found in store.log("r")] == [2, 1, 0]
                 assert list(store.tags()) == ["kept"]
             for write in WRITES:
-                with pytest.raises(BrokenLogError, match="`tsck salvage`"), warnings.catch_warnings(action="ignore"):
+                with pytest.raises(BrokenLogError, match="`tsck salvage"), warnings.catch_warnings(action="ignore"):
                     write(store)
             report = store.fsck()
             assert not report.ok
@@ -130,7 +130,7 @@ def test_an_unknown_critical_operation_names_its_author_and_the_ways_out(attacke
         ):
             store.put_snapshot({}, ref="q")
         assert float(store.checkout("kept")["w"][0]) == 1
-    with pytest.raises(FormatVersionError, match=r"entry 5 of log holds the operation 'zzz'.*`tsck salvage --leave-out-unknown`"):
+    with pytest.raises(FormatVersionError, match=r"entry 5 of log holds the operation 'zzz'.*`tsck salvage --leave-out-unknown"):
         salvage(attacked.backend)
     salvage(attacked.backend, leave_out_unknown=True)
     attacked.require_salvaged()
