@@ -196,6 +196,7 @@ def test_the_store_is_named_wherever_it_was_given(tsck: Tsck) -> None:
     assert tsck("log", "-s", "new").code == 0
 
 
+@pytest.mark.filterwarnings("default")
 def test_a_lost_newest_entry_that_only_the_record_of_the_user_knows(tsck: Tsck) -> None:
     """The cache of this host is gone, and so does not know it."""
     user = ("--state-dir", "state", *STORE)
