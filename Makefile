@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TESTS ?= tests
 
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 NEWEST := .venv-newest-torch
 APART := .venv-apart
 OLDEST := .venv-oldest-trainers
@@ -16,11 +17,21 @@ EXTRAS := s3,gcs,azure,safetensors,dask,otel,accelerate,hf,lightning,mlflow,wand
 # Where it is set, each of the hundreds of processes that tests start compiles the package, and each run of pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-gpu soak test-newest-torch test-trainers test-apart test-oldest-trainers lint package docs clean
+.PHONY: demo dev test test-slow test-gpu soak test-newest-torch test-trainers test-apart test-oldest-trainers lint package docs clean
 
 demo: $(INSTALLED)
 	rm -rf .demo
 	$(BIN)/python -m examples.demo --folder .demo
+
+# What a change of the store needs, in an environment of its own: no trainers, browsers and servers. `make test` has the whole core suite.
+DEV := .venv-dev
+DEV_TESTS := $(addprefix tests/, backend catalog cli common end_to_end engine format gc log maintenance session state store training)
+dev:
+	@echo "downloads 310 MB into $(DEV), 1.5 GB on the disk: torch for CPUs (192 MB), and some 100 packages"
+	$(PYTHON) -m venv $(DEV)
+	$(DEV)/bin/python -m pip install --quiet --constraint constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu torch==$(TORCH)+cpu
+	$(DEV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[s3,safetensors,pandas,plot,catalog,ui,exporter]' --group core
+	@echo 'now: $(DEV)/bin/python -m pytest -n 2 -m "not slow and not gpu" $(DEV_TESTS)'
 
 OLDEST_TESTS := $(addprefix $(TESTS)/integrations/, hf accelerate lightning ray/test_example.py importing/test_trainer_folder.py \
     test_mlflow.py test_wandb.py test_examples.py test_adapter_arguments.py)

@@ -1,13 +1,18 @@
 """Builds the wheel and the sdist from the files that git knows, compares the wheel with the package, and tries each in a fresh environment.
 
+It builds twice, in folders of other names, and compares the hashes: whoever builds the same commit on the same system gets the same files.
+
 The fresh environments take the dependencies from the environment that runs this script (torch is large), and the package itself from what
-was built: the commands run outside of the repository. Leaves the two files in `dist`.
+was built: the commands run outside of the repository. Leaves the two files in `dist`, with a bill of materials (`sbom.py`).
 """
 
+import gzip
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -40,10 +45,52 @@ assert torch.equal(got["w"], state["w"]) and np.array_equal(got["rng"], state["r
 """
 
 
-def run(*command: str | Path, cwd: Path) -> str:
+def commit_time() -> str:
+    """Of the newest commit, for the times in the files; a caller's SOURCE_DATE_EPOCH counts more."""
+    shown = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    return os.environ.get("SOURCE_DATE_EPOCH", shown.strip())
+
+
+def build(names: list[str], folder: Path, epoch: str) -> tuple[Path, Path]:
+    """The wheel and the sdist of these files, which do not depend on the clock, the user or the folder."""
+    source, dist = folder / "source", folder / "dist"
+    for name in names:
+        if (ROOT / name).is_symlink() or (ROOT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    fixed = {"SOURCE_DATE_EPOCH": epoch, "CFLAGS": "-g0"}  # debug information has the folder's name
+    run(sys.executable, "-m", "build", "--outdir", dist, source, cwd=folder, **fixed)
+    (wheel,), (sdist,) = dist.glob("*-cp311-abi3-*.whl"), dist.glob("*.tar.gz")
+    repack(sdist, int(epoch))
+    return wheel, sdist
+
+
+def repack(sdist: Path, epoch: int) -> None:
+    """Replaces times and users: setuptools writes those of its own copies."""
+    packed = sdist.with_suffix(".packed")
+    with (
+        tarfile.open(sdist) as old,
+        packed.open("wb") as file,
+        gzip.GzipFile("", "wb", fileobj=file, mtime=epoch) as zipped,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as new,
+    ):
+        for member in sorted(old.getmembers(), key=lambda each: each.name):
+            data = old.extractfile(member) if member.isreg() else None
+            member.mtime, member.uid, member.gid, member.uname, member.gname, member.pax_headers = epoch, 0, 0, "", "", {}
+            member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+            new.addfile(member, data)
+    packed.replace(sdist)
+
+
+def sha256(path: Path) -> str:
+    """The hash of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def run(*command: str | Path, cwd: Path, **variables: str) -> str:
     """What a command prints, in an environment that knows nothing of this repository or of the user's caches."""
     outer = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "TSCK_STORE")}
-    environment = outer | {"XDG_STATE_HOME": f"{cwd}/state", "XDG_CACHE_HOME": f"{cwd}/cache"}
+    environment = outer | {"XDG_STATE_HOME": f"{cwd}/state", "XDG_CACHE_HOME": f"{cwd}/cache"} | variables
     done = subprocess.run(command, check=False, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}")
@@ -78,16 +125,17 @@ def main() -> None:
     """Builds, compares, tries out."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        source, dist = folder / "source", folder / "dist"
         listed = subprocess.run(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True).stdout
-        for name in filter(None, os.fsdecode(listed).split("\0")):
-            if (ROOT / name).is_symlink() or (ROOT / name).exists():
-                (source / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
-        run(sys.executable, "-m", "build", "--outdir", dist, source, cwd=folder)
-        (wheel,), (sdist,) = dist.glob("*-cp311-abi3-*.whl"), dist.glob("*.tar.gz")
+        names, epoch = [name for name in os.fsdecode(listed).split("\0") if name], commit_time()
+        for each in ("first", "a-second-one"):
+            (folder / each).mkdir()
+        wheel, sdist = build(names, folder / "first", epoch)
+        again = build(names, folder / "a-second-one", epoch)
+        differing = [one.name for one, other in zip((wheel, sdist), again, strict=True) if sha256(one) != sha256(other)]
+        if differing:
+            sys.exit(f"two builds of the same files differ: {', '.join(differing)}")
         version = wheel.name.split("-")[1]
-        wanted = package_files(source) | {KERNEL}
+        wanted = package_files(folder / "first" / "source") | {KERNEL}
         with zipfile.ZipFile(wheel) as archive:
             found = {name for name in archive.namelist() if ".dist-info/" not in name}
         if found != wanted:
@@ -97,6 +145,9 @@ def main() -> None:
         (ROOT / "dist").mkdir(exist_ok=True)
         for built in (wheel, sdist):
             shutil.copy2(built, ROOT / "dist")
+            print(f"{sha256(built)}  {built.name}")
+        materials = run(sys.executable, ROOT / ".ci" / "sbom.py", version, cwd=folder)
+        (ROOT / "dist" / f"{wheel.name.split('-')[0]}-{version}.cdx.json").write_text(materials)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,10 @@ from tensorstore_ck.log import ObjectKey, Objects, Op
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.group import Channel, Group, KeyValue, Participant
 from tensorstore_ck.session.group.planning_round import Planning
-from tensorstore_ck.session.group.put_plan import Memory, PlanMemory, PutPlan, plan_of, remember
 from tensorstore_ck.session.group.rank_kinds import RankKind, encode_kind
 from tensorstore_ck.session.group.rank_save import RankResult, RankSave
 from tensorstore_ck.session.group.replica_check import ReplicaDigests
+from tensorstore_ck.session.group.save_plan import Memory, PlanMemory, SavePlan, plan_of, remember
 from tests.session.group.simulation import FakeStore
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ def _put_before(job: Job) -> None:
     """As if the same layouts had been saved once: all ranks know the plan."""
     ranks, case = job.ranks, job.case
     kinds = [RankKind(tuple(range(kind, ranks, case.kinds)), *state(ranks, case.kinds, kind)[:2], {}, ()) for kind in range(case.kinds)]
-    known = plan_of(kinds, {}) if case.kinds > 1 else PlanMemory(PutPlan())
+    known = plan_of(kinds, {}) if case.kinds > 1 else PlanMemory(SavePlan())
     known.turn = 1
     planning = Planning(SimpleNamespace(txn=new_ulid()), job.memory, 0, ranks)  # type: ignore[arg-type]
     remember(job.memory, planning.compare(_proposals(job), state(ranks, case.kinds, 0))["key"], known)

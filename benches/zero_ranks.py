@@ -33,7 +33,7 @@ from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, Body, pack_body
 from tensorstore_ck.integrations.deepspeed.engine_state import EngineState
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
-from tensorstore_ck.session.group.put_plan import Memory
+from tensorstore_ck.session.group.save_plan import Memory
 from tensorstore_ck.session.group.rank_save import RankSave
 from tensorstore_ck.session.restoring import SHARED_PARTS, Restoring
 from tensorstore_ck.state import restore

@@ -110,17 +110,17 @@ def _mutate(data: bytes, max_size: int, seed: int, decode: Callable[[], Any], en
     chance = random.Random(seed)
     if chance.random() < 0.5:
         try:
-            changed = encode(_changed(decode(), chance))
+            mutated = encode(changed(decode(), chance))
         except (CorruptObjectError, ValueError, OverflowError, RecursionError):
             pass
         else:
-            if len(changed) <= max_size:
-                return changed
-    mutated: bytes = atheris.Mutate(data, max_size)
-    return mutated
+            if len(mutated) <= max_size:
+                return mutated
+    return bytes(atheris.Mutate(data, max_size))
 
 
-def _changed(body: Any, chance: random.Random) -> Any:
+def changed(body: Any, chance: random.Random) -> Any:
+    """`body` with one value changed."""
     places = list(_places(body))
     if not places:
         return copy.deepcopy(chance.choice(OTHERS))

@@ -62,6 +62,7 @@ from .integrations.importing import (
     inspect_history as inspect_history,
 )
 from .integrations.torch_checkpointing import CheckpointManager as CheckpointManager
+from .log import BrokenLogWarning as BrokenLogWarning
 from .log import LogChangedWarning as LogChangedWarning
 from .log.quota import Quota as Quota, QuotaWarning as QuotaWarning
 from .log.run_outcome import RunOutcome as RunOutcome

@@ -18,6 +18,7 @@ from tensorstore_ck.catalog.schema import jobs, metrics, quotas, snapshots, stor
 from tensorstore_ck.catalog.sync import SyncBatch, sync_batch
 from tensorstore_ck.catalog.sync_stores import PARALLEL, OpenStore, sync_several
 from tensorstore_ck.common.ids import Clock
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.store import ReadOnlyStore, open_store
@@ -33,6 +34,7 @@ def _open_read_only(url: str) -> ReadOnlyStore:
     return open_store(url, read_only=True)
 
 
+@short_errors
 class Catalog:
     """Thread-safe; a context manager. It changes nothing in a store, and can be rebuilt from the stores at any time."""
 

@@ -37,7 +37,7 @@ class SyncOutcome:
 
 @dataclass(frozen=True, slots=True)
 class CatalogJob:
-    """The snapshots that were put to one branch, including those that are gone."""
+    """The snapshots that were saved to one branch, including those that are gone."""
 
     store: str
     ref: str
@@ -80,7 +80,7 @@ class FoundSnapshot:
     store: str
     """The store's URL when it was synced."""
     ref: str
-    """The branch that it was put to."""
+    """The branch that it was saved to."""
     job: str
     root: str
     id: str

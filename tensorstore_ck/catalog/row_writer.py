@@ -41,7 +41,7 @@ class _Snapshot:
     new: Row | None = None
     """The whole row, if the table does not have it yet."""
     metrics: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Metrics to write: value, and 1 if it was added after the put."""
+    """Metrics to write: value, and 1 if it was added after the save."""
     changed: bool = False
 
 

@@ -90,7 +90,7 @@ snapshots: Final = Table(
     Index("snapshots_mark", "mark"),
     Index("snapshots_time", "time_ns"),
 )
-"""All snapshots that were ever put. `state`: live, forgotten (only undo windows hold it) or gone; `freed_n`: the entry that freed its
+"""All snapshots that were ever saved. `state`: live, forgotten (only undo windows hold it) or gone; `freed_n`: the entry that freed its
 record. `duration_ns`: how long the save took, if its entry says so."""
 
 metrics: Final = Table(
@@ -103,7 +103,7 @@ metrics: Final = Table(
     Index("metrics_value", "name", "value", "snapshot"),
     sqlite_with_rowid=False,
 )
-"""`snapshot`: its id. `value`: NULL for NaN, which SQLite cannot hold. `noted`: 1 if it was added after the put."""
+"""`snapshot`: its id. `value`: NULL for NaN, which SQLite cannot hold. `noted`: 1 if it was added after the save."""
 
 refs: Final = Table(
     "refs",

@@ -32,10 +32,10 @@ HELP: Final = """Keep every snapshot of training state in one store that never h
 
 \b
 A first look:
-  tsck init ./ckpt                                      make a store
-  tsck put model.safetensors --ref runs/gpt -s ./ckpt   store a file as a snapshot
-  tsck log runs/gpt -s ./ckpt                           list the snapshots
-  tsck get runs/gpt~1 old.safetensors -s ./ckpt         write one to a file
+  tsck init ./ckpt                             make a store
+  tsck put model.pt --ref runs/gpt -s ./ckpt   store a file as a snapshot
+  tsck log runs/gpt -s ./ckpt                  list the snapshots
+  tsck get runs/gpt copy.pt -s ./ckpt          write one to a file
 
 \b
 An ADDRESS names a snapshot:

@@ -216,13 +216,8 @@ def _hinting(choice: StoreChoice, path: str, ref: str, exclude: Sequence[str]) -
 
 def _plan_lines(plan: "Sequence[PlannedImport]") -> list[str]:
     rows = [
-        [
-            str(checkpoint.step),
-            printable(os.path.basename(checkpoint.path)),
-            human_bytes(checkpoint.contents.tensor_bytes),
-            metrics_text(checkpoint.metrics),
-        ]
-        for checkpoint in plan
+        [str(save.step), printable(os.path.basename(save.path)), human_bytes(save.contents.tensor_bytes), metrics_text(save.metrics)]
+        for save in plan
     ]
     return table(["STEP", "FILE", "SIZE", "METRICS"], rows, right={"STEP", "SIZE"})
 

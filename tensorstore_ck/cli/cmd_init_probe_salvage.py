@@ -182,14 +182,16 @@ def adopt(choice: StoreChoice, *, as_json: bool) -> None:
 
 @command("Make a new log after the old one was destroyed.", "tsck salvage --dry-run -s ./ckpt", "tsck salvage -s ./ckpt")
 @click.option("--dry-run", is_flag=True, help="Only print what would be done.")
+@click.option("--leave-out-unknown", is_flag=True, help="Leave out entries and operations that this build does not know.")
 @store_options()
-def salvage(choice: StoreChoice, *, dry_run: bool, as_json: bool) -> None:
+def salvage(choice: StoreChoice, *, dry_run: bool, leave_out_unknown: bool, as_json: bool) -> None:
     """Make a new log of every intact snapshot after log entries or store.json were destroyed, as `tsck fsck` reports.
 
     No other process may write to the store meanwhile. Nothing is deleted; an intact log is not changed.
     """
     with closing(choice.open_backend()) as backend:
-        report = run_salvage(backend, dry_run=dry_run, open_place=choice.place_opener(backend.url))
+        opener = choice.place_opener(backend.url)
+        report = run_salvage(backend, dry_run=dry_run, leave_out_unknown=leave_out_unknown, open_place=opener)
     if report.log and not dry_run:
         with suppress(StoreError):  # else the next command warns of the new log
             _accept(choice)
@@ -212,13 +214,7 @@ def _salvaged_lines(title: str, snapshots: tuple[Salvaged, ...], style: Callable
     if not snapshots:
         return []
     rows = [
-        [
-            short_root(snapshot.root),
-            printable(snapshot.ref),
-            "" if snapshot.step is None else str(snapshot.step),
-            snapshot.id,
-            printable(snapshot.note),
-        ]
-        for snapshot in snapshots
+        [short_root(entry.root), printable(entry.ref), "" if entry.step is None else str(entry.step), entry.id, printable(entry.note)]
+        for entry in snapshots
     ]
     return [style(title), *indented(table(["ROOT", "REF", "STEP", "ID", "WHY"], rows, right={"STEP"})), ""]

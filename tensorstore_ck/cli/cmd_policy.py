@@ -120,9 +120,11 @@ def _verdict_lines(report: RetentionReport) -> Iterator[str]:
             for verdict in reversed(branch.snapshots)
         ]
         header = ["ROOT", "STEP", "", "WHY", "FREES"]
-        yield from shortened_table(header, rows, right={"STEP", "FREES"}, limit=MAX_SHOWN, rest="older ones")
-    going = counted(report.going, "snapshot")
+        going = [number for number, each in enumerate(reversed(branch.snapshots), 1) if not each.stays]
+        yield from shortened_table(header, rows, right={"STEP", "FREES"}, limit=max(MAX_SHOWN, *going, 0), rest="older ones that stay")
+    gone = counted(report.going, "snapshot")
     if report.frees_bytes is None:
-        yield f"{going} went; `tsck undo` brings them back for a day, then `tsck gc` frees what nothing else holds"
+        undo = "; `tsck undo` brings them back for a day, then `tsck gc` frees what nothing else holds" if report.going else ""
+        yield f"{gone} went{undo}"
     else:
-        yield f"{going} would go; `tsck gc` then frees {human_bytes(report.frees_bytes)}"
+        yield f"{gone} would go; `tsck gc` then frees {human_bytes(report.frees_bytes)}"

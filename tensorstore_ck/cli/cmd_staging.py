@@ -27,7 +27,7 @@ from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.resume_staged import resume_here, sweep
 from tensorstore_ck.session.save.save_status import SaveStatus
-from tensorstore_ck.session.staging.listing import StagedPutInfo, list_disk, list_staged
+from tensorstore_ck.session.staging.listing import StagedSaveInfo, list_disk, list_staged
 from tensorstore_ck.session.staging.manifest import Manifest
 from tensorstore_ck.session.staging.staged_entries import drop
 from tensorstore_ck.session.staging.store_contact import StoreContact
@@ -180,8 +180,8 @@ def _drop(engine: Engine, folder: StagingFolder | None, txns: Sequence[str], *, 
     chosen = [known[txn] for txn in dict.fromkeys(txns)] if txns else [put for put in known.values() if put.is_here]
     if chosen and not yes:
         _confirm(chosen)
-    dropped: list[StagedPutInfo] = []
-    kept: list[StagedPutInfo] = []
+    dropped: list[StagedSaveInfo] = []
+    kept: list[StagedSaveInfo] = []
     for put in chosen:
         (dropped if drop(engine, engine.tier, _txn(put)) is None else kept).append(put)
     if engine.tier is not None:
@@ -192,7 +192,7 @@ def _drop(engine: Engine, folder: StagingFolder | None, txns: Sequence[str], *, 
     emit({"dropped": dropped, "published": kept}, lines or ["nothing is staged"], as_json=as_json)
 
 
-def _confirm(puts: Sequence[StagedPutInfo]) -> None:
+def _confirm(puts: Sequence[StagedSaveInfo]) -> None:
     if not sys.stdin.isatty():
         raise click.UsageError("This cannot be undone: add --yes to drop without being asked.")
     for put in puts:
@@ -200,25 +200,25 @@ def _confirm(puts: Sequence[StagedPutInfo]) -> None:
     click.confirm(f"Give up {counted(len(puts), 'staged snapshot')} permanently?", abort=True, err=True)
 
 
-def _txn(put: StagedPutInfo) -> Ulid:
+def _txn(put: StagedSaveInfo) -> Ulid:
     found = parse_ulid(put.txn)
     assert found is not None
     return found
 
 
-def _name(put: StagedPutInfo) -> str:
+def _name(put: StagedSaveInfo) -> str:
     if put.ref is None:
         return "a snapshot whose manifest is damaged"
     return printable(put.ref if put.step is None else f"{put.ref}@{put.step}")
 
 
-def _lines(found: Sequence[StagedPutInfo], path: str | None) -> list[str]:
+def _lines(found: Sequence[StagedSaveInfo], path: str | None) -> list[str]:
     if not found:
         return ["nothing is staged" + ("" if path is not None else ", by the log; --staging FOLDER also looks at this host's disk")]
     return [*_table(found), *_why(found)]
 
 
-def _table(found: Sequence[StagedPutInfo]) -> list[str]:
+def _table(found: Sequence[StagedSaveInfo]) -> list[str]:
     now_ns = time.time_ns()
     rows = [
         [
@@ -241,7 +241,7 @@ def _table(found: Sequence[StagedPutInfo]) -> list[str]:
     return table(header, rows, right={"STEP", "RANKS HERE", "SIZE", "SENT", "AGE"}, styles=styles)
 
 
-def _why(found: Sequence[StagedPutInfo]) -> Iterator[str]:
+def _why(found: Sequence[StagedSaveInfo]) -> Iterator[str]:
     """The problems, below the table."""
     for put in found:
         if put.problems:

@@ -45,7 +45,10 @@ def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, code
         header = ["REF", "SNAPSHOTS", *SIZES]
         rows = [[printable(ref.ref), str(ref.snapshots), *_sizes(ref), human_bytes(ref.exclusive_bytes)] for ref in usage.refs]
         lines = _table(header, [*rows, ["all refs", str(usage.snapshots), *_sizes(usage), ""]])
-    lines += [
+    lines = [
+        _headline(usage),
+        "",
+        *lines,
         "",
         *map(choice.complete, _store_lines(usage)),
         *choice.advice_lines(usage.freeable.describe()),
@@ -96,8 +99,15 @@ def _codec_lines(codecs: Sequence[CodecUsage]) -> list[str]:
     return _table(["CODEC", "BLOCKS", "UNIQUE", "STORED", "RATIO"], rows)
 
 
+def _headline(usage: Usage) -> str:
+    """What is stored, and what would be freed."""
+    later_bytes = sum(item.bytes for item in usage.freeable.later)
+    later = f", {human_bytes(later_bytes)} later" if later_bytes else ""
+    return f"{human_bytes(usage.objects_bytes)} stored; gc would free {human_bytes(usage.freeable.now_bytes)} now{later}"
+
+
 def _store_lines(usage: Usage) -> list[str]:
-    parts = [f"in the store: {human_bytes(usage.objects_bytes)}"]
+    parts = []
     for size, what in (
         (usage.pinned_bytes, "held by pins alone"),
         (usage.undo_bytes, "by undo windows alone (`tsck forget` lists them)"),
@@ -105,7 +115,7 @@ def _store_lines(usage: Usage) -> list[str]:
     ):
         parts += [f"{human_bytes(size)} {what}"] if size else []
     parts += [f"{human_bytes(place.bytes)} at {printable(place.url)}" for place in usage.places]
-    return [", ".join(parts)]
+    return [", ".join(parts)] if parts else []
 
 
 def _run_line(run: RunOutcome) -> str:

@@ -51,6 +51,7 @@ GROUPS: Final = {
         "adopt": "cmd_init_probe_salvage",
         "salvage": "cmd_init_probe_salvage",
         "probe": "cmd_init_probe_salvage",
+        "doctor": "cmd_doctor",
     }),
     "serve": ("Pages, metrics, shells", {
         "ui": "cmd_ui",

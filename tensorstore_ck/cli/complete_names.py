@@ -110,7 +110,7 @@ def _view(context: click.Context) -> "Iterator[RefTable | None]":
     if not is_remote(url):
         engine = choice.open_engine(read_only=True)
         try:
-            yield engine.log.newest_view()
+            yield engine.log.readable_view()
         finally:
             engine.close()
     elif (key := find_key(url, options, cache_dir)) is None:

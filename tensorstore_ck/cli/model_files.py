@@ -16,6 +16,7 @@ from tensorstore_ck.backend.local_io import sync_path
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.host_memory import require_memory
 from tensorstore_ck.errors import (
     AlreadyExistsError,
     CorruptObjectError,
@@ -180,7 +181,14 @@ def _save_safetensors(tensors: "dict[str, torch.Tensor]", temporary: str, path: 
 
 
 def _apart(tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    """Contiguous tensors with memory of their own: the format has no aliases."""
+    """Contiguous tensors with memory of their own: the format has no aliases.
+
+    Raises:
+        NoSpaceError: the copies need clearly more memory than is free: a view may repeat one stored number any number of times.
+    """
+    views = (tensor for tensor in tensors.values() if not tensor.is_contiguous())
+    copied_bytes = sum(tensor.numel() * tensor.element_size() for tensor in views)
+    require_memory(copied_bytes, "writing views as tensors of their own", "write a .pt file, which keeps views, or use --include")
     taken: set[int] = set()
     apart = {}
     for name, tensor in tensors.items():

@@ -19,11 +19,12 @@ owned_files.py       whether files and folders are one user's alone
 printed_commands.py  commands in messages name their store
 private_folder.py    a folder of this user alone
 processes.py         which process this is, and whether another one has ended
-put_progress.py      where the time and the bytes of a save go
+save_progress.py     where the time and the bytes of a save go
 rate_limit.py        a token bucket
 replace_file.py      a small file that replaces another one at once
 retry.py             waits that can be ended, and retries
 threads.py           the start of a thread, many threads over a stream of tasks, work that Ctrl-C does not cut in two, a lock that a
                      forked child can use
 units.py             times and sizes as people write them
+user_frames.py       errors and warnings without frames of this package
 """

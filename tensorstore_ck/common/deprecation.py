@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from tensorstore_ck.common.user_frames import user_stacklevel
+
 P = ParamSpec("P")
 T = TypeVar("T")
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -23,7 +25,7 @@ def renamed_argument(**new_names: str) -> Callable[[Target], Target]:
                     continue
                 if new in kwargs:
                     raise TypeError(f"{target.__name__}() got both {new}= and {old}=, its earlier spelling")
-                warnings.warn(f"{target.__name__}({old}=) is now {new}=", DeprecationWarning, stacklevel=2)
+                warnings.warn(f"{target.__name__}({old}=) is now {new}=", DeprecationWarning, stacklevel=user_stacklevel())
                 kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
 
@@ -40,7 +42,7 @@ def renamed_method(old: str, method: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        warnings.warn(f"{old}() is now {method.__name__}()", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{old}() is now {method.__name__}()", DeprecationWarning, stacklevel=user_stacklevel())
         return method(*args, **kwargs)
 
     return call

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self, TypeVar
 
@@ -18,7 +19,7 @@ from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.backend.throttled import throttled_to, without_min_free
 from tensorstore_ck.common.byte_cache import ByteCache
 from tensorstore_ck.common.free_space import MinFree
-from tensorstore_ck.common.ids import Clock, IdSource, Ulid
+from tensorstore_ck.common.ids import Clock, Digest, IdSource, Ulid
 from tensorstore_ck.common.processes import Process
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.engine.freed_meanwhile import raise_if_expired
@@ -113,7 +114,22 @@ class Engine:
             self.put_ids.published()
 
     def read_record(self, info: SnapshotInfo) -> Record:
-        """The record of a snapshot, checked against the root in the log.
+        """The record of a snapshot, or of another one with its root, so with the same content: anybody can append a put of a known root.
+
+        Raises:
+            DamageError: it is damaged, or missing though the snapshot is held.
+            SnapshotExpiredError: nothing holds the snapshot any more.
+        """
+        try:
+            return self.read_own_record(info)
+        except DamageError:
+            for other in self._with_root(info.root):
+                with suppress(DamageError):
+                    return self.read_own_record(other)
+            raise
+
+    def read_own_record(self, info: SnapshotInfo) -> Record:
+        """The record of this very snapshot, checked against the root in the log.
 
         Raises:
             DamageError: it is damaged, or missing though the snapshot is held.
@@ -155,9 +171,27 @@ class Engine:
         with self._lock:
             part = self._parts.get(ulid)
         if part is None:
-            part = self._read(part_name(ulid), lambda data, _: decode_named_part(data, record, rank))
+            part = self._read_part(record, rank)
             self.keep_part(ulid, part)
         return part
+
+    def _read_part(self, record: Record, rank: int) -> Part:
+        def read(record: Record) -> Part:
+            return self._read(part_name(record.parts[rank]), lambda data, _: decode_named_part(data, record, rank))
+
+        try:
+            return read(record)
+        except DamageError:
+            for info in self._with_root(record.root()):
+                with suppress(DamageError):
+                    other = self.read_own_record(info)
+                    if other.parts[rank] != record.parts[rank]:
+                        return read(other)
+            raise
+
+    def _with_root(self, root: Digest) -> list[SnapshotInfo]:
+        view = self.log.view()
+        return [info for ulid in view.with_root(root) if (info := view.snapshot(ulid)) is not None]
 
     def keep_part(self, ulid: Ulid, part: Part) -> None:
         """Caches a part that the next save is likely to need."""

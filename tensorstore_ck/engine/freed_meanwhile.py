@@ -1,4 +1,4 @@
-"""What gc of any host freed while this process read it: the log says so, and is asked before anything is called damaged."""
+"""Objects that gc of any host freed while this process read them. The log is asked before anything is called damaged."""
 
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -33,7 +33,7 @@ def raise_if_expired(log: Log, info: SnapshotInfo, trouble: Exception) -> RefTab
     Raises:
         SnapshotExpiredError: nothing holds the snapshot any more.
     """
-    view = log.newest_view()
+    view = log.readable_view()
     if view.staged(info.ulid) is not None:
         if not isinstance(trouble, MissingObjectError):
             return view
@@ -58,9 +58,9 @@ def _is_freed(newest: RefTable, anchor: int, trouble: BaseException) -> bool:
         return False
     if newest.horizon() > anchor:
         return True  # its tombstone may be forgotten
-    for each in _causes(trouble):
-        state = newest.object_state(key) if (key := _key_of(each)) is not None else None
-        if isinstance(each, SnapshotExpiredError) or (state is not None and state.swept):
+    for cause in _causes(trouble):
+        state = newest.object_state(key) if (key := _key_of(cause)) is not None else None
+        if isinstance(cause, SnapshotExpiredError) or (state is not None and state.swept):
             return True
     return False
 
@@ -74,5 +74,5 @@ def _causes(trouble: BaseException | None) -> Iterator[BaseException]:
 def _key_of(trouble: BaseException) -> ObjectKey | None:
     name = trouble.object_id if isinstance(trouble, DamageError) else ""
     ulid = parse_ulid(name[-26:])
-    found = (ObjectKey(kind, ulid) for kind, folder in FOLDERS.items() if ulid is not None and name.startswith(f"{folder}/"))
-    return next(found, None)
+    keys = (ObjectKey(kind, ulid) for kind, folder in FOLDERS.items() if ulid is not None and name.startswith(f"{folder}/"))
+    return next(keys, None)

@@ -40,7 +40,7 @@ class BlockRange(NamedTuple):
 
     tensor: int
     start: int
-    """In the tensor's source, as `stop`."""
+    """The offset in the tensor's source; so is `stop`."""
     stop: int
 
 
@@ -69,48 +69,46 @@ class DeviceBlocks(Protocol):
 
 @dataclass(slots=True)
 class FrozenTensor:
-    """A tensor of which its owner says that it does not change: its bytes are read each `verify_every`-th time only."""
+    """A tensor that the caller declared frozen. Only every `verify_every`-th save reads its bytes."""
 
     verify_every: int
     ids: Sequence[Digest] = ()
-    """Of its blocks on this rank, in order, when it was last read."""
+    """The ids of its blocks on this rank, in order, when it was last read."""
     cut: bytes = b""
-    """What says which blocks of the whole tensor these are."""
+    """Identifies the blocks: how the tensor was cut."""
     unread: int = 0
-    """How often it was put since."""
+    """The number of saves since then that did not read it."""
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be read, to see whether that is true."""
+        """Whether the next save reads it, to check that it has not changed."""
         return self.unread + 1 >= self.verify_every
 
 
 class CapturedState(NamedTuple):
-    """A state, taken apart: what a put stores."""
+    """A state, taken apart: what a save stores."""
 
     layout: Layout
     values: Sequence[object]
     """msgpack-able; one for each hole of the tree. A large one is ``["b", kind, i]`` with its bytes in ``blobs[i]``."""
     blobs: Sequence[bytes]
     sources: Sequence[ByteSource]
-    """One for each tensor of the layout: what this rank holds of it, one region after another."""
+    """For each tensor of the layout, the bytes that this rank holds, one region after another."""
     explicit: Sequence[ExplicitRegions] = ()
     frozen: Mapping[int, FrozenTensor] = MappingProxyType({})
     device_blocks: DeviceBlocks | None = None
     """None: no tensor is on a device."""
     own: "CapturedState | None" = None
-    """Of a rank: the state that belongs to it alone."""
-    is_copy: bool = False
-    """Whether its bytes were copied, so that training goes on while they are stored."""
+    """The state that belongs to this rank alone."""
 
     @property
     def logical_bytes(self) -> int:
-        """Of whole tensors and large values."""
+        """The bytes of whole tensors and large values."""
         return self.layout.size_bytes + sum(map(len, self.blobs))
 
     @property
     def held_bytes(self) -> int:
-        """Of this rank's share of the tensors, and of the state that belongs to it alone."""
+        """The bytes of this rank's share of the tensors, and of the state that belongs to it alone."""
         own = self.own.held_bytes if self.own is not None else 0
         return sum(source.size_bytes for source in self.sources) + own
 

@@ -56,7 +56,7 @@ class ObjectIds:
             return
         self._thread.join(CLOSE_SECONDS)
         if not self._leaves_objects and not self._thread.is_alive():
-            with suppress(StoreError):  # a writer may lack the permission to delete: gc does it
+            with suppress(StoreError):  # a writer may lack the permission to delete; gc deletes the record then
                 self._backend.delete([self._record.name])
         self._thread = None
 

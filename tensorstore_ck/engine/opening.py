@@ -95,7 +95,9 @@ def open_engine(
             )
         if not read_only:
             require_free_space(backend, asked, 0, "the store")
-        kept = FOLDER_MIN_FREE if min_free is None and backend.is_local else asked  # on a full disk, too, a store opens: to free space
+        kept = (
+            FOLDER_MIN_FREE if min_free is None and backend.is_local else asked
+        )  # a store opens even on a full disk, so that it can be freed
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid, open_verifier) if options is not None else None
         watermark = Watermark(
@@ -224,11 +226,11 @@ def require_same_store(backend: Backend, config: StoreConfig, encoded: bytes) ->
         if backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES) == encoded:
             return
     try:
-        found: StoreConfig | None = read_config(backend)
+        present: StoreConfig | None = read_config(backend)
     except CorruptObjectError:
-        found = None
-    if found is None or (found.uuid, found.log) != (config.uuid, config.log):
-        what = "it has no store.json now" if found is None else f"the store there is {found.uuid} now, with the log {found.log}"
+        present = None
+    if present is None or (present.uuid, present.log) != (config.uuid, config.log):
+        what = "it has no store.json now" if present is None else f"the store there is {present.uuid} now, with the log {present.log}"
         raise NotAStoreError(
             f"{backend.url} does not hold the store {config.uuid} any more that this process opened there: {what}. Its disk may not be "
             "mounted, or the folder was moved, deleted or replaced. Nothing was published; open the store again where it is",

@@ -13,7 +13,7 @@ from tensorstore_ck.format.part import EXTENT_DTYPE, Extents, Part
 from tensorstore_ck.log.block_index import Base, Location
 
 MAX_DEPTH: Final = 200
-"""Length of a chain of bases. Only a block that is not a base has several bases."""
+"""The longest chain of bases. Only a block that is not a base has several bases."""
 
 
 class PartExtents(NamedTuple):
@@ -25,7 +25,7 @@ class PartExtents(NamedTuple):
 
 
 def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> PartExtents:
-    """The extents of blocks at `places`, which also has the bases without a location of their own.
+    """The extents of blocks at `places`, which also has the locations of bases that have none of their own.
 
     The bases of a row are consecutive rows after it and after all blocks, so chains end.
     """
@@ -35,7 +35,7 @@ def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> Part
     """Row -> row of its first base."""
     shared: dict[tuple[Digest, ...], int] = {}
     row = 0
-    while row < len(wanted):  # grows
+    while row < len(wanted):  # `wanted` grows in the loop
         bases = wanted[row][1].bases
         if bases:
             key = tuple(base.block for base in bases)
@@ -59,7 +59,7 @@ def with_bases(place: Location, places: Mapping[Digest, Location]) -> Location:
 
 
 def location_of(part: Part, packs: Sequence[Ulid], extents: Extents, row: int, depth: int = 0) -> Location:
-    """The location of the block in a row of located `extents`, with its bases, and theirs.
+    """The location of the block in a row of located `extents`, with its chain of bases.
 
     Raises:
         CorruptObjectError: its bases are not valid rows, or too many.
@@ -78,7 +78,7 @@ def location_of(part: Part, packs: Sequence[Ulid], extents: Extents, row: int, d
 
 
 def chain_of(place: Location) -> Iterator[Location]:
-    """A location, and those of all bases that are needed to decode its block."""
+    """A location, and the locations of all bases that are needed to decode its block."""
     yield place
     for base in place.bases:
         if base.location is not None:

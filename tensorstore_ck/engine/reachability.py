@@ -5,6 +5,7 @@ a location is valid for the view at which it was found.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,21 +60,21 @@ def locate_blocks(engine: Engine, view: RefTable, part: Part) -> BlockLocations:
         for relocation in relocations:
             if not len(left):
                 break
-            found, to, hit = _look_up(engine, relocation, extents["entry"][left])
-            if not len(to):
+            relocation_map, targets, is_listed = _look_up(engine, relocation, extents["entry"][left])
+            if not len(targets):
                 continue
             moved.add(relocation.moved)
-            rows = left[hit]
+            rows = left[is_listed]
             for field in ("entry", "stored", "offset", "codec"):
-                extents[field][rows] = to[field]
-            for number, at in grouped(to["target"]):
-                target = found.targets[number]
+                extents[field][rows] = targets[field]
+            for number, at in grouped(targets["target"]):
+                target = relocation_map.targets[number]
                 if target not in numbers:
                     numbers[target] = len(packs)
                     packs.append(target)
                 extents["pack"][rows[at]] = numbers[target]
                 pending.setdefault(target, []).append(rows[at])
-            left = left[~hit]
+            left = left[~is_listed]
     return BlockLocations(packs, extents, frozenset(moved))
 
 
@@ -87,19 +88,19 @@ def follow(
     Raises:
         DamageError: a relocation map cannot be read, or relocations form a cycle.
     """
-    pending = {pack: [found] for pack, found in entries.items()}
+    pending = {pack: [relocation_map] for pack, relocation_map in entries.items()}
     for pack, relocations in relocations_in_order(view, entries).items():
         left = np.unique(_concatenate(pending.pop(pack, ())))
         for relocation in relocations:
             if not len(left):
                 break
-            found, to, hit = _look_up(engine, relocation, left)
-            if not len(to):
+            relocation_map, targets, is_listed = _look_up(engine, relocation, left)
+            if not len(targets):
                 continue
             yield pack, left[:0], relocation.moved
-            for number, at in grouped(to["target"]):
-                pending.setdefault(found.targets[number], []).append(to["entry"][at])
-            left = left if relocation.moved in doubted else left[~hit]
+            for number, at in grouped(targets["target"]):
+                pending.setdefault(relocation_map.targets[number], []).append(targets["entry"][at])
+            left = left if relocation.moved in doubted else left[~is_listed]
         if len(left):
             yield pack, left, None
     for pack, rest in pending.items():
@@ -136,11 +137,12 @@ def relocations_in_order(view: RefTable, packs: Collection[Ulid]) -> dict[Ulid, 
 
 
 def _circle(way: Mapping[Ulid, Sequence[Relocation]], back_to: Ulid) -> CorruptObjectError:
-    """The error where the last pack on the `way` leads back to an earlier one. The newest relocation of the cycle must be the false one."""
+    """The error for a `way` whose last pack leads back to an earlier one. The newest relocation of the cycle must be the false one."""
     packs = [*way][[*way].index(back_to) :]
     steps = zip(packs, [*packs[1:], back_to], strict=True)
-    circle = [max((found for found in way[pack] if to in found.targets), key=lambda found: (found.n, found.moved)) for pack, to in steps]
-    newest = max(circle, key=lambda found: (found.n, found.moved))
+    by_age = attrgetter("n", "moved")
+    circle = [max((relocation for relocation in way[pack] if to in relocation.targets), key=by_age) for pack, to in steps]
+    newest = max(circle, key=by_age)
     name = ObjectKey("moved", newest.moved).name
     return CorruptObjectError(
         f"{name} leads blocks of {ObjectKey('pack', newest.pack).name} back to where they came from: {len(packs)} relocations lead in a "
@@ -150,15 +152,15 @@ def _circle(way: Mapping[Ulid, Sequence[Relocation]], back_to: Ulid) -> CorruptO
 
 
 def _look_up(engine: Engine, relocation: Relocation, entries: Entries) -> tuple[RelocationMap, Rows, npt.NDArray[np.bool_]]:
-    """(relocation map, its rows for the `entries` that it lists, a mask of these entries)."""
-    found = engine.read_moved(relocation)
-    at = np.minimum(np.searchsorted(found.rows["from"], entries), len(found.rows) - 1)
-    hit = found.rows["from"][at] == entries
-    return found, found.rows.take(at[hit]), hit  # `take` copies rows many times faster than an index does
+    """Returns the relocation map, its rows for those `entries` that it lists, and a mask of these entries."""
+    relocation_map = engine.read_moved(relocation)
+    at = np.minimum(np.searchsorted(relocation_map.rows["from"], entries), len(relocation_map.rows) - 1)
+    is_listed = relocation_map.rows["from"][at] == entries
+    return relocation_map, relocation_map.rows.take(at[is_listed]), is_listed  # `take` copies rows many times faster than an index does
 
 
 def grouped(numbers: npt.NDArray[Any]) -> Iterator[tuple[int, Positions]]:
-    """(number, positions) for each number that occurs."""
+    """Yields each number that occurs, with its positions."""
     order = np.argsort(numbers, kind="stable")
     starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
     for at in np.split(order, starts[1:]) if len(order) else ():
@@ -175,7 +177,7 @@ def snapshot_closure(engine: Engine, view: RefTable, info: SnapshotInfo) -> Obje
     Raises:
         DamageError: its record, a part or a relocation map cannot be read.
     """
-    record = engine.read_record(info)
+    record = engine.read_own_record(info)
     needed: list[ObjectKey] = []
     for rank in range(len(record.parts)):
         needed += locate_blocks(engine, view, engine.read_part(record, rank)).objects()

@@ -9,6 +9,7 @@ part_index.py          finds the blocks of each tensor region in a part
 layout.py              layouts: the tensors of a state and its tree
 merge_layout_parts.py  merges the layouts of ranks whose states differ
 tree.py                the tree of a layout, parsed and checked
+hash_probes.py         how long Python would look for keys of a dict or set
 values.py              encodes leaves that are not tensors, and dict keys
 sharding.py            which elements of a tensor each rank holds
 block_assignment.py    which rank writes which blocks

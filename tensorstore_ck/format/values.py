@@ -21,29 +21,24 @@ Only exact types are encoded: a subclass would be restored as its base. Encoding
 
 import re
 import struct
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
+from tensorstore_ck.format.hash_probes import reject_slow_keys
 from tensorstore_ck.format.layout import INLINE_VALUE_BYTES
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, pack_body, unpack_body
 
 MAX_NESTING: Final = 60
 """Levels of containers in a state. Each takes two levels of msgpack (`sealed.MAX_DEPTH`)."""
 
-MAX_EQUAL_HASHES: Final = 256
-"""Keys of one dict, or elements of one set, with one hash: an attacker can choose numbers and tuples that take quadratic time."""
-
 Encode = Callable[[object], list[Any] | None]
 """Encodes a value of a type that this module does not know, or returns None."""
 Decode = Callable[[str, list[Any]], object]
 """Decodes a tagged list that this module does not know; raises KeyError for an unknown tag."""
 
-RANDOM_HASHES: Final = frozenset({str, bytes, float, bool, type(None)})
-"""Types whose hashes are salted, or hardly collide."""
 _NATIVE: Final = frozenset({type(None), bool, float, bytes})
 PLAIN_TYPES: Final = _NATIVE | {int, str}
 """Types of values that are no containers, and that no module of special types needs to know."""
@@ -94,19 +89,6 @@ def _encode(value: Any, path: str, other: Encode | None, depth: int) -> Any:
     if encoded is None:
         raise UnsupportedValueError(unsupported_message(value, path), object_id=path)
     return encoded
-
-
-def reject_hash_collisions(keys: Sequence[object]) -> None:
-    """Rejects keys that were chosen to have one hash, before they are put into a dict or set.
-
-    Raises:
-        ValueError: more than `MAX_EQUAL_HASHES` keys have one hash.
-        TypeError: a key is not hashable.
-    """
-    if len(keys) > MAX_EQUAL_HASHES:
-        counts = Counter(hash(key) for key in keys if type(key) not in RANDOM_HASHES)
-        if max(counts.values(), default=0) > MAX_EQUAL_HASHES:
-            raise ValueError(f"more than {MAX_EQUAL_HASHES} keys of one dict or set have the same hash")
 
 
 def unsupported_message(value: object, path: str) -> str:
@@ -207,7 +189,7 @@ def _decode(encoded: Any, other: Decode | None) -> Any:
         return tuple([_decode(item, other) for item in _only(rest, list)])
     if tag in ("e", "z"):
         elements = [_decode(item, other) for item in _only(rest, list)]
-        reject_hash_collisions(elements)
+        reject_slow_keys(elements, is_set=True)
         items = set(elements)
         if len(items) != len(rest[0]):
             raise ValueError("a set has an element twice")

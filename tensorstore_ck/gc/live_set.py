@@ -154,6 +154,8 @@ class LiveSet(RootNeeds):
             if info is not None:
                 self._add_snapshot(view, info)
         except DamageError as exc:
+            if info is not None and self._add_twin(view, info):
+                return
             labels = roots(view).get(ulid, [])
             assert info is not None
             raise UnreadableError(
@@ -161,6 +163,19 @@ class LiveSet(RootNeeds):
                 f"`tsck fsck` says how to repair it; or release it with {release_commands(view, info)}",
                 object_id=exc.object_id,
             ) from exc
+
+    def _add_twin(self, view: RefTable, info: SnapshotInfo) -> bool:
+        """Adds a readable snapshot with the same root, so the same content; whether there is one."""
+        for ulid in view.with_root(info.root):
+            twin = view.snapshot(ulid)
+            with suppress(MissingObjectError, CorruptObjectError, SnapshotExpiredError):
+                if twin is not None and ulid != info.ulid:
+                    self._add_snapshot(view, twin)
+                    with self._lock:
+                        self._objects.add(ObjectKey("snapshot", info.ulid))
+                        self._snapshots.add(info.ulid)
+                    return True
+        return False
 
     def _add_snapshot(self, view: RefTable, info: SnapshotInfo) -> None:
         objects = {ObjectKey("snapshot", info.ulid)}

@@ -127,7 +127,7 @@ def read_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Ulid, Part,
     Raises:
         DamageError: the record or a part is missing or damaged.
     """
-    record = engine.read_record(info)
+    record = engine.read_own_record(info)
     for rank, ulid in enumerate(record.parts):
         yield ulid, *_read_part(engine, record, rank)
 
@@ -140,13 +140,13 @@ def read_summaries(engine: Engine, info: SnapshotInfo, cache: SummaryCache) -> I
     """
     parts, record = cache.parts_of(info), None
     if parts is None:
-        record = engine.read_record(info)
+        record = engine.read_own_record(info)
         parts = [(ulid, record.part_id(rank)) for rank, ulid in enumerate(record.parts)]
         cache.put_parts(info, parts)
     for rank, (ulid, part_id) in enumerate(parts):
         summary = cache.get(ulid)
         if summary is None or (summary.part_id, summary.rank) != (part_id, rank):
-            record = record or engine.read_record(info)
+            record = record or engine.read_own_record(info)
             part, size_bytes = _read_part(engine, record, rank)
             summary = summarize(part, part_id)
             del part  # one part at a time in memory

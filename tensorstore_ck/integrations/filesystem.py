@@ -207,7 +207,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return files
 
     def _view(self) -> RefTable:
-        return log_of(self._get_store()).newest_view()
+        return log_of(self._get_store()).readable_view()
 
     def _get_store(self) -> ReadOnlyStore:
         with self._lock:

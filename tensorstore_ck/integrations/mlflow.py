@@ -25,6 +25,8 @@ from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import display_url
 from tensorstore_ck.store import ReadOnlyStore, Store
 
+__all__ = ["find_snapshot", "log_snapshot"]
+
 try:
     import mlflow
     from mlflow.entities import RunTag

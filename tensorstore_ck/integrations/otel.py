@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from tensorstore_ck.common.extras import missing_extra
-from tensorstore_ck.common.put_progress import STAGES
+from tensorstore_ck.common.save_progress import STAGES
 from tensorstore_ck.events import Event, Observed
 
 try:

@@ -131,7 +131,7 @@ class SafetensorsFile:
             if begin < end:
                 piece = target[begin - start : end - start]
                 if entry.strides is None:
-                    self._add(entry, begin - entry.start, piece, wanted, copies)
+                    self._add(entry, start=begin - entry.start, piece=piece, wanted=wanted, copies=copies)
                 else:
                     self._gather(entry, entry.strides, begin - entry.start, piece)
         self._content.read_boxes(wanted)
@@ -266,14 +266,22 @@ def _file_tensor(layout: Layout, leaf: Leaf) -> _FileTensor:
     if leaf.kind == "tensor":
         if item_bytes != spec.item_bytes:
             raise CorruptObjectError(f"a layout claims that {spec.dtype} has {spec.item_bytes} bytes; run `tsck fsck`", object_id=leaf.path)
-        return _FileTensor(leaf, 0, spec.size_bytes, spec.shape, item_bytes, 0, None)
+        return _FileTensor(leaf, start=0, size=spec.size_bytes, shape=spec.shape, item_bytes=item_bytes, offset=0, strides=None)
     _, _, _, shape, steps, offset, _ = leaf.node
     strides = tuple(step * item_bytes for step in steps)
     low, high = _byte_range(shape, strides, item_bytes)
     if 0 in shape or offset + low < 0 or offset + high > spec.size_bytes:
         raise CorruptObjectError(f"view {leaf.path!r} does not lie within tensor {spec.name!r}; run `tsck fsck`", object_id=leaf.path)
     size = prod(shape) * item_bytes
-    return _FileTensor(leaf, 0, size, tuple(shape), item_bytes, offset, None if _is_contiguous(shape, strides, item_bytes) else strides)
+    return _FileTensor(
+        leaf,
+        start=0,
+        size=size,
+        shape=tuple(shape),
+        item_bytes=item_bytes,
+        offset=offset,
+        strides=None if _is_contiguous(shape, strides, item_bytes) else strides,
+    )
 
 
 def _byte_range(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> tuple[int, int]:

@@ -21,6 +21,8 @@ from tensorstore_ck.integrations.trainer.versions import Package
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import ReadOnlyStore, Store
 
+__all__ = ["find_snapshot", "log_snapshot"]
+
 try:
     import wandb
 except ImportError as exc:

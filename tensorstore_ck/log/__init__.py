@@ -28,10 +28,11 @@ from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.log.contents import foreign_object, holds_snapshots, logs_in, store_folders, store_objects
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.entry_reader import EntryReader, chain_break
+from tensorstore_ck.log.entry_writer import Appended
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.head_file import HeadFile
-from tensorstore_ck.log.log import Appended, Log
-from tensorstore_ck.log.lost_log import ChildRecord, lost_log, sign_of_lost_log, without_named_parent
+from tensorstore_ck.log.log import Log
+from tensorstore_ck.log.lost_log import BrokenLogWarning, ChildRecord, lost_log, sign_of_lost_log, without_named_parent
 from tensorstore_ck.log.object_set import ObjectKey, Objects, pieces
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_names import validate_ref_name
@@ -44,6 +45,7 @@ __all__ = [
     "Appended",
     "BranchHead",
     "BranchMove",
+    "BrokenLogWarning",
     "ChildRecord",
     "Entry",
     "EntryReader",

@@ -86,9 +86,9 @@ def _staged(view: RefTable, name: str) -> Resolved:
 def _tag_or_root(view: RefTable, base: str) -> SnapshotInfo | None:
     if not _ROOT.fullmatch(base):
         validate_ref_name(base)
-        root = view.tag(base)
-        if root is not None or not _SHORT_ROOT.fullmatch(base):
-            return view.by_root(root) if root else None
+        tag = view.tag_row(base)
+        if tag is not None or not _SHORT_ROOT.fullmatch(base):
+            return view.snapshot(tag.ulid) if tag else None
     roots = view.roots_with_prefix(base)
     if len(roots) > 1:
         raise AmbiguousAddressError(f"{base!r} matches {len(roots)} snapshots or more: give more digits of the root", object_id=base)

@@ -11,7 +11,7 @@ from typing import Final
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.threads import for_each
-from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, MissingObjectError
+from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, FormatVersionError, MissingObjectError
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log.entry import ENTRIES_A_FOLDER, MAX_ENTRY_BYTES, Entry, decode_entry, entry_name, folder_name, genesis_hash
 
@@ -101,6 +101,16 @@ class EntryReader:
         name = self.name(n)
         return BrokenLogError(
             f"log entry {name} {what}: {_ADVICE}",
+            object_id=name,
+        )
+
+    def unknown_operation(self, n: int, op: str) -> FormatVersionError:
+        """The error for writing after entry `n`, which has a critical operation that this build does not know."""
+        name, entry = self.name(n), self.read(n)
+        return FormatVersionError(
+            f"log entry {name}{'' if entry is None else f' by {entry.actor}'} has the operation {op!r}, which this build does not know: "
+            "from that entry on it may read this store, not write to it. Upgrade tensorstore_ck; or, if no build knows it, make a new log "
+            "without it with `tsck salvage --leave-out-unknown`",
             object_id=name,
         )
 

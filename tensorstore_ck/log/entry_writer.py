@@ -8,15 +8,16 @@ import shlex
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.backend.reserve import within_reserve
-from tensorstore_ck.common.ids import Clock
+from tensorstore_ck.common.ids import Clock, Ulid
 from tensorstore_ck.errors import BackendUnavailableError, DamageError, NoSpaceError, StoreError, UndecidedError
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.entry_reader import EntryReader
 from tensorstore_ck.log.operations import Op
+from tensorstore_ck.log.table_rows import SnapshotInfo
 
 _logger: Final = logging.getLogger("tensorstore_ck.log")
 _LONGEST_DELAY_TRIES: Final = 3
@@ -32,6 +33,23 @@ _FREEING: Final = frozenset(
     {"expire", "untag", "unpin", "purge", "policy", "reset", "abort", "condemn", "sweep", "relocate", "place", "rescue", "settle"}
 )
 """Operations of which an entry can consist that lets gc free something, or ends a save that failed for space."""
+
+
+class Appended(NamedTuple):
+    """The outcome of an `append`."""
+
+    n: int
+    """The entry's number; the head's if nothing was appended."""
+    ops: tuple[Op, ...]
+    time_ns: int = 0
+    """The entry's time; 0 if nothing was appended."""
+
+    def published(self, snapshot: Ulid) -> SnapshotInfo | None:
+        """The snapshot, if this entry publishes it: from the log, independent of the cache."""
+        for op in self.ops:
+            if op.name == "put" and op.fields["snapshot"] == snapshot:
+                return SnapshotInfo.of_op(op.fields, self.n, self.time_ns)
+        return None
 
 
 class EntryWriter:

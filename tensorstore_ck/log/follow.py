@@ -103,6 +103,48 @@ class Follower:
         with table.batch() as batch:
             _write_all(batch, filled)
 
+    def fold_readable(self, table: Table) -> RefTable | None:
+        """Folds the entries of a broken log up to the first one that cannot be read, or takes what a checkpoint has.
+
+        Returns None if it is in `table`, which was at an entry of this log before.
+        """
+        cached = RefTable(table).head()
+        if cached is not None and self._is_entry(cached):
+            with suppress(EmptiedError):
+                self._fold_while_readable(table, cached)
+            return None
+        apart = MemoryTable()
+        self._fold_while_readable(apart, self._start_readable(apart))
+        return RefTable(apart)
+
+    def _is_entry(self, head: Head) -> bool:
+        with suppress(BrokenLogError):
+            entry = self._chain.read(head.n)
+            return entry is not None and entry.hash == head.hash
+        return False
+
+    def _fold_while_readable(self, table: Table, head: Head) -> None:
+        with suppress(BrokenLogError):
+            while (entry := self._chain.read(head.n + 1)) is not None and entry.prev == head.hash:
+                self.fold(table, [entry])
+                head = Head(entry.n, entry.hash)
+
+    def _start_readable(self, table: Table) -> Head:
+        """Begins with the newest checkpoint, even if its entry is gone."""
+        with suppress(BrokenLogError):
+            return self._start_from_checkpoint(table)
+        with suppress(BrokenLogError):
+            if (first := self._chain.read(1)) is not None and first.prev != self._chain.genesis:
+                return Head(0, self._chain.genesis)  # another store's
+        for n, _ in self._listed_checkpoints():
+            name = checkpoint.checkpoint_name(self._prefix, n)
+            with suppress(DamageError, FormatVersionError), table.batch() as batch:
+                found = checkpoint.decode_checkpoint(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
+                checkpoint.load(batch, found)
+                batch.put(_ORIGIN_KEY, b"%d" % found.n)
+                return Head(found.n, found.entry_hash)
+        return Head(0, self._chain.genesis)
+
     def fold_until(self, head: Head | None) -> MemoryTable:
         """The fold of the log's entries up to `head`, without checkpoints.
 

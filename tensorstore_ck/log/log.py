@@ -10,19 +10,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.common.retry import JITTER
 from tensorstore_ck.common.threads import ProcessLock, shielded
-from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError
+from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, CorruptObjectError, DamageError, StoreError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
 from tensorstore_ck.log.entry import Entry, seal_entry
 from tensorstore_ck.log.entry_reader import EntryReader
-from tensorstore_ck.log.entry_writer import EntryWriter, race_delay
+from tensorstore_ck.log.entry_writer import Appended, EntryWriter, race_delay
 from tensorstore_ck.log.follow import EmptiedError, Follower
-from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log
+from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log, warn_of_broken_log
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_table import HeadView, RefTable, SnapshotInfo
 from tensorstore_ck.log.row_kind import PREFIX
@@ -36,23 +36,6 @@ Build = Callable[[RefTable], Sequence[Op]]
 
 _logger: Final = logging.getLogger("tensorstore_ck.log")
 _CACHE_TRIES: Final = 4
-
-
-class Appended(NamedTuple):
-    """The outcome of an `append`."""
-
-    n: int
-    """The entry's number; the head's if nothing was appended."""
-    ops: tuple[Op, ...]
-    time_ns: int = 0
-    """The entry's time; 0 if nothing was appended."""
-
-    def published(self, snapshot: Ulid) -> SnapshotInfo | None:
-        """The snapshot, if this entry publishes it: from the log, independent of the cache."""
-        for op in self.ops:
-            if op.name == "put" and op.fields["snapshot"] == snapshot:
-                return SnapshotInfo.of_op(op.fields, self.n, self.time_ns)
-        return None
 
 
 class Log:
@@ -93,6 +76,7 @@ class Log:
         """The host's cache, or the table in memory that replaces it."""
         self._followed_n = 0
         """The head of the last `sync` or `append`. A view that is older is not used."""
+        self._readable: RefTable | None = None  # of a broken log, what this host's cache lacks: nothing may be written after it
         self._is_strict = False
         """Whether a table that was filled from a checkpoint is compared with the log before it is used: see `verify`."""
         self._backend = backend
@@ -117,6 +101,8 @@ class Log:
         Raises:
             StoreError: the table was emptied, and the log cannot be read.
         """
+        if self._readable is not None:
+            return self._readable
         for _ in range(_CACHE_TRIES):
             view = self._usable_view()
             if view is not None:
@@ -157,6 +143,25 @@ class Log:
         """A view at the newest entry that was acknowledged before this call, or a later one."""
         self.sync()
         return self.view()
+
+    def readable_view(self) -> RefTable:
+        """As `newest_view`, to read snapshots: of a broken log, what can be read, with a `BrokenLogWarning`.
+
+        Raises:
+            BrokenLogError: nothing of the log can be read, or the store was opened with ``rollback="error"``.
+        """
+        try:
+            return self.newest_view()
+        except BrokenLogError as exc:
+            if self._watermark.rollback == "error":
+                raise
+            with self._lock.here:
+                self._readable = self._readable or shielded(lambda: self._follower.fold_readable(self.table))
+            head = self.view().head()
+            if head is None or not head.n:
+                raise
+            warn_of_broken_log(self._backend.url, head.n, exc)
+            return self.view()
 
     def look(self, decide: Callable[[RefTable], T]) -> T:
         """The result of `decide` for the cached view. If it raises, it is called again at the newest entry.
@@ -259,7 +264,7 @@ class Log:
         return Head(0, self.chain.genesis)
 
     def _sync(self) -> Head:
-        head = self._follower.follow(self.table)
+        head, self._readable = self._follower.follow(self.table), None
         self._followed_n = head.n
         self._write_checkpoint_if_due(head.n)
         return head
@@ -378,8 +383,4 @@ class Log:
     def _refuse_unknown_operations(self, view: RefTable) -> None:
         stop = view.stop()
         if stop is not None:
-            raise FormatVersionError(
-                f"log entry {self.chain.name(stop.n)} has the operation {stop.op!r}, which this build does not know: "
-                "it may read this store, not write to it; upgrade tensorstore_ck",
-                object_id=self.chain.name(stop.n),
-            )
+            raise self.chain.unknown_operation(stop.n, stop.op)

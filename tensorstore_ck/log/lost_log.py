@@ -1,8 +1,9 @@
-"""Signs that a log which looks empty was lost: a store must not begin again over its snapshots, which gc would then free.
+"""A log that is broken or lost. Signs that a log which looks empty was lost: no store begins again over its snapshots, which gc would free.
 
 A first save that was killed, or that runs now, leaves a record too (FORMAT.md, "Commits"), but one without a parent.
 """
 
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -19,6 +20,16 @@ from tensorstore_ck.log.entry_reader import EntryReader
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_table import RefTable
 from tensorstore_ck.log.watermark import Watermark
+
+
+class BrokenLogWarning(UserWarning):
+    """A log entry cannot be read: snapshots are read as of the entries before it, and nothing can be written."""
+
+
+def warn_of_broken_log(url: str, n: int, trouble: BrokenLogError) -> None:
+    """Warns that readers go on with what the log says up to entry `n`."""
+    message = f"{url}: snapshots are read as of log entry {n}, since a later one is unreadable, and nothing can be written: {trouble}"
+    warnings.warn(BrokenLogWarning(message), stacklevel=3)
 
 
 class ChildRecord(NamedTuple):

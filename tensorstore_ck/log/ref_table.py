@@ -165,17 +165,22 @@ class RefTable:
 
     def by_root(self, root: bytes) -> SnapshotInfo | None:
         """The newest snapshot with this root; live ones first."""
-        if len(root) != DIGEST_BYTES:
-            return None
         if root == self._by_root[0]:
             return self._by_root[1]
-        candidates = [(Ulid(ulid), rows.ROOTS.decode(value).n) for ulid, value in self.scan(rows.ROOTS, root)]
-        if len(candidates) > 1:
-            candidates = [max(candidates, key=lambda item: (self.is_live(item[0]), item[1]))]
-        info = self.snapshot(candidates[0][0]) if candidates else None
+        ulids = self.with_root(root)
+        info = self.snapshot(ulids[0]) if ulids else None
         if self._is_fixed:
             self._by_root = root, info
         return info
+
+    def with_root(self, root: bytes) -> list[Ulid]:
+        """The snapshots with this root, the newest first; live ones before all others."""
+        if len(root) != DIGEST_BYTES:
+            return []
+        found = [(Ulid(ulid), rows.ROOTS.decode(value).n) for ulid, value in self.scan(rows.ROOTS, root)]
+        if len(found) > 1:
+            found.sort(key=lambda item: (self.is_live(item[0]), item[1]), reverse=True)
+        return [ulid for ulid, _ in found]
 
     def marked(self, mark: str) -> Iterator[SnapshotInfo]:
         """The newest snapshot of each root with that mark."""

@@ -9,6 +9,7 @@ from typing import Any, Final
 from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS, Ulid, ulid_text
 from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import SnapshotMarkedBadError
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.redaction import one_line
@@ -97,7 +98,8 @@ def refuse_marked(snapshot: Snapshot, address: str, advice: str) -> None:
     """
     if snapshot.mark == "drift":
         warnings.warn(
-            f"{address!r} ({snapshot.root[:16]}, step {snapshot.step}) is marked drift: {one_line(snapshot.reason)}", stacklevel=5
+            f"{address!r} ({snapshot.root[:16]}, step {snapshot.step}) is marked drift: {one_line(snapshot.reason)}",
+            stacklevel=user_stacklevel(),
         )
     elif snapshot.mark:
         raise SnapshotMarkedBadError(

@@ -53,7 +53,7 @@ class Watermark:
             raise InvalidOptionError(f"rollback must be 'warn' or 'error', not {rollback!r}", object_id="rollback")
         self._file = file
         self._log = log
-        self._rollback = rollback
+        self.rollback = rollback
         self._url = url
         self._identity = identity
         self._monotonic = monotonic
@@ -111,7 +111,7 @@ class Watermark:
         """
         known = self._known
         is_dismissed = known is not None and head.n <= known.dismissed_n
-        if not is_dismissed and self._rollback == "error":
+        if not is_dismissed and self.rollback == "error":
             self._report_lost(head, name, "is gone, or another one now")
         return not is_dismissed
 
@@ -224,7 +224,7 @@ class Watermark:
         self._report(other.head, message, "store.json")
 
     def _report(self, head: Head, message: str, object_id: str) -> None:
-        if self._rollback == "error":
+        if self.rollback == "error":
             raise LogChangedError(message, object_id=object_id)
         if self._reported != head:
             self._reported = head

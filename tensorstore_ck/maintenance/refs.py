@@ -1,6 +1,7 @@
 """Branches, tags, notes and pins: where they are, and one log entry for each change. Functions of the engine: they know no session."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 
 from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.common.units import parse_seconds
@@ -17,14 +18,14 @@ from tensorstore_ck.log.training_line import training_line
 
 def history(engine: Engine, ref: str | None, limit: int | None) -> SnapshotLog:
     """See `Store.log`."""
-    view = engine.log.newest_view()
+    view = engine.log.readable_view()
     if ref is not None and view.branch(ref) is None:
         return SnapshotLog([Snapshot.from_info(resolve(view, ref).info)])
     since, heads, lines = dict[Ulid, int](), set[Ulid](), set[Ulid]()
-    visits = list[SnapshotInfo]()
+    visits, found = list[SnapshotInfo](), cache(view.snapshot)
     for name in view.branches() if ref is None else [ref]:
         moves = _newest_moves(view, name, limit) if ref is None else list(view.moves(name, limit=limit))
-        infos = [info for move in moves if (info := view.snapshot(move.ulid)) is not None]
+        infos = [info for move in moves if (info := found(move.ulid)) is not None]
         for move in moves:
             since[move.ulid] = max(move.n if move.op == "reset" else 0, since.get(move.ulid, 0))
         visits += infos
@@ -49,14 +50,22 @@ def _newest_moves(view: RefTable, branch: str, limit: int | None) -> list[Branch
 
 def branches(engine: Engine) -> SnapshotsByName:
     """Every branch, and where it is."""
-    view = engine.log.newest_view()
-    return SnapshotsByName({name: Snapshot.from_info(resolve(view, name).info) for name in view.branches()})
+    view = engine.log.readable_view()
+    rows = ((name, view.branch(name)) for name in view.branches())
+    return _by_name(view, {name: row.ulid for name, row in rows if row is not None})
 
 
 def tags(engine: Engine) -> SnapshotsByName:
     """Every tag, and where it is."""
-    view = engine.log.newest_view()
-    return SnapshotsByName({name: Snapshot.from_info(resolve(view, name).info) for name in view.tags()})
+    view = engine.log.readable_view()
+    rows = ((name, view.tag_row(name)) for name in view.tags())
+    return _by_name(view, {name: row.ulid for name, row in rows if row is not None})
+
+
+def _by_name(view: RefTable, ulids: Mapping[str, Ulid]) -> SnapshotsByName:
+    """The snapshots; one for all names that lead to it, as anybody can make thousands of branches of one with a thousand metrics."""
+    made = {ulid: Snapshot.from_info(info) for ulid in {*ulids.values()} if (info := view.snapshot(ulid)) is not None}
+    return SnapshotsByName({name: made[ulid] for name, ulid in ulids.items() if ulid in made})
 
 
 def branch(engine: Engine, name: str, at: str) -> Snapshot:
@@ -118,7 +127,7 @@ def unpin(engine: Engine, address: str, owner: str | None) -> None:
 
 def pins(engine: Engine) -> tuple[PinnedSnapshot, ...]:
     """Every pin."""
-    return pinned_snapshots(engine.log.newest_view())
+    return pinned_snapshots(engine.log.readable_view())
 
 
 def _append(engine: Engine, address: str, make: Callable[[Digest], Op]) -> Snapshot:

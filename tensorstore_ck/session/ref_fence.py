@@ -36,7 +36,7 @@ class _Ref(NamedTuple):
 
 
 class RefFence:
-    """What this handle saved, restored and staged. The only owner of that: the caller and the threads of its saves share one lock.
+    """What this handle saved, restored and staged. Nothing else owns that state: the caller and the threads of its saves share one lock.
 
     If it was interrupted before it could note a move, or the answer was lost, the log says what this handle wrote: see `settle`.
     """
@@ -64,12 +64,12 @@ class RefFence:
             return [*self._chains.values()]
 
     def note(self, ref: str, head: Digest | None, current: Digest) -> None:
-        """This handle moved the ref to `head`, or continues from there; the state in memory is `current`."""
+        """Notes that this handle moved the ref to `head`, or continues from there. The state in memory is `current`."""
         with self._lock:
             self._refs[ref] = _Ref(head, current, is_moved=True)
 
     def note_attempt(self, ref: str, snapshot: Ulid) -> None:
-        """Rank 0 of this process's group may publish this snapshot."""
+        """Notes that rank 0 of this process's group may publish this snapshot."""
         with self._lock:
             self._attempts[ref] = snapshot
 
@@ -98,8 +98,8 @@ class RefFence:
 
     @staticmethod
     def _wrote(engine: Engine, branch: BranchHead, *, is_known: bool) -> bool:
-        """Whether this handle appended the entry that moved a branch; of a branch that it has not seen, only with a save of its own: else
-        it only finished what an earlier process had staged.
+        """Whether this handle appended the entry that moved a branch. If it has not seen the branch, the entry must have a save of its own:
+        otherwise the handle only finished a save that an earlier process had staged.
         """
         if not engine.log.wrote(branch.n):
             return False
@@ -110,13 +110,13 @@ class RefFence:
         return any(op.name == "put" and op.fields["snapshot"] == branch.ulid and op.fields.get("staged") is None for op in ops)
 
     def note_staged(self, ref: str, root: Digest) -> None:
-        """The state in memory is `root`, which will be on the ref once it is published."""
+        """Notes that the state in memory is `root`, which will be on the ref once it is published."""
         with self._lock:
             seen = self._refs.get(ref)
             self._refs[ref] = _Ref(seen.head if seen is not None else None, root, is_moved=True, is_staged=True)
 
     def note_published(self, ref: str, root: Digest) -> None:
-        """An earlier staged snapshot is on the ref now; the state in memory may be a later one."""
+        """Notes that an earlier staged snapshot is on the ref now. The state in memory may be a later one."""
         with self._lock:
             seen = self._refs.get(ref)
             if seen is not None:  # else this process only finished the save of another one
@@ -138,30 +138,30 @@ class RefFence:
         return seen.current if seen is not None else None
 
     def note_moved(self, ref: str, snapshot: Snapshot) -> Snapshot:
-        """`snapshot`, to which this handle moved the ref."""
+        """Notes that this handle moved the ref to `snapshot`; returns it."""
         root = Digest(bytes.fromhex(snapshot.root))
         self.note(ref, root, root)
         return snapshot
 
     def drop(self, refs: Iterable[str]) -> None:
-        """This handle forgot the refs: its next save to one starts it again, unless `undo` brings it back."""
+        """Notes that this handle forgot the refs. Its next save to one starts it again, unless `undo` brings it back."""
         with self._lock:
             for ref in self._refs.keys() & refs:
                 self._forgotten[ref] = self._refs.pop(ref)
 
-    def note_restored(self, found: Resolved) -> None:
-        """The state in memory is what was found at an address."""
-        info, ref = found.info, found.branch
+    def note_restored(self, resolved: Resolved) -> None:
+        """Notes that the state in memory is the snapshot of an address."""
+        info, ref = resolved.info, resolved.branch
         with self._lock:
             self._restored = info.root
             if ref is None:
                 return
             is_moved = ref in self._refs and self._refs[ref].is_moved
-            is_fenced = not is_moved and info.root == found.branch_root and info.ref == ref  # else nobody has saved to the branch yet
-            self._refs[ref] = _Ref(found.branch_root, info.root, is_moved, info.step if is_fenced else None)
+            is_fenced = not is_moved and info.root == resolved.branch_root and info.ref == ref  # else nobody has saved to the branch yet
+            self._refs[ref] = _Ref(resolved.branch_root, info.root, is_moved, info.step if is_fenced else None)
 
     def check_step(self, engine: Engine, view: RefTable, asked: "SaveOptions") -> None:
-        """Refuses to take a ref over by mistake: a script that restored the newest snapshot of a job, and then starts its own.
+        """Refuses to take a ref over by mistake: a script may restore the newest snapshot of a job, and then start its own training.
 
         Raises:
             InvalidOptionError: the step is lower than that of the head, which this handle restored, and it has not saved there yet.
@@ -174,10 +174,10 @@ class RefFence:
             return  # `check_expected` reports that
         root = branch.root.hex()[:16]
         raise InvalidOptionError(
-            f"step {asked.step} is lower than step {seen.least_step}, where this store handle restored ref {asked.ref!r}, and it has put "
-            "nothing there: if the job that did is still running, its next save would be refused. Put to another ref, which its first save "
-            f"makes, or which `{branch_command(engine, view, branch)}` makes. To begin again on {asked.ref!r} itself: restore an earlier "
-            f"step first, or put with expect={root!r}",
+            f"step {asked.step} is lower than step {seen.least_step}, where this store handle restored ref {asked.ref!r}, and it has saved "
+            "nothing there. If the job that saves there is still running, its next save would be refused. Save to another ref, which its "
+            f"first save makes, or which `{branch_command(engine, view, branch)}` makes. To begin again on {asked.ref!r} itself, restore "
+            f"an earlier step first, or save with expect={root!r}",
             object_id="step",
         )
 
@@ -186,7 +186,7 @@ class RefFence:
         if isinstance(expect, LastSeen):
             seen, branch = self._refs.get(ref), view.branch(ref)
             if seen is not None and branch is not None and branch.root == seen.current:
-                return branch.root  # what was restored while it was staged is published by now
+                return branch.root  # the snapshot was restored while it was staged, and is published by now
             return seen.head if seen else None
         if expect is None or isinstance(expect, AnyHead):
             return expect
@@ -211,15 +211,15 @@ class RefFence:
         what = (asked.metadata, asked.metrics, coding, nearest, asked.checks, began_ns, asked.origin)
         return SaveRequest(asked.ref, asked.step, parent, expected, *what)
 
-    def parent(self, view: RefTable, ref: str, said: object = LAST_SEEN) -> Digest | None:
+    def parent(self, view: RefTable, ref: str, given: object = LAST_SEEN) -> Digest | None:
         """The snapshot that a new one continues: what this handle last saved or restored on the ref, or the ref's head.
 
         Raises:
-            NotFoundError: `said` names a snapshot that does not exist.
+            NotFoundError: `given` names a snapshot that does not exist.
         """
-        if isinstance(said, LastSeen):
+        if isinstance(given, LastSeen):
             return self.current(ref) or self._head(view, ref)
-        return None if said is None else resolve(view, said.root if isinstance(said, Snapshot) else str(said)).info.root
+        return None if given is None else resolve(view, given.root if isinstance(given, Snapshot) else str(given)).info.root
 
     @staticmethod
     def _head(view: RefTable, ref: str) -> Digest | None:

@@ -34,7 +34,7 @@ _logger: Final = logging.getLogger("tensorstore_ck.session")
 T = TypeVar("T")
 
 SHARED_PARTS: Final = 32
-"""How many parts a snapshot has at least, if the ranks that restore it agree on sharing them: reading fewer costs less than to agree."""
+"""The ranks of a restore share the parts of a snapshot that has at least this number. Reading fewer costs less than the agreement."""
 
 
 class RestoreArguments(TypedDict, total=False):
@@ -61,11 +61,11 @@ class Restoring:
 
     @cached_property
     def _content(self) -> SnapshotContent:
-        """Opened once: the tables of a large state take as long as a small state's tensors."""
+        """Opened once: reading the tables of a large state takes as long as reading a small state's tensors."""
         return open_snapshot(self.engine, self.info)
 
     def lazy(self) -> "LazySnapshot":
-        """What there is; reads no tensors."""
+        """The snapshot, without reading tensors."""
         from tensorstore_ck.state import LazySnapshot  # noqa: PLC0415 - loads torch
 
         return LazySnapshot(self._content)
@@ -75,7 +75,7 @@ class Restoring:
         return self.engine.read_metadata(self.info)
 
     def checkout(self, *, broadcast: bool = False, **how: Unpack[RestoreArguments]) -> Any:
-        """See `Store.checkout`; once only, as the ranks of a host read together."""
+        """See `Store.checkout`. Called once only, as the ranks of a host read together."""
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
         group, reading = self.group, self.reading
@@ -95,23 +95,23 @@ class Restoring:
         return together(PartSharingContent(open_content(read_part=parts.read), parts))
 
     def finish(self) -> None:
-        """Takes part in what all ranks do before the restore ends, where this one has read nothing together with the others."""
+        """Takes part in the last step of all ranks, if this rank has read nothing together with the others."""
         if self.group is not None and self.reading is not None and self.reading.must_agree:
             from tensorstore_ck.state.shared_parts import SharedParts  # noqa: PLC0415 - loads torch.distributed
 
             SharedParts(self.engine, self.info, self.group, self.reading.agree).take_part()
 
     def selected(self, *globs: str) -> Any:
-        """What fits the globs, read by this rank alone."""
+        """The part of the state that fits the globs, read by this rank alone."""
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
         return restore(self._content, select=globs)
 
     def rank_state(self, rank: int) -> Any:
-        """What a rank put as its own.
+        """The state that a rank saved as its own.
 
         Raises:
-            NotFoundError: no rank states were put, or there is no such rank.
+            NotFoundError: no rank states were saved, or there is no such rank.
         """
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
@@ -161,20 +161,20 @@ def restoring(
     session.context.frozen.forget()
 
     def find(address: str) -> Resolved:
-        found = session.resolve(address)
-        _logger.debug("%s is step %s of %s, root %s", address, found.info.step, found.info.ref, found.info.root.hex())
+        resolved = session.resolve(address)
+        _logger.debug("%s is step %s of %s, root %s", address, resolved.info.step, resolved.info.ref, resolved.info.root.hex())
         if not allow_marked:
-            refuse_marked(Snapshot.from_info(found.info), address, "pass allow_marked=True")
-        return found
+            refuse_marked(Snapshot.from_info(resolved.info), address, "pass allow_marked=True")
+        return resolved
 
     def must_agree(info: SnapshotInfo) -> bool:
         return broadcast or len(session.engine.recent_record(info).parts) >= SHARED_PARTS
 
-    result, found = _read_together(
+    result, resolved = _read_together(
         session, address=address, find=find, read=read, group=ranks, must_agree=must_agree, timeout_seconds=timeout_seconds
     )
-    session.fence.note_restored(found)
-    return result, Snapshot.from_info(found.info)
+    session.fence.note_restored(resolved)
+    return result, Snapshot.from_info(resolved.info)
 
 
 def rank_state(
@@ -190,12 +190,12 @@ def rank_state(
     ranks = process_group(group)
     own, size = (0, 1) if ranks is None else (ranks.rank(), ranks.size())
 
-    def read(found: Restoring) -> Any:
-        stored = count_rank_states(found.engine, found.info, size if rank is None and rank_state_map is None else None)
+    def read(restored: Restoring) -> Any:
+        stored = count_rank_states(restored.engine, restored.info, size if rank is None and rank_state_map is None else None)
         if rank is not None:
-            return found.rank_state(rank)
+            return restored.rank_state(rank)
         whose = own if rank_state_map is None or stored == size else rank_state_map(own, stored)
-        return [found.rank_state(each) for each in whose] if isinstance(whose, Iterable) else found.rank_state(whose)
+        return [restored.rank_state(wanted) for wanted in whose] if isinstance(whose, Iterable) else restored.rank_state(whose)
 
     return _read_together(session, address=address, find=session.resolve, read=read, group=ranks, timeout_seconds=timeout_seconds)[0]
 
@@ -224,14 +224,15 @@ def _read_together(
     must_agree: Callable[[SnapshotInfo], bool] = lambda _: False,
     timeout_seconds: float,
 ) -> tuple[T, Resolved]:
-    """What `read` makes of the snapshot at `address`, and that: with `group` of the same one on all ranks, and on all or on none.
+    """Returns the result of `read` for the snapshot at `address`, and that snapshot. With `group` it is the same snapshot on all ranks, and
+    either all ranks succeed or none.
 
     `must_agree`: see `GroupRestore`.
     """
     engine = session.engine
     if group is None:
-        found = find(address)
-        return read(Restoring(engine, found.info)), found
+        resolved = find(address)
+        return read(Restoring(engine, resolved.info)), resolved
 
     def read_as_rank(info: SnapshotInfo, reading: GroupReading) -> T:
         restoring = Restoring(engine, info, group, reading)

@@ -59,8 +59,8 @@ class Session:
                 self.queue.resume(staged, staged.ref, staged.step, staged.rank)
 
     def resolve(self, address: str) -> Resolved:
-        """What an address means at the newest entry of the log."""
-        return resolve(self.engine.log.newest_view(), address)
+        """The snapshot that an address means at the newest entry of the log."""
+        return resolve(self.engine.log.readable_view(), address)
 
     def put(
         self,
@@ -78,7 +78,7 @@ class Session:
 
         def make() -> "Save":
             save = self._new_save(state, ref, ranks, timeout_seconds, given)
-            if ranks is None:  # with ranks in the round, so that an error reaches all at once
+            if ranks is None:  # with ranks this happens in the round, so that an error reaches all at once
                 save.check_and_capture()
             return save
 
@@ -156,7 +156,7 @@ class Session:
         """See `Store.close`."""
         try:
             self.queue.close()
-        except Exception:  # of a save; after Ctrl-C the store stays open, as its saves go on
+        except Exception:  # the error of a save; after Ctrl-C the store stays open, as its saves go on
             self._close_engine()
             raise
         self._close_engine()
@@ -178,7 +178,7 @@ class Session:
             return False
 
     def _resume(self, group: "ProcessGroup | None", timeout_seconds: float) -> None:
-        """At the first use of a group: continues what its ranks staged before."""
+        """At the first use of a group, continues the saves that its ranks staged before."""
         if group is not None and self.engine.tier is not None and group not in self._resumed_groups:
             for staged in resume_ranks(self.context, self.engine.tier, group, timeout_seconds):
                 self.queue.resume(staged, staged.ref, staged.step, staged.rank)
@@ -202,7 +202,7 @@ class Session:
 
     def _new_save(self, state: object, ref: str, group: "ProcessGroup | None", timeout_seconds: float, given: "StateArguments") -> "Save":
         from tensorstore_ck.session.save.ranks import Alone, RankRound  # noqa: PLC0415 - loads torch
-        from tensorstore_ck.session.save.save import Save  # noqa: PLC0415 - likewise
+        from tensorstore_ck.session.save.save import Save  # noqa: PLC0415 - loads torch
 
         ranks: Alone | RankRound
         if group is None:

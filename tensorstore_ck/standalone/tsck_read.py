@@ -1007,6 +1007,9 @@ def main(args):
     except (ReadError, OSError, ImportError) as exc:
         print(printable(f"tsck_read: {exc}"), file=sys.stderr)
         return 1
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError) as exc:  # a field of another type
+        print(printable(f"tsck_read: the store is damaged: {type(exc).__name__}: {exc}"), file=sys.stderr)
+        return 1
     return 0
 
 

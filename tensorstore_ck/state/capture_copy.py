@@ -119,7 +119,7 @@ def copy_captured(
         own = [number for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist() if number not in copies.arrivals]
         changed = _changed(addresses, address_of(memory) + offsets[:-1], sizes, sampling)
         require_unchanged(captured, changed | _changed_rest(captured, copies, own, sampling))
-    return captured._replace(sources=copies, device_blocks=device_blocks, is_copy=True)
+    return captured._replace(sources=copies, device_blocks=device_blocks)
 
 
 def _changed(addresses: Numbers, targets: Numbers, sizes: Numbers, sampling: Sampling) -> set[int]:

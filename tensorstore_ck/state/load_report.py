@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.redaction import one_line
 from tensorstore_ck.state.select import listed
@@ -52,7 +53,7 @@ class LoadReport:
             first = (self.missing + self.unexpected + self.mismatched)[0].partition(":")[0]
             raise MismatchError(f"{message}. Use rename=, select= or strict=False to load a part", object_id=first)
         if report is None:
-            warnings.warn(one_line(message), LoadWarning, stacklevel=4)
+            warnings.warn(one_line(message), LoadWarning, stacklevel=user_stacklevel())
 
 
 class UnclaimedNames:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from tensorstore_ck.backend.staging import Staging
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.format.codec import CodecOption, DeltaOption
 from tensorstore_ck.log import Rollback
@@ -50,6 +51,7 @@ def open_store(
     read_only: Literal[False] = False,
     places: Sequence[str | os.PathLike[str]] = (),
 ) -> Store: ...
+@short_errors
 @renamed_argument(max_bytes_per_second="rate_limit")
 def open_store(
     url: str | os.PathLike[str],

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.printed_commands import methods_name_store
 from tensorstore_ck.common.units import parse_rate
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.errors import StoreError
+from tensorstore_ck.errors import InputError, StoreError
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.run_outcome import RunOutcome, last_runs
@@ -49,8 +50,22 @@ T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
+_HINTS: Final = {
+    "save": "put_snapshot(STATE, ref=REF)",
+    "put": "put_snapshot(STATE, ref=REF)",
+    "commit": "put_snapshot(STATE, ref=REF)",
+    "load": "checkout(ADDRESS)",
+    "restore": "checkout(ADDRESS)",
+    "get": "checkout(ADDRESS)",
+    "delete": "forget(ADDRESS)",
+    "remove": "forget(ADDRESS)",
+    "list": "log(REF) or branches()",
+    "refs": "branches() or tags()",
+}
+"""Names that users of other libraries type -> what they mean."""
 
 
+@short_errors
 @methods_name_store
 class ReadOnlyStore:
     """The methods of a store that was opened read-only; `Store` adds those that change a store.
@@ -61,6 +76,7 @@ class ReadOnlyStore:
 
     def __init__(self, engine: Engine, *, host_memory_bytes: int | None = None, dead_after_seconds: float = DEAD_AFTER_SECONDS) -> None:
         self._session = Session(engine, host_memory_bytes=host_memory_bytes, dead_after_seconds=dead_after_seconds)
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -77,6 +93,14 @@ class ReadOnlyStore:
         except StoreError as exc:  # a notebook shows a closed store, too
             return html_table(repr(self), ("cannot be read now",), [(str(exc),)])
 
+    if not TYPE_CHECKING:  # for a type checker, any name would exist
+
+        def __getattr__(self, name: str) -> object:
+            missing = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _HINTS:
+                raise AttributeError(f"{missing}: you may want {_HINTS[name]}")
+            raise AttributeError(missing, name=name, obj=self)  # Python adds the name that is most like it
+
     def __dir__(self) -> list[str]:
         """The public names, without earlier spellings, which are functions of another name."""
         names = (name for name in dir(type(self)) if not name.startswith("_"))
@@ -85,7 +109,7 @@ class ReadOnlyStore:
     @property
     def url(self) -> str:
         """Where the store is, without credentials."""
-        return self.engine.backend.url
+        return self._session.engine.backend.url
 
     @property
     def engine(self) -> Engine:
@@ -95,6 +119,10 @@ class ReadOnlyStore:
     @property
     def session(self) -> Session:
         """Internal: what this handle has seen of refs, its process groups and its queue of saves."""
+        if self._is_closed:
+            error = InputError(f"the store at {self.url} was closed: open it again with tsck.open", object_id=self.url)
+            error.retry = "after_reopen"
+            raise error
         return self._session
 
     def close(self) -> None:
@@ -103,7 +131,12 @@ class ReadOnlyStore:
         Raises:
             StoreError: what a save failed with that nobody waited for.
         """
-        self.session.close()
+        try:
+            self._session.close()
+        except Exception:
+            self._is_closed = True
+            raise
+        self._is_closed = True  # after Ctrl-C it stays open, as its saves go on
 
     # --- restore -------------------------------------------------------------------------------------------------------
 
@@ -407,7 +440,7 @@ class ReadOnlyStore:
 
         A run whose process could not write to the log is not among them; neither are dry runs, nor `free_dropped`.
         """
-        return last_runs(self.engine.log.newest_view())
+        return last_runs(self.engine.log.readable_view())
 
     @renamed_argument(
         stall="stall_seconds", lag="lag_seconds", restart="restart_seconds", mtbf="mtbf_seconds", bytes_per_second="bandwidth"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tensorstore_ck.common.deprecation import renamed_argument, renamed_method
 from tensorstore_ck.common.printed_commands import methods_name_store
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.write.publish import AnyHead
 from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
@@ -55,6 +56,7 @@ def _changes(method: Method) -> Method:
     return cast(Method, checked)
 
 
+@short_errors
 @methods_name_store
 class Store(ReadOnlyStore):
     """An open store. Thread-safe; a context manager. Make one with `tensorstore_ck.open`.

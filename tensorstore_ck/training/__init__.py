@@ -1,6 +1,6 @@
 """The complete state of a training job: everything that the next step depends on, captured in one call and restored in one.
 
-training_state.py      TrainingState: puts and restores all of it
+training_state.py      TrainingState: saves and restores all of it
 state_sides.py         its two sides, what all ranks share and what is a rank's own: captured and loaded together
 optimizers.py          states of optimizers, by parameter name
 own_optimizer.py       the optimizer of a rank's own states, behind torch's ZeroRedundancyOptimizer

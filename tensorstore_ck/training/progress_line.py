@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol, Self, TextIO
 
 from tensorstore_ck.common.changes import Flag
-from tensorstore_ck.common.put_progress import Progress
+from tensorstore_ck.common.save_progress import Progress
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.events import Event, Observed, event_text

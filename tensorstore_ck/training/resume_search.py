@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import (
     CorruptObjectError,
     InvalidNameError,
@@ -164,7 +165,7 @@ class ResumeSearch:
 
     def _warn_of_skipped(self, taken: str) -> None:
         for name, reason in list(self._skipped.items())[self._warned :]:
-            warnings.warn(f"{name} was skipped: {reason}; resuming from {taken} instead", stacklevel=4)
+            warnings.warn(f"{name} was skipped: {reason}; resuming from {taken} instead", stacklevel=user_stacklevel())
         self._warned = len(self._skipped)
 
     def _none_intact(self) -> CorruptObjectError:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from torch.distributed.tensor import DTensor
 
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.session.restoring import Restoring
@@ -95,7 +96,7 @@ class StateSides:
         put_by = values.get("ranks")
         if type(put_by) is not int:
             raise MismatchError(
-                f"{address!r} was not put by TrainingState.put: restore it with store.checkout, then save it with TrainingState.put",
+                f"{address!r} was not saved by TrainingState.put: restore it with store.checkout, then save it with TrainingState.put",
                 object_id=address,
             )
         self.require_fitting(put_by, ranks, mid_step=bool(values.get("mid_step")))
@@ -151,10 +152,10 @@ class StateSides:
                 object_id="gradients",
             )
 
-    def warn_of_differences(self, what: str, old: State, ranks: int, *, stacklevel: int = 3) -> None:
+    def warn_of_differences(self, what: str, old: State, ranks: int) -> None:
         """Warns if the environment differs from the saved one. `old`: the stored own state of this rank, or of the first."""
         changes = environment.differences(old["environment"], environment.describe(ranks, self.shared.meshes()))
         if changes:
             seeded = f"; {self.own.describe_taken(old)}" if old["environment"]["ranks"] != ranks else ""
             message = f"{what} was saved in another environment, so the job may not resume bit for bit: {'; '.join(changes)}{seeded}"
-            warnings.warn(message, environment.EnvironmentChangedWarning, stacklevel=stacklevel)
+            warnings.warn(message, environment.EnvironmentChangedWarning, stacklevel=user_stacklevel())

@@ -1,4 +1,4 @@
-"""`TrainingState`: the parts of a training job, passed once; each call then puts or restores all of them.
+"""`TrainingState`: the parts of a training job, passed once; each call then saves or restores all of them.
 
 The state has two sides. The shared one (model, optimizer, schedule ...) fits any number of ranks; each rank's own (generators, loader
 positions) fits the number of ranks that saved it. One process stores its own side with the rest, under `OWN`.
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
@@ -45,6 +46,7 @@ TIMEOUT_SECONDS: Final = 600.0
 State = dict[str, Any]
 
 
+@short_errors
 class TrainingState:
     """Everything that the next step of a job depends on. Create it once, after model, optimizer and the rest.
 
@@ -129,7 +131,7 @@ class TrainingState:
         limited._sides = self._sides.leaving_out(names)
         return limited
 
-    # --- put and restore ----------------------------------------------------------------------------------------------
+    # --- save and restore ---------------------------------------------------------------------------------------------
 
     def put(
         self,
@@ -306,7 +308,7 @@ class TrainingState:
             return None
         old, snapshot = restored
         if GENERATORS in sides.parts:
-            sides.warn_of_differences(f"{address!r} (step {snapshot.step})", old, ranks, stacklevel=4)  # the decorator is a frame
+            sides.warn_of_differences(f"{address!r} (step {snapshot.step})", old, ranks)
         return snapshot
 
     # --- for torch.distributed.checkpoint ---------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.session.group.process_groups import process_group
 from tensorstore_ck.store import ReadOnlyStore
@@ -51,6 +52,7 @@ class ResumeReport:
         return f"from {where}, {when}: {difference.name} differs: {difference.what}"
 
 
+@short_errors
 def verify_resume(
     make: MakeJob, store: ReadOnlyStore, address: str, steps: int = 3, *, group: "ProcessGroup | DeviceMesh | None" = None
 ) -> ResumeReport:

@@ -51,7 +51,7 @@ def read_contents(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot, pati
 
 def info_of(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot) -> SnapshotInfo:
     """The snapshot as the store has it now. Raises `SnapshotExpiredError` if gc has freed it."""
-    view, ulid = log_of(pages.sources.open(store)).newest_view(), parse_ulid(snapshot.ulid)
+    view, ulid = log_of(pages.sources.open(store)).readable_view(), parse_ulid(snapshot.ulid)
     info = view.snapshot(ulid) if ulid is not None else None
     if info is None or not view.is_live(info.ulid):
         raise SnapshotExpiredError("nothing holds this snapshot any more: gc has freed it, or will", object_id=snapshot.root)

@@ -48,6 +48,7 @@ RUNS: Final[dict[str, list[list[str]]]] = {
     "verify-resume": [["verify-resume", "runs/gpt"]],
     "salvage": [["salvage", "--dry-run"]],
     "probe": [["probe"]],
+    "doctor": [["doctor"]],
     "accept-log": [["accept-log"]],
     "adopt": [["adopt"]],
     "completion": [["completion", "bash"], ["completion", "zsh"]],

@@ -10,6 +10,7 @@ from matplotlib.image import imread
 from safetensors.torch import save_file
 
 import tensorstore_ck as tsck_package
+from tensorstore_ck.common.units import human_bytes
 from tests.cli.conftest import Tsck
 from tests.cli.everycommand import commands
 
@@ -131,11 +132,12 @@ def test_usage_sums_per_ref(history: Tsck) -> None:
     document = history("usage", "--json").json
     assert [(row["ref"], row["snapshots"]) for row in document["refs"]] == [("runs/gpt", 2), ("v1", 1)]
     lines = history("usage").out.splitlines()
-    assert lines[0].split() == ["REF", "SNAPSHOTS", "LOGICAL", "UNIQUE", "STORED", "SHARED", "EXCLUSIVE"]
-    assert lines[3].startswith("all refs")
+    assert lines[0] == f"{human_bytes(document['objects_bytes'])} stored; gc would free 0 B now"
+    assert lines[2].split() == ["REF", "SNAPSHOTS", "LOGICAL", "UNIQUE", "STORED", "SHARED", "EXCLUSIVE"]
+    assert lines[5].startswith("all refs")
     by_snapshot = history("usage", "--snapshots", "--json").json["by_snapshot"]
     assert [(row["step"], row["held_by"]) for row in by_snapshot] == [(1, ["runs/gpt", "v1"]), (2, ["runs/gpt"])]
-    assert history("usage", "--jobs").out.splitlines()[1].split()[0] == "runs"
+    assert history("usage", "--jobs").out.splitlines()[3].split()[0] == "runs"
     assert "100%" in history("usage", "--packs").out
 
 

@@ -12,6 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tensorstore_ck.cli import model_files
+from tensorstore_ck.common import host_memory
+from tensorstore_ck.errors import NoSpaceError
 from tests.cli.conftest import Tsck
 
 
@@ -166,3 +168,12 @@ def test_without_the_extra(history: Tsck, monkeypatch: pytest.MonkeyPatch) -> No
         result = history(*args)
         assert result.code == 35
         assert "pip install 'tensorstore_ck[safetensors]'" in result.err
+
+
+def test_a_view_is_not_copied_into_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One stored float, as 2^28 of them, from a snapshot of a few bytes."""
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 200 << 20)
+    view = torch.zeros(1).as_strided((1 << 28,), (0,))
+    with pytest.raises(NoSpaceError, match=r"1,073,741,824 bytes\) of memory.*\.pt file"):
+        model_files.save_file({"w": view}, str(tmp_path / "out.safetensors"), {}, overwrite=False)
+    assert os.listdir(tmp_path) == []

@@ -3,15 +3,18 @@
 import ast
 import re
 import shlex
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+import torch
 
 import tensorstore_ck
 from tensorstore_ck import errors
+from tensorstore_ck.cli.app import HELP
 from tensorstore_ck.cli.command_groups import GROUPS
 from tensorstore_ck.common.extras import EXTRAS, missing_extra
 from tests import documents
@@ -192,6 +195,17 @@ def test_commands_in_messages_and_in_the_documentation_are_there() -> None:
     }
     problems: dict[str, Any] = {command: found for command in messages | documented | examples if (found := problem_of(command))}
     assert not problems
+
+
+def test_the_first_look_of_the_help_works_without_extras(tsck: Tsck, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    torch.save({"w": torch.ones(3)}, "model.pt")
+    look = re.findall(r"^  tsck (.*?)   ", HELP, re.MULTILINE)
+    assert len(look) == 4
+    for command in look:
+        result = tsck(*shlex.split(command))
+        assert result.code == 0, result.err
+    assert torch.load("copy.pt", weights_only=True)["w"].equal(torch.ones(3))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import tensorstore_ck as tsck_package
 from tests.cli.conftest import Tsck
 
 NOW = ("--undo-window", "0s", "--min-age", "0s", "--max-delete", "100%")
@@ -115,3 +116,16 @@ def test_tier(history: Tsck, tmp_path: Path) -> None:
     assert history("get", root, "back.safetensors").code == 0
     assert history("fsck", "--read-data").code == 0
     assert history("tier", "--json").json["packs"] == []
+
+
+def test_apply_prints_each_snapshot_that_goes(tsck: Tsck, tmp_path: Path) -> None:
+    """More than a table has rows otherwise."""
+    with tsck_package.open(tmp_path / "ck", create=True, cache_dir=tmp_path / "cache", no_sync=True) as store:
+        for step in range(1, 66):
+            store.put_snapshot({"step": step}, ref="runs/a", step=step)
+        store.put_snapshot({"step": 1}, ref="runs/b", step=1)
+    tsck("policy", "set", "runs/*", "keep_last=2")
+    lines = tsck("policy", "apply").out.splitlines()
+    assert [line.split()[1] for line in lines if " goes " in line] == [str(step) for step in range(63, 0, -1)]
+    assert lines[-1].startswith("63 snapshots went; `tsck undo")
+    assert tsck("policy", "apply").out.splitlines()[-1] == "0 snapshots went"

@@ -64,7 +64,7 @@ def test_a_job_that_wakes_up_loses(store: tsck.Store, open_store: Callable[[], t
     put(successor, 2)
     before = files(tmp_path / "store")
     for _ in range(2):
-        with pytest.raises(tsck.ConflictError, match=r"another process moved it.*checkout") as caught:
+        with pytest.raises(tsck.ConflictError, match=r"moved it.*checkout") as caught:
             put(store, 2)
         assert caught.value.object_id == "job"
     assert files(tmp_path / "store") == before
@@ -84,7 +84,7 @@ def test_expecting_a_root(store: tsck.Store, open_store: Callable[[], tsck.Store
     second = put(other, 2, expect=first.root)
     assert second.parent == first.root
     for stale in (first, first.root, "job~1"):
-        with pytest.raises(tsck.ConflictError, match="another process moved it"):
+        with pytest.raises(tsck.ConflictError, match="moved it"):
             put(store, 3, expect=stale)
     assert put(store, 3, expect=second).entry > second.entry
     assert steps(store) == [3, 2, 1]
@@ -236,7 +236,7 @@ def test_an_import_may_have_a_lower_step(store: tsck.Store, open_store: Callable
 
 def printed_commands(text: str) -> list[list[str]]:
     """The commands that a message gives, as a shell would take them apart."""
-    return [shlex.split(command) for command in re.findall(r"`(tsck [^`]*)`", text)]
+    return [shlex.split(command) for command in re.findall(r"`(tsck (?!help )[^`]*)`", text)]
 
 
 def run_printed(text: str) -> None:
@@ -254,7 +254,7 @@ def test_the_conflict_says_who_and_how_to_go_on(store: tsck.Store, open_store: C
         put(store, 2)
     said = str(caught.value)
     when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
-    assert re.search(rf"another process moved it \(to step 2, by \S+@\S+:{os.getpid()} at {when}\)", said)
+    assert re.search(rf"this process, through another store handle, moved it \(to step 2, by \S+@\S+:{os.getpid()} at {when}\)", said)
     assert [words[1] for words in printed_commands(said)] == ["branch", "reset"]
     run_printed(said)
     mine = put(store, 2)
@@ -448,3 +448,23 @@ def test_a_staged_save_and_a_publication_are_noted_one_after_the_other() -> None
     fence.note_published("job", one)
     assert (fence._refs["job"].head, fence._refs["job"].current) == (one, two)
     assert is_locked == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("actor", "said"),
+    [
+        ("me@here:17", "an earlier run of yours on this host, or one that is still running, moved it (to step 2, by me@here:42 "),
+        ("me@there:42", "another process moved it (to step 2, by me@here:42 "),
+        ("you@here:42", "another process moved it (to step 2, by me@here:42 "),
+    ],
+)
+def test_the_conflict_says_whose_process_moved_the_branch(
+    open_store: Callable[[], tsck.Store], monkeypatch: pytest.MonkeyPatch, actor: str, said: str
+) -> None:
+    """The usual reason is one's own rerun, which is no other process of a stranger."""
+    monkeypatch.setattr("tensorstore_ck.engine.opening.current_actor", lambda: "me@here:42")
+    put(open_store(), 1)
+    put(restored(open_store), 2)
+    monkeypatch.setattr("tensorstore_ck.engine.write.branch_conflict.current_actor", lambda: actor)
+    with pytest.raises(tsck.ConflictError, match=re.escape(said)):
+        put(open_store(), 3)

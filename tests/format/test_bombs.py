@@ -178,10 +178,10 @@ def test_a_block_of_many_large_bases() -> None:
 
 
 ALIKE: dict[str, list[Any]] = {
-    "ints": [big(PRIME * number) for number in range(1, 400)],
-    "complex": [["j", -1000003.0 * number, float(number)] for number in range(400)],
-    "tuples": [["u", [["u", [big(PRIME * number)]]]] for number in range(1, 400)],
-    "sets": [["z", [big(PRIME * number)]] for number in range(1, 400)],
+    "ints": [big(PRIME * number) for number in range(1, 900)],
+    "complex": [["j", -1000003.0 * number, float(number)] for number in range(900)],
+    "tuples": [["u", [["u", [big(PRIME * number)]]]] for number in range(1, 900)],
+    "sets": [["z", [big(PRIME * number)]] for number in range(1, 900)],
 }
 
 

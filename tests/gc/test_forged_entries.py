@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -308,7 +309,7 @@ def honest(world: World) -> list[Callable[[], object]]:
 
 
 def forged_steps(world: World, makes: Sequence[Callable[[World], Forgery]]) -> list[Callable[[], object]]:
-    return [lambda make=make: forge(world.job.engine, make(world)) for make in makes]
+    return [partial(lambda make: forge(world.job.engine, make(world)), make) for make in makes]
 
 
 PLANS = {

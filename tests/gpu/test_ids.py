@@ -1,6 +1,7 @@
 """The ids that a GPU computes are the host's, and what it finds unchanged does not cross the bus."""
 
 import random
+import threading
 import warnings
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.common.ids import block_id
-from tensorstore_ck.state.device.kernel import GROUP_BYTES, BlockHasher, hasher_of
+from tensorstore_ck.state.device.kernel import GROUP_BYTES, BlockHasher, CudaHasher, hasher_of
 from tensorstore_ck.state.device.window_copies import PieceCopy, WindowCopies
 from tests.gpu.kinds import clones, different, kinds, random_tensor
 
@@ -98,3 +99,12 @@ def test_unchanged_blocks_stay_on_the_device(cuda: torch.device, hasher: BlockHa
     store.put_snapshot(state, ref=REF, step=3)
     assert 4 * MIB <= sum(fetched) <= 9 * MIB
     assert different(store.checkout(REF), clones(state)) == []
+
+
+def test_a_hasher_is_made_in_a_thread(cuda: torch.device) -> None:
+    """Of a process whose first save is asynchronous."""
+    made = []
+    thread = threading.Thread(target=lambda: made.append(CudaHasher(torch.empty(1, device=cuda).device)))
+    thread.start()
+    thread.join()
+    assert len(made) == 1

@@ -94,17 +94,17 @@ def test_steps_right_after_the_call(cuda: torch.device, job: Job, held: list[obj
     assert len(held) == 4
 
 
-def on_another_stream(job: Job) -> None:
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for parameter in job.model.parameters():
-            parameter.data.add_(1)
-    torch.cuda.current_stream().wait_stream(stream)
-
-
 def in_place(job: Job) -> None:
     for parameter in job.model.parameters():
-        parameter.data.add_(1)
+        parameter.data.add_(1e-3)
+
+
+def on_another_stream(job: Job) -> None:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        in_place(job)
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 @pytest.mark.parametrize("change", [in_place, on_another_stream])

@@ -227,7 +227,7 @@ def test_an_unknown_critical_operation_stops_writes_not_reads(backend: Tricky) -
     log = open_log(backend)
     assert log.sync().n == 2
     assert log.view().branch("job") is not None
-    with pytest.raises(FormatVersionError, match=rf"{entry_name('log', 2)}.*from-the-future.*upgrade"):
+    with pytest.raises(FormatVersionError, match=rf"{entry_name('log', 2)}.*from-the-future.*Upgrade"):
         append(log, "mine")
     assert not backend.sent
 

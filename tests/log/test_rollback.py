@@ -125,8 +125,10 @@ def test_a_process_that_goes_on_finds_it_at_its_next_refresh(host: Host, kind: s
 def test_entries_that_are_missing_before_one_that_was_read_are_a_broken_log(host: Host) -> None:
     (host.store / entry_name("log", 5)).unlink()
     shutil.rmtree(host.cache)
+    with pytest.warns(tsck.BrokenLogWarning, match=f"as of log entry 4, .*{entry_name('log', 5)}"):
+        assert host.steps() == [4, 3, 2, 1]
     with pytest.raises(BrokenLogError, match=entry_name("log", 5)):
-        host.steps()
+        host.steps(rollback="error")
 
 
 def test_fsck_finds_it(host: Host) -> None:

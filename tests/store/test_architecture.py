@@ -196,3 +196,15 @@ def test_options_have_names() -> None:
         and not (name := path.relative_to(PACKAGE).as_posix()).startswith(tuple(PASSED_ON))
     ]
     assert untyped == [], "name them, or use Unpack of a TypedDict"
+
+
+def test_no_class_says_that_a_call_may_be_tried_again() -> None:
+    """`retry` of an error does: some members of `RetryableError` must not be tried again."""
+    caught = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in python_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.ExceptHandler) and node.type is not None and "RetryableError" in ast.unparse(node.type))
+        or (isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass") and "RetryableError" in ast.unparse(node))
+    ]
+    assert caught == []

@@ -27,3 +27,17 @@ def test_package_docstrings_list_their_files() -> None:
         if sorted(filter(None, listed.split(", "))) != sorted(files):
             wrong[package.parent.relative_to(ROOT).as_posix()] = listed
     assert wrong == {}
+
+
+def test_the_citation_is_of_this_version() -> None:
+    lines = (ROOT.parent / "CITATION.cff").read_text(encoding="utf-8").splitlines()
+    assert f"version: {tensorstore_ck.__version__}" in lines
+
+
+def test_the_kernel_is_built_for_every_python_from_the_oldest_on() -> None:
+    """One wheel for all of them: the limited API of the oldest Python that pyproject.toml allows."""
+    setup = (ROOT.parent / "setup.py").read_text(encoding="utf-8")
+    oldest = re.search(r'requires-python = ">=3\.(\d+)"', (ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert oldest is not None
+    assert f'"Py_LIMITED_API", "0x03{int(oldest[1]):02x}0000"' in setup
+    assert f'"py_limited_api": "cp3{oldest[1]}"' in setup

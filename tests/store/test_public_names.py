@@ -16,8 +16,9 @@ def test_importing_the_package_loads_little() -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS
     ).stdout.split()
-    assert len([name for name in loaded if name.startswith("tensorstore_ck")]) < 60
-    assert not {"torch", "numpy", "fsspec", "click", "rich", "sqlalchemy", "psycopg"} & set(loaded)
+    assert [name for name in loaded if name.startswith("tensorstore_ck") and name != "tensorstore_ck"] == []
+    assert not {"torch", "numpy", "fsspec", "click", "rich", "sqlalchemy", "psycopg", "logging", "dataclasses"} & set(loaded)
+    assert tsck.errors.StoreError is tsck.StoreError
 
 
 def test_dir_lists_the_public_names_alone() -> None:
@@ -47,6 +48,28 @@ def test_any_area_can_be_loaded_first() -> None:
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="nope"):
         _ = tensorstore_ck.nope  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"you may want tensorstore_ck\.open\(URL\)\.checkout\(ADDRESS\)"):
+        _ = tensorstore_ck.load  # type: ignore[attr-defined]
+    assert not hasattr(tensorstore_ck, "save")
+
+
+ADAPTERS = """
+import sys, tensorstore_ck as tsck
+for name in ("accelerate", "deepspeed", "hf", "lightning", "megatron", "mlflow", "nvrx", "ray", "titan", "wandb"):
+    assert hasattr(tsck, name) and name in dir(tsck)
+from tensorstore_ck import hf
+assert not {"torch", "transformers", "tensorstore_ck.integrations"} & set(sys.modules)
+sys.modules["transformers"] = None
+try:
+    hf.Trainer
+except tsck.MissingExtraError as exc:
+    print(exc.kind, len(exc.__notes__), exc.__traceback__.tb_next)
+"""
+
+
+def test_adapters_are_listed_and_loaded_when_they_are_used() -> None:
+    done = subprocess.run([sys.executable, "-c", ADAPTERS], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
+    assert done.stdout.split() == ["missing_extra", "1", "None"]
 
 
 def test_public_classes_are_the_same_as_in_their_modules() -> None:

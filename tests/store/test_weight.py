@@ -45,14 +45,14 @@ MOST_LINES = {
     "backend": 6000,
     "catalog": 2400,
     "chunker": 100,
-    "cli": 5300,
+    "cli": 5400,
     "common": 2500,
     "engine": 4700,
     "errors": 400,
     "events": 300,
-    "format": 4000,
+    "format": 4100,
     "gc": 3400,
-    "integrations": 20200,
+    "integrations": 20300,
     "log": 6400,
     "maintenance": 7300,
     "redaction": 200,
@@ -67,7 +67,7 @@ MOST_LINES_A_FILE = 399
 LONGER = {"store/read_only_store.py", "store/store.py", "standalone/tsck_read.py"}
 """Two classes that are mostly docstrings, and a program of one file."""
 MOST_POSITIONAL = 4
-MOST_LONG_CALLS = 190
+MOST_LONG_CALLS = 112
 """Calls with more positional arguments than that: of torch, numpy, struct, SQLAlchemy and the like, whose parameters have no names here; in
 `integrations` also 85 of this package's own functions."""
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tensorstore_ck.common.put_progress import STAGES, Progress
+from tensorstore_ck.common.save_progress import STAGES, Progress
 from tensorstore_ck.events import Event, Observers
 from tensorstore_ck.training.progress_line import ProgressLine
 from tests.effort import PATIENCE_SECONDS

@@ -145,7 +145,7 @@ def test_an_object_that_does_not_take_its_state(store: tsck.Store) -> None:
 
 def test_what_was_saved_by_hand(store: tsck.Store) -> None:
     store.put_snapshot({"model": LINEAR.state_dict()}, ref="by-hand")
-    with pytest.raises(tsck.MismatchError, match=r"was not put by TrainingState.put: restore it with store.checkout"):
+    with pytest.raises(tsck.MismatchError, match=r"was not saved by TrainingState.put: restore it with store.checkout"):
         TrainingState(model=LINEAR).restore(store, "by-hand")
 
 

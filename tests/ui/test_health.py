@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from starlette.testclient import TestClient
 
 from tensorstore_ck.cli import main
+from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.log import LogChangedWarning
 from tensorstore_ck.store import Store
@@ -60,6 +61,18 @@ def test_a_check_changes_nothing_and_shows_what_to_run(browser: TestClient, stor
     env = {"TSCK_CACHE_DIR": str(tmp_path / "cli")}
     assert CliRunner().invoke(main, shlex.split(repair)[1:], env=env, catch_exceptions=False).exit_code == 0
     assert "No errors in what was checked" in browser.get(health_of(store, "?check=yes")).text
+
+
+def test_notices_are_grouped_by_kind(browser: TestClient, store: Store) -> None:
+    put(store, "runs/a", 1, 50_000)
+    (pack,) = packs_of(store)
+    for _ in range(3):
+        (pack.parent / ulid_text(new_ulid())).write_bytes(pack.read_bytes())
+    text = browser.get(health_of(store, "?check=yes")).text
+    assert "No errors in what was checked" in text
+    (group,) = re.findall(r"<details>\s*<summary>(.*?)</details>", text, re.DOTALL)
+    assert re.sub(r"<[^>]*>", "", group.partition("</summary>")[0]) == "foreign_object 3 notices"
+    assert group.count("<tr>") == 3
 
 
 def test_what_this_store_cannot_repair(browser: TestClient, store: Store) -> None:

@@ -122,6 +122,9 @@ def test_a_dead_store_does_not_hide_the_others_and_names_are_escaped(client: Cli
     assert "runs/gpt" in text
     assert "<script>" not in text
     assert "cannot be read now" in enter(client(dead)).get("/").text
+    many = enter(client(store.url, dead, f"{dead}2")).get("/").text
+    assert "2 stores are not shown as they are now" in many
+    assert many.count("cannot be read now") == 2
 
 
 WITHOUT = """

@@ -14,6 +14,7 @@ from tests.catalog.made import publish
 from tests.ui.conftest import Client, Open, enter
 
 DRAWN = "[...document.querySelectorAll('.chart')].map((at) => at.uplot?.data.map((values) => [...values]))"
+SCALE = "(({ min, max }) => [min, max])(document.querySelector('.chart').uplot.scales.x)"
 HIDE = "(hidden) => Object.defineProperty(document, 'hidden', { get: () => hidden, configurable: true })"
 
 
@@ -56,7 +57,7 @@ def test_what_a_page_of_runs_cannot_draw(client: Client, store: Store) -> None:
 def test_runs_are_drawn_over_each_other_and_labels_are_whole(open_page: Open, store: Store) -> None:
     for ref, steps in {"runs/a": (1, 2, 1_000_000), "runs/b": (2, 3)}.items():
         for step in steps:
-            publish(store, ref, step, {"loss": -0.000123456 * step})
+            publish(store, ref, step, {"loss": 0.000123 + 1e-9 * (step % 10)})
     page = open_page("/")
     for box in page.get_by_role("checkbox", name="Choose").all():
         box.check()
@@ -75,27 +76,36 @@ def test_runs_are_drawn_over_each_other_and_labels_are_whole(open_page: Open, st
 
 @pytest.mark.slow
 def test_a_page_shows_what_is_new_while_it_is_visible(open_page: Open, store: Store) -> None:
-    publish(store, "runs/gpt", 1, {"loss": 3.0})
-    publish(store, "runs/gpt", 2, {"loss": 2.0})
+    for step in (1, 2, 3):
+        publish(store, "runs/gpt", step, {"loss": 1 / step})
     page = open_page(f"/stores/{store.engine.config.uuid}/ref?name=runs/gpt")
     page.clock.install()
     page.reload()
     page.locator(".chart .uplot").wait_for()
-    page.locator("#saves [name=old][value]").first.check()
+    page.locator("#saves [name=old]").last.check()
     chosen = page.locator("#saves [name=old]:checked").get_attribute("value")
     page.evaluate("document.activeElement.blur()")
-    publish(store, "runs/gpt", 3, {"loss": 1.0})
+    publish(store, "runs/gpt", 4, {"loss": 0.2})
     page.clock.run_for(5000)
-    page.locator(".chart[aria-label*='3 values']").wait_for()
-    page.locator("#saves tbody tr").nth(2).wait_for()
-    assert page.locator("#facts dd").first.text_content() == "3"
+    page.locator(".chart[aria-label*='4 values, ']").wait_for()
+    page.locator("#saves tbody tr").nth(3).wait_for()
+    assert page.locator("#facts dd").first.text_content() == "4"
     assert page.locator("#saves [name=old]:checked").get_attribute("value") == chosen
     page.evaluate(HIDE, True)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    publish(store, "runs/gpt", 4, {"loss": 0.5})
+    page.locator(".u-over").scroll_into_view_if_needed()
+    box = page.locator(".u-over").bounding_box()
+    page.mouse.move(box["x"] + 5, box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
+    page.mouse.up()
+    zoom = page.evaluate(SCALE)
+    publish(store, "runs/gpt", 5, {"loss": 0.1})
     page.clock.run_for(20_000)
     assert asked == []
     page.evaluate(HIDE, False)
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
-    page.locator(".chart[aria-label*='4 values']").wait_for()
+    page.locator(".chart[aria-label*='5 values, ']").wait_for()
+    assert page.evaluate(SCALE) == zoom
+    assert zoom[1] < 3

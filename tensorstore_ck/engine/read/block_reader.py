@@ -158,10 +158,10 @@ def _read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
         except CorruptObjectError:
             for pack in _packs_of(run[0]):
                 engine.distrust(pack_name(pack))
-            read(engine, run)  # once more: what came may be wrong where what is stored is not
+            read(engine, run)  # once more: the bytes that came may be wrong although the stored ones are right
 
     for_each(runs, fetch, min(threads, len(runs)))
-    if roundings:  # of masters that are most likely in their places now
+    if roundings:  # their masters are most likely restored by now
         at_hand |= _in_place(wanted)
         for_each(roundings, fetch, min(threads, len(roundings)))
 
@@ -250,12 +250,12 @@ def _belong_together(block: WantedBlock, later: WantedBlock) -> bool:
 
 def _in_place(wanted: list[WantedBlock]) -> dict[Digest, memoryview]:
     """Blocks that were restored whole into one piece of memory."""
-    found = {}
+    restored = {}
     for block in wanted:
         memory = block.target.memory() if block.codec != Codec.CAST else None
         if memory is not None:
-            found[block.source.part.block_id(block.row)] = memory[block.start : block.start + block.raw]
-    return found
+            restored[block.source.part.block_id(block.row)] = memory[block.start : block.start + block.raw]
+    return restored
 
 
 def _fetch_based(engine: Engine, run: list[WantedBlock], at_hand: Mapping[Digest, memoryview]) -> None:
@@ -266,7 +266,7 @@ def _fetch_based(engine: Engine, run: list[WantedBlock], at_hand: Mapping[Digest
     into = None if whole is None else whole[block.start : block.start + block.raw]
     raw = decode_at(engine.backend, place, into, at_hand)
     if at_hand and block_id(raw) != block.source.part.block_id(block.row):
-        raw = decode_at(engine.backend, place, into)  # what is in a caller's memory may have been changed since
+        raw = decode_at(engine.backend, place, into)  # the caller's memory may have changed since
     _verify(engine, block, raw, pack_name(place.pack))
     if raw is not into:
         deliver(block.target, block.start, raw)
@@ -282,7 +282,7 @@ def decode_at(
     """
     name = pack_name(place.pack)
     base_bytes = sum(base.location.raw for base in place.bases if base.location is not None)
-    if base_bytes > 2 * place.raw:  # fp32 masters of 16-bit weights; a delta has as much as its base. Known before any of it is decoded
+    if base_bytes > 2 * place.raw:  # at most fp32 masters of 16-bit weights; checked before any of them is decoded
         raise CorruptObjectError(f"{name}: a block of {place.raw:,} bytes is said to need {base_bytes:,} bytes of others", object_id=name)
     stored = memoryview(bytearray(place.stored))
     backend.read_into(name, place.offset, stored)

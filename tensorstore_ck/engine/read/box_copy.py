@@ -55,7 +55,7 @@ def _runs(inner: BoxBounds, outer: BoxBounds) -> Iterator[tuple[BoxBounds, int]]
     whole = len(inner.sizes)
     while whole > 0 and inner.sizes[whole - 1] == outer.sizes[whole - 1]:
         whole -= 1
-    free = max(whole - 1, 0)  # dims before this one are taken one by one
+    free = max(whole - 1, 0)  # the dims before this one are copied one by one
     for at in np.ndindex(*inner.sizes[:free]):
         offsets = tuple(a + b for a, b in zip(inner.offsets[:free], at, strict=True)) + inner.offsets[free:]
         first = 0

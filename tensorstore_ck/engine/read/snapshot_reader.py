@@ -57,7 +57,7 @@ def count_rank_states(engine: Engine, info: SnapshotInfo, world_size: int | None
     ranks = SnapshotReader(engine, info).world_size
     what = f"snapshot {info.root.hex()[:16]} (step {info.step})"
     if len(engine.read_record(info).parts) == ranks:
-        raise NotFoundError(f"{what} has no rank states: it was put without rank_state=", object_id=info.root.hex())
+        raise NotFoundError(f"{what} has no rank states: it was saved without rank_state=", object_id=info.root.hex())
     if world_size not in (None, ranks):
         raise MismatchError(
             f"{what} has the states of {ranks} ranks, and there are {world_size} now. Say whose each takes with rank_state_map=, seed "
@@ -187,7 +187,7 @@ class SnapshotReader:
             CorruptObjectError: the part does not fit the layout.
         """
         if part.layout_id != self.part.layout_id or part.world_size != self.world_size or part.layout_of != self.part.layout_of:
-            raise CorruptObjectError(f"{name} does not belong to the parts beside it", object_id=name)
+            raise CorruptObjectError(f"{name} does not belong to the other parts of its snapshot", object_id=name)
         return PartIndex(
             layout=self.layout,
             part=part,
@@ -300,11 +300,11 @@ class SnapshotReader:
             if not left:
                 return  # so that a reader of thousands of ranks opens hardly more parts than it needs
         if left:
-            raise CorruptObjectError(f"{self.name}: no rank has put all of {spec.name!r}; run `tsck fsck`", object_id=spec.name)
+            raise CorruptObjectError(f"{self.name}: no rank has saved all of {spec.name!r}; run `tsck fsck`", object_id=spec.name)
 
     def _reported_boxes(self, rank: int, tensor: int) -> Sequence[BoxBounds]:
         if rank not in self._boxes:
-            self._boxes[rank] = {each.tensor: each.boxes for each in self._explicit_of(rank)}
+            self._boxes[rank] = {regions.tensor: regions.boxes for regions in self._explicit_of(rank)}
         return self._boxes[rank].get(tensor, ())
 
     def _add_wanted(self, blocks: list[WantedBlock], opened: OpenPart, held: RegionBytes, wanted: WantedBox) -> None:
@@ -371,9 +371,9 @@ class MergedSnapshot:
     def blocks_of(self, wanted: Iterable[WantedBox]) -> list[WantedBlock]:
         """As `SnapshotReader.blocks_of`."""
         of_reader: dict[int, list[WantedBox]] = {}
-        for each in wanted:
-            reader, tensor = self._places[each.tensor]
-            of_reader.setdefault(reader, []).append(each._replace(tensor=tensor))
+        for box in wanted:
+            reader, tensor = self._places[box.tensor]
+            of_reader.setdefault(reader, []).append(box._replace(tensor=tensor))
         return [block for reader, boxes in of_reader.items() for block in self.readers[reader].blocks_of(boxes)]
 
     def fetch(self, blocks: Sequence[WantedBlock]) -> None:

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from tensorstore_ck.common.ids import Digest
-from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.engine import Engine, current_actor
 from tensorstore_ck.errors import ConflictError, StoreError
 from tensorstore_ck.log import BranchHead, RefTable
 from tensorstore_ck.log.ref_names import is_ref_name
@@ -27,7 +27,7 @@ def moved_away(engine: Engine, view: RefTable, branch: BranchHead, expected: Dig
     is_published = expected is not None and view.by_root(expected) is not None
     reset = f"move the branch back with `tsck reset {ref} {own} -s {where}` and save again, or " if is_published else ""
     return ConflictError(
-        f"ref {ref!r} is at {root}, and {seen}: another process moved it ({moved_by(engine, branch)}). To continue "
+        f"ref {ref!r} is at {root}, and {seen}: {_mover(engine, branch)} moved it ({moved_by(engine, branch)}). To continue "
         f"what is there: checkout({ref!r}). To continue what is here, and lose neither: {keep}; then {reset}save on top of it with "
         f"expect={root!r}",
         object_id=ref,
@@ -36,12 +36,27 @@ def moved_away(engine: Engine, view: RefTable, branch: BranchHead, expected: Dig
 
 def moved_by(engine: Engine, branch: BranchHead) -> str:
     """Who moved a branch to where it is, and when: ``to step 1, by me@host:42 at 2026-01-31 12:00:00 UTC``."""
-    who = ""
-    with suppress(StoreError):  # the conflict is more important
-        entry = engine.log.chain.read(branch.n)
-        who = f"by {entry.actor} " if entry is not None else ""
+    actor = _actor(engine, branch)
+    who = f"by {actor} " if actor else ""
     to = "" if branch.step is None else f"to step {branch.step}, "
     return f"{to}{who}at {datetime.fromtimestamp(branch.time_ns // 1_000_000_000, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _mover(engine: Engine, branch: BranchHead) -> str:
+    """The process, as far as this one knows it: a rerun of one's own script is the usual reason."""
+    actor, own = _actor(engine, branch), current_actor()
+    if actor == own:
+        return "this process, through another store handle,"
+    if actor.rpartition(":")[0] == own.rpartition(":")[0]:
+        return "an earlier run of yours on this host, or one that is still running,"
+    return "another process"
+
+
+def _actor(engine: Engine, branch: BranchHead) -> str:
+    with suppress(StoreError):  # the conflict is more important
+        entry = engine.log.chain.read(branch.n)
+        return "" if entry is None else entry.actor
+    return ""
 
 
 def branch_command(engine: Engine, view: RefTable, branch: BranchHead) -> str:
@@ -56,6 +71,6 @@ def _names(view: RefTable, branch: BranchHead) -> tuple[str, str]:
     if not is_ref_name(f"{name}-{MAX_TRIES}"):
         name = f"kept/at-{short}"
     tries = [name, *(f"{name}-{number}" for number in range(2, MAX_TRIES + 1))]
-    kept = (each for each in tries if (found := view.branch(each)) is not None and found.root == branch.root)
-    free = (each for each in tries if view.branch(each) is None and view.tag(each) is None)
+    kept = (other for other in tries if (there := view.branch(other)) is not None and there.root == branch.root)
+    free = (other for other in tries if view.branch(other) is None and view.tag(other) is None)
     return next(kept, ""), next(free, tries[-1])

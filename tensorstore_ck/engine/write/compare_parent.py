@@ -24,7 +24,7 @@ from tensorstore_ck.format.step_counters import find_counters
 from tensorstore_ck.log import RefTable, SnapshotInfo
 
 LOOK_BACK: Final = 4
-"""With how many of a ref's last snapshots a save is compared, if it looks suspicious against the last one."""
+"""The number of a ref's last snapshots with which a save is compared, if it looks suspicious against the last one."""
 _NUMBERS: Final = {
     dtype: struct.Struct(f"<{form}")
     for dtype, form in (("float64", "d"), ("float32", "f"), ("float16", "e"), ("int64", "q"), ("int32", "i"))
@@ -59,22 +59,22 @@ class ParentComparison:
         self._places = self._find_places(counting)
 
     def examine(self) -> SaveFindings:
-        """Reads no more snapshots than necessary."""
+        """The findings. Reads no more snapshots than necessary."""
         sample, finiteness = self._tensors.sample, self._tensors.sample.finiteness
-        found = SaveFindings(elements=finiteness.elements, non_finite=finiteness.non_finite)
+        findings = SaveFindings(elements=finiteness.elements, non_finite=finiteness.non_finite)
         before = self._before(0)
         if before is not None and finiteness.non_finite:
             rows = set(self._moved_rows(before.part))
             small = {self._tensors.inlined[number].tensor for number in self._moved_inline(before.part)}
-            found.non_finite_moved = sum(count for row, count in sample.non_finite_rows.items() if row in rows)
-            found.non_finite_moved += sum(count for tensor, count in sample.non_finite_inline.items() if tensor in small)
+            findings.non_finite_moved = sum(count for row, count in sample.non_finite_rows.items() if row in rows)
+            findings.non_finite_moved += sum(count for tensor, count in sample.non_finite_inline.items() if tensor in small)
         if before is not None:
-            found.has_moved = self._has_moved(before.part)
+            findings.has_moved = self._has_moved(before.part)
             is_later = self._step is not None and before.info.step is not None and self._step > before.info.step
-            if not found.has_moved and is_later:
-                found.had_moved = any(self._has_moved(each.part) for each in self._all_before())
-        self._count(found)
-        return found
+            if not findings.has_moved and is_later:
+                findings.had_moved = any(self._has_moved(predecessor.part) for predecessor in self._all_before())
+        self._count(findings)
+        return findings
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -98,13 +98,13 @@ class ParentComparison:
 
     # --- counters -----------------------------------------------------------------------------------------------------
 
-    def _count(self, found: SaveFindings) -> None:
+    def _count(self, findings: SaveFindings) -> None:
         if not self._counters.found:
             return
         now, before = self._read_counters(self._part), self._before(0)
         then = {} if before is None else self._read_counters(before.part)
         for name, values in now.items():
-            counts = found.counts[name] = StepCounts(min(values), max(values), self._counters.may_skip)
+            counts = findings.counts[name] = StepCounts(min(values), max(values), self._counters.may_skip)
             if before is None or name not in then:
                 continue
             counts.least_before, counts.most_before = min(then[name]), max(then[name])
@@ -113,7 +113,7 @@ class ParentComparison:
                 self._look_back(name, before, counts)
 
     def _look_back(self, name: str, before: _Predecessor, counts: StepCounts) -> None:
-        """How the counters moved before. Over a single step, counters of micro-batches may move by one too, so that does not count."""
+        """Notes how the counters moved before. A single step does not count, since counters of micro-batches may move by one then, too."""
         for earlier in self._all_before():
             between = steps_between(earlier.info.step, before.info.step) or 0
             if between > 1 and (seen := self._read_counters(earlier.part).get(name)):
@@ -122,18 +122,18 @@ class ParentComparison:
 
     def _find_places(self, counting: Set[int]) -> dict[int, tuple[struct.Struct, int]]:
         """The format and offset of counters that are small tensors inside the part."""
-        specs, found = self._captured.layout.tensors[:], {}
+        specs, formats = self._captured.layout.tensors[:], {}
         for tensor, _, offset, _ in self._tensors.inlined if counting else ():
             if tensor in counting and (number := _NUMBERS.get(specs[tensor].dtype)) is not None:
-                found[tensor] = (number, offset)
-        return found
+                formats[tensor] = (number, offset)
+        return formats
 
     def _read_counters(self, part: Part) -> dict[str, list[float]]:
         """The counters in a part with the same tensors, by optimizer."""
         values: Sequence[Any] = ()
         if self._has_values:
             values = decode_values(part, "a part")
-        found: dict[str, list[float]] = {}
+        counts: dict[str, list[float]] = {}
         for counter in self._counters.found:
             number: object = None
             if counter.kind == "value":
@@ -142,8 +142,8 @@ class ParentComparison:
                 form, offset = self._places[counter.number]
                 (number,) = form.unpack_from(part.inline, offset)
             if type(number) in (int, float) and abs(cast(float, number)) < 2**53:
-                found.setdefault(counter.optimizer, []).append(cast(float, number))
-        return found
+                counts.setdefault(counter.optimizer, []).append(cast(float, number))
+        return counts
 
     # --- the snapshots before -----------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class ParentComparison:
 
 
 def _snapshots_before(engine: Engine, view: RefTable, own: Part, claim: SaveClaim) -> Iterator[_Predecessor]:
-    """Newest first, as far as they can be compared."""
+    """The snapshots before this one, newest first, as far as they can be compared."""
     info = snapshot_before(view, claim)
     while info is not None:
         try:
@@ -179,7 +179,7 @@ def _snapshots_before(engine: Engine, view: RefTable, own: Part, claim: SaveClai
 
 
 def _read_matching(engine: Engine, record: Record, own: Part) -> Part | None:
-    """The part of the same rank, if it has the same tensors in the same places."""
+    """The part of the same rank, if it has the same tensors at the same positions."""
     places = range(len(record.parts)) if own.rank < own.world_size else range(own.world_size, len(record.parts))
     if own.rank not in places:
         return None
@@ -190,6 +190,6 @@ def _read_matching(engine: Engine, record: Record, own: Part) -> Part | None:
 
 
 def _tensor_ids(part: Part) -> npt.NDArray[np.uint64]:
-    """The ids of the tensors' blocks, a row each."""
+    """The ids of the tensors' blocks, one row each."""
     first = int(part.blobs["blocks"].sum(dtype=np.int64))
     return np.frombuffer(part.ids, "<u8").reshape(-1, DIGEST_BYTES // 8)[first:]

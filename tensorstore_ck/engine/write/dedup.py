@@ -20,12 +20,12 @@ _logger: Final = logging.getLogger("tensorstore_ck.engine")
 
 
 class DedupIndex:
-    """Looks blocks up in the parent's parts, then in this host's index; only in packs that are complete and stay."""
+    """Looks blocks up in the parent's parts, then in this host's index. Uses only packs that are complete and stay."""
 
     def __init__(
         self, engine: Engine, parent: Digest | None, rank: int = 0, ranks: int = 1, *, elsewhere: bool = True, view: RefTable | None = None
     ) -> None:
-        """`rank` of how many `ranks`: which of the parent's parts to look at; `ranks` and more are those of the ranks' own states.
+        """`rank` and `ranks` choose the parts of the parent to look at; from `ranks` on, a number means the part of a rank's own state.
 
         With `elsewhere` false the index is not used: then a pin on the parent holds everything that is relied on. `view`: by default the
         log as this host knows it.
@@ -97,9 +97,9 @@ class DedupIndex:
 
 
 def matching_parts(parts: int, world_size: int, rank: int, ranks: int) -> range:
-    """The parts of a snapshot with which a rank most likely shares blocks, if the number of ranks differs: those in the same position.
+    """The parts of a snapshot with which a rank most likely shares blocks: if the number of ranks differs, the parts in the same position.
 
-    So all ranks together read each part about once.
+    All ranks together read each part about once.
     """
     first = world_size if rank >= ranks else 0
     place = rank % ranks
@@ -109,7 +109,7 @@ def matching_parts(parts: int, world_size: int, rank: int, ranks: int) -> range:
 def packs_of_damaged(engine: Engine, view: RefTable, rank: int) -> Iterator[Ulid]:
     """The packs of snapshots that are marked as damaged: their blocks are written again.
 
-    Of a snapshot of many ranks only the part that `rank` is likely to hold: no rank of a thousand reads the parts of all.
+    Of a snapshot of many ranks this reads only the part that `rank` is likely to hold, so that no rank reads the parts of all.
     """
     for info in view.marked("damaged"):
         with contextlib.suppress(DamageError):

@@ -21,16 +21,16 @@ from tensorstore_ck.format.part import Part
 from tensorstore_ck.log.block_index import Base, Location
 
 SPARSE_SHARE: Final = 0.1
-"""A delta of at most this share of the raw size changes few elements: the next delta is taken against it, not against its base."""
+"""A delta of at most this share of the raw size changes few elements: the next delta uses it as the base, instead of its own base."""
 CHAIN_SHARE: Final = 0.5
-"""The share of the raw size that all deltas of such a chain may take together."""
+"""The share of the raw size that all deltas of such a chain may have together."""
 MAX_CHAIN: Final = 128
 SAMPLE_BYTES: Final = 1024
-"""Bytes of the masters that are compared to find their weights."""
+"""The bytes of a master that are compared to find its weights."""
 
 
 class DeltaBase(NamedTuple):
-    """A block of an earlier snapshot, against which a delta is taken."""
+    """A block of an earlier snapshot that is the base of a delta."""
 
     base: Base
     age: int
@@ -70,7 +70,7 @@ class ParentBlocks:
         self._anchor_every = anchor_every
 
     def candidate(self, row: int, raw_bytes: int) -> DeltaBase | None:
-        """The base for the block in a row of the tensors, if a delta is worth a try."""
+        """The base for a delta of the block in `row` of the tensors; None if a delta is not worth a try."""
         row += self._first
         try:
             place = location_of(self._part, self._places.packs, self._places.extents, row)
@@ -101,7 +101,7 @@ class ParentBlocks:
 
 
 def earlier_part(engine: Engine, before: Sequence[tuple[Part, BlockLocations]], key: PartKey, anchor_every: int) -> ParentBlocks | None:
-    """The part among these that has the same tensors in the same places."""
+    """The part among these that has the same tensors at the same positions."""
     for part, places in before:
         if (
             PartKey(layout_id=part.layout_id, rank=part.rank, world_size=part.world_size, layout_of=part.layout_of, regions=part.regions)
@@ -112,7 +112,7 @@ def earlier_part(engine: Engine, before: Sequence[tuple[Part, BlockLocations]], 
 
 
 class Fp32Masters:
-    """The fp32 tensors of which 16-bit weights of the same state are most likely the roundings."""
+    """Finds the fp32 masters of 16-bit weights in the same state, which are most likely their roundings."""
 
     def __init__(self, captured: CapturedState, blocks: Sequence[TensorBlock]) -> None:
         """`blocks`: what this rank stores, tensor by tensor."""
@@ -135,22 +135,22 @@ class Fp32Masters:
                 if spec.dtype == "float32" and (dtype, spec.shape) in wanted:
                     sample = self._captured.sources[number].read(start, min(start + SAMPLE_BYTES, blocks[0].stop))
                     known.setdefault((dtype, spec.shape, start, cast_sample(sample, dtype)), number)
-        found = {}
+        master_of = {}
         for number in weights:
             spec, first = tensors[number], self._blocks[number][0]
             sample = self._captured.sources[number].read(first.start, min(first.start + SAMPLE_BYTES // 2, first.stop))
             master = known.get((spec.dtype, spec.shape, 2 * first.start, bytes(sample)))
             if master is not None:
-                found[number] = master
-        return found
+                master_of[number] = master
+        return master_of
 
     def blocks(self, block: TensorBlock) -> list[TensorBlock]:
-        """The blocks of the masters with exactly the elements of a block of weights; none if they are cut differently."""
+        """The blocks of the master that have exactly the elements of a block of weights; none if it is cut differently."""
         masters, start, stop = self._blocks[self.of[block.tensor]], 2 * block.start, 2 * block.stop
-        first = bisect_left(masters, start, key=lambda each: each.start)
-        found = masters[first : bisect_left(masters, stop, first, key=lambda each: each.start)]
-        fits = 0 < len(found) <= MAX_BASES and found[0].start == start and found[-1].stop == stop
-        return found if fits and all(one.stop == other.start for one, other in pairwise(found)) else []
+        first = bisect_left(masters, start, key=lambda block_of_master: block_of_master.start)
+        covering = masters[first : bisect_left(masters, stop, first, key=lambda block_of_master: block_of_master.start)]
+        fits = 0 < len(covering) <= MAX_BASES and covering[0].start == start and covering[-1].stop == stop
+        return covering if fits and all(one.stop == other.start for one, other in pairwise(covering)) else []
 
     def read(self, block: TensorBlock) -> memoryview:
         """The bytes of a block."""

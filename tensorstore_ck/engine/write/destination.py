@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Destination(Protocol):
-    """Where a save's bytes become durable, and the log entry that then says so."""
+    """Where a save's bytes become durable, and which log entry reports that."""
 
     @property
     def engine(self) -> Engine:
@@ -37,7 +37,7 @@ class Destination(Protocol):
 
     @property
     def is_offline(self) -> bool:
-        """Whether the store does not answer: then nothing is read from it, and no block in it is relied on."""
+        """Whether the store does not answer. If so, nothing is read from it, and the save relies on no block in it."""
 
     @property
     def is_staging(self) -> bool:
@@ -53,7 +53,7 @@ class Destination(Protocol):
         """Which blocks of part `number` need not be written, by a `view` whose head is the anchor."""
 
     def wrote(self, request: SaveRequest) -> None:
-        """Called when a rank of several has written its parts: rank 0 must be able to read them, and a crash must lose nothing."""
+        """Called when one of several ranks has written its parts. Rank 0 must be able to read them, and a crash must lose nothing."""
 
     def commit(
         self, request: SaveRequest, record: Record, parts: Sequence[RankParts], txn: Ulid, mark: tuple[str, str] | None = None
@@ -82,7 +82,7 @@ class StoreDestination:
     txn: Ulid | None = None
 
     def __init__(self, engine: Engine, rank: int = 0, *, is_alone: bool = False) -> None:
-        """`rank`: of several that save together, or 0. A process alone finds out before it writes that the ref is elsewhere."""
+        """`rank`: this process's rank, or 0. If `is_alone`, `admit` checks where the ref is before anything is written."""
         self.engine = engine
         self._rank = rank
         self._is_alone = is_alone
@@ -132,9 +132,9 @@ class StoreDestination:
     def keep(self, info: SnapshotInfo, written: Sequence[WrittenPart]) -> None:
         """See `Destination`."""
         self.engine.note_published()
-        for each in written:
-            self.engine.keep_part(each.ulid, each.part)
-            self.engine.index.add(each.added.items(), published_at=info.n)
+        for part in written:
+            self.engine.keep_part(part.ulid, part.part)
+            self.engine.index.add(part.added.items(), published_at=info.n)
 
     def go_offline(self) -> bool:
         """See `Destination`."""

@@ -14,7 +14,7 @@ import numpy as np
 from tensorstore_ck.backend.protocol import Backend, ObjectWriter
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, IdSource, Ulid, block_id
-from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import Codec, Encoded
@@ -40,7 +40,7 @@ class BlockEncoding(NamedTuple):
 
     encoded: Encoded
     bases: tuple[Base, ...] = ()
-    """The blocks that it is encoded against."""
+    """The blocks against which it is encoded."""
     flags: int = 0
     """See `Location`."""
 
@@ -51,7 +51,7 @@ class EncodedBlock(NamedTuple):
     id: Digest
     codec: Codec
     pieces: tuple[Buffer, ...]
-    """Of the stored bytes."""
+    """The stored bytes, in pieces."""
     raw_bytes: int
     bases: tuple[Base, ...] = ()
     flags: int = 0
@@ -81,7 +81,7 @@ class _OpenPack:
 
 
 class PackWriter:
-    """Takes runs of blocks from any thread; packs of up to `limit_bytes` come out."""
+    """Takes runs of blocks from any thread, and writes packs of up to `limit_bytes`."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class PackWriter:
         *,
         open_packs: int = 1,
         limit_bytes: int = PACK_LIMIT_BYTES,
-        meter: PutMeter | None = None,
+        meter: SaveMeter | None = None,
     ) -> None:
         """`known` returns the locations of those blocks that lie in the store already; it is called under a lock.
 
@@ -104,7 +104,7 @@ class PackWriter:
         self._known = known
         self._open_packs = open_packs
         self._limit_bytes = limit_bytes
-        self._meter = meter if meter is not None else PutMeter()
+        self._meter = meter if meter is not None else SaveMeter()
         self._lock = threading.Lock()
         self._open: list[_OpenPack] = []
         self._unsealed: list[_OpenPack] = []
@@ -128,11 +128,16 @@ class PackWriter:
             with self._meter.timed("encode", sum([len(run[number]) for number in fresh])):
                 encoded = [encode(number) if encode else BlockEncoding(Encoded(Codec.RAW, (run[number],))) for number in fresh]
             made = zip(fresh, encoded, strict=True)
-            self._append([EncodedBlock(ids[number], *each.encoded, len(run[number]), each.bases, each.flags) for number, each in made])
+            self._append(
+                [
+                    EncodedBlock(ids[number], *encoding.encoded, len(run[number]), encoding.bases, encoding.flags)
+                    for number, encoding in made
+                ]
+            )
         return ids
 
     def rely_on(self, ids: Sequence[Digest]) -> bool:
-        """Whether all these blocks lie in the store already; then they count as added, unread."""
+        """Whether all these blocks are in the store already. If so, they count as added, and are not read."""
         with self._lock:
             places = self._places_of(ids)
             if len(places) < len(set(ids)):
@@ -141,7 +146,7 @@ class PackWriter:
         return True
 
     def find(self, ids: Sequence[Digest], sizes_bytes: Sequence[int]) -> list[bool]:
-        """Which of these blocks lie in the store already; those count as hashed and added, unread."""
+        """Which of these blocks are in the store already. Those count as hashed and added, and are not read."""
         with self._lock:
             places = self._places_of(ids)
             self._add_found(places)
@@ -150,18 +155,18 @@ class PackWriter:
         return is_there
 
     def add_encoded(self, blocks: Sequence[EncodedBlock]) -> None:
-        """Stores those blocks that are not there yet as they are; the caller has verified them. Their buffers may be reused afterwards."""
+        """Stores encoded blocks that are not there yet; the caller has verified them. Their buffers may be reused afterwards."""
         with self._lock:
             fresh = [blocks[number] for number in self._claim([block.id for block in blocks])]
         if fresh:
             self._append(fresh)
 
     def location(self, block: Digest) -> Location:
-        """Where a block that was added lies; only after `close`."""
+        """The location of a block that was added; only after `close`."""
         return self.added.get(block) or self.found[block]
 
     def close(self) -> None:
-        """Seals what is still open: everything added is durable afterwards."""
+        """Seals all open packs: everything added is durable afterwards."""
         packs, self._open = self._open, []
         with self._meter.timed("write"):
             for_each(packs, self._seal, len(packs))

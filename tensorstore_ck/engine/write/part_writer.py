@@ -15,7 +15,7 @@ from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid
-from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
@@ -42,7 +42,7 @@ RUNS_A_THREAD: Final = 4
 RUN_BLOCKS: Final = 512
 """Small blocks are hashed and appended together, up to this many."""
 MAX_OPEN_PACKS: Final = 4
-"""On local files, packs written side by side: one thread at a time gets into a file."""
+"""The packs that are written in parallel on local files: a file admits one thread at a time."""
 
 
 class BlockLookup(Protocol):
@@ -50,7 +50,7 @@ class BlockLookup(Protocol):
 
     @property
     def parts(self) -> Sequence[tuple[Part, BlockLocations]]:
-        """Parts of the snapshot before that are most like the new one, and where their blocks are."""
+        """Those parts of the snapshot before that are most like the new part, and where their blocks are."""
 
     def find(self, blocks: Sequence[Digest], /) -> Mapping[Digest, Location]:
         """The locations of those `blocks` that may be relied on."""
@@ -81,9 +81,9 @@ class WrittenPart(NamedTuple):
     ulid: Ulid
     part: Part
     added: Mapping[Digest, Location]
-    """Where the blocks lie that were not in the store before."""
+    """The locations of the blocks that were not in the store before."""
     new_bytes: int
-    """Of its packs and of itself."""
+    """The stored bytes of its new packs and of the part itself."""
     tensors: "TensorBlocks"
     """Its tensors."""
 
@@ -94,22 +94,22 @@ class BlobBlocks(NamedTuple):
     rows: Extents
     """The part's `blobs`."""
     ids: list[Digest]
-    """Of their blocks, in order."""
+    """The ids of their blocks, in order."""
 
 
 class TensorBlocks(NamedTuple):
     """What a rank has stored of the tensors."""
 
     ids: list[Digest]
-    """Of its blocks, in order."""
+    """The ids of its blocks, in order."""
     inline: bytes
-    """What lies inside the part."""
+    """The bytes of small tensors, which lie inside the part."""
     rows: Sequence[TensorBlock]
-    """What each block is of."""
+    """The tensor and the bytes of each block."""
     inlined: Sequence[Inline]
-    """What `inline` consists of."""
+    """The small tensors in `inline`."""
     sample: CaptureSample
-    """What was looked at while it was read."""
+    """The sample that was taken while the tensors were read."""
 
 
 def write_part(
@@ -120,7 +120,7 @@ def write_part(
     anchor: int,
     slot: PartSlot = SINGLE,
     coding: Coding,
-    meter: PutMeter | None = None,
+    meter: SaveMeter | None = None,
     apart: bool = False,
     sampling: Sampling = NOT_VERIFIED,
 ) -> WrittenPart:
@@ -130,7 +130,7 @@ def write_part(
         engine: The store.
         captured: The state.
         known: Which blocks need not be written.
-        anchor: The log entry that `known` goes by.
+        anchor: The log entry at which `known` looks blocks up.
         slot: Which part it is.
         coding: How blocks are encoded.
         meter: Counts the progress; an error that it raises ends the work.
@@ -162,7 +162,7 @@ def write_part(
 
 
 @contextmanager
-def open_packs(engine: Engine, known: BlockLookup, meter: PutMeter | None = None) -> Iterator[PackWriter]:
+def open_packs(engine: Engine, known: BlockLookup, meter: SaveMeter | None = None) -> Iterator[PackWriter]:
     """A writer of blocks that are not `known`; every pack is durable when the block ends."""
     open_at_once = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
     packs = PackWriter(engine.backend, engine.put_id, known.find, open_packs=open_at_once, meter=meter)
@@ -175,7 +175,7 @@ def open_packs(engine: Engine, known: BlockLookup, meter: PutMeter | None = None
 
 
 def write_blobs(captured: CapturedState, packs: PackWriter, slot: PartSlot, coding: Coding) -> BlobBlocks:
-    """Stores the layout and the large values, if this rank is the one that does."""
+    """Stores the layout and the large values, if this rank is the first one with the layout."""
     encoder = Encoder(coding.mode)
     encoded_layout = captured.layout.encode()
     is_first = slot.rank == slot.layout_ranks[0]
@@ -226,10 +226,10 @@ def write_tensors(
     ids = [ZERO_DIGEST] * len(blocks)
     frozen, cuts = _frozen_blocks(captured, slot, block_bytes, blocks)
     for tensor in [*frozen]:
-        said = captured.frozen[tensor]
-        if not said.is_due and said.cut == cuts[tensor] and len(said.ids) == len(frozen[tensor]) and packs.rely_on(said.ids):
-            said.unread += 1
-            for row, block in zip(frozen.pop(tensor), said.ids, strict=True):
+        known = captured.frozen[tensor]
+        if not known.is_due and known.cut == cuts[tensor] and len(known.ids) == len(frozen[tensor]) and packs.rely_on(known.ids):
+            known.unread += 1
+            for row, block in zip(frozen.pop(tensor), known.ids, strict=True):
                 ids[row] = block
 
     computed: Mapping[int, Digest] = {}
@@ -261,13 +261,13 @@ def write_tensors(
                 return BlockEncoding(delta, (candidate.base,), candidate.age)
             return BlockEncoding(encoder.encode_tensor(raw, elements))
 
-        for block, found in zip(run, packs.add(buffers, encode), strict=True):
-            ids[block.row] = found
-            if computed.get(block.row, found) != found and (sampling.verify_share or must_agree):
+        for block, block_id in zip(run, packs.add(buffers, encode), strict=True):
+            ids[block.row] = block_id
+            if computed.get(block.row, block_id) != block_id and (sampling.verify_share or must_agree):
                 require_unchanged(captured, {block.tensor})
 
     masters = Fp32Masters(captured, blocks) if coding.mode != "raw" else None
-    weights, threads = masters.of if masters is not None else {}, _threads(captured)
+    weights, threads = masters.of if masters is not None else {}, cpu_threads() + 1
     for later in (False, True):  # weights after their masters
         unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in weights) == later]
         run_bytes = min(max(len(unread) * block_bytes // (RUNS_A_THREAD * threads), MIN_RUN_BYTES), MAX_RUN_BYTES)
@@ -277,11 +277,6 @@ def write_tensors(
         _note_frozen(captured, tensor, [ids[row] for row in rows], cuts[tensor])
     sample.note_inline(inlined, inline, small)
     return TensorBlocks(ids=ids, inline=small, rows=blocks, inlined=inlined, sample=sample)
-
-
-def _threads(captured: CapturedState) -> int:
-    """A training that goes on meanwhile keeps half of the cores."""
-    return max(cpu_threads() // 2, 2) if captured.is_copy else cpu_threads() + 1
 
 
 def inline_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> tuple[list[Inline], bytes]:
@@ -296,7 +291,7 @@ def inline_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> tupl
 
 
 def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> list[tuple[int, int, BlockShare]]:
-    """What this rank stores: the tensor, where in its source it begins, and how it is cut."""
+    """What this rank stores: for each share the tensor, its offset in the tensor's source, and how it is cut."""
     held = regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
     bases, shares = source_offsets(captured, held), assign_blocks(captured.layout, held, slot.rank, block_bytes)
     return [(held[share.region].tensor, bases[share.region] + share.start, share) for share in shares]
@@ -347,7 +342,7 @@ def store_part(
 
 
 def source_offsets(captured: CapturedState, held: Sequence[Region]) -> list[int]:
-    """Where each region that a rank holds begins in its tensor's source, which has one region after another."""
+    """The offset of each region that a rank holds in its tensor's source, which has one region after another."""
     bases = [0] * len(held)
     for number in range(1, len(held)):
         before = held[number - 1]
@@ -359,7 +354,7 @@ def source_offsets(captured: CapturedState, held: Sequence[Region]) -> list[int]
 def _frozen_blocks(
     captured: CapturedState, slot: PartSlot, block_bytes: int, blocks: Sequence[TensorBlock]
 ) -> tuple[dict[int, list[int]], dict[int, bytes]]:
-    """The rows of each frozen tensor, and which of its blocks this rank stores: another rank may store them at the next put."""
+    """The rows of each frozen tensor, and which of its blocks this rank stores: another rank may store them at the next save."""
     rows: dict[int, list[int]] = {}
     cuts: dict[int, list[tuple[object, ...]]] = {}
     if captured.frozen:
@@ -376,11 +371,11 @@ def _frozen_blocks(
 
 def _note_frozen(captured: CapturedState, tensor: int, ids: list[Digest], cut: bytes) -> None:
     """Remembers the blocks of a frozen tensor that was read."""
-    said, name = captured.frozen[tensor], captured.layout.tensors[tensor].name
-    if said.cut == cut and len(said.ids) == len(ids) and said.ids != ids:
+    known, name = captured.frozen[tensor], captured.layout.tensors[tensor].name
+    if known.cut == cut and len(known.ids) == len(ids) and known.ids != ids:
         raise FrozenChangedError(
-            f"{name} was declared frozen, but has changed since it was last read: nothing was published, and the {said.unread} "
+            f"{name} was declared frozen, but has changed since it was last read: nothing was published, and the {known.unread} "
             "snapshots since then have its earlier values. Leave it out of frozen=",
             object_id=name,
         )
-    said.ids, said.cut, said.unread = ids, cut, 0
+    known.ids, known.cut, known.unread = ids, cut, 0

@@ -19,7 +19,7 @@ from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.quota import Quota, check_quotas, quotas_of, warn_of_quotas
-from tensorstore_ck.log.retention import expire_at_put
+from tensorstore_ck.log.retention import expire_at_save
 
 T = TypeVar("T")
 
@@ -42,8 +42,8 @@ Expected = Digest | AnyHead | None
 
 
 def retry_expired(attempt: Callable[[], T], before_retry: Callable[[], object] = lambda: None) -> T:
-    """What `attempt` returns. Calls it again, a few times, when gc freed something that it relied on before it could commit, as after a
-    long sleep of this process: the bytes are still in memory.
+    """Calls `attempt` again, a few times, if gc freed something that it relied on before it could commit, as after a long sleep of this
+    process. The bytes are still in memory.
     """
     for _ in range(MAX_TRIES - 1):
         try:
@@ -55,7 +55,7 @@ def retry_expired(attempt: Callable[[], T], before_retry: Callable[[], object] =
 
 
 def store_record(engine: Engine, snapshot: Ulid, record: Record) -> bytes:
-    """Makes the record of a snapshot durable; its bytes."""
+    """Makes the record of a snapshot durable; returns its bytes."""
     encoded = record.encode()
     engine.backend.put(record_name(snapshot), encoded)
     return encoded
@@ -82,9 +82,10 @@ def publish(
         encoded: Its bytes in the store.
         txn: The transaction. If the log has an outcome for it already, that one holds.
         anchor: The oldest head at which the save chose blocks to rely on: see gc/PROTOCOL.md.
-        arrange: The operations at one head of the log, the given one that publishes among them, after it has checked that the ref is where
-            it must be; none: nothing is published.
-        condemned: What of the snapshot is condemned at that head, and must be rescued; raises `SnapshotExpiredError` where gc freed some.
+        arrange: Checks at one head of the log that the ref is where it must be, and returns the operations of the entry, among them the one
+            that it is given, which publishes. If it returns none, nothing is published.
+        condemned: Returns which objects of the snapshot are condemned at that head, and must be rescued; raises `SnapshotExpiredError` if
+            gc freed one.
         staged: The transaction under which the snapshot was staged.
         snapshot: The ULID of its record; by default `staged`, or else `txn`.
         began_ns: When the save began, by the engine's clock, for the entry to say how long it took.
@@ -121,7 +122,7 @@ def publish(
 
 
 def at_branch(engine: Engine, record: Record, expect: Expected, mark: tuple[str, str] | None = None) -> Callable[[RefTable, Op], list[Op]]:
-    """For `publish`: moves the record's branch from where it is expected; what its policies let go goes with it.
+    """For `publish`: moves the record's branch from where it is expected; the same entry expires what the branch's policies drop.
 
     `mark`: a mark for the snapshot, and the reason.
     """
@@ -141,7 +142,7 @@ def moving(
     """The operations of an entry that moves a branch, which has these `quotas`, to a new snapshot."""
     warn_of_quotas(engine.backend.url, quotas, record.ref, record.new_bytes, engine.warned_quotas)
     marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
-    return [put, *marks, *expire_at_put(view, put, engine.clock(), engine.backend.url)]
+    return [put, *marks, *expire_at_save(view, put, engine.clock(), engine.backend.url)]
 
 
 def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -> None:
@@ -166,7 +167,7 @@ def is_expected(branch: BranchHead | None, expect: Expected) -> bool:
 
 
 def condemned_of(engine: Engine, view: RefTable, snapshots: Sequence[Ulid], parts: Sequence[tuple[Ulid, Part]]) -> Objects:
-    """What of these parts and records is condemned in `view`.
+    """The objects of these parts and records that are condemned in `view`.
 
     Raises:
         SnapshotExpiredError: gc freed something of them already: their blocks must be written again.

@@ -1,4 +1,4 @@
-"""What each rank has written and checked, as a small record by which one process publishes for all.
+"""What each rank has written and checked: a small record with which one process publishes for all.
 
 A single process is the only rank. Does not know how ranks communicate nor what they hold.
 """
@@ -21,17 +21,17 @@ MOVES_OBJECTS: Final = frozenset({"condemn", "sweep", "relocate", "settle"})
 
 
 class RankParts(NamedTuple):
-    """What a rank reports of its parts."""
+    """A rank's report on its parts."""
 
     ulids: list[Ulid]
-    """Of its part, and of the part of its own state."""
+    """The ULIDs of its part, and of the part of its own state."""
     part_ids: list[Digest]
     new_bytes: int
     anchor: int
     checked: int
-    """The log entry at which it found everything in place."""
+    """The log entry at which it checked that gc has freed nothing of them."""
     condemned: Objects
-    """What was condemned there, and must be rescued."""
+    """The objects that were condemned at that entry, and must be rescued."""
 
     def record(self) -> Body:
         """As it is sent."""
@@ -61,7 +61,7 @@ class RankParts(NamedTuple):
 
 
 def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, view: RefTable) -> RankParts:
-    """What a rank has written, checked at the head of `view`.
+    """The report on what a rank has written, checked at the head of `view`.
 
     Raises:
         SnapshotExpiredError: gc freed something that it relies on: it must be written again.
@@ -69,17 +69,17 @@ def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, v
     head = view.head()
     checked = head.n if head is not None else 0
     return RankParts(
-        ulids=[each.ulid for each in written],
-        part_ids=[each.part.part_id() for each in written],
-        new_bytes=sum(each.new_bytes for each in written),
+        ulids=[one.ulid for one in written],
+        part_ids=[one.part.part_id() for one in written],
+        new_bytes=sum(one.new_bytes for one in written),
         anchor=anchor,
         checked=checked,
-        condemned=condemned_of(engine, view, (), [(each.ulid, each.part) for each in written]),
+        condemned=condemned_of(engine, view, (), [(one.ulid, one.part) for one in written]),
     )
 
 
 def record_of(engine: Engine, request: SaveRequest, ranks: Sequence[RankParts], *, logical_bytes: int, streams: str = "") -> Record:
-    """The record of what all `ranks`, in their order, have written.
+    """The record of the parts of all `ranks`, in their order.
 
     `streams` is the rule of derived streams, if there are rank states.
     """
@@ -102,7 +102,7 @@ def record_of(engine: Engine, request: SaveRequest, ranks: Sequence[RankParts], 
 
 
 def ulids_of(ranks: Sequence[RankParts]) -> list[Ulid]:
-    """Of all parts, as a record has them."""
+    """The ULIDs of all parts, in the order of a record."""
     return [rank.ulids[at] for at in range(len(ranks[0].ulids)) for rank in ranks]
 
 
@@ -115,7 +115,7 @@ def publish_parts(
     txn: Ulid,
     mark: tuple[str, str] | None = None,
 ) -> SnapshotInfo:
-    """Publishes what all `ranks`, in their order, have written as one snapshot, whose ULID is `txn`: see `publish`.
+    """Publishes the parts of all `ranks`, in their order, as one snapshot, whose ULID is `txn`: see `publish`.
 
     `mark`: a mark for the snapshot, and the reason.
     """
@@ -133,7 +133,7 @@ def publish_parts(
 
 
 def condemned_of_ranks(engine: Engine, view: RefTable, snapshot: Ulid, ranks: Sequence[RankParts]) -> Objects:
-    """What must be rescued at this head: what the ranks found, unless the log has moved objects since one of them looked."""
+    """The objects to rescue at this head: those that the ranks reported, unless the log has moved objects since one of them looked."""
     since, head = min(rank.checked for rank in ranks), view.head()
     newer = engine.log.entries(since + 1) if head is not None and head.n > since else ()
     if not any(op.name in MOVES_OBJECTS for entry in newer for op in entry.ops):
@@ -146,6 +146,6 @@ def condemned_of_ranks(engine: Engine, view: RefTable, snapshot: Ulid, ranks: Se
 
 
 def read_part(engine: Engine, ulid: Ulid) -> Part:
-    """A part, whether or not a snapshot names it."""
+    """Reads a part, whether or not a snapshot names it."""
     name = part_name(ulid)
     return decode_part(engine.backend.get(name, max_bytes=1 << 28), name)

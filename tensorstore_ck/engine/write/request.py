@@ -43,7 +43,7 @@ class SaveOptions(NamedTuple):
     """Whether the step may be lower than that of a head that was only restored: see `RefFence.check_step`."""
 
     def sampling_of_copies(self, number: int) -> "tuple[Sampling, SaveOptions]":
-        """Which samples of save `number` to compare with its copies; and its options, with nothing to be read a second time."""
+        """The samples of save `number` to compare with its copies; and its options, without a second read of the state."""
         sampling = Sampling(turn_of(None, number), self.checks.verify_capture)
         return sampling, self._replace(checks=self.checks._replace(verify_capture=0.0))
 
@@ -107,12 +107,12 @@ def check_options(
 
 
 class SaveRequest(NamedTuple):
-    """What a save says besides the state."""
+    """The options of a save as of one log entry: its parent, where the ref must be, and how blocks are encoded."""
 
     ref: str
     step: int | None
     parent: Digest | None
-    """What the new snapshot continues: part of its root."""
+    """The snapshot that the new one continues; part of its root."""
     expect: Expected
     metadata: bytes
     metrics: dict[str, float]
@@ -121,7 +121,7 @@ class SaveRequest(NamedTuple):
     """A snapshot that is more likely than the parent to have the same blocks."""
     checks: SaveChecks = SaveChecks()
     began_ns: int | None = None
-    """When the save began, by the clock of this host; None: nobody wants to know."""
+    """When the save began, by the clock of this host; None: the entry does not report the duration."""
     origin: SaveOrigin = SaveOrigin()
 
     @property
@@ -131,21 +131,21 @@ class SaveRequest(NamedTuple):
 
     @property
     def sampling(self) -> Sampling:
-        """What of the state is sampled."""
+        """Which part of the state is sampled."""
         return Sampling(turn_of(self.parent, self.step), self.checks.verify_capture)
 
     @property
     def claim(self) -> SaveClaim:
-        """What the save claims of its place in the training."""
+        """The ref, step and parent that the save claims."""
         return SaveClaim(self.ref, self.step, self.parent)
 
-    def judged(self, engine: Engine, view: RefTable, found: SaveFindings) -> "SaveRequest":
-        """Judges what all ranks found; returns the same request, with the share of numbers that are not finite in its metadata.
+    def judged(self, engine: Engine, view: RefTable, findings: SaveFindings) -> "SaveRequest":
+        """Judges the findings of all ranks; returns the request with the share of numbers that are not finite in its metadata.
 
         Raises:
             SuspiciousSaveError: it must not be published.
         """
-        judge(engine, view, found, self.checks, self.claim)
-        if not found.non_finite:
+        judge(engine, view, findings, self.checks, self.claim)
+        if not findings.non_finite:
             return self
-        return self._replace(metadata=with_store_metadata(self.metadata, {"non_finite": found.finiteness.share}))
+        return self._replace(metadata=with_store_metadata(self.metadata, {"non_finite": findings.finiteness.share}))

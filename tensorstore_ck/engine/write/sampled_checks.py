@@ -1,7 +1,7 @@
 """A sample of the bytes of a save: finds tensors that change while they are read, and counts floating elements that are not finite.
 
-Small tensors are sampled in full. Of the others the sample is systematic: a piece of each `STRIDE_BYTES` of a tensor, at an offset that a
-hash draws for each tensor and save. The draw depends on what the root of a snapshot depends on, and on nothing else, so that equal saves
+Small tensors are sampled in full. Larger ones have a systematic sample: one piece of each `STRIDE_BYTES`, at an offset that a hash draws
+for each tensor and save. The draw depends on what the root of a snapshot depends on, and on nothing else, so that equal saves
 have equal samples.
 """
 
@@ -22,12 +22,12 @@ from tensorstore_ck.errors import CaptureChangedError
 from tensorstore_ck.format.codec import elements_of
 
 SAMPLE_SHARE: Final = 1 / 256
-"""Of the bytes of larger tensors: both checks together then took less than 1 % of a save of 1 GiB to memory, at 2.6 GB/s."""
+"""The sampled share of larger tensors. With it, both checks together took less than 1 % of a save of 1 GiB to memory, at 2.6 GB/s."""
 MIN_SAMPLE_BYTES: Final = 256 << 10
-"""At least, of a state; smaller ones are sampled in full."""
+"""The least sample of a state; smaller states are sampled in full."""
 STRIDE_BYTES: Final = 4 << 20
 VERIFIED_TOGETHER_BYTES: Final = 1 << 20
-"""What one thread compares at a time: on one thread the comparison took a sixth of a save of unchanged tensors on 16 cores."""
+"""The bytes that one thread compares at a time. On one thread the comparison took a sixth of a save of unchanged tensors on 16 cores."""
 _ALIGN: Final = 16
 """No element is larger than this, or lies across a multiple of it."""
 MAX_NAMED: Final = 3
@@ -78,12 +78,12 @@ class Finiteness(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of those that are not finite."""
+        """The share of elements that are not finite."""
         return self.non_finite / self.elements if self.elements else 0.0
 
 
 def turn_of(parent: bytes | None, step: int | None) -> int:
-    """The draw of a put."""
+    """The draw of a save."""
     return int.from_bytes(derived_hash("sample of a put", parent or b"", str(step).encode())[:4], "little")
 
 
@@ -97,13 +97,13 @@ def pieces(tensor: int, start: int, stop: int, share: float, turn: int) -> list[
     length = -(-int(share * STRIDE_BYTES) // _ALIGN) * _ALIGN
     offset = (((turn ^ tensor * 0x9E3779B1) & 0xFFFFFFFF) * 0x85EBCA6B >> 13) % STRIDE_BYTES // _ALIGN * _ALIGN
     at = offset + (start - offset) // STRIDE_BYTES * STRIDE_BYTES
-    found = []
+    sampled = []
     while at < stop:
         first, last = max(at, start), min(at + length, stop)
         if first < last:
-            found.append((first, last))
+            sampled.append((first, last))
         at += STRIDE_BYTES
-    return found
+    return sampled
 
 
 def is_floating(dtype: str, item_bytes: int) -> bool:
@@ -135,14 +135,14 @@ class CaptureSample:
         self._reads: Sequence[memoryview] = ()
         self._elements = 0
         self.non_finite_rows: dict[int, int] = {}
-        """Row of a block -> how many, where there are any."""
+        """Row of a block -> the number of its elements that are not finite, if there are any."""
         self._hashed: Mapping[TensorBlock, Digest] = {}
         """Blocks on devices, and their ids as a device computed them first."""
         self.non_finite_inline: dict[int, int] = {}
-        """Number of a small tensor -> how many, where there are any."""
+        """Number of a small tensor -> the number of its elements that are not finite, if there are any."""
 
     def note(self, row: int, tensor: int, start: int, data: memoryview | bytes) -> None:
-        """A block as it was read, before it is hashed and stored; it begins at `start` of its tensor."""
+        """Samples a block as it was read, before it is hashed and stored. It begins at `start` of its tensor."""
         if tensor in self._captured.frozen:
             return  # frozen tensors have their own check
         stop = start + len(data)
@@ -155,18 +155,18 @@ class CaptureSample:
         if _mask_of(spec.dtype, spec.item_bytes) is None:
             return
         for first, last in sampled:
-            found = count_non_finite(data[first - start : last - start], spec.dtype, spec.item_bytes)
+            counted = count_non_finite(data[first - start : last - start], spec.dtype, spec.item_bytes)
             with self._lock:
-                self._elements += found.elements
-                if found.non_finite:
-                    self.non_finite_rows[row] = self.non_finite_rows.get(row, 0) + found.non_finite
+                self._elements += counted.elements
+                if counted.non_finite:
+                    self.non_finite_rows[row] = self.non_finite_rows.get(row, 0) + counted.non_finite
 
     def note_hashed(self, hashed: Mapping[TensorBlock, Digest]) -> None:
-        """Blocks that devices hashed before anything was read: `verify` has them hashed again, instead of reading a sample."""
+        """Notes blocks that devices hashed before anything was read: `verify` has them hashed again, instead of reading a sample."""
         self._hashed = hashed
 
     def note_unread(self, blocks: Iterable[TensorBlock]) -> None:
-        """Blocks on devices that are not read: counts what `note` would have counted."""
+        """Counts what `note` would have counted of blocks on devices that are not read."""
         for tensor, several in groupby(blocks, key=lambda block: block.tensor):
             spec = self._specs[tensor]
             if tensor in self._captured.frozen or _mask_of(spec.dtype, spec.item_bytes) is None:
@@ -184,20 +184,20 @@ class CaptureSample:
                     self.non_finite_rows[row] = self.non_finite_rows.get(row, 0) + count
 
     def note_inline(self, inlined: Sequence[Inline], reads: Sequence[memoryview], data: bytes) -> None:
-        """All small tensors, as they were read one by one, and together."""
+        """Samples all small tensors, as they were read one by one (`reads`) and together (`data`)."""
         self._reads = reads
         tensors, first = self._specs, 0
-        for last, each in enumerate(inlined, start=1):
-            kind = tensors[each.tensor].dtype
+        for last, small in enumerate(inlined, start=1):
+            kind = tensors[small.tensor].dtype
             if last < len(inlined) and tensors[inlined[last].tensor].dtype == kind:
                 continue  # neighbours of one dtype are checked together
-            several, item_bytes = inlined[first:last], tensors[each.tensor].item_bytes
-            found = count_non_finite(memoryview(data)[several[0].offset : each.offset + each.size_bytes], kind, item_bytes)
-            self._elements += found.elements
-            for small in several if found.non_finite else ():
-                some = count_non_finite(memoryview(data)[small.offset : small.offset + small.size_bytes], kind, item_bytes)
+            several, item_bytes = inlined[first:last], tensors[small.tensor].item_bytes
+            counted = count_non_finite(memoryview(data)[several[0].offset : small.offset + small.size_bytes], kind, item_bytes)
+            self._elements += counted.elements
+            for one in several if counted.non_finite else ():
+                some = count_non_finite(memoryview(data)[one.offset : one.offset + one.size_bytes], kind, item_bytes)
                 if some.non_finite:
-                    self.non_finite_inline[small.tensor] = self.non_finite_inline.get(small.tensor, 0) + some.non_finite
+                    self.non_finite_inline[one.tensor] = self.non_finite_inline.get(one.tensor, 0) + some.non_finite
             first = last
 
     def _is_finite(self, tensor: int) -> bool:
@@ -210,7 +210,7 @@ class CaptureSample:
             return False
         longest = max(last - first for first, last in sampled)
         equal = [first for first, last in sampled if last - first == longest]
-        others = [piece for piece in sampled if piece[1] - piece[0] < longest]  # at the ends of the tensor
+        others = [piece for piece in sampled if piece[1] - piece[0] < longest]  # those at the ends of the tensor
         runs = SampledBytes(equal[0], longest, STRIDE_BYTES, len(equal))
         return captured.device_blocks.is_finite(source, runs, mask, word_bytes) and not any(
             self._count_non_finite(tensor, first, last) for first, last in others
@@ -222,11 +222,11 @@ class CaptureSample:
 
     @property
     def finiteness(self) -> Finiteness:
-        """Of the whole sample."""
+        """The finiteness of the whole sample."""
         return Finiteness(self._elements, sum(self.non_finite_rows.values()) + sum(self.non_finite_inline.values()))
 
     def verify(self, inlined: Sequence[Inline], data: bytes) -> None:
-        """Reads it a second time.
+        """Reads the sample a second time, and compares.
 
         Raises:
             CaptureChangedError: a tensor has other bytes than when it was read first.
@@ -237,23 +237,23 @@ class CaptureSample:
         changed = set[int]()
 
         def compare(run: Sequence[SampledPiece]) -> None:
-            changed.update(each.tensor for each in run if block_id(sources[each.tensor].read(each.start, each.stop)) != each.digest)
+            changed.update(piece.tensor for piece in run if block_id(sources[piece.tensor].read(piece.start, piece.stop)) != piece.digest)
 
-        runs = list(batches(self._pieces, lambda each: each.stop - each.start, VERIFIED_TOGETHER_BYTES))
+        runs = list(batches(self._pieces, lambda piece: piece.stop - piece.start, VERIFIED_TOGETHER_BYTES))
         for_each(runs, compare, min(cpu_threads(), len(runs)))
         again = [
-            read if read.obj is None else sources[each.tensor].read(each.start, each.start + each.size_bytes)
-            for each, read in zip(inlined, self._reads, strict=True)
-        ]  # what has no object is a view of the tensor's own memory
+            read if read.obj is None else sources[piece.tensor].read(piece.start, piece.start + piece.size_bytes)
+            for piece, read in zip(inlined, self._reads, strict=True)
+        ]  # a view without an object shows the tensor's own memory
         if self._hashed and self._captured.device_blocks is not None:
             ranges = [BlockRange(block.tensor, block.start, block.stop) for block in self._hashed]
             computed = self._captured.device_blocks.ids(sources, ranges)
             pairs = zip(self._hashed.items(), computed, strict=True)
             changed |= {block.tensor for (block, before), after in pairs if after is not None and after != before}
         if b"".join(again) != data:
-            for each, now in zip(inlined, again, strict=True):
-                if now != data[each.offset : each.offset + each.size_bytes]:
-                    changed.add(each.tensor)
+            for piece, now in zip(inlined, again, strict=True):
+                if now != data[piece.offset : piece.offset + piece.size_bytes]:
+                    changed.add(piece.tensor)
         require_unchanged(self._captured, changed - self._captured.frozen.keys())
 
 

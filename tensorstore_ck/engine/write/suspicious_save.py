@@ -1,7 +1,7 @@
-"""Saves whose content contradicts what they say: no weight moved though the step did, or an optimizer counted other steps.
+"""Saves whose content contradicts their step: no weight moved though the step did, or an optimizer counted other steps.
 
-Such a state is stored as it is; but users lost weeks to asynchronous saves that were bit-identical, and to optimizers of another step than
-the weights. Each rank examines its own part (`compare_parent`); the rank that publishes judges the findings of all.
+The state is stored as it is, but the save warns or stops: users lost weeks to asynchronous saves that were bit-identical, and to optimizers
+of another step than the weights. Each rank examines its own part (`compare_parent`); the rank that publishes judges the findings of all.
 """
 
 import logging
@@ -20,7 +20,7 @@ from tensorstore_ck.log import RefTable, SnapshotInfo
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
 JUMP: Final = 2.0
-"""Warns if the share of numbers that are not finite grows by more than this factor, unchanged tensors apart."""
+"""A save warns if the share of numbers that are not finite grows by more than this factor; unchanged tensors do not count."""
 
 Unchanged = Literal["warn", "error", "ok"]
 
@@ -43,11 +43,11 @@ class SaveChecks(NamedTuple):
     unchanged: Unchanged = "ok"
     """What to do when its content contradicts its step."""
     verify_capture: float = 0.0
-    """What share of larger tensors is read a second time; 0: nothing is."""
+    """The share of larger tensors that is read a second time; 0: no tensor is."""
 
 
 def require_checks(unchanged: object, verify_capture: object) -> SaveChecks:
-    """Checks the options of a put.
+    """Checks these options of a save.
 
     Raises:
         InvalidOptionError: one is invalid.
@@ -71,12 +71,12 @@ class StepCounts:
     """In the snapshot before; None if that is not comparable."""
     most_before: float | None = None
     most_earlier: float | None = None
-    """In one before that, if it was read."""
+    """In an earlier snapshot, if one was read."""
     steps_earlier: int = 0
-    """Steps between those two: more than one."""
+    """The steps between these two snapshots: more than one."""
 
     def merge(self, other: "StepCounts") -> None:
-        """Adds those of another rank."""
+        """Adds the counts of another rank."""
         self.least, self.most = min(self.least, other.least), max(self.most, other.most)
         self.least_before = _known(min, self.least_before, other.least_before)
         self.most_before = _known(max, self.most_before, other.most_before)
@@ -86,17 +86,17 @@ class StepCounts:
 
 @dataclass(slots=True)
 class SaveFindings:
-    """What one rank found in its part, or all in theirs."""
+    """The findings of one rank in its part, or of all ranks together."""
 
     has_moved: bool = True
     """Whether a floating tensor differs from the snapshot before, or that is unknown."""
     had_moved: bool = False
-    """Whether one of those that do not differ changed in earlier snapshots."""
+    """Whether one of the tensors that do not differ changed in earlier snapshots."""
     elements: int = 0
-    """Of the sample."""
+    """The elements in the sample."""
     non_finite: int = 0
     non_finite_moved: int = 0
-    """In what differs from the snapshot before."""
+    """Those in tensors that differ from the snapshot before."""
     counts: dict[str, StepCounts] = field(default_factory=dict)
     """By optimizer."""
 
@@ -106,41 +106,41 @@ class SaveFindings:
 
     @classmethod
     def of_record(cls, record: Body) -> "SaveFindings":
-        """What `record` made."""
-        counts = {str(name): StepCounts(**each) for name, each in take(record, "counts", dict).items()}
+        """The findings that `record` encoded."""
+        counts = {str(name): StepCounts(**fields) for name, fields in take(record, "counts", dict).items()}
         return cls(**{**record, "counts": counts})
 
     @property
     def finiteness(self) -> Finiteness:
-        """Of the sample."""
+        """The finiteness of the sample."""
         return Finiteness(self.elements, self.non_finite)
 
 
 def merged(several: Sequence[SaveFindings]) -> SaveFindings:
-    """What all ranks have found."""
-    found = SaveFindings(any(each.has_moved for each in several), any(each.had_moved for each in several))
-    for each in several:
-        found.elements += each.elements
-        found.non_finite += each.non_finite
-        found.non_finite_moved += each.non_finite_moved
-        for name, counts in each.counts.items():
-            found.counts.setdefault(name, counts).merge(counts)
-    return found
+    """The findings of all ranks together."""
+    findings = SaveFindings(any(rank.has_moved for rank in several), any(rank.had_moved for rank in several))
+    for rank in several:
+        findings.elements += rank.elements
+        findings.non_finite += rank.non_finite
+        findings.non_finite_moved += rank.non_finite_moved
+        for name, counts in rank.counts.items():
+            findings.counts.setdefault(name, counts).merge(counts)
+    return findings
 
 
-def judge(engine: Engine, view: RefTable, found: SaveFindings, checks: SaveChecks, claim: SaveClaim) -> None:
+def judge(engine: Engine, view: RefTable, findings: SaveFindings, checks: SaveChecks, claim: SaveClaim) -> None:
     """Warns of findings, or raises; nothing is published yet.
 
     Raises:
         SuspiciousSaveError: it must not be published.
     """
-    how = "tensors may differ" if found.has_moved else "no tensor differs"
-    _logger.debug("compared with the save before: %s; %d of %d numbers of the sample are not finite", how, found.non_finite, found.elements)
-    if found.has_moved and not found.counts and not found.non_finite_moved:
+    how, sizes = "tensors may differ" if findings.has_moved else "no tensor differs", (findings.non_finite, findings.elements)
+    _logger.debug("compared with the save before: %s; %d of %d numbers of the sample are not finite", how, *sizes)
+    if findings.has_moved and not findings.counts and not findings.non_finite_moved:
         return  # nothing to compare with the save before
     ref, step, _ = claim
     before = snapshot_before(view, claim)
-    doubts = "; ".join([] if checks.unchanged == "ok" else _doubts(found, before, step))
+    doubts = "; ".join([] if checks.unchanged == "ok" else _doubts(findings, before, step))
     if doubts and checks.unchanged == "error":
         raise SuspiciousSaveError(
             f"nothing was published to {ref!r}: {doubts} (unchanged='warn' publishes it with a warning)", object_id=ref
@@ -148,9 +148,9 @@ def judge(engine: Engine, view: RefTable, found: SaveFindings, checks: SaveCheck
     address = ref if step is None else f"{ref}@{step}"
     if doubts:
         warnings.warn(f"{address}: {doubts} (unchanged='ok' is for saves that are meant to be so)", SuspiciousSaveWarning, stacklevel=2)
-    if before is None or not found.non_finite_moved:
+    if before is None or not findings.non_finite_moved:
         return
-    moved, share = found.non_finite_moved / found.elements, found.finiteness.share
+    moved, share = findings.non_finite_moved / findings.elements, findings.finiteness.share
     known = _noted_share(engine, before)
     if moved > JUMP * max(0.0, known - (share - moved)):
         warnings.warn(
@@ -161,14 +161,14 @@ def judge(engine: Engine, view: RefTable, found: SaveFindings, checks: SaveCheck
         )
 
 
-def _doubts(found: SaveFindings, before: SnapshotInfo | None, step: int | None) -> Iterator[str]:
+def _doubts(findings: SaveFindings, before: SnapshotInfo | None, step: int | None) -> Iterator[str]:
     steps = steps_between(before.step, step) if before is not None else None
-    if steps and before is not None and not found.has_moved and found.had_moved:
+    if steps and before is not None and not findings.has_moved and findings.had_moved:
         yield (
             f"no floating tensor differs from the save before{_at(before)}, though the step moved on by {steps} and tensors changed "
             "in earlier saves: is the state that is saved still the one that is trained?"
         )
-    for name, counts in found.counts.items():
+    for name, counts in findings.counts.items():
         title = f"the step counters of the optimizer{f' at {name!r}' if name else ''}"
         if counts.least != counts.most and (
             before is None or (counts.most_before is not None and counts.least_before == counts.most_before)
@@ -183,7 +183,7 @@ def _doubts(found: SaveFindings, before: SnapshotInfo | None, step: int | None) 
 
 
 def _expected(counts: StepCounts, before: SnapshotInfo | None, steps: int | None) -> str | None:
-    """What the counters should be if they are not; None if they are, or if the expected value is unknown.
+    """What the counters should be; None if they are as expected, or if the expected value is unknown.
 
     They count what ``step=`` counts if they were equal or moved by the same number before. If they count something else, such as steps of
     several micro-batches, they must at least move as they did before.
@@ -203,19 +203,19 @@ def _at(info: SnapshotInfo) -> str:
 
 
 def steps_between(first: int | None, second: int | None) -> int | None:
-    """The steps from one to the other, if positive."""
+    """The steps from the first to the second, if positive."""
     return second - first if first is not None and second is not None and second > first else None
 
 
 def snapshot_before(view: RefTable, claim: SaveClaim) -> SnapshotInfo | None:
-    """What the save continues; None for the first one to a ref, which may come from anywhere."""
+    """The snapshot that a save continues; None for the first save to a ref, which may come from anywhere."""
     info = find_snapshot(view, claim.parent) if claim.parent is not None else None
     is_of_ref = info is not None and (info.ref == claim.ref or view.branch(claim.ref) is not None)
     return info if is_of_ref else None
 
 
 def find_snapshot(view: RefTable, root: Digest) -> SnapshotInfo | None:
-    """A snapshot that is published, or staged."""
+    """The published or staged snapshot with a root."""
     return view.by_root(root) or next((info for _, info in view.all_staged() if info.root == root), None)
 
 

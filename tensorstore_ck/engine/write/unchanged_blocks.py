@@ -1,4 +1,4 @@
-"""Blocks on devices that the store has already: found by ids that the device computes, and never read by the host.
+"""Blocks on devices that the store has already. Devices compute their ids, and the host never reads them.
 
 A block that is written is always hashed by the host, from the bytes that are written.
 """
@@ -14,30 +14,30 @@ from tensorstore_ck.format.block_assignment import regions_of_rank
 
 
 def held_blocks(captured: CapturedState, tensors: Sequence[int], rank: int, block_bytes: int) -> list[BlockRange]:
-    """The blocks of what a rank holds of these tensors, which may be more than it writes."""
-    found, ends = list[BlockRange](), dict[int, int]()
+    """The blocks of these tensors that a rank holds, which may be more than it writes."""
+    blocks, ends = list[BlockRange](), dict[int, int]()
     for region in regions_of_rank(captured.layout, rank, (rank,), captured.explicit, tensors=tensors):
         start = ends.get(region.tensor, 0)
         for length in region.block_lengths(captured.layout.tensors[region.tensor], block_bytes):
-            found.append(BlockRange(region.tensor, start, start + length))
+            blocks.append(BlockRange(region.tensor, start, start + length))
             start += length
         ends[region.tensor] = start
-    return found
+    return blocks
 
 
 def skip_unchanged(
     captured: CapturedState, blocks: Sequence[TensorBlock], ids: MutableSequence[Digest], packs: PackWriter, sample: CaptureSample
 ) -> Mapping[int, Digest]:
-    """Sets the `ids` of those `blocks` that need not be read, and returns those that devices computed of others, by row."""
+    """Sets the `ids` of those `blocks` that need not be read. Returns the ids that devices computed of the others, by row."""
     assert captured.device_blocks is not None
     if not blocks:
         return {}
     ranges = [BlockRange(block.tensor, block.start, block.stop) for block in blocks]
     computed = captured.device_blocks.ids(captured.sources, ranges)
     hashed = {block: digest for block, digest in zip(blocks, computed, strict=True) if digest is not None}
-    found = packs.find(list(hashed.values()), [block.stop - block.start for block in hashed])
+    are_there = packs.find(list(hashed.values()), [block.stop - block.start for block in hashed])
     others, skipped = {}, []
-    for (block, digest), is_there in zip(hashed.items(), found, strict=True):
+    for (block, digest), is_there in zip(hashed.items(), are_there, strict=True):
         if is_there:
             ids[block.row] = digest
             skipped.append(block)

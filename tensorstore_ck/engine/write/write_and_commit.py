@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tensorstore_ck.common.ids import Ulid
-from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
@@ -21,14 +21,14 @@ from tensorstore_ck.log import RefTable, SnapshotInfo
 
 
 class Written(NamedTuple):
-    """What one process has made durable, checked and compared with the snapshot before."""
+    """The parts that one process has made durable, and how they compare with the snapshot before."""
 
     parts: Sequence[WrittenPart]
     report: RankParts
     findings: SaveFindings
 
 
-def write(destination: Destination, captured: CapturedState, request: SaveRequest, meter: PutMeter, view: RefTable) -> Written:
+def write(destination: Destination, captured: CapturedState, request: SaveRequest, meter: SaveMeter, view: RefTable) -> Written:
     """Writes the only part of a snapshot, and compares it with the snapshot before; the head of `view` is its anchor.
 
     Raises:
@@ -49,8 +49,8 @@ def write(destination: Destination, captured: CapturedState, request: SaveReques
         sampling=request.sampling,
     )
     if is_offline:  # a comparison might have to read from the store
-        found = written.tensors.sample.finiteness
-        findings = SaveFindings(elements=found.elements, non_finite=found.non_finite)
+        finiteness = written.tensors.sample.finiteness
+        findings = SaveFindings(elements=finiteness.elements, non_finite=finiteness.non_finite)
     else:
         findings = ParentComparison(engine=engine, view=view, written=written, captured=captured, claim=request.claim).examine()
     with meter.timed("commit"):
@@ -66,19 +66,19 @@ def commit(
     findings: Sequence[SaveFindings],
     *,
     logical_bytes: int,
-    meter: PutMeter,
+    meter: SaveMeter,
     view: RefTable,
     txn: Ulid | None = None,
     streams: str = "",
     mark: tuple[str, str] | None = None,
 ) -> SnapshotInfo:
-    """Judges what all ranks have found, and commits what they have written: the record, then one log entry.
+    """Judges the findings of all ranks, and commits their parts: the record, then one log entry.
 
     Args:
         destination: Where the parts are.
-        request: What the save says besides the state.
-        reports: What each rank has written, in the order of ranks.
-        findings: What each rank has found.
+        request: The ref, the step and the other options, as of one log entry.
+        reports: The parts of each rank, in the order of ranks.
+        findings: The findings of each rank.
         logical_bytes: Of the whole state.
         meter: Counts the progress.
         view: The log as of an entry at which the snapshot before was known.
@@ -103,7 +103,7 @@ def commit(
             raise
 
 
-def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest, meter: PutMeter | None = None) -> SnapshotInfo:
+def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest, meter: SaveMeter | None = None) -> SnapshotInfo:
     """Saves a state in the store; returns once it is durable and published. The caller has followed the log.
 
     `meter` counts the progress; an error that it raises gives the save up.
@@ -114,13 +114,13 @@ def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest,
     """
     engine.require_writable()
     with StoreDestination(engine) as destination:
-        return write_and_commit(destination, captured=captured, request=request, meter=meter or PutMeter(), view=engine.log.view())
+        return write_and_commit(destination, captured=captured, request=request, meter=meter or SaveMeter(), view=engine.log.view())
 
 
 def write_and_commit(
-    destination: Destination, captured: CapturedState, request: SaveRequest, meter: PutMeter, view: RefTable
+    destination: Destination, captured: CapturedState, request: SaveRequest, meter: SaveMeter, view: RefTable
 ) -> SnapshotInfo:
-    """Both phases for a process alone, as of `view`; again after errors that writing the state once more may help against."""
+    """Both phases for a process alone, as of `view`. Repeats them after errors that may pass if the state is written again."""
     while True:
         try:
             written = write(destination, captured=captured, request=request, meter=meter, view=view)

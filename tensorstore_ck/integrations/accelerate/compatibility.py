@@ -6,7 +6,7 @@ import accelerate
 
 from tensorstore_ck.integrations.trainer.versions import Package, changed_methods, missing_attributes
 
-PACKAGE: Final = Package("accelerate", "accelerate", (1, 12), (2, 0), "accelerate==1.15.0")
+PACKAGE: Final = Package(title="accelerate", name="accelerate", lowest=(1, 12), above=(2, 0), tested="accelerate==1.15.0")
 REPLACED: Final = {
     "save_state": ("self", "output_dir", "safe_serialization", "save_model_func_kwargs"),
     "load_state": ("self", "input_dir", "load_kwargs", "load_model_func_kwargs"),

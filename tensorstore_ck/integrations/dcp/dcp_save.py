@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tensorstore_ck.common.free_space import require_free_space
 from tensorstore_ck.common.ids import Digest
-from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.destination import StoreDestination
@@ -117,7 +117,7 @@ class DcpSave:
 
     # --- every rank ---------------------------------------------------------------------------------------------------
 
-    def write_tensors(self, role: Role, captured: CapturedState, meter: PutMeter) -> Begun:
+    def write_tensors(self, role: Role, captured: CapturedState, meter: SaveMeter) -> Begun:
         """The coordinator's call: the values of all ranks, which belong into its part, are not known yet.
 
         Raises:
@@ -127,7 +127,7 @@ class DcpSave:
         self.begun = self._begin(role, captured, meter)
         return self.begun
 
-    def write_part(self, role: Role, captured: CapturedState, meter: PutMeter) -> tuple[Begun, WriterReport]:
+    def write_part(self, role: Role, captured: CapturedState, meter: SaveMeter) -> tuple[Begun, WriterReport]:
         """The call of the other ranks. Raises `NoSpaceError` if there is not enough space for this rank's tensors."""
         self._prepare(role, captured, meter)
 
@@ -140,7 +140,7 @@ class DcpSave:
         self._engine.index.add(written.added.items(), published_at=parts.checked)  # this rank does not learn the outcome
         return begun, WriterReport(role.part, layout_id(role.layout), parts.record(), findings.record())
 
-    def _prepare(self, role: Role, captured: CapturedState, meter: PutMeter) -> None:
+    def _prepare(self, role: Role, captured: CapturedState, meter: SaveMeter) -> None:
         """Prepares a save before its first write: takes its share of the job's write rate, and checks the space for a ref's first save."""
         engine, size = self._engine, sum(source.size_bytes for source in captured.sources)
         meter.expect("hash", size)
@@ -150,27 +150,29 @@ class DcpSave:
         with self._context.explains_errors():
             require_free_space(engine.backend, engine.min_free, size if is_first else 0, f"the save to {self.ref!r}")
 
-    def _begin(self, role: Role, captured: CapturedState, meter: PutMeter) -> Begun:
+    def _begin(self, role: Role, captured: CapturedState, meter: SaveMeter) -> Begun:
         anchor, view, block_bytes = self._engine.log.sync().n, self._engine.log.view(), self._engine.config.block_bytes
         sampling = Sampling(turn_of(None, self.step), self._request.checks.verify_capture)  # ranks may see different parents
         known, coding = self._destination.known(self._request, view, role.part, role.parts), self._request.coding
         with open_packs(self._engine, known, meter) as packs:
             tensors = write_tensors(captured, packs, slot=role.slot, block_bytes=block_bytes, coding=coding, sampling=sampling)
         tensors.sample.verify(tensors.inlined, tensors.inline)
-        return Begun(role, captured, packs, tensors, block_bytes, anchor)
+        return Begun(role=role, captured=captured, packs=packs, tensors=tensors, block_bytes=block_bytes, anchor=anchor)
 
-    def _complete(self, begun: Begun, captured: CapturedState, meter: PutMeter) -> tuple[WrittenPart, RankParts, SaveFindings]:
+    def _complete(self, begun: Begun, captured: CapturedState, meter: SaveMeter) -> tuple[WrittenPart, RankParts, SaveFindings]:
         """Writes the part, with the values in `captured`, if any."""
         engine, slot, view = self._engine, begun.role.slot, self._engine.log.view()
         with open_packs(engine, self._destination.known(self._request, view, slot.rank, slot.world_size), meter) as packs:
             blobs = write_blobs(captured, packs, slot, self._request.coding)
         inlined, inline = inline_of(captured, slot, begun.block_bytes)
         tensors = begun.tensors._replace(inline=inline, inlined=inlined)
-        written = store_part(engine, captured, blobs, tensors, [begun.packs, packs], anchor=begun.anchor, slot=slot)
+        written = store_part(
+            engine, captured=captured, blobs=blobs, tensors=tensors, packs=[begun.packs, packs], anchor=begun.anchor, slot=slot
+        )
         return (
             written,
             checked_parts(engine, [written], begun.anchor, engine.log.newest_view()),
-            ParentComparison(engine, view, written, captured, self._request.claim).examine(),
+            ParentComparison(engine=engine, view=view, written=written, captured=captured, claim=self._request.claim).examine(),
         )
 
     # --- the coordinator ----------------------------------------------------------------------------------------------
@@ -185,7 +187,7 @@ class DcpSave:
         self._context.fence.note(self.ref, info.root, info.root)
         return info
 
-    def _commit(self, meter: PutMeter) -> SnapshotInfo:
+    def _commit(self, meter: SaveMeter) -> SnapshotInfo:
         assert self.gathered is not None
         captured, others = self.gathered
         reports = [RankParts.of_record(report.parts) for report in others]

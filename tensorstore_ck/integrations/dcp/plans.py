@@ -132,7 +132,12 @@ def resolve_items(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems
         results.append(WriteResult(item.index, tensor.nbytes, tiny))
     sources = [concatenate_sources([tensor for _, tensor in pieces.get(number, ())]) for number in range(len(layout.tensors))]
     explicit = [ExplicitRegions(number, tuple(box for box, _ in pieces.get(number, ()))) for number in range(len(layout.tensors))]
-    return RankItems(CapturedState(layout, (), (), sources, explicit if layout.spreads else (), device_blocks=device_blocks()), results)
+    return RankItems(
+        CapturedState(
+            layout=layout, values=(), blobs=(), sources=sources, explicit=explicit if layout.spreads else (), device_blocks=device_blocks()
+        ),
+        results,
+    )
 
 
 def with_tiny(captured: CapturedState, tiny: Iterable[Tiny]) -> CapturedState:

@@ -188,7 +188,7 @@ class Reader(StorageReader):
 
     def _metadata(self) -> Metadata:
         store, address = self._target.store, self._target.address(self._checkpoint_id)
-        resolved = resolve(log_of(store).newest_view(), address)
+        resolved = resolve(log_of(store).readable_view(), address)
         snapshot = Snapshot.from_info(resolved.info)
         if not self._allow_marked:
             refuse_marked(snapshot, address, "pass allow_marked=True")
@@ -296,7 +296,13 @@ def _with_items(tree: Tree, subtrees: frozenset[int]) -> Tree:
         return tree
     if id(tree.node) in subtrees:
         return Leaf(tree.path, "tensor", -1, tree)
-    return Container(tree.node, tree.path, tree.keys, [_with_items(child, subtrees) for child in tree.children], tree.attributes)
+    return Container(
+        node=tree.node,
+        path=tree.path,
+        keys=tree.keys,
+        children=[_with_items(child, subtrees) for child in tree.children],
+        attributes=tree.attributes,
+    )
 
 
 def _unwrap(tree: Tree) -> Tree:
@@ -305,7 +311,9 @@ def _unwrap(tree: Tree) -> Tree:
         return tree
     if tree.node[0] == "r" and isinstance(tree.children[0], Container) and OUTER_KEY in tree.children[0].keys:
         return _unwrap(tree.children[0])
-    return Container(tree.node, tree.path, tree.keys, [_unwrap(child) for child in tree.children], tree.attributes)
+    return Container(
+        node=tree.node, path=tree.path, keys=tree.keys, children=[_unwrap(child) for child in tree.children], attributes=tree.attributes
+    )
 
 
 def _target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:

@@ -131,9 +131,18 @@ class ShadowWriter(StorageWriter):
         written = self._guarded(lambda: self._ours.write(replace(plan, storage_data=both.ours), planner))
         ended = time.perf_counter()
         begun, results = written or (None, [])
-        differing = self._guarded(lambda: _differing(plan, self._theirs, theirs.value(), begun, results)) if begun is not None else None
+        differing = (
+            self._guarded(lambda: _differing(plan, writer=self._theirs, written=theirs.value(), begun=begun, results=results))
+            if begun is not None
+            else None
+        )
         report = _ShadowReport(
-            theirs.value(), results, (between - started, ended - between), len(plan.items), differing or [], self._problem
+            theirs.value(),
+            ours=results,
+            seconds=(between - started, ended - between),
+            compared=len(plan.items),
+            differing=differing or [],
+            problem=self._problem,
         )
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(""), 0, report)])
@@ -150,14 +159,14 @@ class ShadowWriter(StorageWriter):
         self._guarded(lambda: self._ours.finish(metadata, [rank.ours for rank in ranks]))
         snapshot = None if self._problem else self._ours.snapshot
         self.report = ShadowReport(
-            snapshot,
-            sum(rank.compared for rank in ranks),
-            tuple(differing),
-            self._problem,
-            max(rank.seconds[0] for rank in ranks),
-            max(rank.seconds[1] for rank in ranks),
-            sum(result.storage_data.length for rank in ranks for result in rank.theirs),
-            0 if snapshot is None else snapshot.new_bytes,
+            snapshot=snapshot,
+            compared_items=sum(rank.compared for rank in ranks),
+            differing=tuple(differing),
+            problem=self._problem,
+            checkpoint_seconds=max(rank.seconds[0] for rank in ranks),
+            snapshot_seconds=max(rank.seconds[1] for rank in ranks),
+            checkpoint_bytes=sum(result.storage_data.length for rank in ranks for result in rank.theirs),
+            snapshot_bytes=0 if snapshot is None else snapshot.new_bytes,
         )
         _logger.info("%s", self.report)
         if self._problem:

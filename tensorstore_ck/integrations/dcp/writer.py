@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, turn_of
@@ -276,7 +276,7 @@ class Writer(StorageWriter):
 
         saving.queued = save_queue(store).begin(make)
 
-    def _stored(self, write: Callable[[DcpSave, PutMeter], T]) -> T:
+    def _stored(self, write: Callable[[DcpSave, SaveMeter], T]) -> T:
         """Returns the result of `write`; if it raises, the save has failed."""
         put, queued = self._saving.save, self._saving.queued
         assert put is not None

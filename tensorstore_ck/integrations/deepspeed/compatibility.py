@@ -12,7 +12,7 @@ from tensorstore_ck.integrations.deepspeed.fragments import OPTIMIZERS, base_opt
 from tensorstore_ck.integrations.deepspeed.global_names import has_other_experts, partly_tied
 from tensorstore_ck.integrations.trainer.versions import Package, changed_methods, missing_attributes
 
-PACKAGE: Final = Package("DeepSpeed", "deepspeed", (0, 19), (0, 20), "deepspeed==0.19.8")
+PACKAGE: Final = Package(title="DeepSpeed", name="deepspeed", lowest=(0, 19), above=(0, 20), tested="deepspeed==0.19.8")
 REPLACED: Final = {
     "save_checkpoint": ("self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
     "load_checkpoint": (

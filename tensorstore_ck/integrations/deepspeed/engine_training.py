@@ -26,7 +26,7 @@ def training_of(
     extra = {} if extra is None else extra
     shared = EngineState(engine, parts, schedulers=schedulers, extra=extra)
     model, none = StatefulPart.of("model", shared.module), StatefulPart.of("dataloader", None)
-    return TrainingState.over(shared, RankOwnState(model, none, extra, values, None)), shared
+    return TrainingState.over(shared, RankOwnState(model=model, loaders=none, extra=extra, values=values, merge=None)), shared
 
 
 @contextmanager

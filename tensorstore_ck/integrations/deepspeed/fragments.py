@@ -104,16 +104,16 @@ def _trained(optimizer: Any, names: ParameterNames) -> Iterator[Fragment]:
         for group, (parameters, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
             offset = 0
             for parameter in parameters:
-                yield _whole(_name_of(names, parameter), parameter, flat, offset, group)
+                yield _whole(_name_of(names, parameter), parameter=parameter, flat=flat, offset=offset, group=group)
                 offset += parameter.numel()
     elif isinstance(optimizer, FP16_UnfusedOptimizer):
         for group, (parameters, masters) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)):
             for parameter, master in zip(parameters, masters, strict=True):
-                yield _whole(_name_of(names, parameter), parameter, master, 0, group)
+                yield _whole(_name_of(names, parameter), parameter=parameter, flat=master, offset=0, group=group)
     else:
         for group, options in enumerate(optimizer.param_groups):
             for parameter in options["params"]:
-                yield _whole(_name_of(names, parameter), parameter, parameter, 0, group)
+                yield _whole(_name_of(names, parameter), parameter=parameter, flat=parameter, offset=0, group=group)
 
 
 def _of_partition(
@@ -128,7 +128,16 @@ def _of_partition(
         first, end = max(offset, begin), min(offset + parameter.numel(), begin + flat.numel())
         start, at, count = (first - offset, first - begin, end - first) if first < end else (0, 0, 0)
         weights = parameter.detach().view(-1).narrow(0, start, count)
-        yield Fragment(_name_of(names, parameter), tuple(parameter.shape), start, weights, False, flat, at, group)
+        yield Fragment(
+            name=_name_of(names, parameter),
+            shape=tuple(parameter.shape),
+            start=start,
+            weights=weights,
+            is_whole=False,
+            flat=flat,
+            offset=at,
+            group=group,
+        )
 
 
 def _of_stage_3(optimizer: Any, names: ParameterNames) -> Iterator[Fragment]:
@@ -138,7 +147,16 @@ def _of_stage_3(optimizer: Any, names: ParameterNames) -> Iterator[Fragment]:
         for parameter in parameters:
             start, weights = _part_of(parameter)
             flat, group = optimizer.fp32_partitioned_groups_flat[number], optimizer.sub_group_to_group_id[number]
-            yield Fragment(_name_of(names, parameter), tuple(parameter.ds_shape), start, weights, False, flat, offset, group)
+            yield Fragment(
+                name=_name_of(names, parameter),
+                shape=tuple(parameter.ds_shape),
+                start=start,
+                weights=weights,
+                is_whole=False,
+                flat=flat,
+                offset=offset,
+                group=group,
+            )
             offset += parameter.partition_numel()
 
 
@@ -159,7 +177,16 @@ def _frozen(name: str, parameter: Any) -> Fragment:
 def _whole(name: str, parameter: torch.Tensor, flat: torch.Tensor | None = None, offset: int = 0, group: int = 0) -> Fragment:
     if not parameter.is_contiguous():
         raise UnsupportedValueError(f"model.{name} is not contiguous: call .contiguous() before deepspeed.initialize", object_id=name)
-    return Fragment(name, tuple(parameter.shape), 0, parameter.detach().view(-1), True, flat, offset, group)
+    return Fragment(
+        name=name,
+        shape=tuple(parameter.shape),
+        start=0,
+        weights=parameter.detach().view(-1),
+        is_whole=True,
+        flat=flat,
+        offset=offset,
+        group=group,
+    )
 
 
 def _name_of(names: ParameterNames, parameter: torch.Tensor) -> str:

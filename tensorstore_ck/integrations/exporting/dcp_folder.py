@@ -74,7 +74,7 @@ def write_checkpoint(job: ExportJob, meta: MetaState, state: dict[Any, Any], pla
     content, folder, target = job.content, job.folder, job.target
     require_savable(((tensor, leaf.path) for tensor, leaf in meta.tensors.values()), target.path)
     plan, metadata = _plan(planner, state, target.path)
-    items = list(_items(content, meta, planner, plan, target.path))
+    items = list(_items(content, meta=meta, planner=planner, plan=plan, shown=target.path))
     scratch = scratch_bytes(content, (item.leaf for _, item in items if isinstance(item, _Tensor)))
     require_disk_space(folder, sum(map(_size, items)) + scratch, target.path)
     storage: dict[MetadataIndex, _StorageInfo] = {}

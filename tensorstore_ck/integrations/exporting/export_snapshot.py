@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError
 from tensorstore_ck.format.record import STORE_KEY
@@ -66,6 +67,7 @@ class ExportReport:
         return sum(file.size_bytes for file in self.files)
 
 
+@short_errors
 @renamed_argument(skip="exclude", allow_bad="allow_marked")
 def export_snapshot(
     store: ReadOnlyStore,
@@ -121,12 +123,19 @@ def export_snapshot(
     if config_from is not None and format != "hf":
         raise InvalidOptionError(f"config_from= (--config-from) is for the format hf, not {format}", object_id="config_from")
     target.check(overwrite=overwrite)
-    info = resolve(log_of(store).newest_view(), address).info
+    info = resolve(log_of(store).readable_view(), address).info
     snapshot = Snapshot.from_info(info)
     if not allow_marked:
         refuse_marked(snapshot, address, "pass allow_marked=True (--allow-marked)")
     content: SnapshotContent = open_content(store, info)
-    tree, write = _plan(content, format, select, exclude, strip_prefix, None if config_from is None else os.fspath(config_from))
+    tree, write = _plan(
+        content,
+        format=format,
+        select=select,
+        exclude=exclude,
+        prefix=strip_prefix,
+        config_from=None if config_from is None else os.fspath(config_from),
+    )
     renamed = None if names is None else convert_content(read_names(names), content, tree)
     if renamed is not None:
         content, tree, _ = renamed
@@ -134,12 +143,31 @@ def export_snapshot(
     metadata.pop(STORE_KEY, None)  # the store's own note
     with atomic_folder(target, overwrite=overwrite) as folder:
         rank_state = partial(_first_rank_state, store, snapshot.root)
-        written = write(ExportJob(content, tree, metadata, folder, target, max_file_bytes, rank_state=rank_state))
+        written = write(
+            ExportJob(
+                content=content,
+                tree=tree,
+                metadata=metadata,
+                folder=folder,
+                target=target,
+                max_file_bytes=max_file_bytes,
+                rank_state=rank_state,
+            )
+        )
         sizes = dict(sorted(_sizes(folder)))
     files = tuple(ExportedFile(name, size) for name, size in sizes.items())
     left_out = written.left_out | dict.fromkeys(() if renamed is None else renamed.left_out, "not a tensor")
     notes = tuple(written.notes)
-    return ExportReport(format, target.path, snapshot, files, written.tensors, written.tensor_bytes, left_out, notes)
+    return ExportReport(
+        format=format,
+        path=target.path,
+        snapshot=snapshot,
+        files=files,
+        tensors=written.tensors,
+        tensor_bytes=written.tensor_bytes,
+        left_out=left_out,
+        notes=notes,
+    )
 
 
 def _first_rank_state(store: ReadOnlyStore, root: str) -> Any:
@@ -234,8 +262,8 @@ def _without(tree: Tree, excluded: re.Pattern[str]) -> Tree | None:
     if all(one is other for one, other in zip(kept, tree.children, strict=True)):
         return tree
     if tree.node[0] in ("l", "u", "n"):
-        return Container(tree.node, tree.path, tree.keys, [child or UNSELECTED for child in kept], None)
+        return Container(node=tree.node, path=tree.path, keys=tree.keys, children=[child or UNSELECTED for child in kept], attributes=None)
     if tree.node[0] == "r":
         return tree  # cannot be split
     keys = [key for key, child in zip(tree.keys, kept, strict=True) if child]
-    return Container(tree.node, tree.path, keys, [child for child in kept if child], tree.attributes)
+    return Container(node=tree.node, path=tree.path, keys=keys, children=[child for child in kept if child], attributes=tree.attributes)

@@ -49,7 +49,11 @@ def write_megatron(job: ExportJob) -> WrittenExport:
     if any(map(_has_types, values.values())):
         _register_types()
     built = {key: _value(job, child) for key, child in values.items()}
-    meta = MetaState(job.content, Container(["d", [], []], "", list(tensors), list(tensors.values()), None), frozenset())
+    meta = MetaState(
+        job.content,
+        Container(node=["d", [], []], path="", keys=list(tensors), children=list(tensors.values()), attributes=None),
+        frozenset(),
+    )
     state = {**meta.state, **{key: [value] for key, value in built.items() if key != COMMON}}
     forms = write_checkpoint(job, meta, state, DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
     common = io.BytesIO()

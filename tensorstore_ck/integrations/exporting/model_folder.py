@@ -76,7 +76,9 @@ def without_model_files(tree: Tree) -> Tree:
     if not isinstance(tree, Container) or MODEL_FILES not in tree.keys or tree.node[0] not in DICTS:
         return tree
     kept = [(key, child) for key, child in zip(tree.keys, tree.children, strict=True) if key != MODEL_FILES]
-    return Container(tree.node, tree.path, [key for key, _ in kept], [child for _, child in kept], tree.attributes)
+    return Container(
+        node=tree.node, path=tree.path, keys=[key for key, _ in kept], children=[child for _, child in kept], attributes=tree.attributes
+    )
 
 
 def weights_globs(tree: Tree) -> list[str] | None:
@@ -122,7 +124,7 @@ def adapter_weights(tree: Tree, names: Mapping[str, str] | None) -> Tree:
     if missing:
         raise MismatchError(f"the snapshot lacks weights of the adapter: {listed(missing)}", object_id=missing[0])
     renamed = [Leaf(to, there[name].kind, there[name].index, there[name].node) for to, name in names.items()]
-    return Container(["d", [], []], "", list(names), list(renamed), None)
+    return Container(node=["d", [], []], path="", keys=list(names), children=list(renamed), attributes=None)
 
 
 def write_model_folder(job: ExportJob, model: ModelFiles) -> WrittenExport:

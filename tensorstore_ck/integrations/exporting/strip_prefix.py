@@ -63,7 +63,9 @@ def without_prefix(tree: Tree, prefix: str) -> Tree:
     for leaf in leaves(tree):
         if leaf is not UNSELECTED:
             leaf.path = leaf.path.removeprefix(prefix)
-    return Container(node, "", [entry.key for entry in entries], [entry.child for entry in entries], attributes)
+    return Container(
+        node=node, path="", keys=[entry.key for entry in entries], children=[entry.child for entry in entries], attributes=attributes
+    )
 
 
 def _without_attributes(tree: Tree) -> Iterator[Leaf]:

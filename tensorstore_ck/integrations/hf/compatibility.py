@@ -7,7 +7,7 @@ from transformers.trainer import Trainer as NativeTrainer
 
 from tensorstore_ck.integrations.trainer.versions import Package, changed_methods
 
-PACKAGE: Final = Package("transformers", "transformers", (5, 3), (6, 0), "transformers==5.23.0")
+PACKAGE: Final = Package(title="transformers", name="transformers", lowest=(5, 3), above=(6, 0), tested="transformers==5.23.0")
 """5.0 and earlier have neither `rotate_checkpoints` nor `_run_epoch`."""
 REPLACED: Final = {
     "_save_checkpoint": ("self", "model", "trial"),

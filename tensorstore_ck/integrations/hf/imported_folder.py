@@ -63,13 +63,13 @@ def _write(store: Store, folder: Path, restoring: Restoring, *, writes: bool) ->
             object_id=root,
         )
     for stem in weights:
-        for file in _export(store, root, stem, folder / stem, "safetensors"):
+        for file in _export(store, root=root, part=stem, path=folder / stem, format="safetensors"):
             file.rename(folder / file.name.replace("model", stem, 1))
         (folder / stem).rmdir()
     for part in parts:
         for start, suffix in _TORCH_FILES.items():
             if part == start or part.startswith(f"{start}_"):
-                _export(store, root, part, folder / f"{part}{suffix}", "torch")
+                _export(store, root=root, part=part, path=folder / f"{part}{suffix}", format="torch")
     others: dict[str, Any] = restoring.selected(f"{TRAINER_STATE}.*", *([f"{MODEL_FILES}.*"] if MODEL_FILES in parts else []))
     (folder / TRAINER_STATE_NAME).write_text(json.dumps(others[TRAINER_STATE], indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for name, data in others.get(MODEL_FILES, {}).items():

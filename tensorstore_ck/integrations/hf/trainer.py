@@ -217,7 +217,7 @@ class SnapshotMixin(ExceptionSaveMixin):
 
     def _load_weights(self, address: str) -> None:
         if self._engine is None:
-            weights.restore(self._native, self._store, address, self._group, self._base)
+            weights.restore(self._native, self._store, address, self._group, base=self._base)
             return
         with held_engine.partitioned(self._engine):
             self._training({}).restore(self._store, address, group=self._group, parts=("model",))

@@ -52,7 +52,7 @@ def takes_by_name(trainer: NativeTrainer) -> bool:
     return type(native.model).load_state_dict is nn.Module.load_state_dict or native.is_fsdp_enabled
 
 
-def restore(trainer: NativeTrainer, store: Store, address: str, group: "ProcessGroup | None", base: AdapterBase) -> None:
+def restore(trainer: NativeTrainer, store: Store, address: str, group: "ProcessGroup | None", *, base: AdapterBase) -> None:
     """Restores the weights in place, or through the model's own `load_state_dict`; `base`: of the model, to which a snapshot may refer.
 
     Raises:

@@ -3,6 +3,7 @@ DeepSpeed.
 
 import_checkpoint.py      imports one checkpoint as one snapshot
 import_history.py         imports several checkpoints of a run, one snapshot each
+outside_importers.py      importers of other packages
 detect_format.py          detects the format, and reads the state
 found_state.py            what the reader of each format returns
 detect_history.py         distinguishes one checkpoint in several files from several steps
@@ -38,9 +39,11 @@ Foreign files are untrusted. Nothing in them is run or imported, every size is c
 from tensorstore_ck.integrations.importing.detect_history import SeveralStepsError
 from tensorstore_ck.integrations.importing.import_checkpoint import CheckpointContents, Imported, import_checkpoint, inspect_checkpoint
 from tensorstore_ck.integrations.importing.import_history import ImportedStep, PlannedImport, import_history, inspect_history
+from tensorstore_ck.integrations.importing.outside_importers import ForeignCheckpoint
 
 __all__ = [
     "CheckpointContents",
+    "ForeignCheckpoint",
     "Imported",
     "ImportedStep",
     "PlannedImport",

@@ -60,19 +60,19 @@ def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
 
     for_each(_runs(len(blocks)), hash_run, cpu_threads())
     part = Part(
-        layout_id(layout),
-        slot.rank,
-        slot.world_size,
-        blobs,
-        b"".join([*ids, *hashes]),
-        encode_values(captured.values),
-        b"".join(inline),
-        (),
-        np.zeros(0, EXTENT_DTYPE),
-        b"",
-        0,
-        slot.layout_of,
-        encode_regions(captured.explicit),
+        layout_id=layout_id(layout),
+        rank=slot.rank,
+        world_size=slot.world_size,
+        blobs=blobs,
+        ids=b"".join([*ids, *hashes]),
+        values=encode_values(captured.values),
+        inline=b"".join(inline),
+        packs=(),
+        extents=np.zeros(0, EXTENT_DTYPE),
+        base_ids=b"",
+        anchor=0,
+        layout_of=slot.layout_of,
+        regions=encode_regions(captured.explicit),
     )
     return part.part_id()
 

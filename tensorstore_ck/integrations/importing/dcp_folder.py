@@ -226,7 +226,7 @@ class _Reader:
         if chunk.size > left:
             raise MalformedError(f"its items in {file.path} overlap")
         self._left[file.path] = left - chunk.size
-        loaded = load_torch_file(self._files, file, self._known, chunk.start, chunk.size)
+        loaded = load_torch_file(self._files, file=file, known=self._known, start=chunk.start, size=chunk.size)
         self._unknown.update(dict.fromkeys(loaded.unknown, file.path))
         return loaded.value
 

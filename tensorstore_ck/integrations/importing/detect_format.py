@@ -13,6 +13,7 @@ from tensorstore_ck.integrations.importing.detect_history import SeveralStepsErr
 from tensorstore_ck.integrations.importing.file_sets import missing_files
 from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
+from tensorstore_ck.integrations.importing.outside_importers import read_by_outside_importer
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.safetensors_file import is_safetensors, load_safetensors
 from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load_torch_file
@@ -35,6 +36,11 @@ def find_state(files: Files, path: str, known: PickleAllowlist, *, as_one: bool 
         UnsupportedValueError: its format is unknown.
         CorruptObjectError: it is damaged, incomplete or inconsistent.
     """
+    outside = read_by_outside_importer(path) if os.path.exists(path) else None
+    if outside is not None:
+        name, content = outside
+        files.newest_ns = os.stat(path).st_mtime_ns
+        return FoundState(name, content.state, content.metadata, {}, content.step)
     if os.path.basename(path) == dcp_folder.METADATA:
         path = os.path.dirname(path) or "."
     is_folder = os.path.isdir(path)
@@ -79,9 +85,9 @@ def _in_folder(files: Files, folder: Folder, known: PickleAllowlist, *, as_one: 
     if folder.has(trainer_folder.STATE):
         if tag_folder is None:
             return _trainer(files, folder, names, known)
-        return load_trainer(files, folder, names, tag_folder, known)
+        return load_trainer(files, folder=folder, names=names, tag_folder=tag_folder, known=known)
     if tag_folder is not None and tag_folder != folder.path and is_accelerate(names):
-        return load_accelerate(files, folder, names, tag_folder, known)
+        return load_accelerate(files, folder=folder, names=names, tag_folder=tag_folder, known=known)
     if tag_folder is not None:
         return load_deepspeed(files, tag_folder, known).found
     indexes = [name for name in names if name.endswith(sharded_index.SUFFIX)]
@@ -170,7 +176,13 @@ def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowl
     if not as_one:
         require_one_step(folder.path, {name: member.state for name, member in found.items()}, names)
     return FoundState(
-        f"folder of {len(found)} checkpoints", members.state(), {}, members.unknown(), None, tuple(skipped), missing=members.missing()
+        format=f"folder of {len(found)} checkpoints",
+        state=members.state(),
+        metadata={},
+        unknown=members.unknown(),
+        step=None,
+        skipped=tuple(skipped),
+        missing=members.missing(),
     )
 
 
@@ -195,12 +207,12 @@ def _trainer(files: Files, folder: Folder, names: list[str], known: PickleAllowl
         )
     state = {**members.state(), "trainer_state": trained.state, **({MODEL_FILES: small} if small else {})}
     return FoundState(
-        "checkpoint folder of transformers' Trainer",
-        state,
-        {},
-        members.unknown(),
-        trained.step,
-        tuple(members.skipped),
+        format="checkpoint folder of transformers' Trainer",
+        state=state,
+        metadata={},
+        unknown=members.unknown(),
+        step=trained.step,
+        skipped=tuple(members.skipped),
         missing=members.missing(),
     )
 

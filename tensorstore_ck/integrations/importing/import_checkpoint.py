@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import AnyHead
 from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
@@ -57,6 +58,7 @@ class Imported(NamedTuple):
     contents: CheckpointContents
 
 
+@short_errors
 @renamed_argument(leave_out="exclude")
 def import_checkpoint(
     store: Store,
@@ -120,6 +122,7 @@ def import_checkpoint(
     return Imported(snapshot, contents)
 
 
+@short_errors
 @renamed_argument(leave_out="exclude")
 def inspect_checkpoint(
     path: str | os.PathLike[str],
@@ -164,7 +167,9 @@ def opened(
                 "--partial (partial=True)",
                 object_id=origin,
             )
-        resolved = resolve_placeholders(found.state, exclude, found.unknown, origin, known.parsed_bytes, dropped=known.dropped)
+        resolved = resolve_placeholders(
+            found.state, exclude=exclude, unknown=found.unknown, origin=origin, parsed_bytes=known.parsed_bytes, dropped=known.dropped
+        )
         state, left_out = resolved
         if names is not None:
             state, others = convert_state(read_names(names), state)
@@ -172,16 +177,17 @@ def opened(
         captured = capture(state)
         tensors = captured.layout.tensors
         contents = CheckpointContents(
-            origin,
-            found.format,
-            len(tensors),
-            sum(spec.size_bytes for spec in tensors),
-            len(captured.values),
-            found.step,
-            {key: value for key, value in found.metadata.items() if key != STORE_KEY} | ({"partial": lacks} if found.missing else {}),
-            dict(known.converted),
-            tuple(left_out),
-            dict(found.skipped),
-            found.missing,
+            path=origin,
+            format=found.format,
+            tensors=len(tensors),
+            tensor_bytes=sum(spec.size_bytes for spec in tensors),
+            values=len(captured.values),
+            step=found.step,
+            metadata={key: value for key, value in found.metadata.items() if key != STORE_KEY}
+            | ({"partial": lacks} if found.missing else {}),
+            converted=dict(known.converted),
+            left_out=tuple(left_out),
+            skipped=dict(found.skipped),
+            missing=found.missing,
         )
         yield Opened(contents, captured, files, state)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import AmbiguousAddressError, InvalidOptionError, MismatchError, NotFoundError, SnapshotAbortedError
 from tensorstore_ck.format.record import check_metrics, encode_metadata
 from tensorstore_ck.integrations.importing.compare_snapshot import is_in_snapshot
@@ -48,6 +49,7 @@ class ImportedStep:
     """Whether it was on the branch before, with the same content."""
 
 
+@short_errors
 @renamed_argument(leave_out="exclude")
 def import_history(
     store: Store,
@@ -95,12 +97,13 @@ def import_history(
     for item in plan:
         with opened(item.path, exclude) as checkpoint:
             _require_unchanged(item, checkpoint, step_from, metrics or {})
-            step = _import_one(store, item, checkpoint, ref, metadata or {})
+            step = _import_one(store, planned=item, checkpoint=checkpoint, ref=ref, metadata=metadata or {})
         imported(step)
         done.append(step)
     return tuple(done)
 
 
+@short_errors
 @renamed_argument(leave_out="exclude")
 def inspect_history(
     paths: Paths, *, step_from: str, metrics: Mapping[str, str | float] | None = None, exclude: Sequence[str] = ()

@@ -1,13 +1,12 @@
-"""Which keys of dicts and sets a foreign pickle may have: types with a cheap and safe hash, and few keys of one hash.
+"""Which keys of dicts and sets a foreign pickle may have: types with a cheap and safe hash, and no keys that Python is slow to find.
 
-Hashes of text and bytes are random; those of numbers and tuples can be chosen, and a dict whose keys have one hash takes quadratic time.
+Hashes of text and bytes are random; those of numbers and tuples can be chosen (format/hash_probes.py).
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
-from tensorstore_ck.format.values import MAX_EQUAL_HASHES, RANDOM_HASHES, reject_hash_collisions
+from tensorstore_ck.format.hash_probes import RANDOM_HASHES, HashProbes, reject_slow_keys
 from tensorstore_ck.integrations.importing.malformed import MalformedError
 from tensorstore_ck.integrations.importing.placeholders import Unstorable
 
@@ -20,40 +19,42 @@ _KEY_TYPES: Final = frozenset({str, int, float, complex, bool, bytes, type(None)
 
 
 class HashCrowding:
-    """Counts the keys of dicts and sets that are filled step by step."""
+    """Follows the keys of dicts and sets that are filled step by step."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, tuple[Any, Counter[int]]] = {}
-        """Container id -> the container, and the number of keys per hash, for types whose hash can be chosen."""
+        self._probes: dict[int, tuple[Any, HashProbes]] = {}
+        """Container id -> the container, and its keys whose hash can be chosen."""
 
     def add(self, container: Any, keys: Sequence[Any]) -> int:
         """Call it before adding keys to a container. Returns the number of items in these keys.
 
         Raises:
-            MalformedError: a key has a wrong type, or too many have one hash.
+            MalformedError: a key has a wrong type, or Python would take quadratic time to find them.
         """
         items = 0
         for key in keys:
             kind = type(key)
-            if kind in RANDOM_HASHES or (kind is int and key.bit_length() < 64):
+            if kind in RANDOM_HASHES:
                 continue
-            items += _items(key)
-            _, counts = self._counts.setdefault(id(container), (container, Counter()))
-            counts[hash(key)] += 1
-            if counts[hash(key)] > MAX_EQUAL_HASHES:
-                raise MalformedError(f"it has more than {MAX_EQUAL_HASHES} keys of one hash in one dict or set")
+            items += 0 if kind is float or (kind is int and key.bit_length() < 64) else _items(key)
+            _, probes = self._probes.setdefault(id(container), (container, HashProbes(is_set=isinstance(container, set))))
+            try:
+                probes.add([hash(key)])
+            except ValueError as exc:
+                raise MalformedError(str(exc)) from exc
         return items
 
 
 def require_cheap_keys(keys: Sequence[Any]) -> Sequence[Any]:
-    """`keys`, if one dict may have them all.
+    """`keys`, if one dict or set may have them all.
 
     Raises:
         MalformedError, ValueError: it may not.
     """
     for key in keys:
         _items(key)
-    reject_hash_collisions(keys)
+    for is_set in (False, True):
+        reject_slow_keys(keys, is_set=is_set)
     return keys
 
 

@@ -91,7 +91,7 @@ class Files:
 
     def expect(self, file: MappedFile, start: int, size: int, checksum: int) -> None:
         """Adds the CRC-32 that bytes of a file must have."""
-        self.expected.append(ExpectedCrc(file.address + start, size, checksum, file.path, start))
+        self.expected.append(ExpectedCrc(address=file.address + start, size=size, checksum=checksum, path=file.path, start=start))
 
 
 class Folder:

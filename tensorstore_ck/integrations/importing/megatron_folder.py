@@ -61,7 +61,7 @@ def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: Pic
         _incomplete(folder, COMMON_FILE)
     step = _step(folder, source, common)
     skipped = tuple((name, f"not named by {METADATA}") for name in names if name not in read)
-    return FoundState(KIND, {**state, COMMON: common}, {}, unknown, step, skipped)
+    return FoundState(format=KIND, state={**state, COMMON: common}, metadata={}, unknown=unknown, step=step, skipped=skipped)
 
 
 def _newest(files: Files, folder: Folder) -> Folder:

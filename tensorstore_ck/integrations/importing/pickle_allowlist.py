@@ -166,7 +166,7 @@ def _tensor(  # noqa: PLR0917 - as in torch._utils
 ) -> torch.Tensor:
     if not isinstance(stored, Stored):
         raise MalformedError("it creates a tensor without a storage")
-    return _finished(_over(stored.storage, stored.dtype, offset, shape, strides), requires_grad, bits)
+    return _finished(_over(stored.storage, dtype=stored.dtype, offset=offset, shape=shape, strides=strides), requires_grad, bits)
 
 
 def _tensor_v3(  # noqa: PLR0917 - as in torch._utils
@@ -174,7 +174,7 @@ def _tensor_v3(  # noqa: PLR0917 - as in torch._utils
 ) -> torch.Tensor:
     if not isinstance(stored, Stored) or not isinstance(dtype, torch.dtype):
         raise MalformedError("it creates a tensor without a storage or dtype")
-    return _finished(_over(stored.storage, dtype, offset, shape, strides), requires_grad, bits)
+    return _finished(_over(stored.storage, dtype=dtype, offset=offset, shape=shape, strides=strides), requires_grad, bits)
 
 
 def _over(storage: torch.UntypedStorage, dtype: torch.dtype, offset: Any, shape: Any, strides: Any) -> torch.Tensor:
@@ -191,7 +191,7 @@ def _over(storage: torch.UntypedStorage, dtype: torch.dtype, offset: Any, shape:
     ):
         raise MalformedError(f"it claims a tensor of shape {list(sizes)[:8]}, which does not lie within its {storage.nbytes()} bytes")
     base = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return strided(base, dtype, sizes, steps, 0 if 0 in sizes else offset * dtype.itemsize)
+    return strided(base, dtype=dtype, shape=sizes, strides=steps, offset_bytes=0 if 0 in sizes else offset * dtype.itemsize)
 
 
 def _finished(tensor: torch.Tensor, requires_grad: Any, bits: Any) -> torch.Tensor:

@@ -120,4 +120,4 @@ def _tensor(file: MappedFile, name: str, entry: Any, base: int) -> tuple[torch.T
         shape = [*shape[:-1], shape[-1] // 2]
     memory = torch.empty(0, dtype=torch.uint8).set_(file.storage(start, stop - start))
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return strided(memory, dtype, tuple(shape), tuple(strides), 0), (start, stop)
+    return strided(memory, dtype=dtype, shape=tuple(shape), strides=tuple(strides), offset_bytes=0), (start, stop)

@@ -63,7 +63,7 @@ def load_torch_file(files: Files, file: MappedFile, known: PickleAllowlist, star
     with naming_file(file.path, KIND):
         data = file.data[start:stop]
         if is_archive(data):
-            return _from_archive(files, file, known, start, data)
+            return _from_archive(files, file=file, known=known, start=start, data=data)
         return _from_pickles(file, known, start, data)
 
 

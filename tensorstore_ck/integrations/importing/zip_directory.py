@@ -69,7 +69,7 @@ def _records(data: memoryview) -> dict[str, ZipRecord]:
             raise MalformedError(f"its record {printable(name)!r} has two sizes")
         if name in records:
             raise MalformedError(f"it has the record {printable(name)!r} twice")
-        begin = _local_end(data, local, name_size, start, (flags & _ENCRYPTED, method))
+        begin = _local_end(data, local=local, name_size=name_size, directory=start, form=(flags & _ENCRYPTED, method))
         if stored > start - begin:
             raise MalformedError(f"its record {printable(name)!r} claims {stored} bytes, where {start - begin} are left")
         records[name] = ZipRecord(begin, stored, checksum, is_plain)

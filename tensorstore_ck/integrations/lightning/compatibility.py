@@ -8,7 +8,7 @@ from typing import Any, Final
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.integrations.trainer.versions import Package, changed_methods, missing_attributes
 
-PACKAGE: Final = Package("Lightning", "lightning", (2, 6), (3, 0), "lightning==2.6.6")
+PACKAGE: Final = Package(title="Lightning", name="lightning", lowest=(2, 6), above=(3, 0), tested="lightning==2.6.6")
 """Earlier ones call `Strategy.load_checkpoint` with other arguments."""
 STRATEGIES: Final = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 """Whose states can be saved; and their subclasses."""

@@ -60,7 +60,7 @@ def attach(
     strategy = fabric.strategy
     if isinstance(getattr(strategy.save_checkpoint, "__self__", None), FabricSnapshots):
         raise InvalidOptionError("this Fabric saves into a store already", object_id="fabric")
-    snapshots = FabricSnapshots(strategy, opened(store), ref, step, keep)
+    snapshots = FabricSnapshots(strategy=strategy, store=opened(store), ref=ref, step=step, keep=keep)
     strategy.save_checkpoint, strategy.load_checkpoint = snapshots.save_checkpoint, snapshots.load_checkpoint
 
 

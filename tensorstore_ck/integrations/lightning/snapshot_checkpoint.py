@@ -209,7 +209,7 @@ class SnapshotMixin:
         self._waits = is_last or loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
         if self._postponed and not self._waits:  # the evaluation did not come
             self._save_postponed(trainer)
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)  # type: ignore[misc]
+        super().on_train_batch_end(trainer, pl_module=pl_module, outputs=outputs, batch=batch, batch_idx=batch_idx)  # type: ignore[misc]
         if self._when is not None and trainer.global_step != self._step_seen and not trainer.fast_dev_run:
             if self._waits:
                 self._postponed = True

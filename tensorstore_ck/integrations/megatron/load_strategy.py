@@ -94,7 +94,7 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
                 f"{path} is missing: no snapshot was published for this folder; resume from an earlier one", object_id=path
             )
         try:
-            resolved = resolve(log_of(self._store).newest_view(), pointer.address_in(self._store, path))
+            resolved = resolve(log_of(self._store).readable_view(), pointer.address_in(self._store, path))
         except NotFoundError as exc:
             if pointer.store == self._store.url:
                 why = "is not there: a policy or a person dropped it; resume from another one"

@@ -6,7 +6,7 @@ import megatron.core
 
 from tensorstore_ck.integrations.trainer.versions import Package, numbers_of
 
-PACKAGE: Final = Package("Megatron-core", "megatron-core", (0, 16), (0, 20), "megatron-core==0.19.2")
+PACKAGE: Final = Package(title="Megatron-core", name="megatron-core", lowest=(0, 16), above=(0, 20), tested="megatron-core==0.19.2")
 """Tested with 0.16.1, too."""
 
 

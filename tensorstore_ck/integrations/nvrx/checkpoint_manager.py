@@ -20,7 +20,9 @@ from tensorstore_ck.errors import DamageError, InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.nvrx.rank_store import RankStore
 from tensorstore_ck.integrations.trainer.versions import Package, changed_functions
 
-PACKAGE: Final = Package("NVRx", "nvidia-resiliency-ext", (0, 4), (0, 8), "nvidia-resiliency-ext>=0.4.1,<=0.7.0")
+PACKAGE: Final = Package(
+    title="NVRx", name="nvidia-resiliency-ext", lowest=(0, 4), above=(0, 8), tested="nvidia-resiliency-ext>=0.4.1,<=0.7.0"
+)
 ABSTRACT: Final = frozenset({"_cleanup", "_cleanup_failed_save", "_load", "_my_ckpt_ids", "_save"})
 """The methods that a manager must define."""
 USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (

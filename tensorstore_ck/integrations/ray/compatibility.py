@@ -7,7 +7,7 @@ import ray
 from tensorstore_ck.errors import InvalidOptionError, MissingExtraError
 from tensorstore_ck.integrations.trainer.versions import Package
 
-PACKAGE: Final = Package("Ray", "ray[train]", (2, 56), (3, 0), "ray[train]==2.60.0")
+PACKAGE: Final = Package(title="Ray", name="ray[train]", lowest=(2, 56), above=(3, 0), tested="ray[train]==2.60.0")
 """Earlier ones cannot list checkpoints without a wait (`timeout_s`)."""
 
 

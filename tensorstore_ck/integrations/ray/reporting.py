@@ -125,7 +125,7 @@ def restore(state: object, *, store: Store, ref: str) -> Snapshot | None:
                 object_id=str(checkpoint.path),
             )
         try:
-            return _restore_named(pointer.address, state, store, ref, group)
+            return _restore_named(pointer.address, state=state, store=store, ref=ref, group=group)
         except (*DAMAGES, NotFoundError) as exc:
             skipped = f"the snapshot {pointer.address[:16]} that Ray's checkpoint names was skipped: {exc}"
     newest = Checkpointer(store, state, ref=ref, when=Always(), asynchronous=False, group=group).resume()

@@ -6,7 +6,7 @@ from typing import Final
 
 from tensorstore_ck.integrations.trainer.versions import Package, changed_methods
 
-PACKAGE: Final = Package("torchtitan", "torchtitan", (0, 3), (0, 4), "torchtitan==0.3.0")
+PACKAGE: Final = Package(title="torchtitan", name="torchtitan", lowest=(0, 3), above=(0, 4), tested="torchtitan==0.3.0")
 """Earlier ones have no interface for checkpoint managers."""
 METHODS: Final = {
     "_save": ("self", "curr_step", "last_step"),

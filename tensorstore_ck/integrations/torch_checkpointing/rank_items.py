@@ -92,7 +92,7 @@ def find_own(store: "Store", group: "ProcessGroup", prepare: Callable[[], tuple[
         outcome.extend([{paths[bytes(key)] for key in take(go, "own", list) if bytes(key) in paths}, go["said"]])
         return {}
 
-    attempt.run(Participant(propose, execute, None, compare, lambda _: {}))
+    attempt.run(Participant(propose=propose, execute=execute, resolve=None, compare=compare, commit=lambda _: {}))
     own, common = outcome
     return own, common
 

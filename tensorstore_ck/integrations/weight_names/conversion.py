@@ -142,7 +142,10 @@ class _Plan:
                 for pattern, runs in zip(rule.hf, self._runs(rule, name, inner), strict=True):
                     rows = sum(run.rows for run in runs)
                     form = TensorForm((rows, *inner[1:]) if inner else (), dtype)
-                    copies = [RowCopy(name, index, run.fused, (), run.part, run.rows) for run in runs]
+                    copies = [
+                        RowCopy(source=name, source_index=index, source_row=run.fused, target_index=(), target_row=run.part, rows=run.rows)
+                        for run in runs
+                    ]
                     self._add(pattern.name(bound), form, copies)
 
     def fuse(self, rule: Rule) -> None:
@@ -182,7 +185,9 @@ class _Plan:
             shown = ", ".join(f"{name} {_text(form)}" for name, form in zip(parts, forms, strict=True))
             self._fail(target, f"{shown} do not fit each other{heads if rule.fusion == 'qkv' else ''}")
         copies = [
-            RowCopy(name, (), run.part, index, run.fused, run.rows) for name, runs in zip(parts, all_runs, strict=True) for run in runs
+            RowCopy(source=name, source_index=(), source_row=run.part, target_index=index, target_row=run.fused, rows=run.rows)
+            for name, runs in zip(parts, all_runs, strict=True)
+            for run in runs
         ]
         return TensorForm(inner, forms[0].dtype), sorted(copies, key=lambda copy: copy.target_row)
 

@@ -81,7 +81,7 @@ def unmatched_rules(url: str, ref: str, policies: Mapping[str, Policy], history:
     ]
 
 
-def expire_at_put(view: RefTable, put: Op, now_ns: int, url: str) -> list[Op]:
+def expire_at_save(view: RefTable, put: Op, now_ns: int, url: str) -> list[Op]:
     """The operations to expire snapshots in the entry that publishes one; limits of bytes are ignored, as they need more than the log.
 
     Warns of rules that match nothing. This reads all of the branch's history, so in a long one it happens at some saves only. A policy that

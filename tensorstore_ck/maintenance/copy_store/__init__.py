@@ -14,6 +14,7 @@ from typing import Protocol
 
 from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.common.rate_limit import RateLimit
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.maintenance.copy_store.blocks import Pace
@@ -31,6 +32,7 @@ class OpenStore(Protocol):
         """The engine that it works on."""
 
 
+@short_errors
 @renamed_argument(rate_limit_bytes_per_second="rate_limit")
 def copy(
     source: str | os.PathLike[str] | OpenStore,

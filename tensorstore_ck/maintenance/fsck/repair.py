@@ -202,7 +202,7 @@ class _Repair:
         if source is not None:
             rebuilder.overwrite(key, source[0])
             return source[1]
-        record = fsck.at_log.read_record(info)
+        record = fsck.at_log.read_own_record(info)
         for rank, part in enumerate(record.parts):
             if _is_located(fsck.at_log, record, rank):
                 continue
@@ -212,7 +212,7 @@ class _Repair:
         return None
 
     def _repair_part(self, fsck: Fsck, rebuilder: PartRebuilder, info: SnapshotInfo, name: str) -> str | None:
-        record = fsck.at_log.read_record(info)
+        record = fsck.at_log.read_own_record(info)
         for rank, part in enumerate(record.parts):
             if part_name(part) == name:
                 return rebuilder.part(part, rank, record, info)

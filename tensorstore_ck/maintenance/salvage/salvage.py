@@ -48,6 +48,7 @@ from tensorstore_ck.log import (
     without_named_parent,
 )
 from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.log.entry import seal_entry
 from tensorstore_ck.maintenance.fsck.check_config import confirmed, is_log_lost
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, check_log
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
@@ -64,19 +65,22 @@ def salvage(
     backend: Backend,
     *,
     dry_run: bool = False,
+    leave_out_unknown: bool = False,
     clock: Clock = time.time_ns,
     new_id: IdSource = new_ulid,
     open_place: Callable[[str], Backend] | None = None,
 ) -> SalvageReport:
     """Makes a new log with every intact snapshot, if the log or store.json is damaged; else does nothing.
 
+    `leave_out_unknown` leaves out entries and operations that this build does not know, as when somebody forged them.
     `open_place` opens the locations of moved packs.
 
     Raises:
         NotAStoreError: there is no store.
-        FormatVersionError: a newer build wrote to this store: salvage with that build.
+        FormatVersionError: a newer build wrote to this store: salvage with that build, or with `leave_out_unknown`.
     """
-    return _Salvage(backend, clock, new_id, open_place or LocationOpener(backend.url)).run(dry_run=dry_run)
+    opener = open_place or LocationOpener(backend.url)
+    return _Salvage(backend, clock, new_id, opener, leave_out_unknown=leave_out_unknown).run(dry_run=dry_run)
 
 
 def adopt(backend: Backend, *, clock: Clock = time.time_ns, new_id: IdSource = new_ulid) -> SalvageReport:
@@ -110,7 +114,10 @@ class _Intact(NamedTuple):
 
 
 class _Salvage:
-    def __init__(self, backend: Backend, clock: Clock, new_id: IdSource, open_place: Callable[[str], Backend]) -> None:
+    def __init__(
+        self, backend: Backend, clock: Clock, new_id: IdSource, open_place: Callable[[str], Backend], *, leave_out_unknown: bool = False
+    ) -> None:
+        self._leave_out_unknown = leave_out_unknown
         self._placed = ColdTierBackend(backend, open_place)
         self._backend = cast(Backend, self._placed)
         self._clock = clock
@@ -124,6 +131,7 @@ class _Salvage:
         config, genesis_uuid = self._read_config(dry_run=dry_run)
         log = self._check_log(config, genesis_uuid, {})
         self._problems += [problem.message for problem in log.problems if problem.kind == BrokenLogError.kind]
+        self._problems += _unknown_in(log, config)
         unknown = read_lost_relocations(self._backend, log.view)
         learn_locations(log.view, unknown, self._placed)
         packs = Packs(self._backend, list_kind(self._backend, "pack"))
@@ -219,12 +227,12 @@ class _Salvage:
 
     def _check_log(self, config: StoreConfig, genesis_uuid: bytes | None, fill: Mapping[int, list[Entry]]) -> LogCheck:
         log = check_log(self._backend, prefix=config.log, uuid=genesis_uuid, fill=fill)
-        newer = [problem.message for problem in log.problems if problem.kind == FormatVersionError.kind]
-        stop = log.view.stop()
-        if stop is not None:
-            newer.append(f"entry {stop.n} of {config.log} holds the operation {stop.op!r}, which this build does not know")
-        if newer:
-            raise FormatVersionError(f"{newer[0]}: salvage with the newer tensorstore_ck that wrote it", object_id=config.log)
+        unknown = _unknown_in(log, config)
+        if unknown and not self._leave_out_unknown:
+            raise FormatVersionError(
+                f"{unknown[0]}: salvage with the newer build that wrote it, or leave it out with `tsck salvage --leave-out-unknown`",
+                object_id=config.log,
+            )
         return log
 
     def _read_strays(self, view: RefTable) -> Iterator[_Stray]:
@@ -252,11 +260,14 @@ class _Salvage:
 
         def check(info: SnapshotInfo) -> None:
             checked = check_snapshot(engine, packs, info, read_data=False)
+            problem = None if checked.damages else self._put_problem(info.ulid)
             is_freed = any((state := view.object_state(key)) is not None and state.swept for key in checked.needs)
             with self._lock:
                 if checked.damages and not is_freed and view.object_state(ObjectKey("snapshot", info.ulid)) is None:
                     self._lost[info.ulid] = salvaged(info, "; ".join(damage.message for damage in checked.damages))
-                if not checked.damages and not is_freed:
+                elif problem is not None and not is_freed:
+                    self._lost[info.ulid] = salvaged(info, problem)
+                elif not checked.damages and not is_freed:
                     moved = frozenset(key.ulid for key in checked.needs if key.kind == "moved")
                     intact[info.ulid] = _Intact(checked.anchor, moved)
 
@@ -334,6 +345,14 @@ class _Salvage:
         record = decode_record(data, name)
         return Op.put(record.ref, ulid, record, data, anchor=0, txn=ulid)
 
+    def _put_problem(self, ulid: Ulid) -> str | None:
+        """Why no entry can publish a record: anybody can write one with more metrics than an entry may have."""
+        try:
+            seal_entry(1, Digest(bytes(32)), [self._put(ulid)], write_id=bytes(16), time_ns=0, actor="")
+        except InvalidOptionError as exc:
+            return f"{record_name(ulid)} cannot be published: {exc}"
+        return None
+
     def _report(self, log: str, view: RefTable, held: Sequence[SnapshotInfo], recovered: Sequence[Salvaged]) -> SalvageReport:
         roots = {info.root for info in held}
         ulids = {info.ulid for info in held}
@@ -347,6 +366,15 @@ class _Salvage:
             lost=tuple(self._lost.values()),
             left_out=tuple(self._left_out),
         )
+
+
+def _unknown_in(log: LogCheck, config: StoreConfig) -> list[str]:
+    """What a newer build, or somebody who forges entries, wrote to the log."""
+    unknown = [problem.message for problem in log.problems if problem.kind == FormatVersionError.kind]
+    stop = log.view.stop()
+    if stop is not None:
+        unknown.append(f"entry {stop.n} of {config.log} holds the operation {stop.op!r}, which this build does not know")
+    return unknown
 
 
 def _was_published(view: RefTable, ulid: Ulid) -> bool:

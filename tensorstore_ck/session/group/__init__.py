@@ -15,7 +15,7 @@ matching_arguments.py  arguments that must be the same on all ranks
 process_groups.py      the process groups that a store handle has used
 rank_save.py           one rank's side of a save
 planning_round.py      one rank's side of planning a save, within its round
-put_plan.py            the plan: one layout, a layout for each kind of ranks, or a merged one
+save_plan.py           the plan: one layout, a layout for each kind of ranks, or a merged one
 planned_state.py       a rank's state in the form that the plan gives it
 rank_kinds.py          ranks with the same layout are of one kind
 merge_layouts.py       merges the layouts of several kinds

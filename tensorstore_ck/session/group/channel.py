@@ -22,15 +22,15 @@ MAX_RECORD_BYTES: Final = 1 << 20
 PIECE_BYTES: Final = MAX_RECORD_BYTES - 1024
 """Larger data is sent in pieces of this size."""
 BATCH: Final = 256
-"""Keys per request: few round trips, and still frequent polls."""
+"""The keys per request: few round trips, and still frequent polls."""
 CALL_SECONDS: Final = 3.0
-"""How long a call may take that begins at its deadline."""
+"""The time that a call has if it begins at its deadline."""
 LONGEST_PAUSE: Final = 0.25
 PAUSE_SHARE: Final = 1 / 32
 """A pause is this share of the time waited so far."""
 SHORTEST_PAUSE: Final = 0.001
 PAUSE_PER_RANK: Final = 20e-6
-"""So that the ranks together do not overload the process that serves the store."""
+"""The least pause, by which all ranks together do not overload the process that serves the store."""
 
 
 class ChannelError(Exception):
@@ -64,7 +64,7 @@ class KeyValue(Protocol):
         """Whether all of them exist; does not wait."""
 
     def compare_set(self, key: str, expected: bytes, desired: bytes, /) -> bytes:
-        """Sets a value that is as expected, where empty means absent; returns the one that counts now."""
+        """Sets a value if the present one is as expected, where empty means absent; returns the value that counts now."""
 
     def delete_key(self, key: str, /) -> bool:
         """Deletes a key."""
@@ -74,7 +74,7 @@ class StoreRunner(Protocol):
     """Calls the store, so that a store that hangs does not hang the caller."""
 
     def __call__(self, action: Callable[[KeyValue], T], seconds: float) -> T:
-        """What `action` returns on the store. An action may still have its effect after the error.
+        """The result of `action` on the store. An action may still have its effect after the error.
 
         Raises:
             TimeoutError: it did not return within `seconds`.
@@ -277,7 +277,7 @@ class Channel:
             self._call(delete_all, deadline)
 
     def _silent(self, ranks: Collection[int], deadline: float) -> list[int]:
-        """The silent ones of the ranks; reads their counters when it is time, with two requests per batch."""
+        """The silent ranks. Reads their counters when it is time, with two requests per batch."""
         if not self.watch.is_due(self.clock()):
             return []
         names = {f"{self.watch.prefix}{rank}": rank for rank in ranks}

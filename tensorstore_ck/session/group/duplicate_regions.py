@@ -19,7 +19,7 @@ from tensorstore_ck.format.layout import Layout, Sharding, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.session.group.mixed_regions import CompleteCut, MeshSpread
 from tensorstore_ck.session.group.planned_state import NOTHING, StoredRegions, reported_by, source_at, without_copies
-from tensorstore_ck.session.group.put_plan import SOLE, PlanMemory
+from tensorstore_ck.session.group.save_plan import SOLE, PlanMemory
 
 PIECE_ELEMENTS: Final = 1 << 20
 PIECE_BYTES: Final = 4 << 20
@@ -29,12 +29,12 @@ _Words = npt.NDArray[np.uint64]
 
 
 class RegionShare(NamedTuple):
-    """Which tensors are compared at a save: all at the first one, later one of `SHARES`, in rotation."""
+    """The tensors that a save compares: all of them at the first save, later one of `SHARES` parts, in rotation."""
 
     turn: int
 
     def has(self, tensor: int) -> bool:
-        """Whether it is one of them."""
+        """Whether this save compares a tensor."""
         return not self.turn or tensor % SHARES == self.turn % SHARES
 
 
@@ -70,7 +70,7 @@ class ReportedRegions(NamedTuple):
 
 
 def reported_digests(captured: CapturedState, known: PlanMemory, rank: int, share: RegionShare) -> list[ReportedRegions]:
-    """For each region that other ranks report too, in the same order on all; `captured` is this rank's state before planning."""
+    """Digests of the regions that other ranks report, too, in the same order on all. `captured`: this rank's state before planning."""
     held: list[tuple[tuple[int, BoxBounds], ReportedRegions]] = []
     for tensor, mine, boxes, said in reported_by(captured, known, rank):
         start = 0
@@ -88,8 +88,8 @@ def sums_of(captured: CapturedState, known: PlanMemory, rank: int, share: Region
     layout = known.plan.layout
     if not known.plan.compared or layout is None:
         return []
-    reported = {each.tensor: without_copies(captured, each) for each in reported_by(captured, known, rank)}
-    cuts_of = {each.tensor: each.cuts for each in known.plan.compared if share.has(each.tensor)}
+    reported = {one.tensor: without_copies(captured, one) for one in reported_by(captured, known, rank)}
+    cuts_of = {one.tensor: one.cuts for one in known.plan.compared if share.has(one.tensor)}
     found: dict[int, RegionSum] = {}
     for place in known.places:
         tensor, spec = place.tensor, layout.tensors[place.tensor]
@@ -122,7 +122,7 @@ def _digest(source: ByteSource, start: int, stop: int) -> bytes:
 
 
 def _sum(region: Region, spec: TensorSpec, source: ByteSource, start: int) -> int:
-    """Of a region whose bytes begin at `start` of the source."""
+    """The digest of a region whose bytes begin at `start` of the source."""
     total = 0
     words = next(size for size in (8, 4, 2, 1) if spec.item_bytes % size == 0)
     steps = [prod(spec.shape[dim + 1 :]) for dim in range(len(spec.shape))]

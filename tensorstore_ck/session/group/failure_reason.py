@@ -12,7 +12,7 @@ from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.session.group.rank_messages import MAX_TEXT, describe_ranks, error_text, shortened
 
 LASTING: Final = (InputError, DamageError, ConflictError)
-"""Of errors of several classes the first one here counts: input errors, which the user can fix; then damage, which stays."""
+"""Classes of errors that all ranks raise as such. The first one counts: input errors, which the user can fix; then damage, which stays."""
 CLEAN: Final = "nothing needs to be cleaned up"
 
 
@@ -32,14 +32,14 @@ class FailureReason(NamedTuple):
         return cls(error_text(exc) if by_name else shortened(str(exc), MAX_TEXT), exc.kind, exc.object_id)
 
     @classmethod
-    def of_ranks(cls, said: Mapping[int, "FailureReason"], in_job: Sequence[int] | None = None) -> "FailureReason":
+    def of_ranks(cls, reasons: Mapping[int, "FailureReason"], in_job: Sequence[int] | None = None) -> "FailureReason":
         """The reasons of several ranks as one, with the first class of `LASTING` among them, of its lowest rank."""
-        first = min(said, key=lambda rank: (said[rank]._order(), rank))
-        return said[first]._replace(text=describe_ranks({rank: each.text for rank, each in said.items()}, in_job))
+        first = min(reasons, key=lambda rank: (reasons[rank]._order(), rank))
+        return reasons[first]._replace(text=describe_ranks({rank: reason.text for rank, reason in reasons.items()}, in_job))
 
     def _order(self) -> int:
         kind = BY_KIND.get(self.kind, SnapshotAbortedError)
-        return next((at for at, each in enumerate(LASTING) if issubclass(kind, each)), len(LASTING))
+        return next((at for at, error_class in enumerate(LASTING) if issubclass(kind, error_class)), len(LASTING))
 
     def record(self) -> Body:
         """As it travels."""
@@ -47,7 +47,7 @@ class FailureReason(NamedTuple):
 
     @classmethod
     def of_record(cls, record: Body) -> "FailureReason":
-        """What `record` made.
+        """The reason that `record` encoded.
 
         Raises:
             TypeError: it is not one.
@@ -77,7 +77,7 @@ class FailureReason(NamedTuple):
 
 
 class RankRefusedError(Exception):
-    """The round cannot go on, which is no rank's own error; rank 0 raises it. Never leaves this package."""
+    """The round cannot go on, and no rank's own error is the cause. Rank 0 raises it. Never leaves this package."""
 
     def __init__(self, reason: FailureReason) -> None:
         super().__init__(reason.text)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[KeyValue], Any] | None] | None]
-"""A call without an action replaces the clone."""
+"""The request to replace the clone."""
 
 ROOT: Final = "tsck/"
 _TIME_BYTES: Final = 6
@@ -75,7 +75,7 @@ class StoreThread:
         try:
             return call.result(seconds)
         except TimeoutError as exc:
-            call.cancel()  # if it has not begun, it never will
+            call.cancel()  # a call that has not begun never will
             raise TimeoutError(f"no answer within {seconds:.0f} s") from exc
 
 
@@ -102,7 +102,7 @@ def _serve(store: Any, calls: _Calls, is_broken: Flag) -> None:
 
 
 class _Agreed(NamedTuple):
-    """What rank 0 sends to all when it first uses a group."""
+    """The message that rank 0 sends to all ranks when it first uses a group."""
 
     nonce: Ulid
     counters: str
@@ -199,17 +199,17 @@ class Group:
             grace=grace,
             misfit=self._misfit,
             in_job=self.in_job,
-            reports_late=self._first is None,  # the uploads of a second group's rounds end when they end
+            reports_late=self._first is None,  # a second group's rounds wait for uploads, which have no deadline
         )
 
     @property
     def nonce(self) -> Ulid:
-        """What rank 0 drew for this group; known once a round was begun."""
+        """The nonce that rank 0 drew for this group; known once a round was begun."""
         return self.agreed.nonce
 
     @property
     def agreed(self) -> _Agreed:
-        """What rank 0 sent to all; known once a round was begun."""
+        """The message that rank 0 sent to all ranks; known once a round was begun."""
         assert self._agreed is not None
         return self._agreed
 
@@ -217,7 +217,7 @@ class Group:
         return Channel(self.run, self._scope + prefix, ranks=self.ranks, watch=watch, clock=self._clock, sleep=sleep or self._sleep)
 
     def _agree(self, deadline: float, on_late: Callable[[], object]) -> _Agreed:
-        """What rank 0 sent to this group; starts the heartbeat of this rank.
+        """The message that rank 0 sent to this group. Starts the heartbeat of this rank.
 
         A process group that was destroyed and created again has the same keys in the same store, so each rank counts its groups there.
         """
@@ -230,7 +230,7 @@ class Group:
     def _draw(self, deadline: float, on_late: Callable[[], object]) -> _Agreed:
         channel = self._channel("")
         mine = False
-        while not mine:  # with the same token after an error: it may have been counted
+        while not mine:  # with the same token after an error, since the first try may have been counted
             claimed = channel.put_first(f"groups/{self.rank}/{self._generation}", {"token": self._token}, deadline)
             mine = claimed.get("token") == self._token
             self._generation += not mine
@@ -257,7 +257,7 @@ class Group:
 
 
 def second_nonce(nonce: Ulid) -> Ulid:
-    """For a second group of the same ranks; they derive it without a message, since one may begin a round that another never does."""
+    """The nonce of a second group of the same ranks, derived without a message: one rank may begin a round that another never does."""
     return Ulid(nonce[:_TIME_BYTES] + derived_hash("second group of the same ranks", nonce)[: ULID_BYTES - _TIME_BYTES])
 
 

@@ -34,7 +34,7 @@ class GroupReading:
         self._title = title
         self._timeout_seconds = timeout_seconds
         self.must_agree = False
-        """Whether this rank must still call `agree`, as all do once before the restore ends."""
+        """Whether this rank must still call `agree`, as all ranks do once before the restore ends."""
 
     def agree(self, bits: bytes, do: Callable[[bytes], None]) -> None:
         """Calls `do` on all ranks, with the bits that all of them have; or on none, if one fails. See `state.broadcast_reads`."""
@@ -49,7 +49,7 @@ class GroupReading:
         )
 
     def fail(self, problem: Exception) -> None:
-        """This rank failed before its `agree`: lets that of the others fail, which wait for it and would be one round ahead."""
+        """Reports that this rank failed before its `agree`. Without it the other ranks would wait, then be one round ahead."""
         if not self.must_agree:
             return
 
@@ -63,12 +63,12 @@ class GroupReading:
         self._own.begin(self._title, object_id=self._title, timeout=self._timeout_seconds).run(participant)
 
     def _common_bits(self, proposals: list[Body]) -> Body:
-        said = [np.frombuffer(take(proposal, "bits", bytes), np.uint8) for proposal in proposals]
-        counts = {rank: f"{8 * len(each)}" for rank, each in enumerate(said)}
+        bits_of_ranks = [np.frombuffer(take(proposal, "bits", bytes), np.uint8) for proposal in proposals]
+        counts = {rank: f"{8 * len(bits)}" for rank, bits in enumerate(bits_of_ranks)}
         if len(set(counts.values())) > 1:
             what = f"the ranks differ in how many tensors they read, to the next multiple of 8 ({describe_ranks(counts, self._own.in_job)})"
             raise MismatchError(f"{what}: broadcast=True needs the same `into` on all", object_id=self._title)
-        return {"bits": np.bitwise_and.reduce(said).tobytes()}
+        return {"bits": np.bitwise_and.reduce(bits_of_ranks).tobytes()}
 
 
 class GroupRestore(Generic[T]):
@@ -99,7 +99,7 @@ class GroupRestore(Generic[T]):
         self._done: list[tuple[T, Resolved]] = []
 
     def run(self) -> tuple[T, Resolved]:
-        """What `read` returned, and the snapshot."""
+        """The result of `read`, and the snapshot."""
         try:
             self._attempt.run(
                 Participant(
@@ -120,27 +120,27 @@ class GroupRestore(Generic[T]):
 
     def _compare(self, proposals: list[Body]) -> Body:
         require_same(proposals, ("address",), self._own.in_job)
-        found = self._find(self._address)
+        resolved = self._find(self._address)
         numbers: dict[bytes, int] = {}
         hosts = [
             numbers.setdefault(take(proposal, "host", bytes) or f"rank {rank}".encode(), rank) for rank, proposal in enumerate(proposals)
         ]
         return {
-            "snapshot": found.info.ulid,
-            "branch": found.branch,
-            "branch_root": found.branch_root,
+            "snapshot": resolved.info.ulid,
+            "branch": resolved.branch,
+            "branch_root": resolved.branch_root,
             "hosts": np.array(hosts, "<u4").tobytes(),
-            "must_agree": self._must_agree(found.info),
+            "must_agree": self._must_agree(resolved.info),
         }
 
     def _execute(self, go: Body) -> Body:
         self._reading.must_agree = take(go, "must_agree", bool)
         try:
-            found = self._found(go)
+            resolved = self._found(go)
             hosts = np.frombuffer(take(go, "hosts", bytes), "<u4")
             if not self._engine.backend.is_local:  # on local files the page cache does it, four times as fast
                 self._host.join(np.flatnonzero(hosts == hosts[self._own.rank]).tolist())
-            self._done.append((self._read(found.info, self._reading), found))
+            self._done.append((self._read(resolved.info, self._reading), resolved))
         except Exception as exc:
             self._reading.fail(exc)
             raise
@@ -148,7 +148,7 @@ class GroupRestore(Generic[T]):
         return {"unclaimed": self._reading.unclaimed.record()}
 
     def _found(self, go: Body) -> Resolved:
-        view, ulid = self._engine.log.newest_view(), take(go, "snapshot", bytes)
+        view, ulid = self._engine.log.readable_view(), take(go, "snapshot", bytes)
         info = view.snapshot(ulid) or view.staged(ulid)
         if info is None:
             raise BackendUnavailableError(

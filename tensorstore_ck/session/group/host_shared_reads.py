@@ -37,13 +37,13 @@ PAGE_BYTES: Final = 4096
 WINDOWS: Final = 2
 STALE_SECONDS: Final = 3600
 POLL_SECONDS: Final = (0.0005, 0.02)
-"""At first, and at most."""
+"""The first pause, and the longest."""
 _WANT_DTYPE: Final = np.dtype([("id", f"S{DIGEST_BYTES}"), ("raw", "<u4")])
 _SET: Final = b"\x01"
 
 
 def host_key(folder: Path = SHARED_MEMORY) -> bytes:
-    """The same for all processes that can share memory, and no others; empty if none can."""
+    """A name that is the same for all processes that can share memory, and for no others; empty if none can."""
     if sys.platform != "linux":
         return b""
     try:
@@ -59,7 +59,7 @@ class HostSharedReads:
     def __init__(
         self, name: str, rank: int, *, base: Path = SHARED_MEMORY, window_bytes: int = WINDOW_BYTES, timeout: float = 600.0
     ) -> None:
-        """`name`: of this restore, the same on all ranks, and hard to guess. A rank that cannot take part raises no error."""
+        """`name`: the name of this restore, the same on all ranks, and hard to guess. A rank that cannot take part raises no error."""
         self.rank = rank
         self.folder = base / f"tsck-{name}"
         self._window_bytes = window_bytes
@@ -82,7 +82,7 @@ class HostSharedReads:
                 self._lock = lock
 
     def join(self, ranks: Sequence[int]) -> None:
-        """All `ranks` on this host have begun."""
+        """Waits until all `ranks` on this host have begun."""
         self.peers = sorted(ranks) if self._lock is not None else []
 
     def leave(self) -> None:
@@ -100,7 +100,7 @@ class HostSharedReads:
         if self.peers and all(map(self.is_gone, self.peers)):
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
-            with contextlib.suppress(OSError):  # others are in it
+            with contextlib.suppress(OSError):  # other ranks use the folder
                 self.folder.rmdir()
 
     def read(self, engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock]) -> None:
@@ -134,17 +134,17 @@ class HostSharedReads:
         except OSError:
             self.leave()
             return []
-        said: dict[int, bytes] = {}
+        records: dict[int, bytes] = {}
         for peer in self.peers:
             path = self._path("wants", number, peer)
             if self.wait(path.exists, peer):
-                said[peer] = path.read_bytes()
+                records[peer] = path.read_bytes()
             elif not self.is_gone(peer):
                 self.leave()  # the deadline has passed
         if self._lock is None:
             return []
-        window_bytes = min(int.from_bytes(each[:8], "little") for each in said.values())
-        return _cut(list(_shared({rank: np.frombuffer(each[8:], _WANT_DTYPE) for rank, each in said.items()})), window_bytes)
+        window_bytes = min(int.from_bytes(record[:8], "little") for record in records.values())
+        return _cut(list(_shared({rank: np.frombuffer(record[8:], _WANT_DTYPE) for rank, record in records.items()})), window_bytes)
 
     def wait(self, is_so: Callable[[], bool], on: int) -> bool:
         """Waits until `is_so`; False if rank `on` or this rank does not take part any more."""
@@ -176,12 +176,12 @@ class _Shared(NamedTuple):
 
 
 def _shared(wants: dict[int, np.ndarray]) -> Iterator[_Shared]:
-    """In the order of the first rank that wants each; of the ranks that want a block, the one with the least to fetch fetches it.
+    """The blocks that several ranks want, by the first rank that wants each. Of these ranks, the one with the least to fetch fetches it.
 
     One rank fetches a run of neighbours: small blocks are read together with what lies between them.
     """
     rows = np.concatenate(list(wants.values()))
-    ranks = np.concatenate([np.full(len(each), rank) for rank, each in wants.items()])
+    ranks = np.concatenate([np.full(len(wanted_rows), rank) for rank, wanted_rows in wants.items()])
     _, first, inverse, counts = np.unique(rows["id"], return_index=True, return_inverse=True, return_counts=True)
     who: dict[int, list[int]] = {}
     several = counts[inverse] > 1
@@ -247,7 +247,7 @@ class _SharedWindow:
         return memoryview(self._memory)[start : start + self.blocks[number].raw]
 
     def finish(self, rank: int) -> None:
-        """`rank` does not need the window any more."""
+        """Notes that `rank` does not need the window any more."""
         os.pwrite(self._file, _SET, len(self.blocks) + self._peers.index(rank))
 
     def unfinished(self) -> list[int]:
@@ -269,7 +269,7 @@ class _Slot(ByteTarget):
         self._number = number
 
     def memory(self) -> None:
-        """None: other ranks may only see verified bytes."""
+        """Returns None: other ranks may only see verified bytes."""
 
     def write(self, start: int, data: memoryview) -> None:
         """Takes the whole block."""

@@ -1,4 +1,4 @@
-"""Says which ranks are missing, long before a wait for them ends: where one rank alone makes a call of all, nothing else would."""
+"""Warns which ranks are missing, long before a wait for them ends: if one rank alone makes a call for all ranks, nothing else would."""
 
 import logging
 import os
@@ -10,16 +10,16 @@ from typing import Final, NamedTuple
 from tensorstore_ck.session.group.rank_messages import named_ranks
 
 LATE_SECONDS: Final = 10.0
-"""How long rank 0 waits for the others before it says so."""
+"""The time that rank 0 waits for the others before it warns."""
 ASK_SECONDS: Final = 12.0
-"""How long the others wait for rank 0 before they do; by then it has said so if it waits itself."""
+"""The time that the others wait for rank 0 before they warn. By then rank 0 has warned, if it waits itself."""
 _PACKAGE: Final = __name__.partition(".")[0]
 _THREADS: Final = ("threading", "concurrent.futures.thread")
 _logger: Final = logging.getLogger(_PACKAGE)
 
 
 class Wait(NamedTuple):
-    """What a rank waits in."""
+    """The call in which a rank waits."""
 
     title: str
     rank: int

@@ -1,4 +1,4 @@
-"""Which ranks are alive: each raises a counter in the group's store, and a rank that waits for another checks that counter.
+"""Finds out which ranks are alive. Each raises a counter in the group's store, and a rank that waits for another checks that counter.
 
 A slow rank still raises it; one that was killed, was suspended or lost its host does not. Clocks are not compared.
 """
@@ -14,9 +14,9 @@ from tensorstore_ck.common.threads import Helper
 
 DEAD_AFTER_SECONDS: Final = 60.0
 BEAT_SECONDS: Final = 10.0
-"""At most, between two raises of a counter, and between two checks of it."""
+"""The longest time between two raises of a counter, and between two checks of it."""
 BEATS: Final = 6
-"""At least, how many beats a rank misses before it is given up."""
+"""The number of beats that a rank misses, at least, before it is given up."""
 FIRST_LOOK: Final = 0.1
 """The share of the interval before the first check: most waits end earlier, and cost no check."""
 UNBORN: Final = b"0"
@@ -25,7 +25,7 @@ _END_SECONDS: Final = 1.0
 
 
 def beat_seconds(dead_after: float) -> float:
-    """How often a rank raises its counter, and others check it."""
+    """The times between two raises of a rank's counter, and between two checks of it by other ranks."""
     return min(BEAT_SECONDS, dead_after / BEATS)
 
 

@@ -12,9 +12,9 @@ from tensorstore_ck.session.group.rank_messages import MAX_GROUPS, describe_rank
 
 ADVICE: Final = "pass the same on all ranks"
 MAX_SHOWN: Final = 200
-"""Characters of a value."""
+"""The most characters of a value."""
 MAX_REPORTED: Final = 1 << 18
-"""Characters that one rank reports of its options."""
+"""The most characters that one rank reports of its options."""
 MAX_PATHS: Final = 4
 NOT_REPORTED: Final = "something else"
 
@@ -44,13 +44,14 @@ class Differing:
         """The ranks that report their options; none if nothing differs."""
 
     def error(self, reported: Mapping[int, Body], in_job: Sequence[int] | None = None) -> InvalidOptionError:
-        """What all ranks raise. `reported`: what `describe_options` made on each of the `reporters`."""
+        """The error that all ranks raise. `reported`: the result of `describe_options` on each of the `reporters`."""
         known = {rank: take(record, "reported", dict) for rank, record in reported.items()}
-        differing = [path for path in sorted(set().union(*known.values())) if len({each.get(path) for each in known.values()}) > 1]
+        differing = [path for path in sorted(set().union(*known.values())) if len({options.get(path) for options in known.values()}) > 1]
         texts = []
         for path in differing[:MAX_PATHS]:
-            said = {rank: str(known[like].get(path, "nothing")) if like in known else NOT_REPORTED for rank, like in enumerate(self._like)}
-            texts.append(f"{path}: {describe_ranks(said, in_job)}")
+            texts_of = {like: str(options.get(path, "nothing")) for like, options in known.items()}
+            values = {rank: texts_of.get(like, NOT_REPORTED) for rank, like in enumerate(self._like)}
+            texts.append(f"{path}: {describe_ranks(values, in_job)}")
         if len(differing) > MAX_PATHS:
             texts.append(f"{len(differing) - MAX_PATHS} more")
         what = "; ".join(texts) or f"metadata or metrics: in the order of their keys, or after their first {MAX_REPORTED} characters"

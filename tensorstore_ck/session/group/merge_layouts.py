@@ -31,7 +31,7 @@ RANK_STATE: Final = "put values of one rank into rank_state="
 
 
 class LayoutMismatchError(Exception):
-    """The ranks cannot save one snapshot together: what differs where, and what to do. Never leaves this package."""
+    """The ranks cannot save one snapshot together. The message says what differs, where, and what to do. Never leaves this package."""
 
     def __init__(self, path: str, text: str, advice: str) -> None:
         super().__init__(f"the ranks cannot save {path!r} together: {text}; {advice}")
@@ -47,7 +47,7 @@ class ValueHole(NamedTuple):
 
 
 class ComparedTensor(NamedTuple):
-    """A tensor that ranks hold in several ways, each in full: the first one is stored, and the others must be equal."""
+    """A tensor that ranks hold in several ways, each in full. The first one is stored, and the others must be equal."""
 
     tensor: int
     cuts: tuple[CompleteCut, ...]
@@ -108,7 +108,7 @@ def unite(kinds: Sequence[RankKind], reported: ReportedBoxes) -> UnitedState:
 class _Uniting:
     def __init__(self, kinds: Sequence[RankKind], reported: ReportedBoxes) -> None:
         self._kinds = kinds
-        self._boxes = {rank: {each.tensor: each.boxes for each in explicit} for rank, explicit in reported.items()}
+        self._boxes = {rank: {regions.tensor: regions.boxes for regions in explicit} for rank, explicit in reported.items()}
         self._members: list[_Member] = []
         self._number_of: dict[tuple[int, int], int] = {}
         """(kind, its tensor) -> the merged tensor with its name."""
@@ -121,11 +121,11 @@ class _Uniting:
 
     def result(self) -> UnitedState:
         tree = self._node(list(enumerate(self._trees)), is_numbered=False)
-        parsed = parse(Layout([each.spec for each in self._members], tree), len(self._holes))
+        parsed = parse(Layout([member.spec for member in self._members], tree), len(self._holes))
         names: dict[int, str] = {}
         for leaf, sides in zip(leaves(parsed), self._visited, strict=True):
             other = next((side for side, own in sides if own.path != leaf.path), None)
-            if other is not None:  # such as the keys "a.b", and "a" over "b": a restore goes by paths
+            if other is not None:  # such as the keys "a.b", and "a" over "b": a restore matches by paths
                 who = self._kinds[other].name
                 raise LayoutMismatchError(leaf.path.partition("#")[0], f"{who} have it at another path of the state", "rename one of them")
             if leaf.kind == "tensor":
@@ -134,7 +134,7 @@ class _Uniting:
         tensors, spreads, compared, reported = [], list[LayoutSpread](), [], list[ReportedRegionsTensor]()
         meshes: dict[Mesh, int] = {}
         found: dict[tuple[tuple[int, LayoutSpread], ...], tuple[list[CompleteCut], LayoutSpread]] = {}
-        """Many tensors are held in the same way, and a mesh may have thousands of ranks."""
+        """Cached: many tensors are held in the same way, and a mesh may have thousands of ranks."""
         for number, member in enumerate(self._members):
             name = names.get(number) or _free(member.spec.name, taken)
             spec = member.spec._replace(name=name)
@@ -153,7 +153,7 @@ class _Uniting:
             tree=tree,
             storages=self._storages(),
             meshes=list(meshes),
-            spreads=spreads if any(each is not None for each in spreads) else (),
+            spreads=spreads if any(spread is not None for spread in spreads) else (),
         )
         return UnitedState(layout, self._holes, compared, reported)
 
@@ -211,7 +211,7 @@ class _Uniting:
             raise LayoutMismatchError(_path(trees), _each(self._kinds, {side: _what(tree) for side, tree in trees}), advice)
 
     def _check_numbers(self, path: str, branches: Sequence[tuple[int, Container]]) -> None:
-        """A number may mean different parameters on different ranks, unless all have the same parameters."""
+        """Refuses numbers that may mean different parameters on different ranks."""
         first: dict[tuple[frozenset[str], frozenset[str]], int] = {}
         for side, branch in branches:
             first.setdefault((frozenset(leaf.path for leaf in leaves(branch) if leaf.kind != "value"), self._names[side]), side)
@@ -274,7 +274,7 @@ class _Uniting:
         return TensorSpec(leaf.path, dtype, item_bytes, shape)
 
     def _cuts(self, spec: TensorSpec, member: _Member) -> list[CompleteCut]:
-        """How the ranks hold a tensor, each way in full."""
+        """The ways in which the ranks hold a tensor, each in full."""
         sides = [(self._kinds[side].ranks, self._spread(side, leaf)) for side, leaf in member.sides.items()]
         try:
             return cuts_of(sides)
@@ -290,14 +290,14 @@ class _Uniting:
 
     def _reported(self, spec: TensorSpec, member: _Member, cuts: Sequence[CompleteCut]) -> list[ReportedRegionsTensor]:
         """The reported regions of a tensor, for each cut."""
-        found = []
+        tensors = []
         for cut in cuts:
             if not isinstance(cut.spread, MeshSpread):
                 sides = [(side, leaf) for side, leaf in member.sides.items() if self._layout_spread(side, leaf) == cut.spread]
                 boxes = {rank: self._boxes[rank].get(leaf.index, ()) for side, leaf in sides for rank in self._kinds[side].ranks}
-                found.append(ReportedRegionsTensor(spec, cut.spread, boxes))
-                found[-1].check()
-        return found
+                tensors.append(ReportedRegionsTensor(spec, cut.spread, boxes))
+                tensors[-1].check()
+        return tensors
 
     def _layout_spread(self, side: int, leaf: Leaf) -> LayoutSpread:
         spreads = self._kinds[side].layout.spreads
@@ -309,13 +309,13 @@ class _Uniting:
 
     def _storages(self) -> list[SharedStorage]:
         """The shared allocations that are the same in all kinds that have their tensors."""
-        said: dict[SharedStorage, set[int]] = {}
+        kinds: dict[SharedStorage, set[int]] = {}
         for side, kind in enumerate(self._kinds):
             for storage in kind.layout.storages:
                 numbers = [self._number_of.get((side, tensor)) for tensor in storage.tensors]
                 if None not in numbers:
-                    said.setdefault(storage._replace(tensors=tuple(number for number in numbers if number is not None)), set()).add(side)
-        return [storage for storage, sides in said.items() if all(set(self._members[number].sides) == sides for number in storage.tensors)]
+                    kinds.setdefault(storage._replace(tensors=tuple(number for number in numbers if number is not None)), set()).add(side)
+        return [storage for storage, sides in kinds.items() if all(set(self._members[number].sides) == sides for number in storage.tensors)]
 
 
 def difference(one: RankKind, other: RankKind) -> LayoutMismatchError:
@@ -351,13 +351,13 @@ def values_of(united: UnitedState, kinds: Sequence[RankKind]) -> tuple[list[Any]
 
 def _check_value(hole: ValueHole, kinds: Sequence[RankKind]) -> None:
     """Checks that all kinds have the same value."""
-    if len({_said(kinds[at], kinds[at].values[each]) for at, each in hole.places}) > 1:
-        shown = {at: _shown(kinds[at], kinds[at].values[each]) for at, each in hole.places}
+    if len({_said(kinds[at], kinds[at].values[number]) for at, number in hole.places}) > 1:
+        shown = {at: _shown(kinds[at], kinds[at].values[number]) for at, number in hole.places}
         raise LayoutMismatchError(hole.path, _each(kinds, shown), BY_NAME if "param_groups" in hole.path else RANK_STATE)
 
 
 def _said(kind: RankKind, value: Any) -> str:
-    """Equal for equal values: in Python 1, True and 1.0 are equal, and NaN is not equal to itself."""
+    """A key that is equal for equal values only: in Python 1, True and 1.0 are equal, and NaN is not equal to itself."""
     return repr((value[1], kind.blob_ids[value[2]])) if _is_large(value) else repr(value)
 
 
@@ -374,7 +374,7 @@ def _path(trees: Sequence[tuple[int, Tree]]) -> str:
 
 
 def _each(kinds: Sequence[RankKind], what: Mapping[int, str]) -> str:
-    """What the ranks of each kind have."""
+    """The data that the ranks of each kind have."""
     return describe_ranks({rank: text for side, text in what.items() for rank in kinds[side].ranks})
 
 
@@ -388,9 +388,9 @@ def _what(tree: Tree) -> str:
 
 def _free(name: str, taken: set[str]) -> str:
     """A name that no tensor has yet."""
-    found, again = name, 1
-    while found in taken:
+    unique, again = name, 1
+    while unique in taken:
         again += 1
-        found = f"{name}#{again}"
-    taken.add(found)
-    return found
+        unique = f"{name}#{again}"
+    taken.add(unique)
+    return unique

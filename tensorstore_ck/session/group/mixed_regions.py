@@ -33,11 +33,11 @@ class CompleteCut(NamedTuple):
 
 
 class NotOneTensorError(Exception):
-    """Kinds of ranks do not hold one tensor together; names the ranks, and why. Never leaves this package."""
+    """Kinds of ranks do not hold one tensor together. The message names the ranks, and why. Never leaves this package."""
 
 
 def cuts_of(sides: Sequence[tuple[tuple[int, ...], Spread]]) -> list[CompleteCut]:
-    """The cuts of a tensor that several kinds hold: the one with the lowest rank first.
+    """The cuts of a tensor that several kinds hold; the cut with the lowest rank is first.
 
     Args:
         sides: The ranks of each kind, and how they hold it.
@@ -63,14 +63,14 @@ def cuts_of(sides: Sequence[tuple[tuple[int, ...], Spread]]) -> list[CompleteCut
             whole |= set(placed.mesh.ranks)
         else:
             alike.setdefault((tuple(extent for extent, _ in shards), tuple(shard for _, shard in shards)), []).append(placed)
-    found = [CompleteCut(spread, tuple(sorted(ranks))) for spread, ranks in reported.items()]
+    cuts = [CompleteCut(spread, tuple(sorted(ranks))) for spread, ranks in reported.items()]
     for (_, shard), several in alike.items():
         merged = several[0] if len(several) == 1 else _side_by_side(several, shard)
-        found.append(CompleteCut(merged, tuple(sorted(merged.mesh.ranks))))
+        cuts.append(CompleteCut(merged, tuple(sorted(merged.mesh.ranks))))
     if whole:
         holders = tuple(sorted(whole))
-        found.append(CompleteCut(MeshSpread(Mesh((len(holders),), holders), (None,)), holders))
-    return sorted(found, key=lambda cut: cut.ranks)
+        cuts.append(CompleteCut(MeshSpread(Mesh((len(holders),), holders), (None,)), holders))
+    return sorted(cuts, key=lambda cut: cut.ranks)
 
 
 def _check_complete(meshes: Mapping[MeshSpread, set[int]], spread_of: Mapping[int, Spread]) -> None:
@@ -100,5 +100,5 @@ def in_words(spread: Spread) -> str:
         return "whole"
     if not isinstance(spread, MeshSpread):
         return "as pieces of the flattened tensor" if spread == "flat" else "as boxes"
-    shards = ", ".join("replicated" if each is None else f"split along dim {each.dim}" for each in spread.placements)
+    shards = ", ".join("replicated" if shard is None else f"split along dim {shard.dim}" for shard in spread.placements)
     return f"{shards} on the mesh of {named_ranks(sorted(spread.mesh.ranks))}"

@@ -1,4 +1,4 @@
-"""What a rank does in a round of its group."""
+"""The steps of a rank in a round of its group."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,10 +7,10 @@ from tensorstore_ck.format.sealed import Body
 
 
 class Participant(NamedTuple):
-    """What the caller does in a round. Records are small maps of msgpack types; an error in any of these ends the round."""
+    """The caller's steps in a round. Records are small maps of msgpack types. An error in any of the steps ends the round."""
 
     propose: Callable[[], Body]
-    """What this rank is about to do."""
+    """Returns this rank's proposal: what it is about to do."""
     execute: Callable[[Body], Body]
     """Does this rank's part, durably; gets the record of `compare`, returns the result."""
     resolve: Callable[[str], Body | None] | None

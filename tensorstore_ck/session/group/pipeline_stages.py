@@ -1,4 +1,4 @@
-"""Checks that ranks with different layouts, such as the stages of a pipeline, can be one snapshot: what several have must be equal.
+"""Checks that ranks with different layouts, such as the stages of a pipeline, can be one snapshot: data that several have must be equal.
 
 Otherwise a restore could not know which one is meant. Rank 0 does this from parts that no snapshot names yet, once per set of layouts.
 """
@@ -49,17 +49,17 @@ class PipelineStage:
 
     def stored(self, tensor: int) -> Cut:
         """The blocks of a tensor that all these ranks have stored."""
-        found: Cut = {}
+        blocks_of: Cut = {}
         for part, plan in self._plans():
             for held in plan.of(tensor):
-                blocks = found.setdefault((held.region.is_flat, held.region.offsets, held.region.sizes), [])
+                blocks = blocks_of.setdefault((held.region.is_flat, held.region.offsets, held.region.sizes), [])
                 if held.is_inline:
                     blocks.append((held.start, bytes(part.inline[held.first : held.first + held.lengths[0]])))
                 start = held.start
                 for row in held.rows:
                     blocks.append((start, part.block_id(row)))
                     start += int(part.extents["raw"][row])
-        return {region: sorted(blocks) for region, blocks in found.items()}
+        return {region: sorted(blocks) for region, blocks in blocks_of.items()}
 
     def _plans(self) -> list[tuple[Part, PartIndex]]:
         if not self._held:
@@ -90,7 +90,7 @@ class PipelineStage:
 
 
 def contradiction(stages: Sequence[PipelineStage]) -> str:
-    """What differs between the stages, as text; empty if they can be one snapshot."""
+    """The difference between the stages, as text; empty if they can be one snapshot."""
 
     def words(what: str, path: str, sides: Sequence[int]) -> str:
         who = " and ".join(named_ranks(stages[side].ranks) for side in sides)
@@ -100,18 +100,18 @@ def contradiction(stages: Sequence[PipelineStage]) -> str:
         merged = MergedLayout(stages)
     except LayoutConflictError as exc:
         return words("have different containers, shapes or types as", exc.path, exc.parts)
-    for each in merged.numbered_tensors:
-        return words("have a tensor under the same number, which may mean another parameter on each,", each.path, each.parts)
-    for each in merged.value_conflicts:
-        return words("have different values as", each.path, each.parts)
+    for conflict in merged.numbered_tensors:
+        return words("have a tensor under the same number, which may mean another parameter on each,", conflict.path, conflict.parts)
+    for conflict in merged.value_conflicts:
+        return words("have different values as", conflict.path, conflict.parts)
     for tensor, places in merged.shared_tensors.items():
         (first, number), *others = places
         expected = stages[first].stored(number)
         for other, at in others:
-            found = stages[other].stored(at)
+            stored = stages[other].stored(at)
             name, sides = merged.layout.tensors[tensor].name, (first, other)
-            if found.keys() != expected.keys():
+            if stored.keys() != expected.keys():
                 return words("cut one tensor in different ways, so that it cannot be seen whether it is the same on both,", name, sides)
-            if found != expected:
+            if stored != expected:
                 return words("have tensors that are not equal as", name, sides)
     return ""

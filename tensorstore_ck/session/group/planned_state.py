@@ -10,11 +10,11 @@ from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, FrozenTe
 from tensorstore_ck.format.layout import ExplicitRegions, Layout
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
-from tensorstore_ck.session.group.put_plan import KEEPS, SOLE, PlanMemory, PlannedTensor, PutPlan
+from tensorstore_ck.session.group.save_plan import KEEPS, SOLE, PlanMemory, PlannedTensor, SavePlan
 
 
 class StoredRegions(NamedTuple):
-    """What this rank stores of a tensor whose regions it reports."""
+    """The pieces that this rank stores of a tensor whose regions it reports."""
 
     source: ByteSource
     boxes: tuple[BoxBounds, ...]
@@ -23,14 +23,15 @@ class StoredRegions(NamedTuple):
 def planned(
     captured: CapturedState, known: PlanMemory, rank: int, values: Sequence[Any] = (), blobs: Sequence[bytes] = ()
 ) -> CapturedState:
-    """What `rank` saves of its state. `values`, `blobs`: those of the merged state, on the rank that stores them."""
+    """The part of its state that `rank` saves. `values`, `blobs`: those of the merged state, on the rank that stores them."""
     layout = known.plan.layout
     if layout is None and not known.plan.sets:
         return captured
-    kept = {each.tensor: without_copies(captured, each) for each in reported_by(captured, known, rank)}
+    kept = {reported.tensor: without_copies(captured, reported) for reported in reported_by(captured, known, rank)}
     if layout is None:
         sources = [kept[number].source if number in kept else source for number, source in enumerate(captured.sources)]
-        return captured._replace(sources=sources, explicit=[ExplicitRegions(tensor, each.boxes) for tensor, each in sorted(kept.items())])
+        explicit = [ExplicitRegions(tensor, stored.boxes) for tensor, stored in sorted(kept.items())]
+        return captured._replace(sources=sources, explicit=explicit)
     united: list[ByteSource] = [NOTHING] * len(layout.tensors)
     frozen: dict[int, FrozenTensor] = {}
     for place in known.places:
@@ -63,30 +64,30 @@ class ReportedTensor(NamedTuple):
     mine: int
     """Its number in this rank's layout."""
     boxes: tuple[BoxBounds, ...]
-    said: Sequence[int]
-    """What the plan says of each: see `PutPlan.sets`."""
+    entries: Sequence[int]
+    """The plan's entry for each region: see `SavePlan.sets`."""
 
 
 def reported_by(captured: CapturedState, known: PlanMemory, rank: int) -> list[ReportedTensor]:
     """The tensors whose regions a rank reports, in the order of the plan's layout."""
-    boxes = {each.tensor: each.boxes for each in captured.explicit}
+    boxes = {regions.tensor: regions.boxes for regions in captured.explicit}
     if known.plan.layout is None:
         pairs = [(tensor, tensor) for tensor in sorted(boxes)]
     else:
         pairs = sorted({(place.tensor, place.mine.index) for place in known.places if not place.is_view and place.mine.index in boxes})
-    said = known.plan.regions_of(rank)
-    found, at = [], 0
+    entries = known.plan.regions_of(rank)
+    tensors, at = [], 0
     for tensor, mine in pairs:
         count = len(boxes[mine])
-        found.append(ReportedTensor(tensor, mine, boxes[mine], [SOLE] * count if said is None else said[at : at + count]))
+        tensors.append(ReportedTensor(tensor, mine, boxes[mine], [SOLE] * count if entries is None else entries[at : at + count]))
         at += count
-    return found
+    return tensors
 
 
 def without_copies(captured: CapturedState, reported: ReportedTensor) -> StoredRegions:
     """The regions that no other rank stores."""
     source, boxes = captured.sources[reported.mine], reported.boxes
-    own = [said == SOLE or bool(said & KEEPS) for said in reported.said]
+    own = [entry == SOLE or bool(entry & KEEPS) for entry in reported.entries]
     if all(own):
         return StoredRegions(source, boxes)
     pieces = _pieces(boxes, own, captured.layout.tensors[reported.mine].item_bytes)
@@ -104,12 +105,12 @@ def _pieces(boxes: Sequence[BoxBounds], own: Sequence[bool], item_bytes: int) ->
 
 
 def source_at(captured: CapturedState, layout: Layout, place: PlannedTensor) -> ByteSource:
-    """What this rank has of a tensor of the common layout."""
+    """The bytes that this rank has of a tensor of the common layout."""
     source = captured.sources[place.mine.index]
     return _View(source, layout.tensors[place.tensor].item_bytes, place.mine.node) if place.is_view else source
 
 
-def places_of(captured: CapturedState, plan: PutPlan) -> list[PlannedTensor]:
+def places_of(captured: CapturedState, plan: SavePlan) -> list[PlannedTensor]:
     """Where the tensors of this rank are in the common layout."""
     assert plan.layout is not None
     own = parse(captured.layout, len(captured.values), "the layout of this rank")

@@ -1,4 +1,4 @@
-"""One rank's side of planning a save, within the save's round: see `put_plan`.
+"""One rank's side of planning a save, within the save's round: see `save_plan`.
 
 Each rank proposes hashes of its layout and its regions. If all have the same layout and no regions, or know the plan from an earlier save,
 only the values of a merged state are exchanged. Otherwise all ranks report their regions, and the first rank of each kind its layout and
@@ -20,10 +20,10 @@ from tensorstore_ck.session.group.duplicate_regions import RegionShare, RegionSu
 from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefusedError
 from tensorstore_ck.session.group.merge_layouts import LayoutMismatchError, difference, values_of
 from tensorstore_ck.session.group.planned_state import places_of, planned
-from tensorstore_ck.session.group.put_plan import Memory, PlanMemory, PutPlan, decode_plan, plan_of, remember
 from tensorstore_ck.session.group.rank_kinds import RankKind, decode_kind, encode_kind
 from tensorstore_ck.session.group.rank_messages import in_the_job
 from tensorstore_ck.session.group.round import Round
+from tensorstore_ck.session.group.save_plan import Memory, PlanMemory, SavePlan, decode_plan, plan_of, remember
 
 
 class Planning:
@@ -32,7 +32,7 @@ class Planning:
     def __init__(self, attempt: Round, memory: Memory, rank: int, ranks: int, in_job: Sequence[int] | None = None) -> None:
         """`memory`: the plans that this rank knows; `in_job`: see `named_ranks`."""
         self.turn = 0
-        """How many snapshots were saved by this plan."""
+        """The number of snapshots that were saved with this plan."""
         self.layout_of = b""
         """See `Part.layout_of`."""
         self._attempt = attempt
@@ -41,14 +41,14 @@ class Planning:
         self._rank = rank
         self._ranks = ranks
         self._known: Memory = {}
-        self._used = PlanMemory(PutPlan())
+        self._used = PlanMemory(SavePlan())
         self._key = b""
         self._regions = b""
-        """This rank's, encoded."""
+        """This rank's layout, encoded."""
         self._own: CapturedState
 
     def propose(self, shared: CapturedState) -> Body:
-        """What this rank proposes of its state."""
+        """This rank's proposal: the layout and the kinds of its state."""
         self._known = dict(self._memory)  # a copy: concurrent saves may remove plans
         self._regions = encode_regions(shared.explicit)
         return {
@@ -73,7 +73,7 @@ class Planning:
         reported = self._attempt.ask("kinds", reporters, lambda: encode_kind(shared, with_layout=not is_known, known_blobs=there))
         differ = take(go, "differ", bool)
         values, blobs = self._lead(reported, regions, shared, is_known=is_known, differ=differ) if self._rank == 0 else ([], [])
-        known = self._known.get(self._key, PlanMemory(PutPlan()))
+        known = self._known.get(self._key, PlanMemory(SavePlan()))
         if not is_known:
             answer = self._attempt.answer("plan", known.plan.encode() if self._rank == 0 else None)
             if self._rank:
@@ -97,7 +97,7 @@ class Planning:
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
     def compare(self, proposals: Sequence[Body], shared: CapturedState) -> Body:
-        """Which plan is used, and which ranks report what; `shared` is the state of rank 0."""
+        """Decides which plan is used, and which ranks report what; `shared` is the state of rank 0."""
         numbers: dict[bytes, int] = {}
         layout_of = [numbers.setdefault(take_digest(proposal, "layout"), len(numbers)) for proposal in proposals]
         self.layout_of = np.array(layout_of, "<u2").tobytes() if len(numbers) > 1 else b""
@@ -158,18 +158,18 @@ class Planning:
 
     def _kinds(self, reported: Mapping[int, bytes], shared: CapturedState, *, is_known: bool) -> list[RankKind]:
         """The kinds of the ranks that reported; or the kind of all ranks, if none had to."""
-        found = []
+        kinds = []
         for rank in reported or (0,):
             ranks = ranks_with_layout(self.layout_of, rank, self._ranks)
             ranks = ranks if len({*ranks} & {*reported}) < 2 else (rank,)
             if rank == 0:
                 ids = [*map(block_id, shared.blobs)]
-                found.append(
+                kinds.append(
                     RankKind(ranks=ranks, layout=shared.layout, values=shared.values, blobs=dict(enumerate(shared.blobs)), blob_ids=ids)
                 )
             else:
-                found.append(decode_kind(reported[rank], ranks, Layout((), None) if is_known else None))
-        return found
+                kinds.append(decode_kind(reported[rank], ranks, Layout((), None) if is_known else None))
+        return kinds
 
 
 def _hash_of(regions: bytes) -> bytes:

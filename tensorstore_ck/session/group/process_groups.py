@@ -11,7 +11,7 @@ from tensorstore_ck.session.group import DEAD_AFTER_SECONDS, Group, Participant,
 from tensorstore_ck.session.group.channel import StoreRunner
 from tensorstore_ck.session.group.host_shared_reads import host_key
 from tensorstore_ck.session.group.matching_arguments import require_same
-from tensorstore_ck.session.group.put_plan import Memory
+from tensorstore_ck.session.group.save_plan import Memory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,12 +57,12 @@ class ProcessGroups:
         self._engine = engine
         self._dead_after_seconds = dead_after_seconds
         self._groups: weakref.WeakKeyDictionary[ProcessGroup, tuple[Group, Memory]] = weakref.WeakKeyDictionary()
-        """With the plans of its saves: see `run_put`."""
+        """Each group, with the plans of its saves."""
         self._publishing: weakref.WeakKeyDictionary[ProcessGroup, Group] = weakref.WeakKeyDictionary()
         self._gathered: weakref.WeakKeyDictionary[ProcessGroup, dict[str, list[bytes]]] = weakref.WeakKeyDictionary()
 
     def all_gather(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> list[bytes]:
-        """The values of all ranks of a group, a few bytes each; kept under `title`.
+        """Exchanges values of a few bytes between all ranks of a group, under `title`.
 
         All ranks meet at each call, even if this one knows the values from an earlier call: another rank may have missed its end.
         """
@@ -90,7 +90,7 @@ class ProcessGroups:
         return known[title]
 
     def broadcast(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> bytes:
-        """Rank 0's value, a few bytes, on all ranks; only rank 0 calls `value`."""
+        """Rank 0's value of a few bytes, on all ranks. Only rank 0 calls `value`."""
         own = self.of(group)[0]
         attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
         values: list[bytes] = []
@@ -107,11 +107,11 @@ class ProcessGroups:
         return values[0]
 
     def runner(self, group: "ProcessGroup") -> StoreRunner:
-        """What runs calls on the group's key-value store."""
+        """The runner of calls on the group's key-value store."""
         return self.of(group)[0].run
 
     def local_ranks(self, group: "ProcessGroup", *, timeout_seconds: float) -> int:
-        """How many ranks of a group are on this host, including this one."""
+        """The number of ranks of a group on this host, including this one."""
         hosts = self.all_gather(group, "the count of the ranks of each host", host_key, timeout_seconds=timeout_seconds)
         return hosts.count(hosts[group.rank()])
 
@@ -123,7 +123,7 @@ class ProcessGroups:
             known.clear()
 
     def publishing(self, group: "ProcessGroup") -> Group:
-        """The same ranks, for rounds of their publishing threads, which have an order of their own; only after a round of `of`."""
+        """A second group of the same ranks, for rounds of their publishing threads, in their own order. After a round of `of`."""
         if group not in self._publishing:
             self._publishing[group] = open_group(group, f"{self._engine.config.uuid}/publish", first=self.of(group)[0])
         return self._publishing[group]

@@ -1,6 +1,6 @@
 """The kinds of ranks in a save: ranks with one layout are of one kind, such as the stages of a pipeline. Knows no torch.
 
-Before anything is written, the first rank of each kind reports its layout and values to rank 0, which plans the save: see `put_plan`.
+Before anything is written, the first rank of each kind reports its layout and values to rank 0, which plans the save: see `save_plan`.
 """
 
 import zlib
@@ -19,7 +19,7 @@ from tensorstore_ck.session.group.rank_messages import named_ranks
 from tensorstore_ck.session.group.region_claims import uncovered
 
 MAX_SHARE_TWICE: Final = 1 / 10
-"""The share of a save's bytes that several kinds of ranks may each store, although they are the same."""
+"""The share of a save's bytes that several kinds of ranks may each store, although these bytes are the same."""
 ZIP_LEVEL: Final = 1
 
 ReportedBoxes = Mapping[int, Sequence[ExplicitRegions]]
@@ -27,7 +27,7 @@ ReportedBoxes = Mapping[int, Sequence[ExplicitRegions]]
 
 
 class RankKind(NamedTuple):
-    """What the ranks with one layout save: a `merge_layout_parts.LayoutPart`."""
+    """The state that the ranks with one layout save: a `merge_layout_parts.LayoutPart`."""
 
     ranks: tuple[int, ...]
     layout: Layout
@@ -35,7 +35,7 @@ class RankKind(NamedTuple):
     blobs: Mapping[int, bytes]
     """The large values, as far as they were reported."""
     blob_ids: Sequence[bytes]
-    """Of all large values."""
+    """The ids of all large values."""
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class RankKind(NamedTuple):
 
 
 def encode_kind(captured: CapturedState, *, with_layout: bool, known_blobs: bytes) -> bytes:
-    """What a rank reports of its kind. `known_blobs`: the ids of large values that rank 0 has itself."""
+    """A rank's report on its kind. `known_blobs`: the ids of large values that rank 0 has itself."""
     ids = [bytes(block_id(blob)) for blob in captured.blobs]
     known = {known_blobs[at : at + 32] for at in range(0, len(known_blobs), 32)}
     body = {
@@ -61,7 +61,7 @@ def encode_kind(captured: CapturedState, *, with_layout: bool, known_blobs: byte
 
 
 def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> RankKind:
-    """What `encode_kind` made. `layout`: if it is known.
+    """The kind that `encode_kind` encoded. `layout`: its layout, if that is known.
 
     Raises:
         CorruptObjectError: it is not that.
@@ -75,14 +75,14 @@ def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> R
             layout=decode_layout(encoded, name) if layout is None else layout,
             values=take(body, "values", list),
             blobs={int(number): bytes(blob) for number, blob in take(body, "blobs", list)},
-            blob_ids=[bytes(each) for each in take(body, "blob_ids", list)],
+            blob_ids=[bytes(blob_id) for blob_id in take(body, "blob_ids", list)],
         )
     except (TypeError, ValueError, zlib.error) as exc:
         raise CorruptObjectError(f"{name} is malformed: {exc}", object_id=name) from exc
 
 
 def can_stay_apart(kinds: Sequence[RankKind], reported: ReportedBoxes) -> bool:
-    """Whether each kind can have its own layout in the snapshot, without storing much twice.
+    """Whether each kind can have its own layout in the snapshot without many bytes being stored twice.
 
     True if no tensor is spread over ranks of several kinds, and tensors that several kinds have are the same to them.
     """
@@ -112,6 +112,8 @@ def _cut(kind: RankKind, tensor: int, reported: ReportedBoxes) -> frozenset[tupl
     """The regions in which the ranks of a kind hold a tensor."""
 
     def boxes_of(rank: int, tensor: int) -> Sequence[BoxBounds]:
-        return next((each.boxes for each in reported.get(rank, ()) if each.tensor == tensor), ())
+        return next((regions.boxes for regions in reported.get(rank, ()) if regions.tensor == tensor), ())
 
-    return frozenset((each.is_flat, each.offsets, each.sizes) for each in regions_of_tensor(kind.layout, tensor, kind.ranks, boxes_of))
+    return frozenset(
+        (regions.is_flat, regions.offsets, regions.sizes) for regions in regions_of_tensor(kind.layout, tensor, kind.ranks, boxes_of)
+    )

@@ -11,9 +11,9 @@ MAX_RUNS: Final = 8
 MAX_GROUPS: Final = 4
 DIFFER: Final = "the ranks differ in"
 MAX_TEXT: Final = 4096
-"""Characters of one rank's text."""
+"""The most characters of one rank's text."""
 MAX_TOTAL: Final = 8192
-"""Characters of the texts of several ranks, as far as they are shown."""
+"""The most characters that are shown of the texts of several ranks."""
 _CUT: Final = " [...] "
 
 
@@ -53,11 +53,11 @@ def unheard(ranks: Sequence[int], seconds: float, in_job: Sequence[int] | None =
     return f"{who} have not been heard of for {seconds:.0f} s: they ended, were killed or suspended, or their hosts are gone"
 
 
-def describe_ranks(said: Mapping[int, str], in_job: Sequence[int] | None = None) -> str:
+def describe_ranks(texts: Mapping[int, str], in_job: Sequence[int] | None = None) -> str:
     """The texts of ranks, grouped by equal texts: ``rank 3: NoSpaceError: ...; ranks 5-7: ...``."""
     who: dict[str, list[int]] = {}
-    for rank in sorted(said):
-        who.setdefault(said[rank], []).append(rank)
+    for rank in sorted(texts):
+        who.setdefault(texts[rank], []).append(rank)
     first, others = list(who.items())[:MAX_GROUPS], list(who.items())[MAX_GROUPS:]
     shown = [f"{named_ranks(ranks, in_job)}: {shortened(text, MAX_TOTAL // len(first))}" for text, ranks in first]
     rest = [rank for _, ranks in others for rank in ranks]
@@ -65,13 +65,13 @@ def describe_ranks(said: Mapping[int, str], in_job: Sequence[int] | None = None)
 
 
 def mismatches(records: Sequence[Mapping[str, Any]], keys: Sequence[str], in_job: Sequence[int] | None = None) -> str:
-    """Which of `keys` differ between the records of all ranks (in rank order), and who has which value; empty if none."""
+    """The `keys` whose values differ between the records of all ranks (in rank order), and which ranks have which value."""
     texts = []
     for key in keys:
         first = records[0].get(key)
         if any(record.get(key) != first for record in records):
-            said = {rank: _shown(record.get(key)) for rank, record in enumerate(records)}
-            texts.append(f"{DIFFER} {key}: {describe_ranks(said, in_job)}")
+            values = {rank: _shown(record.get(key)) for rank, record in enumerate(records)}
+            texts.append(f"{DIFFER} {key}: {describe_ranks(values, in_job)}")
     return "; ".join(texts)
 
 

@@ -1,4 +1,4 @@
-"""One rank's side of a save of many ranks: each writes and checks its part, and rank 0 commits for all, from a small record of each.
+"""One rank's side of a save of many ranks. Each writes and checks its part, and rank 0 commits for all, with a small record of each rank.
 
 Knows no torch: it gets states that were taken apart.
 """
@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Ulid, derived_hash
-from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
@@ -31,10 +31,10 @@ from tensorstore_ck.session.group.group import Group
 from tensorstore_ck.session.group.matching_arguments import Differing, describe_options, require_same
 from tensorstore_ck.session.group.pipeline_stages import PipelineStage, contradiction
 from tensorstore_ck.session.group.planning_round import Planning
-from tensorstore_ck.session.group.put_plan import Memory
 from tensorstore_ck.session.group.rank_messages import Verbatim, in_the_job, mismatches
 from tensorstore_ck.session.group.replica_check import ReplicaDigests, differences, digests_of
 from tensorstore_ck.session.group.round import Round
+from tensorstore_ck.session.group.save_plan import Memory
 
 COMPARED: Final = ("ref", "step", "parent", "expect", "rank_state")
 HASHED: Final = ("metadata", "metrics")
@@ -43,11 +43,11 @@ REPORTED: Final = ("snapshot", "root", "record", "logical_bytes", "new_bytes")
 
 
 class RankResult(NamedTuple):
-    """What a rank reports of its work."""
+    """A rank's report on its work."""
 
     parts: RankParts
     reported_bytes: int
-    """Logical bytes that rank 0 does not know."""
+    """The logical bytes that rank 0 does not know."""
     replicas: ReplicaDigests | None
     replica_hashes: replica_drift.ReplicaHashes | None
     findings: SaveFindings
@@ -64,7 +64,7 @@ class RankResult(NamedTuple):
 
     @classmethod
     def of_record(cls, record: Body) -> "RankResult":
-        """What `record` made."""
+        """The result that `record` encoded."""
         return cls(
             parts=RankParts.of_record(take(record, "parts", dict)),
             reported_bytes=take_count(record, "reported_bytes"),
@@ -90,26 +90,26 @@ class RankSave:
         attempt: Round,
         *,
         memory: Memory,
-        meter: PutMeter | None = None,
+        meter: SaveMeter | None = None,
         destination: Destination | None = None,
     ) -> None:
         self._engine = engine
         self._destination = destination or StoreDestination(engine, group.rank)
-        self._meter = meter or PutMeter()
+        self._meter = meter or SaveMeter()
         self._group = group
         self._request: SaveRequest
         self._captured: CapturedState
         self._txn = attempt.txn
         self._planning = Planning(attempt=attempt, memory=memory, rank=group.rank, ranks=group.ranks, in_job=group.in_job)
         self._differing_copies = ""
-        """On rank 0: which ranks no longer hold the same, where `replica_drift` does not compare."""
+        """The ranks that no longer hold the same data, where `replica_drift` does not compare; on rank 0."""
         self._slot: PartSlot
         self._written: list[WrittenPart] = []
 
     # --- every rank -------------------------------------------------------------------------------------------------------
 
     def propose(self, request: SaveRequest, captured: CapturedState) -> Body:
-        """What this rank is about to save."""
+        """This rank's proposal: what it is about to save."""
         self._engine.require_writable()
         self._request, self._captured = request, captured
         self._destination.admit(request, self._engine.log.view())
@@ -143,17 +143,17 @@ class RankSave:
         self._request = self._request._replace(base=None if go["nearest"] is None else take_digest(go, "nearest"))
 
     def resolve(self, reason: str) -> Body | None:
-        """Appends "abort" to the log unless it has an outcome already; that counts."""
+        """Appends "abort" to the log, unless the log has an outcome already, which counts."""
 
         def abort(view: RefTable) -> list[Op]:
             return [] if view.outcome(self._txn) or view.staged(self._txn) else [Op.abort(self._txn)]
 
         self._engine.log.append(abort)
         view = self._engine.log.view()
-        found, staged = view.outcome(self._txn), view.staged(self._txn)
+        outcome, staged = view.outcome(self._txn), view.staged(self._txn)
         if staged is not None:
             return self._outcome(staged.n)
-        return self._outcome(found.n) if found is not None and found.put else None
+        return self._outcome(outcome.n) if outcome is not None and outcome.put else None
 
     def published(self, outcome: Body) -> SnapshotInfo:
         """The snapshot, without reading the log: once it is published, nothing may fail on this rank."""
@@ -224,13 +224,13 @@ class RankSave:
         return self._slot
 
     def _digests(self, slot: PartSlot, *, only_copies: bool = False) -> ReplicaDigests:
-        """Of everything that this rank shares with others; or, with `only_copies`, a part of what `replica_drift` does not compare."""
+        """Digests of the data that this rank shares with others; with `only_copies`, of a part that `replica_drift` does not compare."""
         reported, sums = self._planning.reported_digests(), self._planning.sums()
         block_bytes = self._engine.config.block_bytes
         return digests_of(self._captured, slot, block_bytes, reported, only_reported=only_copies)._replace(sums=sums)
 
     def _reported_bytes(self, slot: PartSlot) -> int:
-        """Logical bytes that rank 0 does not know: of this rank's own state, and of a layout whose first rank it is."""
+        """The logical bytes that rank 0 does not know: of this rank's own state, and of a layout whose first rank it is."""
         own = self._captured.own
         return (own.logical_bytes if own is not None else 0) + (
             self._captured.logical_bytes if slot.rank == slot.layout_ranks[0] > 0 else 0
@@ -301,7 +301,7 @@ class RankSave:
         return {key: op.fields[key] for key in REPORTED} | {"n": n, "time_ns": info.time_ns, "arrived_ns": info.arrived_ns}
 
     def _difference(self, results: Sequence[RankResult]) -> str:
-        """Which ranks differ that should hold the same, in words; empty if none."""
+        """The ranks that differ though they should hold the same data, in words; empty if none do."""
         layouts: dict[int, Layout] = {}
         stages: list[PipelineStage] = []
         layout_of = self._planning.layout_of

@@ -26,7 +26,7 @@ class RegionClaim(NamedTuple):
 
 
 def uncovered(layout: Layout, reported: Mapping[int, Sequence[ExplicitRegions]]) -> str:
-    """Which tensor is not held exactly once by the ranks with a layout, as text; empty if all are.
+    """The tensor that the ranks with a layout do not hold exactly once, as text; empty if there is none.
 
     `reported`: rank -> its regions of tensors whose regions do not follow from the layout.
     """
@@ -48,13 +48,13 @@ def held_of(reported: Mapping[int, Sequence[ExplicitRegions]]) -> dict[int, list
 
 
 def gap(spec: TensorSpec, held: Sequence[Held], *, is_flat: bool) -> str:
-    """Which elements of a tensor are not held exactly once, as text; empty if all are."""
+    """The elements of a tensor that are not held exactly once, as text; empty if there are none."""
     problem = _problem((prod(spec.shape),) if is_flat else spec.shape, held)
     return f"{problem} of tensor {spec.name!r}, of shape {list(spec.shape)}" if problem else ""
 
 
 def once(held: Sequence[Held]) -> list[Held]:
-    """The regions without repetitions: each only for the first rank that holds it."""
+    """The regions without repetitions: each one only for the first rank that holds it."""
     first: dict[BoxBounds, int] = {}
     for rank, box in held:
         first.setdefault(box, rank)
@@ -62,12 +62,12 @@ def once(held: Sequence[Held]) -> list[Held]:
 
 
 def claims(tensors: Iterable[tuple[TensorSpec, Sequence[Held]]]) -> list[dict[BoxBounds, RegionClaim]]:
-    """Which rank stores the regions that several hold, one map for each tensor; balances the bytes."""
-    found: list[dict[BoxBounds, RegionClaim]] = []
+    """The rank that stores each region that several hold, as one map for each tensor. Balances the bytes."""
+    owners: list[dict[BoxBounds, RegionClaim]] = []
     several: list[tuple[int, int, BoxBounds, tuple[int, ...]]] = []
     load: dict[int, int] = {}
     for number, (spec, held) in enumerate(tensors):
-        found.append({})
+        owners.append({})
         holders: dict[BoxBounds, list[int]] = {}
         for rank, box in sorted(set(held)):
             holders.setdefault(box, []).append(rank)
@@ -77,11 +77,11 @@ def claims(tensors: Iterable[tuple[TensorSpec, Sequence[Held]]]) -> list[dict[Bo
                 several.append((size_bytes, number, box, tuple(sorted(ranks))))
             else:
                 load[ranks[0]] = load.get(ranks[0], 0) + size_bytes
-    for size_bytes, number, box, together in sorted(several, key=lambda each: (-each[0], *each[1:])):
+    for size_bytes, number, box, together in sorted(several, key=lambda claim: (-claim[0], *claim[1:])):
         keeper = min(together, key=lambda rank: (load.get(rank, 0), rank))
         load[keeper] = load.get(keeper, 0) + size_bytes
-        found[number][box] = RegionClaim(together, keeper)
-    return found
+        owners[number][box] = RegionClaim(together, keeper)
+    return owners
 
 
 def _problem(shape: tuple[int, ...], held: Sequence[Held]) -> str:

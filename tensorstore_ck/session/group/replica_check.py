@@ -1,4 +1,4 @@
-"""Checks that replicas are equal: each rank hashes everything that it holds with others, and rank 0 compares a few bytes.
+"""Checks that replicas are equal: each rank hashes all data that it shares with others, and rank 0 compares a few bytes.
 
 Which ranks hold the same region follows from the layout, so a rank reports one digest for each set of replicas that it belongs to, and a
 checksum for each run of tensors, which names the tensors when a digest differs. Knows no torch.
@@ -19,7 +19,7 @@ from tensorstore_ck.session.group.duplicate_regions import RegionSum, ReportedRe
 from tensorstore_ck.session.group.rank_messages import named_ranks
 
 MAX_BUCKETS: Final = 1 << 16
-"""About how many checksums all ranks report together: from them rank 0 names the tensors that differ."""
+"""The approximate number of checksums that all ranks report together. With them rank 0 names the tensors that differ."""
 MIN_BUCKETS: Final = 16
 CHECKSUM_BYTES: Final = 4
 DIGEST_BYTES: Final = 16
@@ -31,34 +31,34 @@ DIFFERENT: Final = (
 
 
 class ReplicaDigests(NamedTuple):
-    """What a rank reports of the data that it holds with others."""
+    """A rank's report on the data that it shares with others."""
 
     sets: dict[bytes, bytes]
-    """Set of replicas -> digest of everything that they hold."""
+    """Set of replicas -> the digest of all data that they share."""
     checksums: bytes
-    """Of each bucket of tensors."""
+    """The checksum of each bucket of tensors."""
     sums: Sequence[RegionSum] = ()
-    """Of tensors that ranks hold in several ways."""
+    """The sums of tensors that ranks hold in several ways."""
 
     def record(self) -> Body:
-        """As other ranks read it."""
+        """The record that other ranks read."""
         return {
             "sets": [[*pair] for pair in sorted(self.sets.items())],
             "checksums": self.checksums,
-            "sums": [[*each] for each in self.sums],
+            "sums": [[*region_sum] for region_sum in self.sums],
         }
 
     @classmethod
     def of_record(cls, record: Body) -> "ReplicaDigests":
-        """What `record` made."""
+        """The digests that `record` encoded."""
         sets = {bytes(key): bytes(digest) for key, digest in take(record, "sets", list)}
-        return cls(sets, take(record, "checksums", bytes), [RegionSum(*map(int, each)) for each in take(record, "sums", list)])
+        return cls(sets, take(record, "checksums", bytes), [RegionSum(*map(int, fields)) for fields in take(record, "sums", list)])
 
 
 def digests_of(
     captured: CapturedState, slot: PartSlot, block_bytes: int, reported: Sequence[ReportedRegions] = (), *, only_reported: bool = False
 ) -> ReplicaDigests:
-    """Hashes everything that this rank holds with others, block by block; `reported` was hashed already."""
+    """Hashes all data that this rank shares with others, block by block. `reported` was hashed already."""
     tensors = captured.layout.tensors
     held = [] if only_reported else regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
     found: dict[int, bytes] = {}
@@ -96,18 +96,18 @@ def digests_of(
     return ReplicaDigests(sets, b"".join(bucket.to_bytes(CHECKSUM_BYTES, "little") for bucket in buckets))
 
 
-def differences(said: Sequence[ReplicaDigests], layouts: Sequence[Layout | None]) -> str:
-    """Which tensors differ between which replicas, as text; empty if none do. `layouts`: as far as they are known."""
+def differences(reports: Sequence[ReplicaDigests], layouts: Sequence[Layout | None]) -> str:
+    """The tensors that differ between replicas, and the ranks, as text; empty if none do. `layouts`: as far as they are known."""
     first: dict[bytes, int] = {}
-    for rank, digests in enumerate(said):
+    for rank, digests in enumerate(reports):
         for key, digest in digests.sets.items():
             other = first.setdefault(key, rank)
-            if said[other].sets[key] != digest:
-                return _explain(layouts[other], said, key, other)
-    tensor = contradicting([each for digests in said for each in digests.sums])
+            if reports[other].sets[key] != digest:
+                return _explain(layouts[other], reports, key, other)
+    tensor = contradicting([region_sum for digests in reports for region_sum in digests.sums])
     if tensor is None:
         return ""
-    ranks = [rank for rank, digests in enumerate(said) if any(each.tensor == tensor for each in digests.sums)]
+    ranks = [rank for rank, digests in enumerate(reports) if any(region_sum.tensor == tensor for region_sum in digests.sums)]
     layout = layouts[ranks[0]]
     name = repr(layout.tensors[tensor].name) if layout is not None else "a tensor"
     return f"{name} is not the same on all of {named_ranks(ranks)}, which hold it in different ways, each in full: {DIFFERENT}"
@@ -129,7 +129,7 @@ def _explain(layout: Layout | None, said: Sequence[ReplicaDigests], key: bytes, 
 
 
 def bucket_count(layout: Layout, ranks: int) -> int:
-    """How many checksums a rank reports."""
+    """The number of checksums that a rank reports."""
     return min(len(layout.tensors), MAX_BUCKETS // ranks + MIN_BUCKETS)
 
 

@@ -31,20 +31,20 @@ MARK: Final = "drift"
 
 
 class ReplicaHashes(NamedTuple):
-    """What a rank reports of the data that it holds with others."""
+    """A rank's report on the data that it shares with others."""
 
     written: dict[bytes, bytes]
-    """Set of replicas -> digest of what this rank wrote of it."""
+    """Set of replicas -> the digest of the bytes that this rank wrote of it."""
     seen: list[tuple[int, bytes, bytes]]
     """(rank that wrote it, set of replicas, digest of this rank's values)."""
 
     def record(self) -> Body:
-        """As other ranks read it."""
-        return {"written": [[*pair] for pair in sorted(self.written.items())], "seen": [[*each] for each in self.seen]}
+        """The record that other ranks read."""
+        return {"written": [[*pair] for pair in sorted(self.written.items())], "seen": [[*digest] for digest in self.seen]}
 
     @classmethod
     def of_record(cls, record: Body) -> "ReplicaHashes":
-        """What `record` made."""
+        """The hashes that `record` encoded."""
         seen = [(int(rank), bytes(key), bytes(digest)) for rank, key, digest in take(record, "seen", list)]
         return cls({bytes(key): bytes(digest) for key, digest in take(record, "written", list)}, seen)
 
@@ -72,14 +72,14 @@ def watched(replicas: Sequence[int], rank: int, turn: int) -> int:
 
 
 def hash_replicas(captured: CapturedState, slot: PartSlot, part: Part, block_bytes: int, turn: int) -> ReplicaHashes:
-    """The hashes of what this rank wrote, from its part, and of its own values of what another rank writes."""
+    """The hashes of the data that this rank wrote, from its part, and of its own values of data that another rank writes."""
     sets = _sets(captured, slot)
     plan = PartIndex(
         layout=captured.layout, part=part, layout_ranks=slot.layout_ranks, block_bytes=block_bytes, name="the part of this rank"
     )
     written = {}
     for replicas, several in sets.items():
-        ids = [each for held in several for each in _stored_ids(part, plan, held.region)[1]]
+        ids = [block_id for held in several for block_id in _stored_ids(part, plan, held.region)[1]]
         if ids:
             written[set_key(replicas)] = _digest(ids)
     seen = []
@@ -87,19 +87,19 @@ def hash_replicas(captured: CapturedState, slot: PartSlot, part: Part, block_byt
         owner = watched(replicas, slot.rank, turn)
         runs = _runs(captured.layout, several, owner, block_bytes)
         if runs:
-            seen.append((owner, set_key(replicas), _digest([each for ids in _hash(captured, runs) for each in ids])))
+            seen.append((owner, set_key(replicas), _digest([block_id for ids in _hash(captured, runs) for block_id in ids])))
     return ReplicaHashes(written, seen)
 
 
-def drifted(said: Sequence[ReplicaHashes | None]) -> list[tuple[int, int]]:
+def drifted(reports: Sequence[ReplicaHashes | None]) -> list[tuple[int, int]]:
     """(rank, rank that wrote other values), for each rank that differs."""
-    found = set()
-    for rank, replica_hashes in enumerate(said):
+    pairs = set()
+    for rank, replica_hashes in enumerate(reports):
         for owner, key, digest in replica_hashes.seen if replica_hashes is not None else ():
-            other = said[owner] if 0 <= owner < len(said) else None
+            other = reports[owner] if 0 <= owner < len(reports) else None
             if other is not None and other.written.get(key) != digest:
-                found.add((rank, owner))
-    return sorted(found)
+                pairs.add((rank, owner))
+    return sorted(pairs)
 
 
 def copy_ref(ref: str, rank: int) -> str:
@@ -110,13 +110,13 @@ def copy_ref(ref: str, rank: int) -> str:
 def keep_copy(engine: Engine, captured: CapturedState, slot: PartSlot, info: SnapshotInfo, owner: int) -> None:
     """Saves the values of this rank that differ from those that `owner` wrote; warns, also if that fails."""
     try:
-        found = _differing(engine, captured=captured, slot=slot, info=info, owner=owner)
+        differing = _differing(engine, captured=captured, slot=slot, info=info, owner=owner)
         request = _request(engine, info, slot.rank, owner)
-        save_captured(engine, _cut_out(captured, found), request)
+        save_captured(engine, _cut_out(captured, differing), request)
         kept = f"its own are kept at {request.ref!r}"
     except StoreError as exc:
-        found, kept = [], f"its own could not be kept: {exc}"
-    names = list(dict.fromkeys(captured.layout.tensors[held.region.tensor].name for held in found))
+        differing, kept = [], f"its own could not be kept: {exc}"
+    names = list(dict.fromkeys(captured.layout.tensors[held.region.tensor].name for held in differing))
     shown = ", ".join(map(repr, names[:MAX_NAMED])) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
     warnings.warn(
         f"rank {slot.rank} no longer has the values of rank {owner}{' in ' + shown if names else ''}, which should be equal: the "
@@ -170,19 +170,19 @@ def _stored_ids(part: Part, plan: PartIndex, region: Region) -> tuple[int, list[
 
 
 def _differing(engine: Engine, captured: CapturedState, slot: PartSlot, info: SnapshotInfo, owner: int) -> list[_Held]:
-    """The regions of which the owner wrote other values."""
+    """The regions for which the owner wrote other values."""
     part = engine.read_part(engine.read_record(info), owner)
     block_bytes = engine.config.block_bytes
     plan = PartIndex(
         layout=captured.layout, part=part, layout_ranks=slot.layout_ranks, block_bytes=block_bytes, name=f"the part of rank {owner}"
     )
-    found = []
+    differing = []
     for replicas, several in _sets(captured, slot).items():
         runs = _runs(captured.layout, several, owner, block_bytes) if owner in replicas else []
         for run, ids in zip(runs, _hash(captured, runs), strict=True):
             if _stored_ids(part, plan, run.held.region) != (run.first, ids):
-                found.append(run.held)
-    return found
+                differing.append(run.held)
+    return differing
 
 
 def _request(engine: Engine, info: SnapshotInfo, rank: int, owner: int) -> SaveRequest:

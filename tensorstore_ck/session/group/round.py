@@ -39,7 +39,7 @@ from tensorstore_ck.session.group.participant import Participant
 from tensorstore_ck.session.group.rank_messages import error_text, named_ranks, unheard
 from tensorstore_ck.session.group.round_ledger import RoundLedger
 
-GRACE_SECONDS: Final = 10.0  # after the deadline, in which the other ranks leave it to rank 0 to end the round
+GRACE_SECONDS: Final = 10.0  # the time after the deadline in which only rank 0 may end the round
 ADMIT, GO, OUTCOME, FAILED, LATE = "admit", "go", "outcome", "failed", "late"
 
 
@@ -81,11 +81,11 @@ class Round:
         self._deadline = channel.clock() + timeout
         self._stage = "proposal"
         self._is_counted = False
-        """Whether this rank may have reported its result: if not, the outcome is not its own."""
+        """Whether this rank may have reported its result. If not, the outcome does not include it."""
         self._is_cut_off = False
 
     def decide(self, choose: Callable[[], Body]) -> Body:
-        """What rank 0 decides about this round before it is run; the others wait for it.
+        """Rank 0's decision about this round before it is run. The other ranks wait for it.
 
         Raises:
             SnapshotAbortedError: rank 0 did not decide in time.
@@ -129,7 +129,7 @@ class Round:
             self._ledger.end(self.n, self._channel)
 
     def ask(self, name: str, ranks: Sequence[int], tell: Callable[[], bytes]) -> dict[int, bytes]:
-        """What some `ranks` report to rank 0 during their work; rank 0's own report is empty. Returns nothing on other ranks.
+        """The reports of some `ranks` to rank 0 during their work; rank 0's own report is empty. Returns nothing on other ranks.
 
         Called by these ranks, and by rank 0, in their `Participant.execute`.
         """
@@ -143,7 +143,7 @@ class Round:
         return {0: b""} | reported if 0 in ranks else reported
 
     def answer(self, name: str, data: bytes | None) -> bytes:
-        """What rank 0 answers all during their work; the others wait for it.
+        """Rank 0's answer to all ranks during their work. The other ranks wait for it.
 
         Raises:
             RankRefusedError: the round was given up meanwhile.
@@ -185,7 +185,7 @@ class Round:
         return outcome
 
     def _judged(self, judge: Callable[[], Body | str]) -> Body:
-        """What rank 0 concludes from the records of all ranks.
+        """Rank 0's conclusion from the records of all ranks.
 
         Raises:
             RankRefusedError: they do not fit together, which is no rank's own error.
@@ -212,9 +212,9 @@ class Round:
             RankRefusedError: names the ranks that failed, sent nothing by the deadline, or are silent.
         """
         keys = {f"{stage}/{rank}": rank for rank in ranks}
-        on_late = self._report_missing if stage == "proposal" else None  # after that they work, each as long as it takes
+        on_late = self._report_missing if stage == "proposal" else None  # in later stages ranks work, each as long as it needs
         found, alarm, silent = self._channel.collect(keys, self._deadline, alarm=FAILED, on_late=on_late)
-        said: dict[int, Body] = {}
+        records: dict[int, Body] = {}
         errors: dict[int, FailureReason] = {}
         missing = []
         if alarm is not None:
@@ -226,8 +226,8 @@ class Round:
                 missing.append(rank)
                 continue
             try:
-                said[rank] = decode_record(found[key], key)
-                check_record(said[rank], stage)
+                records[rank] = decode_record(found[key], key)
+                check_record(records[rank], stage)
             except RankRefusedError as exc:
                 errors[rank] = exc.reason
             except (CorruptObjectError, TypeError, ValueError) as exc:
@@ -243,7 +243,7 @@ class Round:
             raise RankRefusedError(
                 FailureReason(f"{named_ranks(missing, self._in_job)} of {self._ranks} {what} within {self._timeout:g} s")
             )
-        return said
+        return records
 
     # --- all others ---------------------------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class Round:
         return self._give_up(participant, LateError(f"{self._named(0)} does not know the outcome: {outcome.get('ask')}"), own)
 
     def _enter(self, go: Body) -> Body:
-        """Rank 0 answered: the deadline is rank 0's, and the records of rounds that all ranks have ended can be deleted."""
+        """Takes rank 0's deadline from its answer, and deletes the records of rounds that all ranks have ended."""
         record = take(go, "record", dict)
         self._deadline = self._channel.clock() + min(max(0.0, take(go, "left", float)), self._timeout)
         self._stage = "result"
@@ -290,7 +290,7 @@ class Round:
         return self._channel.wait([OUTCOME], self._patience(), writer=0)[1]
 
     def _patience(self) -> float:
-        """When this rank gives up on rank 0: one after the other, so that the first one informs all and reads the log once."""
+        """When this rank gives up on rank 0. Ranks do so one after the other, so that the first one informs all and reads the log once."""
         return self._deadline + self._grace * (1 + self._rank / self._ranks)
 
     def _report(self, reason: FailureReason) -> None:
@@ -302,7 +302,7 @@ class Round:
             self._put(FAILED, {"rank": self._rank, "error": reason.record()})
 
     def _give_up(self, participant: Participant, trouble: ChannelError, own: Exception | None = None) -> Body:
-        """Rank 0 or the channel is gone: the log decides."""
+        """Lets the log decide, because rank 0 or the channel is gone."""
         text = f"gave up on {self._named(0)}: {trouble}"
         reason = FailureReason(f"{self._named(self._rank)} {text}")
         if self._channel.clock() < self._patience() and not isinstance(trouble, SilentError):
@@ -314,7 +314,7 @@ class Round:
         return self._own(resolved)
 
     def _own(self, put: Body) -> Body:
-        """The outcome, if this rank has a part in it."""
+        """The outcome, if it includes this rank's result."""
         if not self._is_counted:
             raise self._error(FailureReason(self._misfit or "the process group's store holds records of another group"))
         return put
@@ -322,7 +322,7 @@ class Round:
     # --- both ---------------------------------------------------------------------------------------------------------
 
     def _resolve(self, participant: Participant, reason: FailureReason) -> Body | FailureReason:
-        """The outcome by the log, spread to all ranks that can be reached: the record, or why nothing was put."""
+        """Takes the outcome from the log, and sends it to all ranks that can be reached: the record, or why nothing was saved."""
         if participant.resolve is None:
             reported = self._spread({"abort": reason.record()})
             put = reported.get("put")
@@ -342,7 +342,7 @@ class Round:
         return FailureReason.of_outcome(self._spread({"abort": reason.record()})) or reason
 
     def _spread(self, outcome: Body) -> Body:
-        """Sends the outcome to all, unless another rank was faster; returns what they get: nothing if the channel is gone."""
+        """Sends the outcome to all ranks, unless another rank was faster. Returns what they get; empty if the channel is gone."""
         try:
             return self._channel.put_first(OUTCOME, outcome, self._deadline + self._grace)
         except ChannelError:
@@ -353,18 +353,18 @@ class Round:
         self._channel.put(key, record, self._deadline + self._grace)
 
     def _forget(self, oldest: int) -> None:
-        """Deletes what this rank wrote in rounds that all ranks have ended."""
+        """Deletes the keys that this rank wrote in rounds that all ranks have ended."""
         for channel in self._ledger.take_before(oldest):
             channel.delete(channel.written, self._deadline)
 
     def _report_missing(self, missing: Sequence[int]) -> None:
-        """On rank 0: logs which ranks have not come, for all ranks."""
+        """Logs on rank 0, for all ranks, which ranks have not come."""
         if self._waits is not None:
             self._put(LATE, {})
             self._waits.report(missing, LATE_SECONDS)
 
     def _report_silent_leader(self) -> None:
-        """On the others: logs that rank 0 has not come, unless it has logged for whom it waits."""
+        """Logs on the other ranks that rank 0 has not come, unless rank 0 has logged for which ranks it waits."""
         if self._waits is not None and self._channel.try_get(LATE, self._deadline) is None:
             self._waits.report([0], ASK_SECONDS)
 

@@ -23,7 +23,7 @@ class RoundLedger:
             return self._count
 
     def end(self, n: int, channel: Channel | None) -> None:
-        """Round `n` is over for this rank, which reads none of its keys any more."""
+        """Ends round `n` for this rank, which reads none of its keys any more."""
         with self._lock:
             self._open.discard(n)
             if channel is not None:
@@ -38,4 +38,4 @@ class RoundLedger:
         """The channels of rounds before `n` that ended; each is returned once."""
         with self._lock:
             ended = sorted(self._ended)
-            return [self._ended.pop(each) for each in ended[: bisect_left(ended, n)]]
+            return [self._ended.pop(n_ended) for n_ended in ended[: bisect_left(ended, n)]]

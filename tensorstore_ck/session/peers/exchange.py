@@ -10,7 +10,7 @@ from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.session.peers.piece_stream import piece_lengths
 
 SLOWEST_BYTES_PER_SECOND: Final = 16 << 20
-"""A slower copy is given up, since publishing waits for it: a tenth of a rank's share of a slow network."""
+"""The slowest copy that is not given up, since publishing waits for it: a tenth of a rank's share of a slow network."""
 
 
 class CancelledError(Exception):
@@ -28,10 +28,10 @@ class Exchange:
     on_bytes: Callable[[int], object]
     warn: Callable[[str], object]
     patience_seconds: float
-    """How much longer a copy may take."""
+    """The time left for a copy."""
     monotonic: Callable[[], float]
     stopped: BaseException | None = None
-    """What `stop` raised."""
+    """The exception of `stop`."""
 
     def go_on(self) -> None:
         """Raises if the caller has cancelled.

@@ -1,4 +1,4 @@
-"""What a rank keeps for others: which files, for which snapshots, and when they are deleted. Thread-safe.
+"""The files that a rank keeps for others: for which snapshots, and when they are deleted. Thread-safe.
 
 A file is written under its final name, and counts once it is durable and verified; a manifest is written when all files of its snapshot
 count. Incomplete copies are deleted, and only files that this rank wrote for a peer.

@@ -41,7 +41,7 @@ MAC_BYTES: Final = 32
 _LENGTH_BYTES: Final = 8
 _KEY_BYTES: Final = 32
 _HEADER: Final = struct.Struct("<IIBQQ")
-"""Under the MAC, but not sent: sender, receiver, tag, number of the message, its bytes."""
+"""Part of the MAC, but not sent: sender, receiver, tag, number of the message, its bytes."""
 
 
 class PeerLostError(Exception):
@@ -80,7 +80,7 @@ def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: st
     try:
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout_seconds)
-        # When ranks connect lazily, as the environment can ask torch for, one that comes late aborts the process that has given it up.
+        # If ranks connect lazily, which the environment can request of torch, a late rank aborts the process that has given it up.
         options._devices = [gloo.create_default_device(lazy_init=False)]
         store = c10d.PrefixStore(f"tsck-peers/{name}/{ranks[0]}", store.clone())
         is_first = group.rank() == ranks[0]
@@ -130,11 +130,11 @@ class PeerLink:
     def send_record(self, peer: int, tag: int, record: Body) -> None:
         """Sends a few values."""
         packed = pack_body(record)
-        for each in (len(packed).to_bytes(_LENGTH_BYTES, "little"), packed):
-            self.send(peer, tag, np.frombuffer(each + bytes(MAC_BYTES), np.uint8).copy()).wait()
+        for data in (len(packed).to_bytes(_LENGTH_BYTES, "little"), packed):
+            self.send(peer, tag, np.frombuffer(data + bytes(MAC_BYTES), np.uint8).copy()).wait()
 
     def receive_record(self, peer: int, tag: int) -> Body:
-        """What `send_record` sent."""
+        """The values that `send_record` sent."""
         length = int.from_bytes(self._received(peer, tag, _LENGTH_BYTES), "little")
         if not 0 < length <= MAX_RECORD_BYTES:
             raise PeerProtocolError(f"rank {peer} announced a record of {length} bytes")
@@ -152,7 +152,7 @@ class PeerLink:
         return data.data[:length]
 
     def break_off(self) -> None:
-        """Lets the others notice at once that this rank is gone: after a timeout gloo closes all connections."""
+        """Lets the other ranks notice at once that this one is gone: after a timeout gloo closes all connections."""
         self.timeout_seconds = 0.001
         for peer in self.ranks:
             if peer != self.rank:

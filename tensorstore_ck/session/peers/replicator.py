@@ -1,4 +1,4 @@
-"""Sends a rank's staged files to other hosts and keeps those of others, both at the same time, once per save.
+"""Sends a rank's staged files to other hosts and keeps the files of other ranks, both at the same time, once per save.
 
 The sender offers names and sizes; the receiver answers which it takes, or why none; then the files follow in pieces, the manifest last. An
 error of a rank's disk, or a copy that takes too long, costs that copy alone; a rank that is gone, or silent for too long, ends replication
@@ -52,7 +52,7 @@ class Replicator:
         self._sending = Sender(link, folder, targets, piece_bytes)
         self._keeping = Receiver(link=link, folder=folder, kept=self._kept, sources=sources, piece_bytes=piece_bytes)
         self.is_broken = False
-        """A rank was lost: nothing is copied any more."""
+        """Stops all copies, because a rank was lost."""
         possible = copies_possible(hosts, copies)
         if possible < copies and link.rank == 0:
             warnings.warn(
@@ -71,7 +71,7 @@ class Replicator:
         stop: Callable[[], object] = lambda: None,
         on_bytes: Callable[[int], object] = lambda count: None,
     ) -> list[str]:
-        """Sends what this rank has staged, and keeps what others have; all ranks call it for the same saves in the same order.
+        """Sends this rank's staged files, and keeps those of other ranks. All ranks call it for the same saves in the same order.
 
         Args:
             txn: Of the staging, the same on all ranks.

@@ -20,7 +20,7 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_of_folder(path: str | os.PathLike[str]) -> bytes:
-    """The same for all processes that share this folder, and for no others: two folders of one machine count as two hosts.
+    """A name that is the same for all processes that share this folder, and for no others: two folders of one machine count as two hosts.
 
     Raises:
         StoreError: the folder does not exist.
@@ -32,17 +32,17 @@ def host_of_folder(path: str | os.PathLike[str]) -> bytes:
 
 
 def copies_possible(hosts: Sequence[bytes], copies: int) -> int:
-    """How many copies on different other hosts are possible, at most `copies`."""
+    """The number of copies that are possible on different other hosts, at most `copies`."""
     return min(copies, len(set(hosts)) - 1)
 
 
 def block_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
-    """The ranks that keep each other's files, this one among them, in order."""
+    """The ranks that keep each other's files, with this one, in order."""
     return sorted(other for host in _position(rank, hosts, copies).ring for other in host)
 
 
 def targets_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
-    """The ranks that keep copies of this rank's files, one per round, each on another host: those at its own position on theirs.
+    """The ranks that keep copies of this rank's files, one per round, each on another host: the ranks at the same position there.
 
     Args:
         rank: Whose files.
@@ -66,9 +66,9 @@ class _RingPosition(NamedTuple):
     ring: list[list[int]]
     """The ranks of each host of the block."""
     host: int
-    """Which of them is the rank's."""
+    """The number of the rank's host."""
     place: int
-    """Its position there."""
+    """The rank's position on its host."""
 
 
 def _position(rank: int, hosts: Sequence[bytes], copies: int) -> _RingPosition:

@@ -31,7 +31,7 @@ class Sender:
         self._buffers = make_buffers(piece_bytes)
 
     def run(self, exchange: Exchange) -> None:
-        """Returns when every target has what it takes.
+        """Returns when every target has the files that it accepts.
 
         Raises:
             PeerLostError: a target is gone.

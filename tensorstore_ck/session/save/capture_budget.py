@@ -1,4 +1,4 @@
-"""The memory that states are captured into: allocated at the first capture, and waited for when it is full."""
+"""The memory that states are captured into. The first capture allocates it, and a save waits for it when it is full."""
 
 import logging
 import time
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Arena
 
 SAY_SECONDS: Final = 5.0
-"""How long a save waits before that is logged."""
+"""A save logs that it waits after this time."""
 
 PREPARED: Final = 2
 """Captures: one while the one before is stored."""
@@ -52,7 +52,7 @@ class CaptureMemory:
                 f"{human_bytes(limit)}: raise it, name tensors that do not change in frozen=, or use put_snapshot, which copies nothing",
                 object_id="host_memory_bytes",
             )
-        queued.slot = Slot(arena, needed)  # before it has memory: whatever interrupts this, `queued.release` finds it
+        queued.slot = Slot(arena, needed)  # set before it has memory, so that `queued.release` finds it after any interrupt
         return arena.fill(queued.slot)
 
     def prepare(self, size_bytes: int, warm_up: Callable[[], object]) -> None:
@@ -88,26 +88,26 @@ class CaptureMemory:
         began, patience = time.monotonic(), save.patience_seconds
         queued.waited_for = queued.waited_for or under_way
         left = SAY_SECONDS if patience is None else max(0.0, patience - queued.waited_seconds)
-        found = self._changed.wait_for(lambda: self.try_take(queued, save), min(left, SAY_SECONDS))
+        has_slot = self._changed.wait_for(lambda: self.try_take(queued, save), min(left, SAY_SECONDS))
         was_quiet = queued.waited_seconds < SAY_SECONDS
         queued.waited_seconds += time.monotonic() - began
         if was_quiet and queued.waited_seconds >= SAY_SECONDS:
             _logger.warning("training waits for memory to capture %s: %d saves are in progress", queued.status, queued.waited_for)
-        if not found and patience is not None and queued.waited_seconds >= patience:
+        if not has_slot and patience is not None and queued.waited_seconds >= patience:
             raise WaitTimeoutError(
                 f"no memory came free for the save of {queued.status} in {patience:g} s: the other ranks would not wait longer; put less "
                 "often, raise host_memory_bytes, or pass on_full='skip'",
                 object_id=save.ref,
             )
-        return found
+        return has_slot
 
     @property
     def allocated_bytes(self) -> int:
-        """What captures hold, and what is kept for the next ones."""
+        """The bytes that captures hold, and those that are kept for the next captures."""
         return self.arena.allocated_bytes if self.arena is not None else 0
 
     def close(self) -> None:
-        """Frees what nobody uses."""
+        """Frees the memory that nobody uses."""
         if self._preparing is not None:
             self._preparing.end()
         if self.arena is not None:

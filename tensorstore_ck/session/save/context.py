@@ -1,4 +1,4 @@
-"""What a store handle gives to its saves, and what saves of one process and of many ranks share."""
+"""What a store handle gives to all of its saves, those of one process and those of many ranks."""
 
 import logging
 import time
@@ -53,7 +53,7 @@ class SaveContext:
     """Asks the store for what a save needs before it is staged."""
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
-    """For groups whose ranks keep copies of each other's staged files."""
+    """By group, if its ranks keep copies of each other's staged files."""
     step_gates: "StepGates | None" = None
     """Of optimizers whose tensors are copied from devices until the next step; made at the first such save."""
 
@@ -130,7 +130,7 @@ class SaveContext:
             return []
 
     def retry_until_dropped(self, status: SaveStatus, what: str, action: Callable[[], T]) -> T:
-        """Calls `action`, again and again while the backend does not answer, until the save is asked to give up; returns its result."""
+        """Calls `action` until the backend answers, or the save is asked to give up; returns the result."""
         for attempt in range(1_000_000):
             try:
                 return action()

@@ -25,11 +25,11 @@ class DrainReport:
 
     published: tuple[Snapshot, ...]
     staged: tuple[PendingSnapshot, ...]
-    """Durable on the staging disk, not published: the next `tensorstore_ck.open` with that disk continues them."""
+    """The saves that are durable on the staging disk, and not published. The next `tensorstore_ck.open` with that disk continues them."""
     dropped: tuple[PendingSnapshot, ...]
-    """Dropped, or failed; nothing of them is visible."""
+    """The saves that were dropped or failed; nothing of them is visible."""
     under_way: tuple[PendingSnapshot, ...]
-    """Did not give up in time: the log will show what became of them."""
+    """The saves that did not give up in time. The log will show what became of them."""
     safe: Snapshot | None
     """The newest snapshot that this handle published."""
     resume_command: str = ""
@@ -51,17 +51,17 @@ class DrainReport:
         )
 
     def __str__(self) -> str:
-        said = f"{_address(self.safe)} ({self.safe.root[:16]}) is safe" if self.safe is not None else "nothing was published"
+        text = f"{_address(self.safe)} ({self.safe.root[:16]}) is safe" if self.safe is not None else "nothing was published"
         for what, those in (("staged on this host", self.staged), ("given up", (*self.dropped, *self.under_way))):
             if those:
-                said += f"; {what}: " + ", ".join(map(_address, those))
+                text += f"; {what}: " + ", ".join(map(_address, those))
         if self.resume_command:
-            said += f"; `{self.resume_command}` publishes what is staged, as does the next process that opens the store with that disk"
-        return said
+            text += f"; `{self.resume_command}` publishes what is staged, as does the next process that opens the store with that disk"
+        return text
 
 
 def _is_on_disk(status: SaveStatus) -> bool:
-    """Whether it stays on the staging disk: not if it was cancelled, or can never be published."""
+    """Whether the save stays on the staging disk. It does not if it was cancelled, or can never be published."""
     gone = isinstance(status.error, ConflictError | SnapshotAbortedError | DamageError) and status.dropped != "abandoned"
     return status.has_reached(SaveMilestone.STAGED) and not gone
 

@@ -1,4 +1,4 @@
-"""Finds what a save of many ranks would refuse: all ranks take their states apart and compare them, as the first save does."""
+"""Finds out what a save of many ranks would refuse: all ranks take their states apart and compare them, as the first save does."""
 
 from typing import TYPE_CHECKING
 
@@ -33,8 +33,8 @@ def check_ranks(
     side = RankDryRun(engine, own, attempt, memory={})
 
     def propose() -> Body:
-        for each, describer in ((state, describer_of(group)), (rank_state, None)):
-            found, captured = inspect_state(each, describer)
+        for part_of_state, describer in ((state, describer_of(group)), (rank_state, None)):
+            found, captured = inspect_state(part_of_state, describer)
             problems.extend(found)
             looked_at.append(captured)
         if problems:

@@ -1,7 +1,7 @@
 """Tensors that the user declared frozen: they are captured without a copy, and not read at each save.
 
-What is known of a tensor holds for the same memory only, which is kept alive so that nothing else can be allocated there. Another state
-with the same names, or another shard of a tensor, is read.
+Knowledge of a tensor is valid for the same memory only, which is kept alive so that nothing else can be allocated there. Another state with
+the same names, or another shard of a tensor, is read.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ class FrozenTensors:
         """What is known, by the tensor's name."""
 
     def mark(self, captured: CapturedState, globs: Sequence[str], scope: bytes = b"") -> CapturedState:
-        """The state with the tensors marked whose names match. `scope`: the group that saves it.
+        """The state with those tensors marked whose names match. `scope`: the group that saves it.
 
-        What is known of the others is forgotten: a tensor that is frozen, then trained, then frozen again is read.
+        Forgets all other tensors: a tensor that is frozen, then trained, then frozen again is read.
 
         Raises:
             InvalidOptionError: `globs` are invalid.

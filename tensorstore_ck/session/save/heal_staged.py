@@ -16,7 +16,7 @@ from tensorstore_ck.session.staging.manifest import Manifest
 
 
 class Healing(NamedTuple):
-    """What rank 0 plans for a damaged object."""
+    """Rank 0's plan for a damaged object."""
 
     name: str
     """The object; empty if none is damaged."""
@@ -39,17 +39,19 @@ def report(tier: StagingTier, txn: Ulid, manifests: Sequence[Manifest], damage: 
 
 
 def plan(reports: Sequence[Body], healed: Collection[str]) -> Healing:
-    """Who replaces the first damaged object; nobody if it was `healed` before."""
-    for said in reports:
-        name, owner = take(said, "name", str), take(said, "owner", int)
+    """The rank that replaces the first damaged object; none if it was `healed` before."""
+    for broken in reports:
+        name, owner = take(broken, "name", str), take(broken, "owner", int)
         if name:
-            others = (rank for rank, each in enumerate(reports) if each["host"] != said["host"] and owner in take(each, "holds", list))
-            return Healing(name, -1 if name in healed else next(others, -1), take(said, "reason", str))
+            others = (
+                rank for rank, report in enumerate(reports) if report["host"] != broken["host"] and owner in take(report, "holds", list)
+            )
+            return Healing(name, -1 if name in healed else next(others, -1), take(broken, "reason", str))
     return NOT_DAMAGED
 
 
 def heal(tier: StagingTier, planned: Healing, rank: int, stop: Callable[[], object]) -> str:
-    """Uploads this rank's copy if that is planned; returns why the object, and so the save, is lost, or nothing."""
+    """Uploads this rank's copy if that is planned. If the object, and so the save, is lost, returns why."""
     if planned.name and planned.healer < 0:
         return planned.reason
     if planned.healer == rank:

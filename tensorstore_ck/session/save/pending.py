@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Self
 
-from tensorstore_ck.common.put_progress import Progress
+from tensorstore_ck.common.save_progress import Progress
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.save_status import SaveMilestone, SaveStatus
 
@@ -38,6 +39,7 @@ class Milestone:
         self._status.call_when_settled(self._stage, lambda: callback(pending))
 
 
+@short_errors
 class PendingSnapshot:
     """A save in the background; what `Store.put_snapshot_async` returns. Thread-safe.
 
@@ -108,5 +110,5 @@ class PendingSnapshot:
         return self._status.meter.snapshot()
 
     def cancel(self) -> bool:
-        """Asks to give it up, on all ranks, if it is not published yet: see `wait`. False if it has ended already."""
+        """Asks all ranks to give the save up, if it is not published yet: see `wait`. False if it has ended already."""
         return self._status.drop("cancelled")

@@ -50,7 +50,7 @@ class Preemption:
 
     @property
     def seconds_left(self) -> float:
-        """Time until the deadline; the full time if the signal did not come."""
+        """The time until the deadline; the full time if the signal did not come."""
         return max(0.0, self._deadline - time.monotonic()) if self.requested else self._deadline_seconds
 
     def finish(self) -> DrainReport:
@@ -70,7 +70,7 @@ class Preemption:
 
     @property
     def _margin_seconds(self) -> float:
-        """How long giving up may take."""
+        """The time that giving up may take."""
         return min(GIVE_UP_SECONDS, self._deadline_seconds / 4)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -80,7 +80,7 @@ class Preemption:
         elif not self._requested.is_set():
             self._deadline = time.monotonic() + self._deadline_seconds
             self._requested.set()
-            # On a thread: the main one may be in the middle of anything, such as a save that holds locks.
+            # On a thread of its own: the main thread may be in the middle of anything, such as a save that holds locks.
             Helper(self._wait_for_deadline, "tsck-preempted").start()
         elif self._finished.is_set():
             self.cancel()
@@ -93,7 +93,7 @@ class Preemption:
 
 
 def finish_at_exit(queue: SaveQueue) -> None:
-    """Lets the interpreter wait for the saves of `queue` before it ends; logs what is not published then."""
+    """Lets the interpreter wait for the saves of `queue` before it ends; logs those that are not published then."""
     found, pid = weakref.ref(queue), os.getpid()
 
     def finish() -> None:

@@ -46,7 +46,7 @@ class PublishRounds:
         self._group = group
         self._timeout_seconds = timeout_seconds
         self._healed: set[str] = set()
-        """On rank 0, the damaged objects that were replaced."""
+        """The damaged objects that were replaced, on rank 0."""
 
     def gives_up_alone(self, status: SaveStatus) -> bool:
         """Ranks give up together, except one whose process ends."""
@@ -67,7 +67,7 @@ class PublishRounds:
                 return self._conclude(outcome, status)
 
     def _upload_problem(self, status: SaveStatus) -> StoreError | None:
-        """Uploads this rank's files; returns the error if it cannot, for the other ranks, which would wait for it otherwise."""
+        """Uploads this rank's files; returns an error, so that it reaches the other ranks, which would wait otherwise."""
         try:
             if not status.dropped:
                 self._upload.upload(status, lambda: _check_abandoned(status))
@@ -78,7 +78,7 @@ class PublishRounds:
         return None
 
     def _try(self, status: SaveStatus, problem: StoreError | None, *, is_last: bool) -> Body | None:
-        """One round: what became of the staged snapshot, or of a damaged object of it; None if all ranks must try again.
+        """Runs one round: returns what became of the staged snapshot, or of a damaged object of it; None if all ranks must try again.
 
         The log decides the outcome of a round, so no rank goes on to the next one before the log has answered.
         """
@@ -149,7 +149,7 @@ class PublishRounds:
                 return self._lost(str(exc))
             except SnapshotExpiredError as exc:
                 if not self._upload.is_lost:
-                    raise  # in the next round the ranks use new names for what gc freed
+                    raise  # in the next round the ranks use new names for the objects that gc freed
                 return self._lost(str(exc))
             return {}
 
@@ -169,7 +169,7 @@ class PublishRounds:
         return {"lost": reason} if published is None else {}
 
     def _state(self, view: RefTable) -> Body | None:
-        """What the log says: published ({}), given up, or neither yet (None)."""
+        """The outcome in the log: published ({}), given up, or neither yet (None)."""
         if published_as(self._context.engine, view, self._upload.txn) is not None:
             return {}
         return {"lost": "the log says that it was given up"} if view.outcome(self._upload.txn) is not None else None

@@ -1,4 +1,4 @@
-"""A save in the queue: what the queue asks of it, the times that its events report, and errors of saves that were not raised yet."""
+"""A save in the queue, what the queue calls of it, the times that its events report, and the errors that were not raised yet."""
 
 import time
 import traceback
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
-from tensorstore_ck.common.put_progress import Progress
+from tensorstore_ck.common.save_progress import Progress
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.save_status import SaveStatus
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Admission(NamedTuple):
-    """What is decided about a save before it is captured."""
+    """The decision about a save before it is captured."""
 
     admitted: bool
     dropped: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class Runnable(Protocol):
 
     @property
     def number(self) -> int:
-        """From 1, the same on all ranks; 0 for what another process began."""
+        """The number of the save, from 1, the same on all ranks; 0 for a save that another process began."""
 
     @property
     def ref(self) -> str:
@@ -52,7 +52,7 @@ class Runnable(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process's."""
+        """The rank of this process."""
 
     def fail(self, error: BaseException, /) -> None:
         """Reports to the other ranks that this one cannot save. May raise the error that all ranks raise."""
@@ -70,7 +70,7 @@ class Capturable(Runnable, Protocol):
 
     @property
     def frozen_bytes(self) -> int:
-        """Bytes that are not copied."""
+        """The bytes of frozen tensors, which are not copied."""
 
     @property
     def patience_seconds(self) -> float | None:
@@ -80,14 +80,14 @@ class Capturable(Runnable, Protocol):
         """The result of `admit` on the rank that decides."""
 
     def skip(self) -> None:
-        """The save does not take place; all ranks know it."""
+        """Gives the save up before it begins, on all ranks."""
 
     def copy_into(self, slot: "Slot", /) -> None:
         """Copies the state, which may be changed afterwards."""
 
 
 class QueuedSave:
-    """A save in the queue: before it is staged its `save`, then what is `staged`."""
+    """A save in the queue. It has a `save` until that is staged, and then a `staged` save."""
 
     def __init__(
         self,
@@ -111,14 +111,14 @@ class QueuedSave:
         self.waited_for = 0
         """How many saves were in progress when the wait began."""
         self.is_handed_over = False
-        """Whether it is whole, and goes on even if its caller is interrupted."""
+        """Whether the queue has all of it, so that it goes on even if its caller is interrupted."""
         self.is_resumed = save is None
         """Whether an earlier process started it."""
         self.called = self.captured = self.begun = called
 
     @classmethod
     def of(cls, save: Runnable, called: float, *, is_background: bool) -> Self:
-        """A save of this process, which was `called` for then."""
+        """A save of this process; `called`: when its caller asked for it."""
         status = SaveStatus(save.ref, save.step, save.rank)
         return cls(status, called, number=save.number, save=save, is_background=is_background)
 
@@ -133,7 +133,7 @@ class QueuedSave:
         return self.captured - self.called
 
     def copy(self, save: Capturable) -> None:
-        """Copies the state of `save`, which is this one's, into the slot."""
+        """Copies the state of `save`, which is this object's save, into the slot."""
         assert self.slot is not None
         with self.status.meter.timed("capture", save.needed_bytes):
             save.copy_into(self.slot)
@@ -152,7 +152,7 @@ class QueuedSave:
             error = error.__cause__ or error.__context__
 
     def capture_fields(self, save: Capturable) -> dict[str, int | float]:
-        """What an event reports of the capture; `save` is this one's, which the thread may have dropped already."""
+        """The fields of an event about the capture. `save` is this object's save, which the thread may have dropped already."""
         return {
             "capture_seconds": self.status.meter.snapshot().stage_seconds["capture"],
             "stall_seconds": self.stall_seconds,
@@ -161,14 +161,16 @@ class QueuedSave:
         }
 
     def seconds_fields(self, progress: Progress) -> dict[str, float]:
-        """The times that an event reports of a save that has ended."""
+        """The times in the event of a save that has ended, with this `progress`."""
         total, waited = time.monotonic() - self.called, self.begun - self.captured
         return {"total_seconds": total, "queued_seconds": waited, **progress.seconds_fields()}
 
-    def sizes(self, snapshot: Snapshot, progress: Progress) -> dict[str, int | float]:
-        """The sizes that an event reports of a published snapshot."""
+    def published_fields(self, snapshot: Snapshot) -> dict[str, int | float]:
+        """The times and sizes in the event of a published snapshot."""
+        progress = self.status.meter.snapshot()
         hashed, new, written = itemgetter("hash", "encode", "write")(progress.stage_bytes)
         return {
+            **self.seconds_fields(progress),
             "stall_seconds": self.stall_seconds,
             "logical_bytes": snapshot.logical_bytes,
             "hashed_bytes": hashed,
@@ -194,7 +196,7 @@ class UnraisedErrors:
 
     def numbered(self, number: int) -> QueuedSave | None:
         """The save of that number, even if its error was raised meanwhile."""
-        return next((each for each in self._failed if each.number == number), None)
+        return next((queued for queued in self._failed if queued.number == number), None)
 
     def take_all(self) -> BaseException | None:
         """The oldest error, with the others as notes."""

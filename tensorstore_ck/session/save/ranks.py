@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from tensorstore_ck.common.ids import Ulid
-from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.destination import Destination, StoreDestination
 from tensorstore_ck.engine.write.request import SaveRequest
@@ -81,7 +81,7 @@ class Alone:
     def fail(self, error: BaseException) -> None:
         """Does nothing: no other process waits."""
 
-    def together(self, begin: Begin, destination: Destination, meter: PutMeter) -> SnapshotInfo:
+    def together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
         """Writes and commits; again if an earlier save of this handle, whose answer was lost, is published meanwhile."""
         engine, fence = self._context.engine, self._context.fence
         while True:
@@ -141,7 +141,7 @@ class RankRound:
         return Admission(take(decided, "admitted", bool), tuple(map(int, take(decided, "dropped", list))), take(decided, "failed", int))
 
     def skip(self) -> None:
-        """The save does not take place; all ranks know it."""
+        """Gives the save up before it begins, on all ranks."""
         self._round.skip()
 
     def fail(self, error: BaseException) -> None:
@@ -154,10 +154,10 @@ class RankRound:
         def refuse() -> NoReturn:
             raise error
 
-        self.together(refuse, StoreDestination(self._engine, self.rank), PutMeter())
+        self.together(refuse, StoreDestination(self._engine, self.rank), SaveMeter())
 
-    def together(self, begin: Begin, destination: Destination, meter: PutMeter) -> SnapshotInfo:
-        """All ranks write, and rank 0 commits; once only. `begin` is called in the round, so that its error reaches all ranks at once.
+    def together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
+        """Lets all ranks write, and rank 0 commit; once only. `begin` is called in the round, so that its error reaches all ranks at once.
 
         Raises:
             StoreError: the same on all ranks, with the ranks named: a rank's state cannot be saved, or does not fit those of the others (an

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 STALE_SECONDS: Final = 86_400
-"""After this time no process is still staging the snapshot; giving it up is safe at any time."""
+"""After this time no process is staging the snapshot any more; giving it up is safe at any time."""
 RESUME, PUBLISHED, LOST, WAIT = "resume", "published", "lost", "wait"
 
 
@@ -60,27 +60,27 @@ def sweep(tier: StagingTier) -> None:
 def resume_alone(context: SaveContext, tier: StagingTier) -> list[StagedSave]:
     """The saves that single processes left."""
     tier.folder.enter(lambda: sweep(tier))
-    found = [manifest for manifest in find_manifests(context.engine, tier.folder) if manifest.ranks == 1 and manifest.lead]
-    return [_resumed(context, [manifest]) for manifest in found if _claimed(tier.folder, [manifest])]
+    manifests = [manifest for manifest in find_manifests(context.engine, tier.folder) if manifest.ranks == 1 and manifest.lead]
+    return [_resumed(context, [manifest]) for manifest in manifests if _claimed(tier.folder, [manifest])]
 
 
 def resume_here(
     context: SaveContext, tier: StagingTier, is_wanted: Callable[[Sequence[Manifest]], bool] = lambda _: True
 ) -> list[StagedSave]:
-    """The saves that lie on this disk in full, for a process that publishes what no job continues.
+    """The saves whose files are all on this disk, for a process that publishes saves that no job continues.
 
     `is_wanted` is called with the manifests of each snapshot, before anything is appended to the log.
     """
     tier.folder.enter(lambda: sweep(tier))
-    found: dict[Ulid, list[Manifest]] = {}
+    by_txn: dict[Ulid, list[Manifest]] = {}
     for manifest in find_manifests(context.engine, tier.folder):
-        found.setdefault(manifest.txn, []).append(manifest)
-    complete = [each for each in found.values() if each[0].lead and len(each) == each[0].ranks]
-    return [_resumed(context, each) for each in complete if _claimed(tier.folder, each) and is_wanted(each)]
+        by_txn.setdefault(manifest.txn, []).append(manifest)
+    complete = [manifests for manifests in by_txn.values() if manifests[0].lead and len(manifests) == manifests[0].ranks]
+    return [_resumed(context, manifests) for manifests in complete if _claimed(tier.folder, manifests) and is_wanted(manifests)]
 
 
 def _claimed(folder: StagingFolder, manifests: Sequence[Manifest]) -> bool:
-    """Whether this process may continue a save; False if another one that lives publishes it."""
+    """Whether this process may continue a save; False if another running process publishes it."""
     for number, manifest in enumerate(manifests):
         if not folder.claim(manifest.key):
             for claimed in manifests[:number]:
@@ -101,7 +101,7 @@ def _resumed(context: SaveContext, manifests: Sequence[Manifest]) -> StagedSave:
 
 
 def _found(context: SaveContext, txn: Ulid, ref: str, root: Digest, manifests: Sequence[Manifest]) -> StagedUpload:
-    """What an earlier process staged, in the order of what this handle publishes."""
+    """Puts a save of an earlier process into the order in which this handle publishes."""
     names = frozenset(name for manifest in manifests for name in manifest.names)
     context.fence.chain(ref).add(StagedLink(txn=txn, root=root, added={}, names=names, accepts=None))
     return StagedUpload(context, txn, ref, manifests)
@@ -116,8 +116,8 @@ def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup",
 
     def propose() -> Body:
         """Reads the disk here, so that its error is reported to all ranks."""
-        found = [manifest for manifest in find_manifests(context.engine, tier.folder) if manifest.ranks > 1]
-        here.update(((manifest.txn, manifest.rank), manifest) for manifest in found if _claimed(tier.folder, [manifest]))
+        manifests = [manifest for manifest in find_manifests(context.engine, tier.folder) if manifest.ranks > 1]
+        here.update(((manifest.txn, manifest.rank), manifest) for manifest in manifests if _claimed(tier.folder, [manifest]))
         return {"found": [[*key, here[key].ranks] for key in sorted(here)]}
 
     def compare(proposals: list[Body]) -> Body:
@@ -171,7 +171,7 @@ def _finders(proposals: Sequence[Body]) -> dict[bytes, _Finders]:
 
 
 def _verdict(engine: Engine, view: RefTable, txn: bytes, found: _Finders) -> tuple[int, list[Any]]:
-    """What to do with it, by the log and by what is missing; and the number of its log entry, for their order."""
+    """What to do with a save, by the log and by what is missing; and the number of its log entry, by which saves are ordered."""
     owners = [[rank, finder] for rank, finder in sorted(found.owners.items())]
     if published_as(engine, view, Ulid(txn)) is not None:
         return 0, [txn, PUBLISHED, owners]

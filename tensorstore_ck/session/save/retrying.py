@@ -25,9 +25,9 @@ def retrying(context: SaveContext, call: Callable[[], T], *, attempts: int, paus
         try:
             return call()
         except UndecidedError as exc:
-            found = _decided(context, exc, pauses)
-            if found is not None:
-                return cast(T, found)  # a save that raises UndecidedError returns a Snapshot
+            snapshot = _decided(context, exc, pauses)
+            if snapshot is not None:
+                return cast(T, snapshot)  # a save that raises UndecidedError returns a Snapshot
             if pause is None:
                 gone = "a save was given up since it was not known whether it happened"
                 raise SnapshotAbortedError(f"{gone}: {exc}", object_id=exc.object_id) from exc
@@ -46,7 +46,7 @@ def _decided(context: SaveContext, error: UndecidedError, pauses: list[float]) -
     """
     engine, txn = context.engine, Ulid(error.txn)
     if not txn or engine.single_writer or engine.tier is not None:
-        raise error  # not a save; or a late write could overwrite later ones; or it is staged, and given up in another way
+        raise error  # not a save; or a late write could overwrite later entries; or a staged save, which is given up in another way
     for pause in (*pauses, None):
         try:
             engine.log.append(lambda view: [] if view.outcome(txn) is not None else [Op.abort(txn)])

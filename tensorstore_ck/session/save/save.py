@@ -136,7 +136,7 @@ class Save:
         return self._captured
 
     def check_and_capture(self) -> None:
-        """The phases that come before any message to other ranks.
+        """Runs the phases that come before any message to other ranks.
 
         Raises:
             StoreError: it cannot be saved; the other ranks are informed.
@@ -150,33 +150,33 @@ class Save:
 
     @cached_property
     def needed_bytes(self) -> int:
-        """How much memory `copy_into` needs; asked for only if the state is copied."""
-        return sum(slot_bytes(each, each.frozen) for each in self._states())
+        """The memory that `copy_into` needs; computed only if the state is copied."""
+        return sum(slot_bytes(state, state.frozen) for state in self._states())
 
     @cached_property
     def frozen_bytes(self) -> int:
-        """Bytes that are not copied."""
-        return sum(each.sources[tensor].size_bytes for each in self._states() for tensor in each.frozen)
+        """The bytes of frozen tensors, which are not copied."""
+        return sum(state.sources[tensor].size_bytes for state in self._states() for tensor in state.frozen)
 
     def copy_into(self, slot: Slot) -> None:
         """Copies the state, which may be changed afterwards."""
         copies, start, states = list[CapturedState](), 0, self._states()
         sampling, self._options = self.check().sampling_of_copies(self.number)
         overlap = self._overlap(states[0]) if sampling.verify_share and states[0].device_blocks is not None else None
-        for each in states:
-            copy = partial(copy_captured, each, slot, skip=each.frozen, threads=cpu_threads())
+        for state in states:
+            copy = partial(copy_captured, state, slot, skip=state.frozen, threads=cpu_threads())
             copies.append(copy(start_bytes=start, sampling=sampling, overlap=None if copies else overlap))
-            start += slot_bytes(each, each.frozen)
+            start += slot_bytes(state, state.frozen)
         self._is_copied = True
         self._captured = copies[0]._replace(own=copies[1] if len(copies) > 1 else None)
 
     def _overlap(self, captured: CapturedState) -> Overlap:
-        """What copies from devices need to go on beside the training."""
+        """What copies from devices need so that they can go on while training continues."""
         blocks_of = partial(held_blocks, captured, rank=self.rank, block_bytes=self._engine.config.block_bytes)
         return Overlap(blocks_of, self._context.gates_of(self._changed_by))
 
     def _states(self) -> list[CapturedState]:
-        """The state, and that of this rank alone, if any."""
+        """The state, and the state of this rank alone, if any."""
         captured = self.capture()
         return [captured] if captured.own is None else [captured, captured.own]
 
@@ -258,7 +258,7 @@ class Save:
         return self._ranks.decide(admit)
 
     def skip(self) -> None:
-        """The save does not take place; all ranks know it."""
+        """Gives the save up before it begins, on all ranks."""
         self._ranks.skip()
 
     def fail(self, error: BaseException) -> None:

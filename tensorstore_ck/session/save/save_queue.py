@@ -105,7 +105,7 @@ class SaveQueue:
             if not shielded(lambda: self._enqueue(queued), finish=True):
                 self._store_here(queued)
         except BaseException as exc:
-            if not queued.is_handed_over:  # else Ctrl-C came when it was whole: the thread goes on with it
+            if not queued.is_handed_over:  # otherwise Ctrl-C came after the handover, and the thread goes on with the save
                 self._release(queued)
                 save.fail(exc)
             raise
@@ -118,7 +118,7 @@ class SaveQueue:
         return self.finish(self.begin(make))
 
     def begin(self, make: Callable[[], Runnable]) -> QueuedSave:
-        """A save that the caller ends with `finish`, after the saves in progress. Without that, nothing remains of it."""
+        """Begins a save after the saves in progress; the caller ends it with `finish`. Without that, nothing remains of it."""
         self._enter()
         self.wait_idle()
         called, save = time.monotonic(), make()
@@ -186,13 +186,13 @@ class SaveQueue:
         With `may_leave` it does not wait for a store that does not answer. In a callback of a save it returns a report at once.
         """
         self._enter()
-        puts = self._queued()
+        saves = self._queued()
         if not self._is_worker():
             self._changed.wait_for(self._is_done_or_left if may_leave else self._is_done, seconds)
-            for queued in () if self._is_done() else puts:
+            for queued in () if self._is_done() else saves:
                 queued.status.drop("abandoned")
             self._changed.wait_for(self._is_idle, give_up_seconds)
-        return DrainReport.of([queued.status for queued in puts], self._safe, self._stays.resume_command)
+        return DrainReport.of([queued.status for queued in saves], self._safe, self._stays.resume_command)
 
     def end(self) -> DrainReport:
         """`drain` at the end: what earlier processes staged stays on the disk, and what this one did if the store does not answer."""
@@ -242,7 +242,7 @@ class SaveQueue:
         return Admission(True, tuple(dropped))
 
     def _enqueue(self, queued: QueuedSave) -> bool:
-        """Hands a captured save over to the thread; False: none can be started."""
+        """Hands a captured save over to the thread; False: no thread can be started."""
         queued.status.on_drop(lambda: self._release_if_waiting(queued))
         queued.is_handed_over = True
         try:
@@ -285,7 +285,7 @@ class SaveQueue:
             return self._unraised.first()
 
     def _raise_error_of(self, number: int, ref: str) -> NoReturn:
-        """Raises the error that rank 0 raises, of an earlier save; this rank may not have it yet."""
+        """Raises the error of an earlier save that rank 0 raises, too. This rank may not have it yet."""
         self._changed.wait_for(lambda: not any(each.number == number for each in self._queued()), RAISE_SECONDS)
         with self._changed.lock:
             queued = self._unraised.numbered(number)
@@ -298,7 +298,7 @@ class SaveQueue:
     # --- the threads --------------------------------------------------------------------------------------------------
 
     def _queued(self, *workers: Worker[QueuedSave]) -> list[QueuedSave]:
-        """What these workers have, by default all; each once, although two have one that is handed over."""
+        """The saves of these workers, by default of all; each once, although two workers have a save that is being handed over."""
         with self._changed.lock:
             return items_of(workers or self._workers)
 
@@ -355,7 +355,7 @@ class SaveQueue:
     def _hand_over(queued: QueuedSave, worker: Worker[QueuedSave], work: Callable[[QueuedSave], None]) -> None:
         try:
             worker.put(queued)
-        except (RuntimeError, MemoryError):  # no thread can be started, as while the interpreter ends
+        except (RuntimeError, MemoryError):  # no thread can be started, for example while the interpreter ends
             work(queued)
 
     def _publish(self, queued: QueuedSave) -> None:
@@ -369,8 +369,7 @@ class SaveQueue:
         snapshot = self._safe = Snapshot.from_info(info)
         queued.status.is_ending = True
         queued.forget_state()
-        progress = queued.status.meter.snapshot()
-        fields = {**queued.seconds_fields(progress), **queued.sizes(snapshot, progress), **self._in_use()}
+        fields = {**queued.published_fields(snapshot), **self._in_use()}
         self._emit(queued.status, "published", root=snapshot.root, snapshot=snapshot.id, **fields)
         queued.status.succeed(snapshot)
 
@@ -384,9 +383,8 @@ class SaveQueue:
             exc = exc if isinstance(exc, SnapshotDroppedError) else SnapshotDroppedError(str(exc), object_id=exc.object_id)
         else:
             kind = exc.kind if isinstance(exc, StoreError) else type(exc).__name__
-            is_waited_for = int(not queued.is_background)
-            fields = {**queued.seconds_fields(status.meter.snapshot()), **self._in_use()}
-            self._emit(status, "failed", error=str(exc), error_kind=kind, is_waited_for=is_waited_for, **fields)
+            fields = {**queued.seconds_fields(status.meter.snapshot()), **self._in_use(), "is_waited_for": int(not queued.is_background)}
+            self._emit(status, "failed", error=str(exc), error_kind=kind, **fields)
         status.fail(exc)
         with self._changed.lock:
             if not status.is_raised and queued.is_background:

@@ -1,4 +1,4 @@
-"""The status of one save: the milestones it has passed, how it ended, and who waits for that. Thread-safe.
+"""The status of one save: which milestones it has passed, how it ended, and which threads wait for that. Thread-safe.
 
 A save ends once: published, or with an error, which is kept until it was raised. Does not know how a save is done.
 """
@@ -11,7 +11,7 @@ from typing import Final
 
 from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.ids import new_ulid, ulid_text
-from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.errors import InvalidOptionError, SnapshotDroppedError, WaitTimeoutError
 from tensorstore_ck.log.snapshot import Snapshot
 
@@ -34,13 +34,13 @@ class SaveStatus:
         self.ref = ref
         self.step = step
         self.rank = rank
-        self.meter = PutMeter(check=self.check)
+        self.meter = SaveMeter(check=self.check)
         self.snapshot: Snapshot | None = None
         self.error: BaseException | None = None
         self.is_raised = False
         """Whether the error was raised to the user."""
         self.dropped = ""
-        """Why it was or will be dropped; empty: it was not asked to."""
+        """Why it was or will be dropped; empty: nobody asked for that."""
         self.is_ending = False
         """Whether the work is over, though waiting threads do not know it yet."""
         self._reached = 0
@@ -56,20 +56,20 @@ class SaveStatus:
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def reach(self, stage: SaveMilestone) -> None:
-        """It has passed this milestone and those before it."""
+        """Notes that the save has passed this milestone and those before it."""
         with self._changed.lock:
             self._reached = max(self._reached, stage)
         self._tell()
 
     def succeed(self, snapshot: Snapshot) -> None:
-        """It is published."""
+        """Notes that the save is published."""
         with self._changed.lock:
             self.snapshot, self._reached, self._ended = snapshot, SaveMilestone.PUBLISHED, True
             self._on_drop = _nothing
         self._tell()
 
     def fail(self, error: BaseException) -> None:
-        """It will not be published."""
+        """Notes that the save will not be published."""
         with self._changed.lock:
             self.error, self._ended = error, True
             self._on_drop = _nothing
@@ -77,7 +77,7 @@ class SaveStatus:
         self._tell()
 
     def drop(self, reason: str) -> bool:
-        """Asks it to give up; returns whether it had not ended yet."""
+        """Asks the save to give up; returns whether it had not ended yet."""
         with self._changed.lock:
             if not self._ended and not self.dropped:
                 self.dropped = reason
@@ -92,7 +92,7 @@ class SaveStatus:
         self._on_drop = callback
 
     def check(self) -> None:
-        """Raises if it was asked to give up.
+        """Raises if the save was asked to give up.
 
         Raises:
             SnapshotDroppedError: it was dropped.
@@ -101,7 +101,7 @@ class SaveStatus:
             raise SnapshotDroppedError(f"the save of {self} was {self.dropped}; nothing of it is visible", object_id=self.ref)
 
     def pause(self, seconds: float) -> None:
-        """Waits; raises as soon as it is asked to give up.
+        """Waits; raises as soon as the save is asked to give up.
 
         Raises:
             SnapshotDroppedError: it was dropped.
@@ -148,11 +148,11 @@ class SaveStatus:
         return self.snapshot
 
     def wait_for_end(self, timeout_seconds: float | None) -> bool:
-        """Waits until it has ended in any way; returns whether it has."""
+        """Waits until the save has ended in any way; returns whether it has."""
         return self._changed.wait_for(lambda: self._ended, timeout_seconds)
 
     def call_when_settled(self, stage: SaveMilestone, callback: Callable[[], object]) -> None:
-        """Calls back when the milestone is reached or never will be; at once if that is known."""
+        """Calls back when the save has reached the milestone or never will; at once if that is known."""
         with self._changed.lock:
             if not self._is_settled(stage):
                 self._callbacks.append((stage, callback))

@@ -1,4 +1,4 @@
-"""A save that is staged: of its phases only one is left, to publish it, which waits while the store does not answer.
+"""A save that is staged. One phase is left, to publish it, which waits while the store does not answer.
 
 The staged saves of one ref are published in the order in which they were staged. One is given up only if it can never be published
 (`outcome.can_never_be_published`). If its publication failed for now (no space for its journal, expired credentials, a missing rank), it
@@ -50,7 +50,7 @@ class Publisher(Protocol):
 
 
 class StagedSave:
-    """One staged save, by the process that staged it or by one that found it."""
+    """One staged save, in the process that staged it or in one that found it on the disk."""
 
     number = 0
 
@@ -65,7 +65,7 @@ class StagedSave:
         replicator: "Replicator | None" = None,
         copies: Sequence[Manifest] = (),
     ) -> None:
-        """From now on, later saves of this handle to the ref wait for it.
+        """Makes later saves of this handle to the ref wait for it.
 
         `source` stages the state again if the disk damaged it, and is None if the state is gone. `replicator` keeps copies of its files on
         other hosts. `copies`: of the files of other ranks, on this disk; they are deleted in the end.
@@ -165,7 +165,7 @@ class StagedSave:
         return outcome
 
     def _end(self, status: SaveStatus, published: SnapshotInfo | None) -> None:
-        """It is published or given up: removes it from the order, and frees the disk, whose errors do not change how the save ended."""
+        """Removes an ended save from the order, and frees the disk. Errors of the disk do not change how the save ended."""
         upload = self._upload
         if published is not None:
             self._context.fence.note_published(self.ref, published.root)
@@ -216,7 +216,7 @@ class PublishAlone:
             raise
 
     def _upload_and_append(self, status: SaveStatus, *, is_staged: bool) -> SnapshotInfo:
-        """Uploads and publishes it, again under new names whenever gc frees something of it before it is published.
+        """Uploads and publishes it. Repeats that under new names whenever gc frees something of it before it is published.
 
         Raises:
             SnapshotExpiredError: gc freed blocks that are not on this disk.

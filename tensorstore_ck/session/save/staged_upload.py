@@ -23,7 +23,7 @@ class StagedUpload:
         self.txn, self.ref = txn, ref
         self.tier = context.engine.tier
         self.manifests = manifests
-        self.lead = next((each.lead for each in manifests if each.lead is not None), None)
+        self.lead = next((manifest.lead for manifest in manifests if manifest.lead is not None), None)
         self.renewed: dict[int, RenewedParts] = {}
         """Rank -> its parts, if they have new names."""
         self._context = context
@@ -84,6 +84,6 @@ class StagedUpload:
     def append(self, attempt: Ulid) -> SnapshotInfo:
         """Appends the log entry that publishes it."""
         assert self.lead is not None
-        parts = [self.renewed[rank].applied(each) if rank in self.renewed else each for rank, each in enumerate(self.lead.parts)]
+        parts = [self.renewed[rank].applied(part) if rank in self.renewed else part for rank, part in enumerate(self.lead.parts)]
         renewed = parts if self.renewed else None
         return publish_staged(self._context.engine, lead=self.lead, txn=self.txn, attempt=attempt, ref=self.ref, renewed=renewed)

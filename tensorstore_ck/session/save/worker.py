@@ -20,7 +20,7 @@ class Worker(Generic[Item]):
     def __init__(
         self, name: str, changed: Changes, work: Callable[[Item], object], broken: Callable[[Item, BaseException], object]
     ) -> None:
-        """`broken` is called with what `work` raised, which it should not."""
+        """`broken` is called with an exception of `work`, which should raise none."""
         self._name = name
         self._changed = changed
         self._work = work
@@ -78,7 +78,7 @@ class Worker(Generic[Item]):
             _logger.exception("%s: an error was not noted", self._name)
 
     def _next(self) -> Item | None:
-        """Ends the work on one item, and begins that on the next; None: there is none, and the thread ends."""
+        """Ends the work on one item, and returns the next; None: there is none, and the thread ends."""
         with self._changed.lock:
             self._working = self._waiting.popleft() if self._waiting else None
             if self._working is None:

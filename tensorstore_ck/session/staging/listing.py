@@ -1,4 +1,4 @@
-"""Lists what is staged and not published, by the manifests on one disk and by the log. Changes nothing."""
+"""Lists the saves that are staged and not published, by the manifests on one disk and by the log. Changes nothing."""
 
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,13 +18,13 @@ from tensorstore_ck.session.staging.manifest import Manifest, read_manifests
 from tensorstore_ck.session.staging.outcome import published_as
 
 State = Literal["staged", "published", "given up", "unknown"]
-"""What the log says of it; `unknown`: nothing yet."""
+"""Its state in the log; `unknown`: the log has nothing of it yet."""
 
 MAX_NAMED: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class StagedPutInfo:
+class StagedSaveInfo:
     """A save that was staged."""
 
     txn: str
@@ -38,9 +38,9 @@ class StagedPutInfo:
     here: tuple[int, ...]
     """The ranks that have a manifest on this disk."""
     size_bytes: int
-    """Bytes of their objects; some of these may belong to other staged saves, too."""
+    """The bytes of their objects, some of which may belong to other staged saves, too."""
     sent_bytes: int
-    """Bytes of these that the store has."""
+    """Those of these bytes that the store has."""
     time_ns: int
     """When it was staged, since 1970."""
     problems: tuple[str, ...]
@@ -53,22 +53,22 @@ class StagedPutInfo:
     """The folder of this host that has it."""
 
 
-def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedPutInfo]:
-    """What is staged on the disk and by the log, oldest first."""
+def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedSaveInfo]:
+    """The saves that are staged on the disk or by the log, oldest first."""
     engine.log.sync()
     view = engine.log.view()
-    found: dict[Ulid, list[Manifest]] = {}
+    by_txn: dict[Ulid, list[Manifest]] = {}
     manifests, damaged = read_manifests(folder) if folder is not None else ([], {})
     for manifest in manifests:
-        found.setdefault(manifest.txn, []).append(manifest)
-    puts = {txn: replace(_of_log(info), host=_host_of(engine, info)) for txn, info in view.all_staged()}
+        by_txn.setdefault(manifest.txn, []).append(manifest)
+    saves = {txn: replace(_of_log(info), host=_host_of(engine, info)) for txn, info in view.all_staged()}
     if folder is not None:
         host, path = socket.gethostname(), folder.path
-        puts |= {txn: replace(_of_disk(engine, folder, view, each), host=host, folder=path) for txn, each in found.items()}
+        saves |= {txn: replace(_of_disk(engine, folder, view, of_txn), host=host, folder=path) for txn, of_txn in by_txn.items()}
         for key, error in damaged.items():
             txn = parse_ulid(key.partition("-")[0])
             if txn is not None:
-                known = puts.get(txn) or StagedPutInfo(
+                known = saves.get(txn) or StagedSaveInfo(
                     txn=ulid_text(txn),
                     ref=None,
                     step=None,
@@ -82,36 +82,36 @@ def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedPutI
                     problems=(),
                     is_here=True,
                 )
-                puts[txn] = replace(known, problems=(*known.problems, str(error)), is_here=True, host=host, folder=path)
-    return sorted(puts.values(), key=lambda put: (put.time_ns, put.txn))
+                saves[txn] = replace(known, problems=(*known.problems, str(error)), is_here=True, host=host, folder=path)
+    return sorted(saves.values(), key=lambda save: (save.time_ns, save.txn))
 
 
-def list_disk(folder: StagingFolder) -> list[StagedPutInfo]:
+def list_disk(folder: StagingFolder) -> list[StagedSaveInfo]:
     """What lies on the disk, without the store, which does not answer: what of it is published or uploaded is not known."""
-    found: list[StagedPutInfo] = []
+    saves: list[StagedSaveInfo] = []
     for manifest in read_manifests(folder)[0]:
         record = decode_record(manifest.lead.record, record_name(manifest.txn)) if manifest.lead is not None else None
         root, time_ns = (record.root().hex(), record.time_ns) if record is not None else (None, 0)
         size_bytes = sum(folder.unsent.size(name) for name in manifest.names if folder.has_unsent(name))
-        found.append(
-            StagedPutInfo(
-                ulid_text(manifest.txn),
-                manifest.ref,
-                manifest.step,
-                root,
-                "unknown",
-                manifest.ranks,
-                (manifest.rank,),
-                size_bytes,
-                0,
-                time_ns,
-                (),
+        saves.append(
+            StagedSaveInfo(
+                txn=ulid_text(manifest.txn),
+                ref=manifest.ref,
+                step=manifest.step,
+                root=root,
+                state="unknown",
+                ranks=manifest.ranks,
+                here=(manifest.rank,),
+                size_bytes=size_bytes,
+                sent_bytes=0,
+                time_ns=time_ns,
+                problems=(),
                 is_here=True,
                 host=socket.gethostname(),
                 folder=folder.path,
             )
         )
-    return sorted(found, key=lambda put: (put.time_ns, put.txn))
+    return sorted(saves, key=lambda save: (save.time_ns, save.txn))
 
 
 def _host_of(engine: Engine, info: SnapshotInfo) -> str:
@@ -130,9 +130,9 @@ def _state(engine: Engine, view: RefTable, txn: Ulid) -> State:
     return "given up" if view.outcome(txn) is not None else "unknown"
 
 
-def _of_log(info: SnapshotInfo) -> StagedPutInfo:
+def _of_log(info: SnapshotInfo) -> StagedSaveInfo:
     problem = "nothing of it is on this disk: the hosts that staged it can publish it"
-    return StagedPutInfo(
+    return StagedSaveInfo(
         txn=ulid_text(info.ulid),
         ref=info.ref,
         step=info.step,
@@ -148,14 +148,14 @@ def _of_log(info: SnapshotInfo) -> StagedPutInfo:
     )
 
 
-def _of_disk(engine: Engine, folder: StagingFolder, view: RefTable, manifests: Sequence[Manifest]) -> StagedPutInfo:
+def _of_disk(engine: Engine, folder: StagingFolder, view: RefTable, manifests: Sequence[Manifest]) -> StagedSaveInfo:
     first, here = manifests[0], tuple(manifest.rank for manifest in manifests)
     info = view.staged(first.txn) or view.snapshot(first.txn)
-    lead = next((each.lead for each in manifests if each.lead is not None), None)
+    lead = next((manifest.lead for manifest in manifests if manifest.lead is not None), None)
     record = decode_record(lead.record, record_name(first.txn)) if lead is not None else None
     root = info.root if info is not None else record.root() if record is not None else None
-    sent = {name: _sent_bytes(engine, folder, name) for name in {name: None for each in manifests for name in each.names}}
-    return StagedPutInfo(
+    sent = {name: _sent_bytes(engine, folder, name) for name in {name: None for manifest in manifests for name in manifest.names}}
+    return StagedSaveInfo(
         txn=ulid_text(first.txn),
         ref=first.ref,
         step=first.step,
@@ -163,8 +163,8 @@ def _of_disk(engine: Engine, folder: StagingFolder, view: RefTable, manifests: S
         state=_state(engine, view, first.txn),
         ranks=first.ranks,
         here=here,
-        size_bytes=sum(each[0] for each in sent.values() if each is not None),
-        sent_bytes=sum(each[1] for each in sent.values() if each is not None),
+        size_bytes=sum(sizes[0] for sizes in sent.values() if sizes is not None),
+        sent_bytes=sum(sizes[1] for sizes in sent.values() if sizes is not None),
         time_ns=info.time_ns if info is not None else record.time_ns if record is not None else 0,
         problems=tuple(_problems(here, first.ranks, sent, has_lead=lead is not None)),
         is_here=True,

@@ -25,7 +25,7 @@ _CONTEXT: Final = "staging manifest"
 
 
 class PublishingLead(NamedTuple):
-    """What the publishing log entry needs."""
+    """The fields of the log entry that publishes."""
 
     record: bytes
     """The sealed record."""
@@ -33,7 +33,7 @@ class PublishingLead(NamedTuple):
     """Of all ranks, in order."""
     accepts: Accepts
     pinned: Ulid | None
-    """The published snapshot whose blocks it shares, pinned until then."""
+    """The published snapshot whose blocks it shares; pinned until this one is published."""
     after: Sequence[Ulid]
     """Snapshots that were staged on the ref before it, whose blocks it may share: once published, they are pinned too."""
     mark: tuple[str, str] | None
@@ -41,7 +41,7 @@ class PublishingLead(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What one rank has staged."""
+    """The objects that one rank has staged."""
 
     txn: Ulid
     """The transaction of the staging; the snapshot's ULID."""
@@ -52,7 +52,7 @@ class Manifest(NamedTuple):
     names: Sequence[str]
     """The objects that must be in the store before it is published; some may be there already."""
     size_bytes: int
-    """Bytes of the objects that this rank wrote."""
+    """The bytes of the objects that this rank wrote."""
     lead: PublishingLead | None
 
     @property
@@ -84,7 +84,7 @@ def manifest_key(txn: Ulid, rank: int) -> str:
 
 
 def decode_manifest(data: bytes, name: str) -> Manifest:
-    """What `Manifest.encode` made.
+    """The manifest that `Manifest.encode` encoded.
 
     Raises:
         CorruptObjectError: it is not a manifest.
@@ -97,9 +97,9 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
         if body["version"] != VERSION:
             raise ValueError(f"it is of version {body['version']!r}")
         names = take(body, "names", list)
-        if not all(type(each) is str for each in names):
+        if not all(type(name) is str for name in names):
             raise TypeError("a name is not a string")
-        if not all(check_name(each).startswith(STAGED_FOLDERS) for each in names):
+        if not all(check_name(name).startswith(STAGED_FOLDERS) for name in names):
             raise ValueError("a name is not that of a pack, part or record")
         return Manifest(
             txn=_ulid(take(body, "txn", bytes)),
@@ -117,24 +117,24 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
 
 def read_manifests(folder: StagingFolder) -> tuple[list[Manifest], dict[str, StoreError]]:
     """The manifests in a folder, in the order in which they were staged; and errors of damaged ones, by key."""
-    found, damaged = [], {}
+    manifests, damaged = [], {}
     for key in folder.list_manifests():
         try:
-            found.append(decode_manifest(folder.read_manifest(key), key))
+            manifests.append(decode_manifest(folder.read_manifest(key), key))
         except MissingObjectError:
             continue  # published or given up meanwhile
         except StoreError as exc:
             damaged[key] = exc
-    times = {manifest.txn: decode_record(manifest.lead.record, manifest.key).time_ns for manifest in found if manifest.lead is not None}
+    times = {manifest.txn: decode_record(manifest.lead.record, manifest.key).time_ns for manifest in manifests if manifest.lead is not None}
     order = _order(
-        sorted({manifest.txn for manifest in found}, key=lambda txn: (times.get(txn, 0), txn)),
-        {manifest.txn: manifest.lead.after for manifest in found if manifest.lead is not None},
+        sorted({manifest.txn for manifest in manifests}, key=lambda txn: (times.get(txn, 0), txn)),
+        {manifest.txn: manifest.lead.after for manifest in manifests if manifest.lead is not None},
     )
-    return sorted(found, key=lambda manifest: (order[manifest.txn], manifest.rank)), damaged
+    return sorted(manifests, key=lambda manifest: (order[manifest.txn], manifest.rank)), damaged
 
 
 def _order(by_time: list[Ulid], after: Mapping[Ulid, Sequence[Ulid]]) -> dict[Ulid, int]:
-    """By time, but each after those that it was staged after: a host's clock may have been set back."""
+    """Sorts by time, but each manifest after those that were staged before it: a host's clock may have been set back."""
     order: dict[Ulid, int] = {}
     while by_time:
         ready = next((txn for txn in by_time if not set(by_time).intersection(after.get(txn, ()))), by_time[0])
@@ -147,7 +147,7 @@ def encode_lead(lead: PublishingLead) -> Body:
     """As it is stored and sent."""
     return {
         "record": lead.record,
-        "parts": [each.record() for each in lead.parts],
+        "parts": [part.record() for part in lead.parts],
         "accepts": None if isinstance(lead.accepts, AnyHead) else list(lead.accepts),
         "pinned": lead.pinned,
         "after": list(lead.after),
@@ -156,7 +156,7 @@ def encode_lead(lead: PublishingLead) -> Body:
 
 
 def decode_lead(body: Body) -> PublishingLead:
-    """What `encode_lead` made.
+    """The lead that `encode_lead` encoded.
 
     Raises:
         KeyError, TypeError, ValueError: it is malformed.
@@ -164,10 +164,10 @@ def decode_lead(body: Body) -> PublishingLead:
     accepts, mark = body["accepts"], body["mark"]
     return PublishingLead(
         record=take(body, "record", bytes),
-        parts=[RankParts.of_record(each) for each in take(body, "parts", list)],
-        accepts=ANY if accepts is None else tuple(None if each is None else _digest(each) for each in accepts),
+        parts=[RankParts.of_record(part) for part in take(body, "parts", list)],
+        accepts=ANY if accepts is None else tuple(None if root is None else _digest(root) for root in accepts),
         pinned=None if body["pinned"] is None else _ulid(body["pinned"]),
-        after=[_ulid(each) for each in take(body, "after", list)],
+        after=[_ulid(txn) for txn in take(body, "after", list)],
         mark=None if mark is None else (str(mark[0]), str(mark[1])),
     )
 

@@ -1,4 +1,4 @@
-"""What became of a staged save, by the log; and which errors mean that it can never be published."""
+"""What the log says became of a staged save, and which errors mean that it can never be published."""
 
 from collections.abc import Collection
 
@@ -17,7 +17,7 @@ from tensorstore_ck.log import RefTable, SnapshotInfo
 
 
 def published_as(engine: Engine, view: RefTable, txn: Ulid) -> SnapshotInfo | None:
-    """The published snapshot that was staged under `txn`, also if it has another ULID (see `renew.py`); None if the log has none.
+    """The published snapshot that was staged under `txn`, even if it has another ULID (see `renew.py`); None if the log has none.
 
     Raises:
         StoreError: the log cannot be read.
@@ -33,20 +33,20 @@ def published_as(engine: Engine, view: RefTable, txn: Ulid) -> SnapshotInfo | No
 
 
 def can_never_be_published(error: StoreError, names: Collection[str]) -> bool:
-    """Whether no retry, by any process that has this disk, can ever publish the staged bytes after this error of their publication.
+    """Whether after this error no retry, by any process that has this disk, can ever publish the staged bytes.
 
     `names`: the staged objects of the save. Everything else leaves the save on the disk: a fault may pass, credentials can be renewed, a
     store can be repaired.
     """
     match error:
-        case CorruptObjectError() | MissingObjectError():  # of another object, it is the store that is damaged
+        case CorruptObjectError() | MissingObjectError():  # for another object, the store is damaged
             return error.object_id in names
-        case SnapshotDroppedError():  # a request, which the caller carries out
+        case SnapshotDroppedError():  # the caller carries the request out
             return False
-        case ConflictError():  # the branch has another history since: this save is fenced off
+        case ConflictError():  # the branch has another history now: this save is fenced off
             return True
         case SnapshotAbortedError():  # the log says so
             return True
-        case SnapshotExpiredError():  # blocks that it shares are nowhere: what is on the disk gets new names instead
+        case SnapshotExpiredError():  # blocks that it shares are nowhere: the objects on the disk get new names instead
             return True
     return False

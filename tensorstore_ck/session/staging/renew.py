@@ -1,4 +1,4 @@
-"""New names for what is staged, if the old ones cannot be used: gc freed what had been uploaded, or the store has other bytes there.
+"""New names for staged objects whose old names cannot be used: gc freed what had been uploaded, or the store has other bytes there.
 
 A pack does not contain its name: its file is uploaded under another one, which the upload journal keeps. A part says in which packs its
 blocks are, and a record which parts there are: both are written again, straight to the store. Content, block ids, part ids and the root
@@ -34,7 +34,7 @@ class RenewedParts(NamedTuple):
     """Old -> new."""
     anchor: int
     condemned: Objects
-    """What they need and was condemned at the anchor."""
+    """The objects that they need and that were condemned at the anchor."""
 
     def record(self) -> Body:
         """As it is sent."""
@@ -43,7 +43,7 @@ class RenewedParts(NamedTuple):
 
     @classmethod
     def of_record(cls, body: Body) -> "RenewedParts":
-        """What `record` made.
+        """The parts that `record` encoded.
 
         Raises:
             TypeError, ValueError: it is malformed.
@@ -53,7 +53,7 @@ class RenewedParts(NamedTuple):
         return cls(names, take_count(body, "anchor"), Objects.of_fields(take(body, "condemned", dict)))
 
     def applied(self, rank: RankParts) -> RankParts:
-        """What the rank reports now."""
+        """The rank's report with the new names."""
         ulids = [self.names.get(ulid, ulid) for ulid in rank.ulids]
         return rank._replace(ulids=ulids, anchor=self.anchor, checked=self.anchor, condemned=self.condemned)
 
@@ -89,7 +89,7 @@ def anchor_of(engine: Engine, manifest: Manifest) -> int:
 
 
 def write_parts(engine: Engine, folder: StagingFolder, manifests: Sequence[Manifest]) -> RenewedParts:
-    """Writes the parts of these manifests to the store once more, when their packs are there.
+    """Writes the parts of these manifests to the store again, once their packs are there.
 
     Raises:
         SnapshotExpiredError: gc freed a pack that they need, or another process is uploading it under yet another name.

@@ -1,4 +1,4 @@
-"""What one store handle has staged on a ref and not published yet, oldest first: the next save builds on it. Thread-safe; see `RefFence`.
+"""The saves that one store handle has staged on a ref and not published yet. The next save builds on them. Thread-safe; see `RefFence`.
 
 A save borrows the chain before it looks up the ref: so a snapshot that is published meanwhile is in one of the two, and one that is given
 up meanwhile keeps its files.
@@ -25,10 +25,10 @@ class StagedLink(NamedTuple):
     txn: Ulid
     root: Digest
     added: Mapping[Digest, Location]
-    """Where its new blocks lie."""
+    """The locations of its new blocks."""
     names: frozenset[str]
     accepts: tuple[Digest | None, ...] | None
-    """Where the ref may be; None if an earlier process staged it."""
+    """The roots at which the ref may be; None if an earlier process staged it."""
 
 
 class StagedLinks:
@@ -50,19 +50,19 @@ class StagedLinks:
         return frozenset().union(*(link.names for link in self._links))
 
     def accepts(self, expect: Expected) -> Accepts:
-        """Where the ref may be when the next one is published: each of these may be published or given up by then.
+        """The roots at which the ref may be when the next save is published: each of these saves may be published or given up by then.
 
         A save of an earlier process counts only if this process has restored it.
         """
         if isinstance(expect, AnyHead):
             return expect
         roots = [link.root for link in self._links]
-        found = [roots[: at + 1] for at, link in enumerate(self._links) if link.root == self._restored and link.accepts is None]
+        restored = [roots[: at + 1] for at, link in enumerate(self._links) if link.root == self._restored and link.accepts is None]
         own = [root for link in self._links if link.accepts is not None for root in (*link.accepts, link.root)]
-        return tuple(dict.fromkeys([expect, *own, *(found[-1] if found else [])]))
+        return tuple(dict.fromkeys([expect, *own, *(restored[-1] if restored else [])]))
 
     def location(self, block: Digest) -> Location | None:
-        """Where a block of one of them lies."""
+        """The location of a block of one of these saves."""
         return next((link.added[block] for link in self._links if block in link.added), None)
 
 
@@ -89,17 +89,17 @@ class StagedChain:
         self._unpublished: list[UnpublishedSave] = []
 
     def line_up(self, save: UnpublishedSave) -> None:
-        """From now on, later saves of this handle to the ref wait for this one."""
+        """Makes later saves of this handle to the ref wait for this one."""
         with self._lock:
             self._unpublished.append(save)
 
     def leave(self, save: UnpublishedSave) -> None:
-        """A save is published or given up. Idempotent."""
+        """Removes a save that is published or given up from the line. Idempotent."""
         with self._lock:
             self._unpublished = list(filter(lambda each: each is not save, self._unpublished))
 
     def unpublished(self, before: UnpublishedSave | None = None) -> list[UnpublishedSave]:
-        """The saves that are neither published nor given up, oldest first; only those `before` one, none if that is not among them."""
+        """The saves that are neither published nor given up, oldest first; only those `before` one, or none if that is not among them."""
         with self._lock:
             at = next((number for number, each in enumerate(self._unpublished) if each is before), 0 if before is not None else None)
             return self._unpublished[:at]
@@ -115,7 +115,7 @@ class StagedChain:
             self._links = list(filter(lambda link: link.txn != txn, self._links))
 
     def borrow(self) -> StagedLinks:
-        """What the next save builds on; see `give_back`."""
+        """The saves on which the next one builds; see `give_back`."""
         with self._lock:
             self._borrowed.append(StagedLinks(self._links, self._restored()))
             return self._borrowed[-1]
@@ -133,7 +133,7 @@ class StagedChain:
 
 
 class ChainedBlocks:
-    """Looks blocks up in what is staged on this host, then in `known`; collects the staged packs that are relied on."""
+    """Looks blocks up in the saves that are staged on this host, then in `known`. Collects the staged packs on which the save relies."""
 
     def __init__(self, links: StagedLinks, known: BlockLookup | None) -> None:
         self._links = links

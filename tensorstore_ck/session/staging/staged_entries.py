@@ -21,7 +21,7 @@ from tensorstore_ck.session.staging.outcome import published_as
 
 
 def check_accepted(engine: Engine, view: RefTable, ref: str, accepts: Accepts) -> None:
-    """The precondition of a staged put.
+    """Checks that the ref is where a staged save may be published.
 
     Raises:
         ConflictError: the ref is not where it may be.
@@ -41,7 +41,9 @@ def pin_for(ref: str, txn: Ulid, root: Digest) -> Op:
 
 
 def announce(engine: Engine, lead: PublishingLead, txn: Ulid, ref: str) -> int | None:
-    """Appends to the log that it is staged, with pins on what it shares; returns that entry's number, None if the log has its outcome.
+    """Appends to the log that a save is staged, with pins on the snapshots with which it shares blocks.
+
+    Returns the entry's number; None if the log has the save's outcome.
 
     Raises:
         SnapshotExpiredError: gc has freed blocks that it shares.
@@ -70,7 +72,7 @@ def announce(engine: Engine, lead: PublishingLead, txn: Ulid, ref: str) -> int |
 def publish_staged(
     engine: Engine, lead: PublishingLead, txn: Ulid, attempt: Ulid, ref: str, *, renewed: Sequence[RankParts] | None = None
 ) -> SnapshotInfo:
-    """Publishes a staged snapshot whose objects are in the store; if another process has published it, returns that.
+    """Publishes a staged snapshot whose objects are in the store. If another process has published it, returns that snapshot.
 
     Args:
         engine: The store.
@@ -134,7 +136,7 @@ def give_up(engine: Engine, txn: Ulid) -> SnapshotInfo | None:
 
 
 def clean_up(tier: StagingTier, manifest: Manifest, *, published: bool, needed: Iterable[str] = ()) -> None:
-    """Frees a staging disk of a save that is published, or given up in the log; never of anything else.
+    """Frees a staging disk of a save that is published, or given up in the log, and of nothing else.
 
     Published objects become copies; unneeded ones and the manifest are deleted. What other staged saves need stays: their manifests, or
     `needed`, name it. The store has a published object for them, but not under the name that they know if it was renewed.

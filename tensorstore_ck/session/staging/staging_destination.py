@@ -1,7 +1,7 @@
 """The staging disk as a destination: packs, parts and record become durable on this host, and nothing is visible yet.
 
-Blocks that a save shares with published snapshots are looked for in one of them alone, the base, which the log's ``staged`` entry pins: so
-all blocks are on the disks or stay in the store, however long the upload takes (docs/decisions/010-staged-snapshots-pin-one-base.md).
+A save shares blocks with one published snapshot only, the base, which the log's ``staged`` entry pins. So all blocks are on the disks or
+stay in the store, however long the upload takes (docs/decisions/010-staged-snapshots-pin-one-base.md).
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ class StagingDestination:
         stop: Callable[[], None] | None = None,
         contact: StoreContact | None = None,
     ) -> None:
-        """`stop`: of a rank, is called during the upload of parts; its error gives the save up. None: the process saves alone.
+        """`stop`: for a rank, called during the upload of parts; its error gives the save up. None: the process saves alone.
 
         `contact` limits how long a process alone waits for the store; ranks need the log to agree.
         """
@@ -72,7 +72,7 @@ class StagingDestination:
         self._accepts: Accepts = ()
         self._base: SnapshotInfo | None = None
         self.manifest: Manifest | None = None
-        """Set once it is on the disk: from then on a crash loses nothing."""
+        """Set once the manifest is on the disk: from then on a crash loses nothing."""
         self.engine = replace(self._store, backend=cast(Backend, self._writes), put_ids=None)
         """Writes to the staging disk. Its objects outlive this process, so gc must not take them for leftovers of a dead process."""
 
@@ -97,14 +97,14 @@ class StagingDestination:
         return call() if self._contact is None else self._contact.ask(call)
 
     def go_offline(self) -> bool:
-        """Continues without the store, if it does not answer; False: ranks cannot, nor can a save that did."""
+        """Continues without the store, if it does not answer. False: a rank cannot, nor can a save that does so already."""
         if self._stop is not None or self.is_offline:
             return False
         self.is_offline = True
         return True
 
     def recovers(self, error: StoreError) -> bool:
-        """See `Destination`. It writes under the same transaction: a late log entry may still say that it was staged."""
+        """See `Destination`. The next try has the same transaction: a late log entry may still say that the save was staged."""
         is_of_store = isinstance(error, BackendUnavailableError | UndecidedError | SnapshotExpiredError)
         if not is_of_store or not self.go_offline():
             return False
@@ -113,7 +113,7 @@ class StagingDestination:
         return True
 
     def admit(self, request: SaveRequest, view: RefTable) -> None:
-        """Checks on rank 0 where the ref is: others may not know yet what became of earlier saves.
+        """Checks on rank 0 where the ref is: other ranks may not know yet what became of earlier saves.
 
         Raises:
             ConflictError: the ref is not where it may be.
@@ -132,7 +132,7 @@ class StagingDestination:
         return self._known[-1]
 
     def wrote(self, request: SaveRequest) -> None:
-        """Uploads at once what other ranks need to open the snapshot; it is small."""
+        """Uploads at once the small objects that other ranks need to open the snapshot."""
         assert self._stop is not None
         self._tier.uploader.upload(self._small(), stop=self._stop)
         self._write_manifest(request, None)
@@ -161,15 +161,15 @@ class StagingDestination:
         return info._replace(n=n or 0)
 
     def keep(self, info: SnapshotInfo, written: Sequence[WrittenPart]) -> None:
-        """The next save builds on this one."""
-        for each in written:
-            self._store.keep_part(each.ulid, each.part)
+        """Adds the save to the chain, so that the next save builds on it."""
+        for part in written:
+            self._store.keep_part(part.ulid, part.part)
         added = {block: location for part in written for block, location in part.added.items()}
         accepts = () if isinstance(self._accepts, AnyHead) else self._accepts
         self._chain.add(StagedLink(txn=info.ulid, root=info.root, added=added, names=frozenset(self._names), accepts=accepts))
 
     def give_up(self) -> None:
-        """Deletes what was written."""
+        """Deletes everything that the save has written."""
         self._tier.folder.delete_manifest(manifest_key(self.txn, self._rank))
         self._tier.uploader.drop(self._writes.names)
 
@@ -216,7 +216,7 @@ def base_of(view: RefTable, request: SaveRequest) -> SnapshotInfo | None:
 
 
 def staged_info(txn: Ulid, record: Record) -> SnapshotInfo:
-    """A staged snapshot as if it were published."""
+    """The row of a staged snapshot, as if it were published."""
     sealed = object_hash(record.encode())
     at = (txn, record.root(), sealed, record.parent, record.ref, record.step, 0, record.time_ns)
     sizes = (record.logical_bytes, record.new_bytes)

@@ -1,4 +1,4 @@
-"""Verifies what another user staged, before it is uploaded: its content against the root, and its names against the store.
+"""Verifies a save that another user staged, before it is uploaded: its content against the root, and its names against the store.
 
 A process trusts what it staged itself; root, who publishes for another user, does not.
 """
@@ -29,7 +29,7 @@ _PIECE_BYTES: Final = 4 << 20
 def verify_staged(
     engine: Engine, tier: StagingTier, manifests: Sequence[Manifest], require_intact: Callable[[Engine, SnapshotInfo], None]
 ) -> None:
-    """Reads everything that was staged of a snapshot, by `manifests` of all its ranks. Its uploads start again.
+    """Reads all staged objects of a snapshot, by the `manifests` of all its ranks. Its uploads start again.
 
     `require_intact` checks the structure of the snapshot, as `maintenance.fsck.require_intact`.
 
@@ -39,13 +39,15 @@ def verify_staged(
     first = manifests[0]
     assert first.lead is not None
     record = decode_record(first.lead.record, record_name(first.txn))
-    info, said = staged_info(first.txn, record), engine.log.view().staged(first.txn)
-    if object_hash(first.lead.record) != info.record or (said is not None and (said.root, said.record) != (info.root, info.record)):
+    info, announced = staged_info(first.txn, record), engine.log.view().staged(first.txn)
+    if object_hash(first.lead.record) != info.record or (
+        announced is not None and (announced.root, announced.record) != (info.root, info.record)
+    ):
         raise CorruptObjectError(
             f"the manifest of {ulid_text(first.txn)} does not have the record of the snapshot that was staged: it was exchanged",
             object_id=record_name(first.txn),
         )
-    if {manifest.ref for manifest in manifests} | {info.ref if said is None else said.ref} != {info.ref}:
+    if {manifest.ref for manifest in manifests} | {info.ref if announced is None else announced.ref} != {info.ref}:
         raise CorruptObjectError(
             f"the manifest of {ulid_text(first.txn)} names another branch than {info.ref!r}, for which it was staged", object_id=info.ref
         )
@@ -80,7 +82,7 @@ def _restart_upload(folder: StagingFolder, store: Backend, name: str) -> None:
     """Forgets the upload journal of an object, which another user wrote: uploads continue by it, and delete torn objects."""
     try:
         size_bytes, stored_bytes = folder.unsent.size(name), store.size(name)
-    except MissingObjectError:  # it is in one of them only
+    except MissingObjectError:  # the object is in one of the folders only
         folder.journal.delete([name])
         return
     pieces = (range(at, min(at + _PIECE_BYTES, size_bytes)) for at in range(0, size_bytes, _PIECE_BYTES))

@@ -87,6 +87,7 @@ class CudaHasher:
         source = files(__package__).joinpath("block_ids.cu").read_text()
         compiled: Any = torch.cuda._compile_kernel
         with torch.cuda.device(device):
+            torch.zeros(1, device=device)  # makes the device's context current in a new thread, where a module could not be loaded
             self._hash_groups = compiled(source, "hash_groups")
             self._merge_groups = compiled(source, "merge_groups")
 

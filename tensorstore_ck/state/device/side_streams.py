@@ -4,6 +4,7 @@ Stream order makes the copies safe: the side stream waits for the work that the 
 that overwrites them waits for the side stream (`DeviceArrival.hold_streams`). Only readers of the copies wait on the CPU.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeGuard
 
@@ -102,11 +103,14 @@ class _DeviceEvent(NamedTuple):
 class _Events:
     def __init__(self, events: Sequence[_DeviceEvent]) -> None:
         self._left = self._events = events
+        self._lock = threading.Lock()
 
     def wait(self) -> None:
-        for _, event in self._left:
-            event.synchronize()
-        self._left = ()
+        if self._left:
+            with self._lock:  # one thread asks CUDA: many that did kept kernels of the training from being launched
+                for _, event in self._left:
+                    event.synchronize()
+                self._left = ()
 
     def hold_streams(self, stream_of: StreamOf | None = None) -> None:
         for device, event in self._events:

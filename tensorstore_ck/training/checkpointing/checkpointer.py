@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, SnapshotDroppedError, StoreError
@@ -40,6 +41,7 @@ LEAD_STEPS: Final = 10
 ON_DRIFT: Final = 'call resume(drift="accept") to resume from {}, or resume(drift="skip") to go back to an earlier snapshot'
 
 
+@short_errors
 class Checkpointer:
     """For a training loop::
 

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import SnapshotAbortedError, StoreError
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
@@ -95,14 +96,14 @@ class PendingSaves:
     def fail(self, step: int | None, exc: BaseException) -> None:
         """A save failed: warns, unless later ones will fail the same way."""
         if not self._unsaved.fail(exc):
-            warnings.warn(f"the snapshot of step {step} was not saved: {exc}; the training continues", stacklevel=5)
+            warnings.warn(f"the snapshot of step {step} was not saved: {exc}; the training continues", stacklevel=user_stacklevel())
 
     def resolve_undecided(self) -> None:
         """See `UnsavedTime.resolve_undecided`. Only warns on failure, since ranks must begin the next save together."""
         try:
             self._unsaved.resolve_undecided(self._store)
         except StoreError as exc:
-            warnings.warn(f"{exc}; the next save checks again", stacklevel=5)
+            warnings.warn(f"{exc}; the next save checks again", stacklevel=user_stacklevel())
 
     def end_if_failing(self, step: int) -> None:
         """Ends the training if saves keep failing; all ranks do so after the step that rank 0 announces."""

@@ -11,8 +11,8 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.staging import Uploader
 from tensorstore_ck.backend.throttled import throttled
-from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.common.rate_limit import RateLimit
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.format.codec import CodecPolicy, codec_policy
 from tests.gc.stores import open_store, same, stay_in_one_thread
 
@@ -42,7 +42,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     """The clock of the meters of saves, each of which stays in one thread."""
     time = Time()
     monkeypatch.setattr(codec_policy, "JUDGED_BYTES", 3 * TENSOR_BYTES)
-    monkeypatch.setattr(PutMeter.__init__, "__defaults__", (time, lambda: None))
+    monkeypatch.setattr(SaveMeter.__init__, "__defaults__", (time, lambda: None))
     stay_in_one_thread(monkeypatch)
     return time
 

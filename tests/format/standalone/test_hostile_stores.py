@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.format.sealed import pack_body, seal
+from tensorstore_ck.format.sealed import pack_body, seal, unpack_body
 from tensorstore_ck.format.store_config import _checksum, _dump
 from tests.format.forged import Forged, layout_of, publish
 from tests.format.standalone.test_tsck_read import run, run_alone
@@ -44,15 +44,27 @@ def error_of(ran: Any, tmp_path: Path) -> str:
     return str(ran.stderr)
 
 
+def append(folder: Path, op: dict[str, object]) -> None:
+    """Adds a log entry that no writer of this package would."""
+    log = next(path for path in sorted((folder / "log").rglob("0*"), reverse=True) if path.is_file())
+    body = {"n": int(log.name) + 1, "prev": log.read_bytes()[-32:], "write_id": bytes(16), "time_ns": 1, "actor": "x", "signatures": []}
+    (log.parent / f"{body['n']:020d}").write_bytes(seal("log", {**body, "ops": [op]}))
+
+
+def test_a_field_of_another_type_is_damage(store: tsck.Store, folder: Path, tmp_path: Path) -> None:
+    store.put_snapshot({"w": torch.ones(3)}, ref="bomb")
+    last = max(path for path in (folder / "log").rglob("0*") if path.is_file()).read_bytes()
+    (put,) = unpack_body(memoryview(last)[8:-32], "an entry")["ops"]
+    append(folder, {**put, "txn": bytes(16), "metrics": 5})
+    assert "the store is damaged: TypeError" in refused(folder, tmp_path)
+
+
 def test_nothing_that_a_terminal_obeys_is_printed(store: tsck.Store, folder: Path, tmp_path: Path) -> None:
     shown = "\x1b[2J\u202eevil\u2028\x07"
     layout = layout_of(["d", [shown], [0]], [(shown, (2,))])
     publish(store, Forged(layout, inline=bytes(4)))
     store.mark("runs/a", "bad", reason="r")
-    log = next(path for path in sorted((folder / "log").rglob("0*"), reverse=True) if path.is_file())
-    body = {"n": int(log.name) + 1, "prev": log.read_bytes()[-32:], "write_id": bytes(16), "time_ns": 1, "actor": "x", "signatures": []}
-    op = {"op": "branch", "critical": True, "name": shown, "root": bytes.fromhex(store.resolve("runs/a").root)}
-    (log.parent / f"{body['n']:020d}").write_bytes(seal("log", {**body, "ops": [op]}))
+    append(folder, {"op": "branch", "critical": True, "name": shown, "root": bytes.fromhex(store.resolve("runs/a").root)})
     ran = run(folder, "list")
     assert ran.returncode == 0
     assert "branch \\x1b[2J\\u202eevil\\u2028\\x07" in ran.stdout

@@ -4,10 +4,10 @@ import pytest
 
 from tensorstore_ck.gc.collect import run_gc
 from tensorstore_ck.gc.options import GcOptions
-from tensorstore_ck.log import Op
+from tensorstore_ck.log import Op, RefTable
 from tensorstore_ck.log.cache import MemoryTable
 from tests.effort import effort
-from tests.gc.forged import condemn_all, end_all_windows, forge, release_all, sweep_all
+from tests.gc.forged import Forgery, condemn_all, end_all_windows, forge, release_all, sweep_all
 from tests.gc.interleavings.actor import Actor, Process
 from tests.gc.interleavings.contents import Contents
 from tests.gc.interleavings.invariant import CONFIG, Folded, Invariant
@@ -34,6 +34,13 @@ class EverNeeded(Invariant):
         """Anybody can condemn and sweep anything."""
 
 
+def release_and_purge(view: RefTable) -> list[Op]:
+    """One entry that forgets all branches and ends the windows of that."""
+    head = view.head()
+    assert head is not None
+    return [*release_all(view), *(Op.purge(head.n + 1, name) for name in view.branches())]
+
+
 def keeper(host: MemoryTable) -> Actor:
     """Runs gc with an undo window."""
     options = GcOptions(min_age_seconds=0, max_delete=1, compact_below=0)
@@ -45,16 +52,12 @@ def forger(host: MemoryTable, what: str) -> Actor:
 
     def run(process: Process) -> object:
         engine, backend = process.engine(), process.backend
-        plan = {
+        plans: dict[str, list[Forgery]] = {
             "released": [lambda view: [*release_all(view)], lambda view: [*end_all_windows(view)]],
             "swept": [condemn_all(backend, *KINDS), sweep_all(backend, *KINDS)],
-            "expired, condemned and swept": [
-                lambda view: [*release_all(view), *(Op.purge(view.head().n + 1, name) for name in view.branches())],
-                condemn_all(backend, *KINDS),
-                sweep_all(backend, *KINDS),
-            ],
-        }[what]
-        return [forge(engine, make) for make in plan]
+            "expired, condemned and swept": [release_and_purge, condemn_all(backend, *KINDS), sweep_all(backend, *KINDS)],
+        }
+        return [forge(engine, make) for make in plans[what]]
 
     return Actor("F", run, host, FALLIBLE)
 

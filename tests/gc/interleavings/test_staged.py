@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.common.put_progress import PutMeter
+from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.publish import ANY
 from tensorstore_ck.engine.write.request import SaveRequest
@@ -56,7 +56,7 @@ def stage(engine: Engine, disk: Disk, ref: str, labels: str) -> Manifest:
         view = engine.log.newest_view()
         branch = view.branch(ref)
         request = SaveRequest(ref, None, branch.root if branch else None, ANY, encode_metadata({"labels": words}), {})
-        write_and_commit(destination, captured(words), request, PutMeter(), view)
+        write_and_commit(destination, captured(words), request, SaveMeter(), view)
     assert destination.manifest is not None
     return destination.manifest
 

@@ -37,7 +37,7 @@ def state(code: bytes) -> bytes:
     return b"\x80\x02}(X\x01\x00\x00\x00a" + code + b"u."
 
 
-ALIKE = [long(PRIME * number) for number in range(1, 400)]
+ALIKE = [long(PRIME * number) for number in range(1, 900)]
 LIST = b"](" + b"N" * 20_000 + b"e" + put(1)
 TEXT = b"X" + struct.pack("<I", 100_000) + b"x" * 100_000 + put(1)
 TUPLES = b"(" + b"N" * 200 + b"t" + put(1) + b"0(" + get(1) * 200 + b"t" + put(2) + b"0(" + get(2) * 200 + b"t" + put(3) + b"0"
@@ -47,13 +47,13 @@ BOMBS = {
     "copies of a list": (LIST + b"0](" + (b"c__builtin__\nset\n" + get(1) + b"\x85R") * 900 + b"e", "asks for copies"),
     "copies of a text": (TEXT + b"0](" + (b"c_codecs\nencode\n" + get(1) + b"\x85R") * 900 + b"e", "asks for copies"),
     "a key of shared tuples": (TUPLES + b"}" + get(3) + b"Ns", "a key of more than"),
-    "keys one by one": (b"}" + b"".join(key + b"Ns" for key in ALIKE), "of one hash"),
-    "keys at once": (b"}(" + b"".join(key + b"N" for key in ALIKE) + b"u", "of one hash"),
-    "elements": (b"\x8f(" + b"".join(ALIKE) + b"\x90", "of one hash"),
+    "keys one by one": (b"}" + b"".join(key + b"Ns" for key in ALIKE), "same hash"),
+    "keys at once": (b"}(" + b"".join(key + b"N" for key in ALIKE) + b"u", "same hash"),
+    "elements": (b"\x8f(" + b"".join(ALIKE) + b"\x90", "same hash"),
     "a frozenset": (b"(" + b"".join(ALIKE) + b"\x91", "same hash"),
     "a set": (b"c__builtin__\nset\n](" + b"".join(ALIKE) + b"e\x85R", "same hash"),
     "an OrderedDict": (b"ccollections\nOrderedDict\n](" + b"".join(key + b"N\x86" for key in ALIKE) + b"e\x85R", "same hash"),
-    "tuples": (b"}(" + b"".join(key + b"\x85N" for key in ALIKE) + b"u", "of one hash"),
+    "tuples": (b"}(" + b"".join(key + b"\x85N" for key in ALIKE) + b"u", "same hash"),
 }
 
 

@@ -133,7 +133,7 @@ def test_the_trainer_over_a_store_resumes_from_an_imported_snapshot(native: Path
 
 def test_a_snapshot_of_something_else_is_refused(tmp_path: Path, store: tsck.Store) -> None:
     store.put_snapshot({"model": torch.ones(2)}, ref="other")
-    with pytest.raises(tsck.MismatchError, match=r"was not put by TrainingState\.put"):
+    with pytest.raises(tsck.MismatchError, match=r"was not saved by TrainingState\.put"):
         runs.over_store(tmp_path / "out", store).train(resume_from_checkpoint="other")
 
 

@@ -31,8 +31,8 @@ from tensorstore_ck.format.sharding import Mesh, Shard
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.group import Group, Participant
-from tensorstore_ck.session.group.put_plan import Memory
 from tensorstore_ck.session.group.rank_save import RankSave
+from tensorstore_ck.session.group.save_plan import Memory
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.session.group.simulation import TIMEOUT, Actor, DiedError, Simulation
 from tests.session.group.states import Spreading, captured, sharded, whole

@@ -17,7 +17,7 @@ from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.group.channel import KeyValue
 from tensorstore_ck.session.group.group import Group
-from tensorstore_ck.session.group.put_plan import Memory
+from tensorstore_ck.session.group.save_plan import Memory
 from tensorstore_ck.store import Store
 from tests.effort import PATIENCE_SECONDS
 from tests.gc.stores import open_store

@@ -386,6 +386,6 @@ def test_what_no_rank_has_saved_is_never_restored(pool: Pool, folder: Path) -> N
     (root,) = set(pool.run(put_unchecked, str(folder), ranks=RANKS))
     with (
         tsck.open(folder / "store", cache_dir=folder / "cache") as store,
-        pytest.raises(tsck.CorruptObjectError, match="no rank has put all of 'w'"),
+        pytest.raises(tsck.CorruptObjectError, match="no rank has saved all of 'w'"),
     ):
         store.checkout(root)

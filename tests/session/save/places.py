@@ -92,6 +92,8 @@ class Scene:
         self.gate = Gate()
         self.inner = inner or MemoryBackend()
         self.store = Store(open_engine(self.inner, self.gate), host_memory_bytes=host_memory_bytes)
+        self._session = self.store.session
+        """For after the store is closed, too."""
         self.events: list[Event] = []
         self.store.on_event(self.events.append)
 
@@ -117,12 +119,12 @@ class Scene:
     @property
     def in_use_bytes(self) -> int:
         """Of the memory for captures, what is not free."""
-        arena = self.store.session.queue._memory.arena
+        arena = self._session.queue._memory.arena
         return arena._in_use_bytes if arena is not None else 0
 
     @property
     def allocated_bytes(self) -> int:
-        arena = self.store.session.queue._memory.arena
+        arena = self._session.queue._memory.arena
         return arena.allocated_bytes if arena is not None else 0
 
 
@@ -130,12 +132,13 @@ class Scene:
 def scene(**options: Any) -> Iterator[Scene]:
     """Ends in order, whatever the test left behind."""
     made = Scene(**options)
+    session = made._session
     try:
         yield made
     finally:
         made.gate.open()
-        made.store.drain()
-        made.store.engine.close()
+        session.queue.drain()
+        session.engine.close()
 
 
 def open_engine(inner: MemoryBackend, gate: Gate) -> Engine:

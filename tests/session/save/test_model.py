@@ -72,7 +72,7 @@ class Machine(RuleBasedStateMachine):
         elif put.dropped:
             put.outcome = put.dropped
         elif self.is_fenced:
-            put.outcome, self.is_known = "another process moved it", True
+            put.outcome, self.is_known = "through another store handle, moved it", True
         elif self.injected:
             self.injected -= 1
             put.outcome = "at the record"

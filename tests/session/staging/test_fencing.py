@@ -65,7 +65,7 @@ def test_the_ref_moved_meanwhile(server: PieceStore, path: Path, connection: Ser
         connection.refuse()
         error = ended(pending)
         assert isinstance(error, ConflictError)
-        assert "another process moved it" in str(error)
+        assert "another store handle, moved it" in str(error)
         assert leftovers(job.folder) == []
         check(job.store, 9, "job")
         assert job.error_of_put(10) is None

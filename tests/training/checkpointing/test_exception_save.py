@@ -206,7 +206,7 @@ def test_an_error_of_step_itself_saves_nothing(store: tsck.Store) -> None:
 
     with pytest.raises(tsck.InvalidOptionError) as caught:
         loop()
-    assert not hasattr(caught.value, "__notes__")
+    assert caught.value.__notes__ == ["`tsck help invalid_option` says what to do"]
     assert "run" not in store.branches()
 
 

@@ -158,7 +158,15 @@ def _read_stage(reader: "_Reader", names: Sequence[str], stage: int) -> DeepSpee
     extra = {rank: name for numbered in (of_ranks, optimizer_names) for rank, name in numbered.items() if rank >= world}
     why = f"the checkpoint is of {world} ranks, so this is left over from a save of more"
     skipped = tuple((name, why) for name in extra.values())
-    return DeepSpeedFiles(folder, models, optimizers, is_universal, experts, expert_optimizers, skipped=skipped)
+    return DeepSpeedFiles(
+        folder=folder,
+        models=models,
+        optimizers=optimizers,
+        is_universal=is_universal,
+        experts=experts,
+        expert_optimizers=expert_optimizers,
+        skipped=skipped,
+    )
 
 
 def _of_ep_ranks(names: Sequence[str]) -> list[str]:
@@ -220,7 +228,7 @@ class _Reader:
         self.unknown: dict[str, str] = {}
 
     def read(self, name: str) -> dict[str, Any]:
-        loaded = load_file(self._files, self.folder, name, self._known, self.unknown)
+        loaded = load_file(self._files, folder=self.folder, name=name, known=self._known, unknown=self.unknown)
         if not isinstance(loaded, dict):
             raise MalformedError(f"{name} has no dict")
         return loaded

@@ -133,7 +133,7 @@ def load_deepspeed(files: Files, tag_folder: str, known: PickleAllowlist) -> Dee
     note = {"tag": os.path.basename(tag_folder), "version": read.version}
     config = read.model.get("ds_config")
     return DeepSpeedContent(
-        FoundState(KIND, state, {NOTE: note}, read.unknown, step, (*read.skipped, *skipped)),
+        FoundState(format=KIND, state=state, metadata={NOTE: note}, unknown=read.unknown, step=step, skipped=(*read.skipped, *skipped)),
         read.model["dp_world_size"] * max(len(read.stages), 1),
         config if isinstance(config, dict) else {},
     )

@@ -94,10 +94,10 @@ def optimizer_of_ranks(read: DeepSpeedFiles) -> FoundOptimizer:
         ranks.append(
             _Rank(
                 flats,
-                of_rank[base_key],
-                None if mappings is None else list_of(mappings, "param_slice_mappings", len(shapes)),
-                of_rank,
-                number,
+                base=of_rank[base_key],
+                mappings=None if mappings is None else list_of(mappings, "param_slice_mappings", len(shapes)),
+                saved=of_rank,
+                number=number,
             )
         )
     for number, rank in enumerate(ranks):
@@ -106,7 +106,10 @@ def optimizer_of_ranks(read: DeepSpeedFiles) -> FoundOptimizer:
         if not is_same(_plain(rank.saved.get("loss_scaler")), _plain(ranks[0].saved.get("loss_scaler"))):
             raise MalformedError(f"the loss scalers of ranks 0 and {number} differ: their files are of different saves")
     options = list_of(ranks[0].base.get("param_groups"), "param_groups")
-    parameters = [list(_spread(read, group, index, ranks, _ep_size(options, index, len(ranks)))) for index, group in enumerate(shapes)]
+    parameters = [
+        list(_spread(read, group=group, index=index, ranks=ranks, ep_size=_ep_size(options, index, len(ranks))))
+        for index, group in enumerate(shapes)
+    ]
     groups = groups_of(options, parameters)
     return FoundOptimizer(
         [parameter for spread in parameters for part in spread for parameter in part], groups, ranks[0].saved.get("loss_scaler")
@@ -142,7 +145,7 @@ def _of_group(read: DeepSpeedFiles, group: Shapes, index: int, ranks: Sequence[_
         sizes = [max(part, rank.flats[index].numel() + _padding(rank.saved, index)) for rank in ranks]
         if not _has_round_robin(read.model):
             _require_mapped(places, index, ranks)
-    return _with_states(group, index, ranks, places, sizes)
+    return _with_states(group, index=index, ranks=ranks, places=places, sizes=sizes)
 
 
 def _require_parts(ranks: Sequence[_Rank], index: int) -> None:
@@ -197,7 +200,7 @@ def _cut_together(shapes: Shapes, index: int, ranks: Sequence[_Rank], paddings: 
         for rank in range(offset // part, min(-(-(offset + size) // part), len(ranks))) if part else ():
             first, end = max(offset, rank * part), min(offset + size, (rank + 1) * part)
             if first < end:
-                places.append(_Place(name, rank, first - offset, first - rank * part, end - first))
+                places.append(_Place(name, rank=rank, start=first - offset, offset=first - rank * part, size=end - first))
         offset += size + padding
     _require_held(places, held, index)
     return places, part
@@ -213,7 +216,7 @@ def _cut_each(shapes: Shapes, index: int, ranks: Sequence[_Rank]) -> Iterable[_P
         for rank in range(len(ranks)):
             start = min(rank * part, size)
             if held := min(part, size - start):
-                places.append(_Place(name, rank, start, offset, held))
+                places.append(_Place(name, rank=rank, start=start, offset=offset, size=held))
         offset += part
     for number, flat in ((rank.number, rank.flats[index]) for rank in ranks):
         if flat.numel() != offset:

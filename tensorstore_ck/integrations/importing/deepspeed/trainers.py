@@ -64,7 +64,7 @@ def load_trainer(files: Files, folder: Folder, names: Sequence[str], tag_folder:
     """
     trained = trainer_folder.read_trainer_state(files, folder)
     known.parsed_bytes += trained.size_bytes
-    own = _Folder(files, folder, names, tag_folder, known)
+    own = _Folder(files, folder=folder, names=names, tag_folder=tag_folder, known=known)
     with naming_file(folder.path, KIND):
         steps, config = own.found.step, own.config
         if steps != trained.step and config.get("gradient_accumulation_steps") == 1:
@@ -93,7 +93,7 @@ def load_accelerate(files: Files, folder: Folder, names: Sequence[str], tag_fold
         UnsupportedValueError: it has several engines, or something that only its own code could read.
     """
     _require_one_engine(folder, names, tag_folder)
-    own = _Folder(files, folder, names, tag_folder, known)
+    own = _Folder(files, folder=folder, names=names, tag_folder=tag_folder, known=known)
     named = _NUMBERED.fullmatch(os.path.basename(folder.path))
     number = min(int(named[1]) if named else 0, MAX_STEP)
     with naming_file(folder.path, KIND):

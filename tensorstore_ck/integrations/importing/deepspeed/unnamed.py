@@ -50,7 +50,7 @@ def optimizer_without_names(saved: Mapping[str, Any], weights: Mapping[str, torc
             for flat, own in zip(flats, indexes, strict=True)
         ]
     else:
-        names = _in_order(indexes, [group.get("moe") is True for group in groups], states, weights, origin)
+        names = _in_order(indexes, of_experts=[group.get("moe") is True for group in groups], states=states, weights=weights, origin=origin)
         parameters = [
             [_of_one(name, tuple(weights[name].shape), None, states.get(index, {})) for name, index in zip(group, own, strict=True)]
             for group, own in zip(names, indexes, strict=True)

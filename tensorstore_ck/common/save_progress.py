@@ -1,4 +1,4 @@
-"""Where the time and the bytes of one save go: `PutMeter`, to which its threads add, and `Progress`, a snapshot of it for callers.
+"""Where the time and the bytes of one save go: `SaveMeter`, to which its threads add, and `Progress`, a snapshot of it for callers.
 
 Knows the names of the stages and a clock. A stage's seconds are those in which at least one thread worked on it, so that no stage takes
 longer than the save; stages overlap, so their seconds do not add up.
@@ -61,7 +61,7 @@ class _StageTotals:
         self.total_bytes = 0
 
 
-class PutMeter:
+class SaveMeter:
     """Seconds and bytes of the stages of one save. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, check: Callable[[], object] = lambda: None) -> None:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tensorstore_ck.common.put_progress import STAGES, PutMeter
+from tensorstore_ck.common.save_progress import STAGES, SaveMeter
 
 
 class Clock:
@@ -21,11 +21,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def meter(clock: Clock) -> PutMeter:
-    return PutMeter(clock)
+def meter(clock: Clock) -> SaveMeter:
+    return SaveMeter(clock)
 
 
-def test_seconds_are_those_in_which_at_least_one_thread_was_at_it_and_bytes_those_that_did_not_fail(meter: PutMeter, clock: Clock) -> None:
+def test_seconds_are_those_in_which_at_least_one_thread_was_at_it_and_bytes_those_that_did_not_fail(meter: SaveMeter, clock: Clock) -> None:
     first, second = meter.timed("hash", 10), meter.timed("hash", 20)
     first.__enter__()
     clock.now += 1
@@ -50,7 +50,7 @@ def test_seconds_are_those_in_which_at_least_one_thread_was_at_it_and_bytes_thos
     assert (meter.snapshot().stage_seconds["write"], meter.snapshot().stage_bytes["write"]) == (2.0, 0)
 
 
-def test_stages_go_forward_only_and_show_the_bytes_that_are_known(meter: PutMeter, clock: Clock) -> None:
+def test_stages_go_forward_only_and_show_the_bytes_that_are_known(meter: SaveMeter, clock: Clock) -> None:
     progress = meter.snapshot()
     assert (progress.stage, progress.done_bytes, progress.total_bytes, progress.fraction) == ("queued", 0, 0, 0.0)
     assert progress.seconds_fields() == {f"{stage}_seconds": 0.0 for stage in STAGES}
@@ -80,7 +80,7 @@ def test_stages_go_forward_only_and_show_the_bytes_that_are_known(meter: PutMete
     assert dict(progress.stage_seconds) == {"capture": 0.5, "hash": 3.0, "encode": 0.0, "write": 3.0, "upload": 1.0, "commit": 0.0}
 
 
-def test_many_threads_lose_nothing(meter: PutMeter) -> None:
+def test_many_threads_lose_nothing(meter: SaveMeter) -> None:
     def work() -> None:
         for _ in range(1000):
             with meter.timed("hash", 1):

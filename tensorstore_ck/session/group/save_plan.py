@@ -25,26 +25,26 @@ from tensorstore_ck.session.group.rank_kinds import ZIP_LEVEL, RankKind, Reporte
 from tensorstore_ck.session.group.region_claims import claims
 
 MAX_PLANS: Final = 8
-"""How many plans a rank keeps for a group."""
+"""The number of plans that a rank keeps for a group."""
 SOLE, KEEPS = 0, 1
-"""What the plan says of a region: no other rank holds it; bit 0 of its set: this rank stores it for all that hold it."""
+"""The plan's entry for a region that no other rank holds. In other entries, bit 0: this rank stores the region for all that hold it."""
 
 
-class PutPlan(NamedTuple):
-    """What all ranks know."""
+class SavePlan(NamedTuple):
+    """The part of a plan that all ranks know."""
 
     form: Literal["same", "apart", "united"] = "same"
     layout: Layout | None = None
     """The common layout, if united."""
     holes: int = 0
-    """How many values the common layout has."""
+    """The number of values of the common layout."""
     compared: Sequence[ComparedTensor] = ()
     sets: Sequence[bytes] = ()
     """For each rank, if any reported region is held by several: a u4 for each of its regions, in the order of the layout: `SOLE`, or twice
     the number of the set of ranks that hold it, plus `KEEPS`."""
 
     def regions_of(self, rank: int) -> Sequence[int] | None:
-        """What the plan says of the regions that a rank reports; None: no other rank holds any of them."""
+        """The plan's entries for the regions that `rank` reports; None: no other rank holds any of them."""
         return np.frombuffer(self.sets[rank], "<u4").tolist() if self.sets else None
 
     def encode(self) -> bytes:
@@ -53,7 +53,7 @@ class PutPlan(NamedTuple):
             "form": self.form,
             "layout": b"" if self.layout is None else self.layout.encode(),
             "holes": self.holes,
-            "compared": [[each.tensor, [_pack_cut(cut) for cut in each.cuts]] for each in self.compared],
+            "compared": [[tensor.tensor, [_pack_cut(cut) for cut in tensor.cuts]] for tensor in self.compared],
             "sets": list(self.sets),
         }
         return zlib.compress(pack_body(body), ZIP_LEVEL)
@@ -67,20 +67,20 @@ class PlannedTensor(NamedTuple):
     mine: Leaf
     """The leaf on this rank: a tensor, or a view into one."""
     is_view: bool
-    """Whether it is a view here, and its own tensor there."""
+    """Whether it is a view on this rank, and a tensor of its own in the common layout."""
 
 
 @dataclass(slots=True)
 class PlanMemory:
     """A plan that a rank keeps, and its use."""
 
-    plan: PutPlan
+    plan: SavePlan
     turn: int = 0
-    """How many saves were published by it, on rank 0."""
+    """The number of saves that were published with it, on rank 0."""
     places: Sequence[PlannedTensor] = ()
     """This rank's tensors in the common layout, if united."""
     united: UnitedState | None = None
-    """On rank 0: the merged state of ranks of several kinds."""
+    """The merged state of ranks of several kinds, on rank 0."""
 
 
 Memory = dict[bytes, PlanMemory]
@@ -88,15 +88,15 @@ Memory = dict[bytes, PlanMemory]
 
 
 def remember(memory: Memory, key: bytes, known: PlanMemory) -> None:
-    """Keeps a plan, and the newest other ones."""
+    """Keeps a plan, and the newest other plans."""
     memory.pop(key, None)
     memory[key] = known
     for old in [*memory][:-MAX_PLANS]:
         del memory[old]
 
 
-def decode_plan(data: bytes) -> PutPlan:
-    """What `PutPlan.encode` made.
+def decode_plan(data: bytes) -> SavePlan:
+    """The plan that `SavePlan.encode` encoded.
 
     Raises:
         CorruptObjectError: it is not that.
@@ -109,12 +109,12 @@ def decode_plan(data: bytes) -> PutPlan:
         form = take(body, "form", str)
         if form not in ("same", "apart", "united"):
             raise ValueError(f"unknown form {form!r}")
-        return PutPlan(
+        return SavePlan(
             form=form,  # type: ignore[arg-type]
             layout=layout,
             holes=take_count(body, "holes"),
             compared=compared,
-            sets=[bytes(each) for each in take(body, "sets", list)],
+            sets=[bytes(entries) for entries in take(body, "sets", list)],
         )
     except (TypeError, ValueError, IndexError, zlib.error) as exc:
         raise CorruptObjectError(f"the plan of a save is malformed: {exc}", object_id="plan") from exc
@@ -127,13 +127,13 @@ def plan_of(kinds: Sequence[RankKind], reported: ReportedBoxes) -> PlanMemory:
         LayoutMismatchError: the ranks cannot save one snapshot together.
     """
     if len(kinds) == 1:
-        return PlanMemory(PutPlan("same", sets=_sets(_reported_of(kinds[0], reported), len(kinds[0].ranks))))
+        return PlanMemory(SavePlan("same", sets=_sets(_reported_of(kinds[0], reported), len(kinds[0].ranks))))
     united = unite(kinds, reported)
     if can_stay_apart(kinds, reported):
-        return PlanMemory(PutPlan("apart"), united=united)
+        return PlanMemory(SavePlan("apart"), united=united)
     sets = _sets(united.reported, sum(len(kind.ranks) for kind in kinds))
     return PlanMemory(
-        PutPlan(form="united", layout=united.layout, holes=len(united.holes), compared=united.compared, sets=sets), united=united
+        SavePlan(form="united", layout=united.layout, holes=len(united.holes), compared=united.compared, sets=sets), united=united
     )
 
 
@@ -143,34 +143,34 @@ def _reported_of(kind: RankKind, reported: ReportedBoxes) -> list[ReportedRegion
     Raises:
         LayoutMismatchError: one of them is not held in full.
     """
-    boxes = {rank: {each.tensor: each.boxes for each in reported.get(rank, ())} for rank in kind.ranks}
-    found = []
+    boxes = {rank: {regions.tensor: regions.boxes for regions in reported.get(rank, ())} for rank in kind.ranks}
+    reported_tensors = []
     for tensor, spread in enumerate(kind.layout.spreads):
         if isinstance(spread, str):
-            found.append(
+            reported_tensors.append(
                 ReportedRegionsTensor(kind.layout.tensors[tensor], spread, {rank: own.get(tensor, ()) for rank, own in boxes.items()})
             )
-            found[-1].check()
-    return found
+            reported_tensors[-1].check()
+    return reported_tensors
 
 
 def _sets(reported: Sequence[ReportedRegionsTensor], ranks: int) -> list[bytes]:
-    """See `PutPlan.sets`."""
-    found = claims((each.spec, each.held) for each in reported)
-    if not any(found):
+    """See `SavePlan.sets`."""
+    claimed_regions = claims((tensor.spec, tensor.held) for tensor in reported)
+    if not any(claimed_regions):
         return []
     numbers: dict[tuple[int, ...], int] = {}
-    said: list[list[int]] = [[] for _ in range(ranks)]
-    for each, claimed in zip(reported, found, strict=True):
-        for rank, boxes in each.boxes.items():
+    entries: list[list[int]] = [[] for _ in range(ranks)]
+    for tensor, claimed in zip(reported, claimed_regions, strict=True):
+        for rank, boxes in tensor.boxes.items():
             for box in boxes:
                 claim = claimed.get(box)
                 if claim is None:
-                    said[rank].append(SOLE)
+                    entries[rank].append(SOLE)
                 else:
                     number = numbers.setdefault(claim.holders, len(numbers) + 1)
-                    said[rank].append(2 * number + (KEEPS if claim.keeper == rank else 0))
-    return [np.array(each, "<u4").tobytes() for each in said]
+                    entries[rank].append(2 * number + (KEEPS if claim.keeper == rank else 0))
+    return [np.array(tensor, "<u4").tobytes() for tensor in entries]
 
 
 def _pack_cut(cut: CompleteCut) -> list[Any]:
@@ -178,7 +178,7 @@ def _pack_cut(cut: CompleteCut) -> list[Any]:
     if not isinstance(cut.spread, MeshSpread):
         return [cut.spread, ranks]
     mesh, placements = cut.spread
-    return [[list(mesh.shape), np.array(mesh.ranks, "<u4").tobytes(), [each and list(each) for each in placements]], ranks]
+    return [[list(mesh.shape), np.array(mesh.ranks, "<u4").tobytes(), [shard and list(shard) for shard in placements]], ranks]
 
 
 def _cut(item: Any) -> CompleteCut:
@@ -186,5 +186,5 @@ def _cut(item: Any) -> CompleteCut:
     if spread not in ("boxes", "flat"):
         shape, members, placements = spread
         mesh = Mesh(tuple(shape), tuple(np.frombuffer(members, "<u4").tolist()))
-        spread = MeshSpread(mesh, tuple(each and Shard(*each) for each in placements))
+        spread = MeshSpread(mesh, tuple(shard and Shard(*shard) for shard in placements))
     return CompleteCut(spread, tuple(np.frombuffer(ranks, "<u4").tolist()))

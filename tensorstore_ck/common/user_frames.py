@@ -1,0 +1,94 @@
+"""Errors and warnings as a user's script sees them: errors without frames of this package, warnings at the user's line.
+
+With the logger ``tensorstore_ck`` at debug level all frames stay.
+"""
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType, TracebackType
+from typing import Any, Final, TypeVar
+
+from tensorstore_ck.errors import StoreError
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+_logger: Final = logging.getLogger("tensorstore_ck")
+_PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_LIBRARY: Final = os.path.join(os.path.dirname(os.__file__), "")
+_HIDDEN_METHODS: Final = ("__init__", "__enter__", "__exit__")
+"""Special methods whose errors are shortened, too."""
+
+
+def short_errors(target: Target) -> Target:
+    """Decorates a public function, or each public method that a class defines: its errors leave without frames of this package."""
+    if isinstance(target, type):
+        for name, each in list(vars(target).items()):
+            if isinstance(each, FunctionType) and (name in _HIDDEN_METHODS or not name.startswith("_")):
+                setattr(target, name, short_errors(each))
+        return target
+
+    @functools.wraps(target)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return target(*args, **kwargs)
+        except StoreError as exc:
+            shorten(exc)
+            raise
+
+    return call  # type: ignore[return-value]
+
+
+def shorten(error: StoreError) -> None:
+    """Prepares an error for a user: without frames of this package, and without causes that its message repeats."""
+    if _logger.isEnabledFor(logging.DEBUG):
+        return
+    more = f"`tsck help {error.kind}` says what to do"
+    if more not in getattr(error, "__notes__", ()):
+        error.add_note(more)
+    error.__traceback__ = _users(error.__traceback__, with_installed=True)
+    chained = _shown_reason(error)
+    for _ in range(100):  # a chain may have a ring
+        if chained is None:
+            break
+        chained.__traceback__ = _users(chained.__traceback__)
+        chained = _shown_reason(chained)
+
+
+def user_stacklevel() -> int:
+    """The `stacklevel` of a warning, for the function that calls this: that of the first frame outside of this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _shown_reason(error: BaseException) -> BaseException | None:
+    """The exception that a traceback shows before `error`; those that say nothing to the user are not shown any more."""
+    if error.__cause__ is not None:
+        if str(error.__cause__) in str(error):
+            error.__cause__ = None  # this suppresses the context, too
+        return error.__cause__
+    context = None if error.__suppress_context__ else error.__context__
+    if context is not None and _users(context.__traceback__) is None:
+        error.__suppress_context__, context = True, None  # it was raised and handled in here
+    return context
+
+
+def _users(traceback: TracebackType | None, *, with_installed: bool = False) -> TracebackType | None:
+    """The frames of the user: not those of this package, of Python's own library and, except `with_installed`, of other packages."""
+    kept = None
+    for each in reversed([*_frames(traceback)]):
+        name = each.tb_frame.f_code.co_filename
+        is_installed = f"{os.sep}site-packages{os.sep}" in name
+        is_library = name.startswith((_LIBRARY, "<frozen ")) and not is_installed
+        if not is_library and not name.startswith(_PACKAGE) and (with_installed or not is_installed):
+            kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next

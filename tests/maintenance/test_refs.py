@@ -1,0 +1,21 @@
+"""Branches and tags as one call returns them."""
+
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.log import Op
+from tests.gc.forged import forge
+from tests.gc.stores import open_store, state
+
+
+def test_thousands_of_names_of_one_snapshot_cost_one_copy_of_its_metrics() -> None:
+    """A writer makes them with one entry, and a thousand long metrics for each would be gigabytes."""
+    store = open_store()
+    root = Digest(
+        bytes.fromhex(store.put_snapshot(state(1), ref="r", step=1, metrics={f"{'m' * 240}{number}": 1.0 for number in range(100)}).root)
+    )
+    forge(
+        store.engine,
+        lambda _: [*(Op.branch(f"b{number}", root) for number in range(50)), *(Op.tag(f"t{number}", root) for number in range(50))],
+    )
+    assert len({id(found.metrics) for found in store.branches().values()}) == 1
+    assert len({id(found.metrics) for found in store.tags().values()}) == 1
+    assert (len(store.branches()), len(store.tags())) == (51, 50)

@@ -1,0 +1,46 @@
+"""A closed store, and names that a store does not have."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tensorstore_ck as tsck
+
+
+def _arguments(method: Callable[..., Any]) -> dict[str, object]:
+    """Something for each parameter that has no default: a closed store looks at none."""
+    parameters = inspect.signature(method).parameters.values()
+    return {each.name: "runs/a" for each in parameters if each.default is each.empty and each.kind is not each.VAR_POSITIONAL}
+
+
+def _call(method: Callable[..., Any]) -> None:
+    next(iter(method(**_arguments(method))))  # of a generator, too
+
+
+def test_a_closed_store_answers_nothing(tmp_path: Path) -> None:
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
+        store.put_snapshot({"a": 1}, ref="runs/a", step=1)
+    methods = [name for name in dir(store) if callable(getattr(type(store), name)) and name != "close"]
+    assert len(methods) > 50
+    for name in methods:
+        method = getattr(store, name)
+        with pytest.raises(tsck.InputError, match=f"the store at {store.url} was closed: open it again") as caught:
+            _call(method)
+        assert caught.value.retry == "after_reopen"
+    store.close()
+    assert str(store.url) in repr(store)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("save", r"put_snapshot\(STATE, ref=REF\)"), ("load", r"checkout\(ADDRESS\)"), ("delete", r"forget\(ADDRESS\)"), ("nope", "$")],
+)
+def test_names_of_other_libraries_lead_to_ours(tmp_path: Path, name: str, said: str) -> None:
+    with (
+        tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store,
+        pytest.raises(AttributeError, match=f"'Store' object has no attribute '{name}'.*{said}"),
+    ):
+        getattr(store, name)
