@@ -194,3 +194,15 @@ def test_the_store_is_named_wherever_it_was_given(tsck: Tsck) -> None:
     (made,) = tsck("log", "--store", "new").commands
     assert tsck(*arguments(made)).code == 0
     assert tsck("log", "-s", "new").code == 0
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_lost_newest_entry_that_only_the_record_of_the_user_knows(tsck: Tsck) -> None:
+    """The cache of this host is gone, and so does not know it."""
+    user = ("--state-dir", "state", *STORE)
+    assert tsck("log", *user).code == 0
+    name = damage("log", "gone", last=True)
+    assert tsck("fsck", *user, host="elsewhere").code == 40
+    repaired = tsck("fsck", "--repair", "--from", "copy", *user, host="elsewhere")
+    assert (repaired.code, f"repaired  {name}" in repaired.out) == (0, True), repaired.out
+    assert Path("the store", name).read_bytes() == Path("copy", name).read_bytes()
