@@ -144,7 +144,7 @@ class Releases:
             name = ObjectKey("moved", ulid).name
             data = self._engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
             moved = decode_relocation(data, name, object_hash(data))
-            return Relocation(moved.pack, ulid, 0, object_hash(data), tuple(moved.targets))
+            return Relocation(pack=moved.pack, moved=ulid, n=0, hash=object_hash(data), targets=tuple(moved.targets))
         return None
 
 

@@ -77,7 +77,7 @@ class Session:
             self.queue.require_no_worker()
 
         def make() -> "Save":
-            save = self._new_save(state, ref, ranks, timeout_seconds, given)
+            save = self._new_save(state, ref=ref, group=ranks, timeout_seconds=timeout_seconds, given=given)
             if ranks is None:  # with ranks this happens in the round, so that an error reaches all at once
                 save.check_and_capture()
             return save
@@ -102,7 +102,7 @@ class Session:
 
         def make() -> "Save":
             held = state if ranks is None else self._count_local_ranks(state, ranks, timeout_seconds)
-            save = self._new_save(held, ref, ranks, timeout_seconds, given)
+            save = self._new_save(held, ref=ref, group=ranks, timeout_seconds=timeout_seconds, given=given)
             if ranks is None and self.queue.is_quiet():
                 save.check_branch()
             save.check_and_capture()

@@ -108,7 +108,7 @@ def copy_captured(
     copies = _CopiedSources(slot, offsets, sizes, {number: captured.sources[number] for number in skip})
     device_blocks: DeviceBlocks | None = captured.device_blocks if skip else None
     if arriving:
-        started = start_copies(captured, arriving, slot.arena.device_copies, slot.arrivals, overlap)
+        started = start_copies(captured, copies=arriving, device_copies=slot.arena.device_copies, copying=slot.arrivals, overlap=overlap)
         copies.arrivals, device_blocks = started.arrivals, started.blocks or device_blocks
     moves = np.stack((offsets[:-1] + address_of(memory), addresses, sizes), axis=1)[addresses != 0]
     jobs = _jobs(np.concatenate((moves, rest.moves())), threads)

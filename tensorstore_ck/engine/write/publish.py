@@ -140,7 +140,7 @@ def moving(
     engine: Engine, view: RefTable, put: Op, record: Record, *, quotas: Sequence[Quota], mark: tuple[str, str] | None = None
 ) -> list[Op]:
     """The operations of an entry that moves a branch, which has these `quotas`, to a new snapshot."""
-    warn_of_quotas(engine.backend.url, quotas, record.ref, record.new_bytes, engine.warned_quotas)
+    warn_of_quotas(engine.backend.url, quotas=quotas, ref=record.ref, new_bytes=record.new_bytes, warned=engine.warned_quotas)
     marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
     return [put, *marks, *expire_at_save(view, put, engine.clock(), engine.backend.url)]
 

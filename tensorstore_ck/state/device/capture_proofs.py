@@ -90,7 +90,13 @@ def start_copies(
     arrivals = dict.fromkeys(copies, first)
     if later:
         copying.append(device_copies.start([*chain.from_iterable(later.values())]))
-        proven = ProvenArrival(captured, copying[-1], before, [block for block in ranges if block.tensor in later], overlap.gates)
+        proven = ProvenArrival(
+            captured=captured,
+            copied=copying[-1],
+            before=before,
+            ranges=[block for block in ranges if block.tensor in later],
+            gates=overlap.gates,
+        )
         for gate in overlap.gates:
             gate.hold(proven)
         arrivals |= dict.fromkeys(later, proven)
