@@ -78,7 +78,7 @@ class CaptureWalk:
 
     def visit(self, state: object) -> None:
         """Walks the whole state."""
-        self._visit(state, path="", nodes=self._top, position=0, depth=0)
+        self._visit(state, "", self._top, 0, 0)
 
     def finish(self) -> CapturedState:
         """Decides which tensors share memory, and returns the result."""
@@ -109,12 +109,10 @@ class CaptureWalk:
                 nodes[position] = self._view_node(leaf, view, number_of) if view else self._node(leaf, number_of[leaf])
         spreads = [self._spreads.get(leaf) for leaf in own] if self._spreads else ()
         explicit = [ExplicitRegions(number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
-        layout = Layout(tensors=TensorSpecs(names, forms), tree=self._top[0], storages=storages, meshes=list(self._meshes), spreads=spreads)
+        layout = Layout(TensorSpecs(names, forms), self._top[0], storages, list(self._meshes), spreads)
         if table.areas.devices:
             follow_all(table.areas.devices.values())
-        return CapturedState(
-            layout=layout, values=self._values, blobs=self._blobs, sources=sources, explicit=explicit, device_blocks=device_blocks()
-        )
+        return CapturedState(layout, self._values, self._blobs, sources, explicit, device_blocks=device_blocks())
 
     def _node(self, leaf: int, number: int) -> Node:
         flags = self._table.flags.get(leaf)
@@ -157,7 +155,7 @@ class CaptureWalk:
                 self._names.at(path)
                 self._values.append(move_to_blobs(array, path[:-1], self._blobs))
             else:
-                self._visit_container(value, path=path, nodes=nodes, position=position, depth=depth)
+                self._visit_container(value, path, nodes, position, depth)
         elif kind is np.ndarray or kind is np.memmap:
             self._visit_array(value, path, nodes, position)
         elif kind in _SHARES or is_checkpointable(value) or (self._describer is not None and kind is FlatShard):
@@ -165,13 +163,13 @@ class CaptureWalk:
         elif kind is SourcedTensor:
             self._visit_sourced(value, path, nodes, position)
         elif isinstance(value, torch.Tensor):
-            self._visit_subclass(value, path=path, nodes=nodes, position=position, depth=depth)
+            self._visit_subclass(value, path, nodes, position, depth)
         elif (registered := registered_class(kind)) is not None:
-            self._visit_registered(registered.name, state=registered.to_state(value), path=path, nodes=nodes, at=(position, depth))
+            self._visit_registered(registered.name, registered.to_state(value), path, nodes, (position, depth))
         elif kind is NamedState:
-            self._visit_registered(value.name, state=value.state, path=path, nodes=nodes, at=(position, depth))
+            self._visit_registered(value.name, value.state, path, nodes, (position, depth))
         elif isinstance(value, tuple) and kind is not torch.Size and isinstance(getattr(kind, "_fields", None), tuple):
-            self._visit_container(value, path=path, nodes=nodes, position=position, depth=depth)
+            self._visit_container(value, path, nodes, position, depth)
         elif (advice := advice_for(value)) is not None:
             self._fail(path[:-1], *advice)
         else:
@@ -181,7 +179,7 @@ class CaptureWalk:
         """Visits a tensor that is not plain."""
         registered = registered_class(type(value))
         if registered is not None:
-            self._visit_registered(registered.name, state=registered.to_state(value), path=path, nodes=nodes, at=(position, depth))
+            self._visit_registered(registered.name, registered.to_state(value), path, nodes, (position, depth))
         elif self._describer is None:
             what, advice = advice_for(value) or ("it is not a plain tensor", "store a plain one")
             self._fail(path[:-1], what, advice)
@@ -195,7 +193,7 @@ class CaptureWalk:
                 if (apart := self._unwrapped[id(value)][1]) is None:
                     self._visit_spread(value, path, nodes, position)
                 else:
-                    self._visit_registered(apart.registered.name, state=apart.state, path=path, nodes=nodes, at=(position, depth))
+                    self._visit_registered(apart.registered.name, apart.state, path, nodes, (position, depth))
 
     def _visit_registered(self, name: str, state: object, path: str, nodes: list[Any], at: tuple[int, int]) -> None:
         """`at`: position among the nodes, and depth."""
@@ -203,7 +201,7 @@ class CaptureWalk:
             self._fail_too_deep(path)
             return
         node = nodes[at[0]] = ["r", name, None]
-        self._visit(state, path=path, nodes=node, position=2, depth=at[1] + 1)
+        self._visit(state, path, node, 2, at[1] + 1)
 
     def _visit_value(self, value: object, path: str) -> None:
         name = self._names.at(path)
@@ -240,13 +238,13 @@ class CaptureWalk:
             if type(items[child]) in PLAIN:
                 child = self._visit_run(items, paths, children, child)
             if child < len(items):
-                self._visit(items[child], path=f"{paths[child]}.", nodes=children, position=child, depth=depth + 1)
+                self._visit(items[child], f"{paths[child]}.", children, child, depth + 1)
             child += 1
         if kind is OrderedDict and (attributes := vars(value)):
             if set(attributes) != {"_metadata"}:
                 self._fail(path[:-1], f"its OrderedDict has attributes {sorted(attributes)}", "move them into the dict")
                 return
-            self._visit(attributes["_metadata"], path=f"{path}{ATTRIBUTES}.", nodes=nodes[position], position=3, depth=depth + 1)
+            self._visit(attributes["_metadata"], f"{path}{ATTRIBUTES}.", nodes[position], 3, depth + 1)
 
     def _dict_node(self, value: Any, path: str, keys: list[Any], children: list[Any]) -> list[Any]:
         kind = type(value)
@@ -296,13 +294,7 @@ class CaptureWalk:
         number = self._table.number_of.get(id(tensor))
         if number is None:
             try:
-                spec = TensorSpec(
-                    name=name,
-                    dtype=require_dense(tensor, name),
-                    item_bytes=tensor.itemsize,
-                    shape=tuple(tensor.shape),
-                    order=order_of(tensor),
-                )
+                spec = TensorSpec(name, require_dense(tensor, name), tensor.itemsize, tuple(tensor.shape), order_of(tensor))
                 number = self._table.add(tensor, spec, source_of(tensor), area_of(tensor), flags_of(tensor))
             except UnsupportedValueError as exc:
                 self._refused(exc)
@@ -337,9 +329,7 @@ class CaptureWalk:
             except UnsupportedValueError as exc:
                 self._refused(exc)
                 return
-            spec = TensorSpec(
-                name=name, dtype=DTYPE_NAMES[share.dtype], item_bytes=share.dtype.itemsize, shape=share.shape, order=share.order
-            )
+            spec = TensorSpec(name, DTYPE_NAMES[share.dtype], share.dtype.itemsize, share.shape, share.order)
             number = self._table.add(value, spec, share.source(), None, share.flags)
             if share.mesh is not None:
                 self._spreads[number] = Sharding(self._meshes.setdefault(share.mesh, len(self._meshes)), share.placements)
@@ -365,7 +355,7 @@ class CaptureWalk:
                 advice = "split it into plain arrays, or convert it with .tolist()"
                 self._fail(name, f"its numpy dtype {array.dtype} has no stored form", advice)
                 return
-            spec = TensorSpec(name=name, dtype=f"np:{dtype}", item_bytes=array.itemsize, shape=array.shape, order=order_of(array))
+            spec = TensorSpec(name, f"np:{dtype}", array.itemsize, array.shape, order_of(array))
             number = self._table.add(array, spec, source_of(array), area_of(array))
         self._set_node(number, nodes, position)
 
