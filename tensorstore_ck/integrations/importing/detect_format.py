@@ -40,7 +40,7 @@ def find_state(files: Files, path: str, known: PickleAllowlist, *, as_one: bool 
     if outside is not None:
         name, content = outside
         files.newest_ns = os.stat(path).st_mtime_ns
-        return FoundState(name, content.state, content.metadata, {}, content.step)
+        return FoundState(name, content.state, content.metadata, {}, step=content.step)
     if os.path.basename(path) == dcp_folder.METADATA:
         path = os.path.dirname(path) or "."
     is_folder = os.path.isdir(path)
