@@ -233,9 +233,6 @@ CASES: Final[dict[str, Case]] = {
     ),
     "a search": Case(measured, "bisect runs/gpt --metric 'loss < 2.5'", 0, {"diff": Hint()}),
     "a lost log entry": Case(forget_host(without("log/", 1)), "log", 43, LOST_ENTRY),
-    "a lost log entry, in Python": Case(
-        forget_host(without("log/", 1)), lambda store: store.checkout("runs/gpt"), 43, {**LOST_ENTRY, "salvage": Hint()}
-    ),
     "a damaged log entry": Case(forget_host(damaged("log/", 1)), "log", 43, LOST_ENTRY),
     "a lost newest entry": Case(
         without("log/"),
@@ -289,6 +286,8 @@ ELSEWHERE: Final = {
     "probe": "tests/cli/test_errors.py",
     "staging resume --accept-owner UID --staging X": "tests/cli/test_staging.py",
     "tier --claim-locations": "tests/backend/cold",
+    "help KIND": "in every error",
+    "salvage --leave-out-unknown": "tests/maintenance/salvage",
     "undo": "what salvage says of a forgotten branch",
 }
 """Commands in messages that no case prints, and where they are tried."""
