@@ -232,8 +232,8 @@ CASES: Final[dict[str, Case]] = {
         {"forget": Hint(), "policy apply": Hint(), "gc": Hint(), "quota set 'runs/*' --refuse": Hint(filled={"SIZE": "1TB"}, cures=True)},
     ),
     "a search": Case(measured, "bisect runs/gpt --metric 'loss < 2.5'", 0, {"diff": Hint()}),
-    "a lost log entry": Case(forget_host(without("log/", 1)), "log", 43, LOST_ENTRY),
-    "a damaged log entry": Case(forget_host(damaged("log/", 1)), "log", 43, LOST_ENTRY),
+    "a lost log entry": Case(forget_host(without("log/", 1)), "log", 0, LOST_ENTRY),
+    "a damaged log entry": Case(forget_host(damaged("log/", 1)), "log", 0, LOST_ENTRY),
     "a lost newest entry": Case(
         without("log/"),
         "fsck",
