@@ -209,7 +209,7 @@ def save_staged_apart(store: tsck.Store) -> object:
 MIRROR: Final = {"OTHER_STORE": "a mirror"}
 FROM_MIRROR: Final = Hint(cures=True, filled=MIRROR)
 FINDS: Final = Hint(40)
-LOST_ENTRY: Final = {"fsck": FINDS, "fsck --repair": FROM_MIRROR, "salvage": Hint(cures=True), "log": Hint()}
+LOST_ENTRY: Final = {"fsck": FINDS, "fsck --repair": FROM_MIRROR, "salvage": Hint(cures=True)}
 
 CASES: Final[dict[str, Case]] = {
     "no store": Case(model_file, "log", 30, {"init": Hint(cures=True)}),
