@@ -209,7 +209,7 @@ def save_staged_apart(store: tsck.Store) -> object:
 MIRROR: Final = {"OTHER_STORE": "a mirror"}
 FROM_MIRROR: Final = Hint(cures=True, filled=MIRROR)
 FINDS: Final = Hint(40)
-LOST_ENTRY: Final = {"fsck": FINDS, "fsck --repair": FROM_MIRROR, "salvage": Hint(cures=True), "log": Hint()}
+LOST_ENTRY: Final = {"fsck": FINDS, "fsck --repair": FROM_MIRROR, "salvage": Hint(cures=True)}
 
 CASES: Final[dict[str, Case]] = {
     "no store": Case(model_file, "log", 30, {"init": Hint(cures=True)}),
@@ -232,11 +232,8 @@ CASES: Final[dict[str, Case]] = {
         {"forget": Hint(), "policy apply": Hint(), "gc": Hint(), "quota set 'runs/*' --refuse": Hint(filled={"SIZE": "1TB"}, cures=True)},
     ),
     "a search": Case(measured, "bisect runs/gpt --metric 'loss < 2.5'", 0, {"diff": Hint()}),
-    "a lost log entry": Case(forget_host(without("log/", 1)), "log", 43, LOST_ENTRY),
-    "a lost log entry, in Python": Case(
-        forget_host(without("log/", 1)), lambda store: store.checkout("runs/gpt"), 43, {**LOST_ENTRY, "salvage": Hint()}
-    ),
-    "a damaged log entry": Case(forget_host(damaged("log/", 1)), "log", 43, LOST_ENTRY),
+    "a lost log entry": Case(forget_host(without("log/", 1)), "log", 0, LOST_ENTRY),
+    "a damaged log entry": Case(forget_host(damaged("log/", 1)), "log", 0, LOST_ENTRY),
     "a lost newest entry": Case(
         without("log/"),
         "fsck",
@@ -289,6 +286,8 @@ ELSEWHERE: Final = {
     "probe": "tests/cli/test_errors.py",
     "staging resume --accept-owner UID --staging X": "tests/cli/test_staging.py",
     "tier --claim-locations": "tests/backend/cold",
+    "help KIND": "in every error",
+    "salvage --leave-out-unknown": "tests/maintenance/salvage",
     "undo": "what salvage says of a forgotten branch",
 }
 """Commands in messages that no case prints, and where they are tried."""

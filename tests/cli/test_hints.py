@@ -23,7 +23,7 @@ from tests.cli.test_guidance import PACKAGE, commands_in, texts_of
 from tests.servers import BUCKET, KEY, SECRET, S3Server
 
 PRINTED: Final = re.compile(r"`(tsck [^`]*)`")
-QUICK: Final = ("no store", "no snapshots", "the head is to be forgotten", "a lost log entry, in Python", "a lost pack, says fsck")
+QUICK: Final = ("no store", "no snapshots", "the head is to be forgotten", "a damaged part, in Python", "a lost pack, says fsck")
 
 
 class FolderHome:
