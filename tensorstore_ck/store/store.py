@@ -237,6 +237,7 @@ class Store(ReadOnlyStore):
             verify_capture=verify_capture,
         )
 
+    @_changes
     def prepare(
         self,
         state: object,

@@ -238,9 +238,10 @@ def test_values_by_path(store: tsck.Store, tmp_path: Path) -> None:
             tsck.inspect_history(tmp_path / "a.pt", step_from=f"key:{wrong}")
 
 
-def test_the_frames_of_an_error_can_be_printed(tmp_path: Path) -> None:
+def test_the_frames_of_an_error_can_be_printed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As pytest, debuggers and reporters of errors do, when the file is no longer mapped by the import."""
     torch.save({"w": torch.full((100_000,), 7), "step": "seven"}, tmp_path / "a.pt")
+    caplog.set_level("DEBUG", "tensorstore_ck")  # at other levels an error has the caller's frames alone
     with pytest.raises(tsck.MismatchError, match="not a training step") as caught:
         tsck.inspect_history(tmp_path / "a.pt", step_from="key:step")
     shown = "".join(repr(entry.frame.f_locals) for entry in caught.traceback)
