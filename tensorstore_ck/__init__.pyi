@@ -65,7 +65,7 @@ from .integrations.torch_checkpointing import CheckpointManager as CheckpointMan
 from .log import BrokenLogWarning as BrokenLogWarning
 from .log import LogChangedWarning as LogChangedWarning
 from .log.quota import Quota as Quota, QuotaWarning as QuotaWarning
-from .log.run_outcome import RunOutcome as RunOutcome
+from .log.maintenance_outcome import RunOutcome as RunOutcome
 from .log.snapshot import Snapshot as Snapshot, SnapshotDetails as SnapshotDetails
 from .maintenance.copy_store import copy as copy
 from .maintenance.fsck import FsckOptions as FsckOptions

@@ -5,7 +5,7 @@ import json
 from sqlalchemy import Connection, and_, func, select
 
 from tensorstore_ck.catalog.schema import reports
-from tensorstore_ck.log.run_outcome import RunOutcome
+from tensorstore_ck.log.maintenance_outcome import RunOutcome
 
 
 def last_runs(connection: Connection) -> dict[int, dict[str, RunOutcome]]:

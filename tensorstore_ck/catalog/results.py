@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tensorstore_ck.errors import StoreError
+from tensorstore_ck.log.maintenance_outcome import RunOutcome
 from tensorstore_ck.log.quota import Quota
-from tensorstore_ck.log.run_outcome import RunOutcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import counted, emit, fields_of, iso_time, printable, short_root, step_text, table
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc.usage import CodecUsage, PackUsage, SnapshotUsage, Usage
-from tensorstore_ck.log.run_outcome import FINDINGS, RunOutcome
+from tensorstore_ck.log.maintenance_outcome import FINDINGS, RunOutcome
 
 SIZES: Final = ("LOGICAL", "UNIQUE", "STORED", "SHARED", "EXCLUSIVE")
 MAX_PACKS: Final = 40

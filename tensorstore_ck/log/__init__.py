@@ -11,7 +11,7 @@ address.py                               how a user names a snapshot
 snapshot.py                              what users see of a snapshot
 snapshot_log.py                          what users see of a history
 training_line.py                         which snapshots of a branch led to its last one
-run_outcome.py                           what users see of a run of gc or fsck
+maintenance_outcome.py                   what users see of a run of gc or fsck
 quota.py                                 quotas, and how much of them is used
 block_index.py                           where blocks lie, as far as this host knows
 checkpoint.py                            a dump of the table, so that no reader begins at the log's first entry

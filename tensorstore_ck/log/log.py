@@ -322,7 +322,7 @@ class Log:
         raise AssertionError("unreachable")
 
     def is_own(self, n: int) -> bool:
-        """Whether this object appended entry `n`, and knows it: after a lost reply or an interrupt it may not. See `wrote`."""
+        """Whether this object appended entry `n`; False also if a lost reply or an interrupt hid that: `wrote` finds out."""
         return n in self._writer.created
 
     def wrote(self, n: int) -> bool:

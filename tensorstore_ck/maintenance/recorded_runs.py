@@ -18,7 +18,7 @@ from tensorstore_ck.gc import GcOptions, GcReport, run_gc
 from tensorstore_ck.gc.report import Progress as GcProgress
 from tensorstore_ck.log import FOLDERS, Op
 from tensorstore_ck.log.field_checks import MAX_COUNTS, MAX_MESSAGE_CHARS
-from tensorstore_ck.log.run_outcome import FAILED, FINDINGS, OK, REFUSED
+from tensorstore_ck.log.maintenance_outcome import FAILED, FINDINGS, OK, REFUSED
 from tensorstore_ck.redaction import redacted
 
 if TYPE_CHECKING:

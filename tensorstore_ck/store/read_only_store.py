@@ -12,8 +12,8 @@ from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InputError, StoreError
 from tensorstore_ck.format.random_streams import Streams
+from tensorstore_ck.log.maintenance_outcome import RunOutcome, last_runs
 from tensorstore_ck.log.quota import Quota
-from tensorstore_ck.log.run_outcome import RunOutcome, last_runs
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails
 from tensorstore_ck.log.snapshot_log import SnapshotLog, SnapshotsByName
 from tensorstore_ck.maintenance import forget as forgetting

@@ -17,8 +17,8 @@ from tensorstore_ck.catalog.schema import gc_runs, policies, snapshots
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.gc.usage import Usage
+from tensorstore_ck.log.maintenance_outcome import RunOutcome
 from tensorstore_ck.log.retention import Policy
-from tensorstore_ck.log.run_outcome import RunOutcome
 from tensorstore_ck.maintenance.fsck import FsckOptions
 from tensorstore_ck.maintenance.fsck.findings import Finding, FsckReport
 from tensorstore_ck.store import ReadOnlyStore

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from tensorstore_ck.catalog.last_runs import last_runs
 from tensorstore_ck.catalog.save_intervals import LATE, finished_refs, usual_interval
 from tensorstore_ck.catalog.schema import gc_runs, jobs, snapshots, stores
-from tensorstore_ck.log.run_outcome import RunOutcome
+from tensorstore_ck.log.maintenance_outcome import RunOutcome
 from tensorstore_ck.ui.pages import Pages, page_number
 
 PAGE_ROWS: Final = 50

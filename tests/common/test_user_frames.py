@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.registry import _registry
 
 import tensorstore_ck as tsck
 from tensorstore_ck.common.user_frames import short_errors, user_stacklevel
@@ -42,6 +43,7 @@ def _again(store: tsck.Store) -> object:
 def _without_s3fs(store: tsck.Store) -> object:
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, "s3fs", None)
+        patched.delitem(_registry, "s3", raising=False)  # where an earlier test has loaded it
         return tsck.open("s3://bucket/ckpt")
 
 

@@ -70,7 +70,7 @@ def test_notices_are_grouped_by_kind(browser: TestClient, store: Store) -> None:
         (pack.parent / ulid_text(new_ulid())).write_bytes(pack.read_bytes())
     text = browser.get(health_of(store, "?check=yes")).text
     assert "No errors in what was checked" in text
-    (group,) = re.findall(r"<details>\s*<summary>(.*?)</details>", text, re.DOTALL)
+    (group,) = (found for found in re.findall(r"<details>\s*<summary>(.*?)</details>", text, re.DOTALL) if "foreign_object" in found)
     assert re.sub(r"<[^>]*>", "", group.partition("</summary>")[0]) == "foreign_object 3 notices"
     assert group.count("<tr>") == 3
 

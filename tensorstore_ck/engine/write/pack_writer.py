@@ -137,7 +137,7 @@ class PackWriter:
         return ids
 
     def rely_on(self, ids: Sequence[Digest]) -> bool:
-        """Whether all these blocks are in the store already. If so, they count as added, and are not read."""
+        """Whether all these blocks are in the store already. If so, they count as added, and the caller need not read them."""
         with self._lock:
             places = self._places_of(ids)
             if len(places) < len(set(ids)):

@@ -71,7 +71,7 @@ SINGLE: Final = PartSlot(0, 1, (0,), None)
 
 
 def slot_of_one(captured: CapturedState) -> PartSlot:
-    """The slot of the only part of a snapshot: its part id covers explicit regions only together with `Part.layout_of`."""
+    """The slot of a snapshot's only part. With explicit regions it has a `layout_of`: the part id covers them only together with it."""
     return SINGLE._replace(layout_of=b"") if captured.explicit else SINGLE
 
 

@@ -3,7 +3,7 @@
     packs -> parts -> record -> log entry
 
 A crash or an error before the entry leaves orphans only. Saves of one process and of many ranks, staged saves, copies and DCP's writer all
-end here; what they need besides is in the operations that they arrange. Knows neither ranks nor torch.
+end here; each passes a function that arranges its own operations for the entry. Knows neither ranks nor torch.
 """
 
 import logging

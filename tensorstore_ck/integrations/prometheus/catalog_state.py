@@ -9,8 +9,8 @@ from sqlalchemy import Connection, Row, Table, and_, func, select
 from tensorstore_ck.catalog.last_runs import last_runs
 from tensorstore_ck.catalog.save_intervals import finished_refs, usual_interval
 from tensorstore_ck.catalog.schema import gc_runs, jobs, pins, quotas, refs, snapshots, stores, tags
+from tensorstore_ck.log.maintenance_outcome import RunOutcome
 from tensorstore_ck.log.quota import Quota
-from tensorstore_ck.log.run_outcome import RunOutcome
 
 
 @dataclass(frozen=True, slots=True)

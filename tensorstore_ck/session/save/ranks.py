@@ -81,8 +81,8 @@ class Alone:
     def fail(self, error: BaseException) -> None:
         """Does nothing: no other process waits."""
 
-    def together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
-        """Writes and commits; again if an earlier save of this handle, whose answer was lost, is published meanwhile."""
+    def write_and_commit_together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
+        """Writes and commits; again if that conflicts with an earlier save of this handle whose reply was lost, and which was published."""
         engine, fence = self._context.engine, self._context.fence
         while True:
             request, captured, view = begin()
@@ -154,9 +154,9 @@ class RankRound:
         def refuse() -> NoReturn:
             raise error
 
-        self.together(refuse, StoreDestination(self._engine, self.rank), SaveMeter())
+        self.write_and_commit_together(refuse, StoreDestination(self._engine, self.rank), SaveMeter())
 
-    def together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
+    def write_and_commit_together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
         """Lets all ranks write, and rank 0 commit; once only. `begin` is called in the round, so that its error reaches all ranks at once.
 
         Raises:

@@ -1,12 +1,12 @@
 """`Save`: one save of this process, in four phases. Knows torch; loaded when there are tensors to save.
 
-    check     the arguments, and where the branch is, if no other save is in progress
+    check     the arguments; of an asynchronous save also the branch, if no other save is in progress
     capture   the state is taken apart; in the background it is copied, and may be changed afterwards
-    write     blocks, packs, the part and the record become durable
+    write     the branch and the quotas are checked; blocks, packs, the part and the record become durable
     commit    one log entry: "put"; or with a staging disk "staged", and `StagedSave` publishes later
 
 `put_snapshot` runs all of them on its thread and reads the caller's memory. `put_snapshot_async` checks and captures, and the worker writes
-and commits. `Ranks` decides who takes part, and a destination where the bytes go.
+and commits. `Ranks` says which processes save together, and a `Destination` where the bytes go.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class StateArguments(SaveArguments, total=False):
-    """The same with step, the parts of the state that are treated apart, and who changes it."""
+    """`SaveArguments`, the step, the state of this rank alone, frozen tensors, and the optimizers that change the state."""
 
     step: int | None
     rank_state: object
@@ -76,7 +76,7 @@ class Save:
         self._captured: CapturedState | None = None
         self._changed_by = changed_by
         self._is_copied = False
-        """Whether the state is in memory that is reused once it is staged."""
+        """Whether the state was copied into memory that a later save reuses."""
 
     # --- check --------------------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Save:
 
     def _write_and_commit(self, destination: Destination, status: SaveStatus) -> SnapshotInfo:
         begin = partial(self._begin, destination, status)  # no closure: the frames of an error would keep it, and so the state
-        return self._ranks.together(begin, destination, status.meter)
+        return self._ranks.write_and_commit_together(begin, destination, status.meter)
 
     def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState, RefTable]:
         """The request, the state and a view of the log, all as of its newest entry; takes the state apart if it was not yet."""

@@ -53,9 +53,9 @@ class SaveQueue:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._changed = Changes()
-        self._stores: Worker[QueuedSave] = Worker("tsck-save", self._changed, self._store, self._broken)
+        self._stores: Worker[QueuedSave] = Worker("tsck-save", self._changed, self._run_save, self._broken)
         self._copies: Worker[QueuedSave] = Worker("tsck-copy", self._changed, self._copy, self._broken)
-        self._uploads: Worker[QueuedSave] = Worker("tsck-publish", self._changed, self._publish, self._broken)
+        self._uploads: Worker[QueuedSave] = Worker("tsck-publish", self._changed, self._publish_staged, self._broken)
         self._workers = (self._uploads, self._copies, self._stores)
         self._memory = CaptureMemory(self._open_arena, self._changed)
         self._unraised = UnraisedErrors()
@@ -118,7 +118,7 @@ class SaveQueue:
         return self.finish(self.begin(make))
 
     def begin(self, make: Callable[[], Runnable]) -> QueuedSave:
-        """Begins a save after the saves in progress; the caller ends it with `finish`. Without that, nothing remains of it."""
+        """Begins a save after the saves in progress; the caller ends it with `finish`. Without `finish`, nothing is written."""
         self._enter()
         self.wait_idle()
         called, save = time.monotonic(), make()
@@ -131,9 +131,9 @@ class SaveQueue:
 
     def finish(self, queued: QueuedSave) -> Snapshot:
         """Writes and publishes a save; raises its error."""
-        self._store(queued)
+        self._run_save(queued)
         if not queued.status.has_ended:
-            self._publish(queued)
+            self._publish_staged(queued)
         return queued.status.result()
 
     def pending(self) -> list[PendingSnapshot]:
@@ -151,7 +151,7 @@ class SaveQueue:
         queued = QueuedSave(SaveStatus(ref, step, rank), time.monotonic(), staged=staged, is_background=True)
         queued.status.is_raised = True
         queued.status.reach(SaveMilestone.STAGED)
-        shielded(lambda: self._hand_over(queued, self._uploads, self._publish), finish=True)
+        shielded(lambda: self._hand_over(queued, self._uploads, self._publish_staged), finish=True)
 
     def wait_idle(self, *, uploads: bool = True) -> None:
         """Waits until no save is in progress; returns at once in a callback of a save."""
@@ -253,7 +253,7 @@ class SaveQueue:
         return True
 
     def _store_here(self, queued: QueuedSave) -> None:
-        self._store(queued)
+        self._run_save(queued)
         error = queued.status.error
         if error is not None and not isinstance(error, Exception):  # Ctrl-C
             queued.status.is_raised = True
@@ -317,7 +317,7 @@ class SaveQueue:
     def _is_worker(self) -> bool:
         return threading.current_thread() in [worker.thread for worker in self._workers]
 
-    def _store(self, queued: QueuedSave) -> None:
+    def _run_save(self, queued: QueuedSave) -> None:
         assert queued.save is not None
         if queued.is_background:
             queued.begun = time.monotonic()
@@ -349,7 +349,7 @@ class SaveQueue:
         try:
             queued.staged.replicate(queued.status)
         finally:
-            self._hand_over(queued, self._uploads, self._publish)
+            self._hand_over(queued, self._uploads, self._publish_staged)
 
     @staticmethod
     def _hand_over(queued: QueuedSave, worker: Worker[QueuedSave], work: Callable[[QueuedSave], None]) -> None:
@@ -358,7 +358,7 @@ class SaveQueue:
         except (RuntimeError, MemoryError):  # no thread can be started, for example while the interpreter ends
             work(queued)
 
-    def _publish(self, queued: QueuedSave) -> None:
+    def _publish_staged(self, queued: QueuedSave) -> None:
         assert queued.staged is not None
         try:
             self._succeed(queued, queued.staged.publish(queued.status))
