@@ -42,7 +42,7 @@ from tests.servers import BUCKET, S3Server
 pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount"), pytest.mark.filterwarnings("ignore")]
 Case = tuple[str, str, str]
 SEED: Final = 42
-COUNT: Final = effort(300, 900)
+COUNT: Final = effort(60, 900)
 SHARES: Final = 8
 CHANGING: Final[dict[str, Callable[[Any, Any], bool]]] = {
     "put": lambda before, after: "runs/new" in after["branches"],

@@ -138,8 +138,11 @@ def test_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     store.branch("kept", "job@2")
     save_all(store, range(4, 10))
 
+    later = Clock()
+    later.advance(2 * 86_400)  # what another process dropped is freed after the undo window
+
     def left_after(backend: MemoryBackend) -> int:
-        fresh = open_store(backend, clock=Clock())
+        fresh = open_store(backend, clock=later)
         fresh.free_dropped("job")
         fresh.gc(AT_ONCE)
         fresh.gc(AT_ONCE)
@@ -150,7 +153,7 @@ def test_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(at: int, mode: str) -> str:
         backend, faults = copied(template, Clock()), Faults()
-        store = open_store(FaultyBackend(backend, faults, atomic_put=True), clock=Clock())
+        store = open_store(FaultyBackend(backend, faults, atomic_put=True), clock=later)
         faults.mode, faults.at, faults.calls = mode, at, 0
         with suppress(Death, StoreError):
             store.free_dropped("job")
