@@ -203,13 +203,22 @@ def _outcome(outcome: "SimpleQueue[tuple[bool, T | BaseException]]", helper: Hel
             if not is_alive:
                 raise MemoryError("a thread ended without a result") from None
             continue
-        if is_result:
-            return result  # type: ignore[return-value]
-        assert isinstance(result, BaseException)
-        try:
-            raise result
-        finally:
-            del result  # it would be in its own traceback
+        return result_or_raise(is_result, result)
+
+
+def result_or_raise(is_result: bool, result: T | BaseException) -> T:
+    """The result of a call in another thread, or its error.
+
+    Raises:
+        BaseException: the call raised it.
+    """
+    if is_result:
+        return result  # type: ignore[return-value]
+    assert isinstance(result, BaseException)
+    try:
+        raise result
+    finally:
+        del result  # it would be in its own traceback
 
 
 class ProcessLock:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
-from tensorstore_ck.common.threads import Helper
+from tensorstore_ck.common.threads import Helper, result_or_raise
 from tensorstore_ck.errors import BackendUnavailableError
 
 T = TypeVar("T")
@@ -53,13 +53,7 @@ class StoreContact:
         except Empty:
             self._is_silent = True
             raise self._error() from None
-        if is_result:
-            return result  # type: ignore[return-value]
-        assert isinstance(result, BaseException)
-        try:
-            raise result
-        finally:
-            del result  # it would be in its own traceback
+        return result_or_raise(is_result, result)
 
     def is_gone(self, probe: Callable[[], object]) -> bool:
         """Whether the store has answered nothing for `GONE_SECONDS`. Asks it by `probe`, in the background."""
