@@ -169,7 +169,9 @@ def _check(part: Part, pack_table_bytes: int, name: str) -> None:
     base_count = len(part.base_ids) // DIGEST_BYTES
     rows = blocks + base_count
     problem = ""
-    if pack_table_bytes % ULID_BYTES or len(part.ids) % DIGEST_BYTES or len(part.base_ids) % DIGEST_BYTES:
+    if pack_table_bytes > ULID_BYTES * rows:
+        problem = "it names more packs than it has blocks"
+    elif pack_table_bytes % ULID_BYTES or len(part.ids) % DIGEST_BYTES or len(part.base_ids) % DIGEST_BYTES:
         problem = "an id is truncated"
     elif len(extents) != rows or int(part.blobs["blocks"].sum(dtype=np.int64)) > blocks or not len(part.blobs):
         problem = "its tables differ in length"
