@@ -141,7 +141,9 @@ def decode_part(data: bytes, name: str) -> Part:
     """Decodes and checks a sealed part. Raises `CorruptObjectError` if it is not a part, or its fields contradict each other."""
     body = unseal("part", data, name)
     try:
-        packs = take(body, "packs", bytes)
+        packs, extents = take(body, "packs", bytes), np.frombuffer(take(body, "extents", bytes), EXTENT_DTYPE)
+        if len(packs) > ULID_BYTES * len(extents):
+            raise ValueError("it names more packs than it has rows")
         part = Part(
             layout_id=take_digest(body, "layout"),
             rank=take_count(body, "rank"),
@@ -151,7 +153,7 @@ def decode_part(data: bytes, name: str) -> Part:
             values=take(body, "values", bytes),
             inline=take(body, "inline", bytes),
             packs=split_ulids(packs),
-            extents=np.frombuffer(take(body, "extents", bytes), EXTENT_DTYPE),
+            extents=extents,
             base_ids=take(body, "base_ids", bytes),
             anchor=take_count(body, "anchor"),
             layout_of=None if body.get("coordinate") is None else take(body, "coordinate", bytes),
@@ -169,9 +171,7 @@ def _check(part: Part, pack_table_bytes: int, name: str) -> None:
     base_count = len(part.base_ids) // DIGEST_BYTES
     rows = blocks + base_count
     problem = ""
-    if pack_table_bytes > ULID_BYTES * rows:
-        problem = "it names more packs than it has blocks"
-    elif pack_table_bytes % ULID_BYTES or len(part.ids) % DIGEST_BYTES or len(part.base_ids) % DIGEST_BYTES:
+    if pack_table_bytes % ULID_BYTES or len(part.ids) % DIGEST_BYTES or len(part.base_ids) % DIGEST_BYTES:
         problem = "an id is truncated"
     elif len(extents) != rows or int(part.blobs["blocks"].sum(dtype=np.int64)) > blocks or not len(part.blobs):
         problem = "its tables differ in length"

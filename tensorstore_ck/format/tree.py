@@ -22,6 +22,7 @@ SUBTREE_TAG: Final = "tree"
 MAX_PATH: Final = MAX_NAME_BYTES
 """The longest path of a container: no leaf name needs more, and a long key must not be copied to each of many nodes below it."""
 LONG_PATH_BYTES: Final = 256
+SHORT_PATH: Final = LONG_PATH_BYTES // 4
 MAX_LONG_PATHS_BYTES: Final = 64 << 20
 """What the paths of containers may have beyond that, counted once for each child: a key takes its bytes once, but memory for each."""
 ATTRIBUTES: Final = "_metadata"
@@ -70,8 +71,10 @@ class LeafNames:
         self._taken: dict[str, int] = {}
         self._long_bytes = 0
 
-    def reserve(self, path: str, count: int) -> None:
-        """Counts the paths of the `count` children of the container at `path`, before they are made.
+    def reserve(self, path: str, count: int) -> str:
+        """Counts the paths of the `count` children of the container at `path`, before they are made; returns what names need of `path`.
+
+        Nothing to do for a `path` of up to `SHORT_PATH` characters.
 
         Raises:
             UnsupportedValueError: too many of the paths so far are long.
@@ -82,6 +85,7 @@ class LeafNames:
             if self._long_bytes > MAX_LONG_PATHS_BYTES:
                 message = f"too many values lie below paths of more than {LONG_PATH_BYTES} bytes, such as {path[:80]}...: use shorter keys"
                 raise UnsupportedValueError(message, object_id=path[:80])
+        return path[:MAX_PATH]
 
     def name(self, path: str) -> str:
         """`path`, shortened if it is too long, with a suffix ``#2``, ``#3`` ... if it is taken."""
@@ -262,8 +266,7 @@ class _Parser:
         if len(keys) != len(nodes):
             self.fail(f"{len(keys)} keys for {len(nodes)} nodes")
         texts = [key if type(key) is str else key_text(key) for key in keys]
-        self._names.reserve(path, len(nodes))
-        path = path[:MAX_PATH]
+        path = path if len(path) <= SHORT_PATH else self._names.reserve(path, len(nodes))
         texts = [text if len(text) <= MAX_PATH else text[:MAX_PATH] for text in texts]
         children = [self.tree(child, f"{path}{text}.", depth) for text, child in zip(texts, nodes, strict=True)]
         attributes = None

@@ -50,7 +50,7 @@ MOST_LINES = {
     "engine": 4700,
     "errors": 400,
     "events": 300,
-    "format": 4000,
+    "format": 4100,
     "gc": 3400,
     "integrations": 20000,
     "log": 6400,
