@@ -86,7 +86,7 @@ def page(pages: Pages, request: Request) -> Response:
     measured = read_metrics(pages, pair) if pair is not None else []
     drawn = usual_metrics({item.name: item.has_old + item.has_new for item in measured})
     return pages.render(
-        "compare.html",
+        "compare_snapshots.html",
         "compare",
         404 if errors else 200,
         store=store,
