@@ -22,7 +22,7 @@ health.py             last runs, a check on request, marks, and where packs lie
 what_if.py            what a policy would keep and free
 snapshot.py           the page of one snapshot
 catalog_snapshots.py  a snapshot by its address, and what the catalog knows of it
-contents.py           the content of a snapshot: its tables, read once
+snapshot_content.py   the content of a snapshot: its tables, read once
 tensor_tree.py        tensors as a tree of groups
 snapshot_kept.py      why a snapshot is kept
 snapshot_tensors.py   groups, tensors and values of a snapshot, piece by piece
