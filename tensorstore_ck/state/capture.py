@@ -22,7 +22,7 @@ from tensorstore_ck.state.aliasing import AreaOffset, CoveringArea, find_alias_c
 from tensorstore_ck.state.boxes import Box, Boxes, coverage_error, is_checkpointable
 from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, source_of
 from tensorstore_ck.state.device.device_blocks import device_blocks
-from tensorstore_ck.state.device.window_copies import follow_all
+from tensorstore_ck.state.device.waited_copies import follow_all
 from tensorstore_ck.state.memory_extents import area_of, extent_of
 from tensorstore_ck.state.memory_order import order_of
 from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
