@@ -1,7 +1,7 @@
 """Typed reads of the ref table: branches, tags and snapshots as of the entry that was folded last."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple
 
@@ -66,13 +66,13 @@ class RefTable:
             rows[whole_key] = row
         return row
 
-    def read_all(self, kind: RowKind[Row]) -> dict[bytes, Row]:
-        """The rows of a kind that has few, by key."""
+    def read_all(self, kind: RowKind[Row]) -> Mapping[str, Row]:
+        """All rows of a kind that has few, by their ASCII keys."""
         rows = None if self._kept is None else self._kept.rows
         if rows is not None and kind.prefix in rows:
-            kept: dict[bytes, Row] = rows[kind.prefix]
+            kept: Mapping[str, Row] = rows[kind.prefix]
             return kept
-        read = {key: kind.decode(value) for key, value in self.scan(kind)}
+        read = {key.decode("ascii"): kind.decode(value) for key, value in self.scan(kind)}
         if rows is not None:
             rows[kind.prefix] = read
         return read
@@ -241,9 +241,9 @@ class RefTable:
         for key, value in self.scan(rows.PINS):
             yield rows.PINS.decode(value, Ulid(key[:ULID_BYTES]), key[ULID_BYTES:].decode())
 
-    def policies(self) -> dict[str, rows.PolicyRow]:
+    def policies(self) -> Mapping[str, rows.PolicyRow]:
         """Glob -> the retention rules of the branches that match it."""
-        return {glob.decode("ascii"): row for glob, row in self.read_all(rows.POLICIES).items()}
+        return self.read_all(rows.POLICIES)
 
     def is_pinned(self, ulid: bytes, owner: str) -> bool:
         """Whether `owner` has a pin on a snapshot."""
@@ -304,9 +304,9 @@ class RefTable:
         """The URL of each pack at a cold location."""
         return {Ulid(pack): rows.LOCATIONS.decode(value).url for pack, value in self.scan(rows.LOCATIONS)}
 
-    def quotas(self) -> dict[str, rows.QuotaRow]:
+    def quotas(self) -> Mapping[str, rows.QuotaRow]:
         """Glob -> the quota of the branches that match it."""
-        return {glob.decode("ascii"): row for glob, row in self.read_all(rows.QUOTAS).items()}
+        return self.read_all(rows.QUOTAS)
 
     def added_bytes(self, ref: str) -> int:
         """The bytes that the held snapshots of a branch added to the store."""
