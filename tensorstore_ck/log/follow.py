@@ -160,8 +160,8 @@ class Follower:
                 break
         return apart
 
-    def fold(self, table: Table, entries: Sequence[Entry]) -> None:
-        """Folds entries that follow the table's head, skipping those that it has.
+    def fold(self, table: Table, entries: Sequence[Entry], also: Callable[[Batch], object] | None = None) -> None:
+        """Folds entries that follow the table's head, skipping those that it has. `also` writes further rows in the same batch.
 
         Raises:
             EmptiedError, TableError: try again.
@@ -180,6 +180,8 @@ class Follower:
                 head = Head(entry.n, entry.hash)
                 tail = tail._replace(entries=tail.entries + 1, entry_bytes=tail.entry_bytes + entry.size_bytes)
             tail.write(batch)
+            if also is not None:
+                also(batch)
 
     def _fold_apart(self, known: Head | None) -> tuple[Head, MemoryTable, dict[int, Digest]]:
         """The log's head, its fold, and hashes as in `_fold_all`. Fills a separate table, so that no reader sees a partial one."""
