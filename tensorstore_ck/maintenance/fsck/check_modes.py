@@ -20,10 +20,11 @@ def check_modes(backend: Backend, findings: Findings) -> None:
     names = _unlike_root(backend)
     if names:
         root, more = os.stat(backend.url), len(names) - 1
+        which = f"this and {more:,} more files and folders lack" if more else "this file or folder lacks"
         findings.add(
             MODE,
             names[0],
-            f"{f'this and {more:,} more files and folders lack' if more else 'this file or folder lacks'} the mode and group of {backend.url} "
+            f"{which} the mode and group of {backend.url} "
             f"({stat.filemode(root.st_mode)}, group {root.st_gid}), so not the same users may use them: {repair_command()}, run by root or "
             "by each owner, changes that",
             severity="notice",
