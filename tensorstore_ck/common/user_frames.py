@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, TracebackType
+from types import FrameType, FunctionType, TracebackType
 from typing import Any, Final, TypeVar
 
 from tensorstore_ck.common.printed_commands import name_store
@@ -78,9 +78,13 @@ def shorten(error: StoreError) -> None:
 
 
 def user_stacklevel() -> int:
-    """The `stacklevel` of a warning, for the function that calls this: that of the first frame outside of this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    """The `stacklevel` of a warning, for the function that calls this: the first frame outside of this package and of Python's library.
+
+    Where there is none, in a thread of this package, it is more than there are frames, and the warning names no line.
+    """
+    level = 1
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename.startswith(_PACKAGE) or _is_library(frame.f_code.co_filename)):
         level, frame = level + 1, frame.f_back
     return level
 
@@ -102,11 +106,17 @@ def _users(traceback: TracebackType | None, *, with_installed: bool = False) -> 
     kept = None
     for each in reversed([*_frames(traceback)]):
         name = each.tb_frame.f_code.co_filename
-        is_installed = f"{os.sep}site-packages{os.sep}" in name
-        is_library = name.startswith((_LIBRARY, "<frozen ")) and not is_installed
-        if not is_library and not name.startswith(_PACKAGE) and (with_installed or not is_installed):
+        if not _is_library(name) and not name.startswith(_PACKAGE) and (with_installed or not _is_installed(name)):
             kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return kept
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((_LIBRARY, "<frozen ")) and not _is_installed(file)
+
+
+def _is_installed(file: str) -> bool:
+    return f"{os.sep}site-packages{os.sep}" in file
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:

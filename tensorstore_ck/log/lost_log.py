@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, parse_ulid
 from tensorstore_ck.common.printed_commands import naming_store
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import BrokenLogError, DamageError, FormatVersionError
 from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.format.record import decode_record, record_name
@@ -30,7 +31,7 @@ class BrokenLogWarning(UserWarning):
 def warn_of_broken_log(url: str, n: int, trouble: BrokenLogError) -> None:
     """Warns that readers go on with what the log says up to entry `n`."""
     message = f"{url}: snapshots are read as of log entry {n}, since a later one is unreadable, and nothing can be written: {trouble}"
-    warnings.warn(BrokenLogWarning(naming_store(message, url)), stacklevel=3)
+    warnings.warn(BrokenLogWarning(naming_store(message, url)), stacklevel=user_stacklevel())
 
 
 class ChildRecord(NamedTuple):

@@ -20,6 +20,7 @@ import platformdirs
 
 from tensorstore_ck.common.filesystem_kind import NETWORK_FILESYSTEM, filesystem_of
 from tensorstore_ck.common.owned_files import FOLDER_MODE, open_own_folder, require_safe_parent
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import PermissionDeniedError
 from tensorstore_ck.log.cache.memory_table import MemoryTable
 from tensorstore_ck.log.cache.protocol import CacheWarning, Table
@@ -55,7 +56,7 @@ def open_table(cache_dir: Path | None, key: str) -> Table:
             f"no cache on a local disk ({'; '.join(reasons)}); using memory, so that every process reads the log again. "
             "Give a private folder on a local filesystem as cache_dir"
         ),
-        stacklevel=2,
+        stacklevel=user_stacklevel(),
     )
     return MemoryTable()
 

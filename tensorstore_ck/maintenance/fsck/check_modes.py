@@ -19,11 +19,12 @@ def check_modes(backend: Backend, findings: Findings) -> None:
     """Adds one finding for all files and folders, named by the first."""
     names = _unlike_root(backend)
     if names:
-        root = os.stat(backend.url)
+        root, more = os.stat(backend.url), len(names) - 1
+        which = f"this and {more:,} more files and folders lack" if more else "this file or folder lacks"
         findings.add(
             MODE,
             names[0],
-            f"{len(names):,} files and folders, this one first, do not have the mode and group of {backend.url} "
+            f"{which} the mode and group of {backend.url} "
             f"({stat.filemode(root.st_mode)}, group {root.st_gid}), so not the same users may use them: {repair_command()}, run by root or "
             "by each owner, changes that",
             severity="notice",

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.interfaces import BlockRange, ByteSource, CapturedState, SampledBytes
 from tensorstore_ck.engine.write.sampled_checks import MAX_NAMED
 from tensorstore_ck.errors import CaptureChangedError
@@ -191,7 +192,7 @@ class IdsAtCapture:
         try:
             started = self._started.wait()
         except RuntimeError as exc:
-            warnings.warn(f"blocks on a device are hashed by the host this time: {exc}", stacklevel=2)
+            warnings.warn(f"blocks on a device are hashed by the host this time: {exc}", stacklevel=user_stacklevel())
             started = {}
         at = {
             (self._addresses[block.tensor] + block.start, block.stop - block.start): digest
