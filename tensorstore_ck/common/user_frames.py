@@ -7,37 +7,58 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from types import FunctionType, TracebackType
+from collections.abc import Callable, Generator, Iterator
+from types import FrameType, FunctionType, GeneratorType, TracebackType
 from typing import Any, Final, TypeVar
 
 from tensorstore_ck.errors import StoreError
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 _logger: Final = logging.getLogger("tensorstore_ck")
-_PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_PACKAGE: Final = __name__.partition(".")[0]
 _LIBRARY: Final = os.path.join(os.path.dirname(os.__file__), "")
-_HIDDEN_METHODS: Final = ("__init__", "__enter__", "__exit__")
+_SPECIAL_METHODS: Final = ("__init__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__", "__or__", "__and__")
 """Special methods whose errors are shortened, too."""
 
 
 def short_errors(target: Target) -> Target:
-    """Decorates a public function, or each public method that a class defines: its errors leave without frames of this package."""
+    """Decorates what users call: errors leave it without frames of this package.
+
+    On a function, or on a class for each public method and cached property that it defines; of generators, for each step.
+    """
     if isinstance(target, type):
         for name, each in list(vars(target).items()):
-            if isinstance(each, FunctionType) and (name in _HIDDEN_METHODS or not name.startswith("_")):
-                setattr(target, name, short_errors(each))
+            if name in _SPECIAL_METHODS or not name.startswith("_"):
+                _shorten_member(target, name, each)
         return target
 
     @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return target(*args, **kwargs)
+            result = target(*args, **kwargs)
         except StoreError as exc:
             shorten(exc)
             raise
+        return _short_iteration(result) if isinstance(result, GeneratorType) else result
 
     return call  # type: ignore[return-value]
+
+
+def _shorten_member(owner: type, name: str, member: object) -> None:
+    if isinstance(member, FunctionType):
+        setattr(owner, name, short_errors(member))
+    elif isinstance(member, classmethod | staticmethod):
+        setattr(owner, name, type(member)(short_errors(member.__func__)))
+    elif isinstance(member, functools.cached_property):
+        member.func = short_errors(member.func)
+
+
+def _short_iteration(generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    try:
+        return (yield from generator)
+    except StoreError as exc:
+        shorten(exc)
+        raise
 
 
 def shorten(error: StoreError) -> None:
@@ -59,7 +80,7 @@ def shorten(error: StoreError) -> None:
 def user_stacklevel() -> int:
     """The `stacklevel` of a warning, for the function that calls this: that of the first frame outside of this package."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and _is_ours(frame):
         level, frame = level + 1, frame.f_back
     return level
 
@@ -83,9 +104,14 @@ def _users(traceback: TracebackType | None, *, with_installed: bool = False) -> 
         name = each.tb_frame.f_code.co_filename
         is_installed = f"{os.sep}site-packages{os.sep}" in name
         is_library = name.startswith((_LIBRARY, "<frozen ")) and not is_installed
-        if not is_library and not name.startswith(_PACKAGE) and (with_installed or not is_installed):
+        if not is_library and not _is_ours(each.tb_frame) and (with_installed or not is_installed):
             kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return kept
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """By the module's name, since the methods that dataclasses generate have no file."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == _PACKAGE
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
