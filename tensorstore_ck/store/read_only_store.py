@@ -1,7 +1,6 @@
 """`ReadOnlyStore`: what restores from a store, or looks at it, and changes nothing."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from tensorstore_ck.common.deprecation import renamed_argument
@@ -268,8 +267,11 @@ class ReadOnlyStore:
         """
         return restoring.streams(self.session, address, group=group, timeout_seconds=timeout_seconds)
 
-    def open_snapshot(self, address: str) -> "AbstractContextManager[LazySnapshot]":
-        """A lazy mapping from tensor names to tensors: ``s["model.weight"][0:128]`` reads only the blocks that it needs."""
+    def open_snapshot(self, address: str) -> "LazySnapshot":
+        """A lazy mapping from tensor names to tensors: ``s["model.weight"][0:128]`` reads only the blocks that it needs.
+
+        It can be used with or without ``with``, until the store is closed.
+        """
         return restoring.open_lazily(self.session, address)
 
     def finish_staged(

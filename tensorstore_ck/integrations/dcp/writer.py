@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tensorstore_ck.common.save_progress import SaveMeter
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, turn_of
@@ -56,6 +57,7 @@ class _Saving(threading.local):
         """The same, for the save queue."""
 
 
+@short_errors
 class Writer(StorageWriter):
     """A `StorageWriter` over a store: ``dcp.save(state, storage_writer=Writer("./ckpt", ref="runs/gpt"), checkpoint_id="step-1000")``.
 
