@@ -213,7 +213,7 @@ class Feed:
         return _Staged(version, tensors, changes, {place_of(block): block.source.part.block_id(block.row) for block in blocks})
 
     def _emit(self, kind: Kind, version: FeedVersion, **fields: float) -> None:
-        about = {"root": version.root, "age_seconds": version.age_seconds}
+        about: dict[str, float | str] = {"root": version.root, "age_seconds": version.age_seconds}
         self._engine.observers.emit(Event(kind, "", self._ref, version.step, 0, self._engine.clock(), {**about, **fields}))
 
     def _require_open(self) -> None:

@@ -61,7 +61,8 @@ def match_tensors(content: SnapshotContent, wanted: Wanted, what: str) -> Matche
     _require_fit(report, what)
     if plan.wanted or plan.boxes or plan.adopted:
         raise UnsupportedValueError(
-            "follow needs tensors with their own memory, not tensors on the meta device or spread over ranks: make them first", object_id="into"
+            "follow needs tensors with their own memory, not tensors on the meta device or spread over ranks: make them first",
+            object_id="into",
         )
     return _targets(content, plan.fills)
 
@@ -130,7 +131,9 @@ def _targets(content: SnapshotContent, fills: Sequence[FillTask]) -> Matched:
     views = []
     for fill in fills:
         if not isinstance(fill.target, torch.Tensor) or not isinstance(fill.form.dtype, torch.dtype) or fill.target.is_conj():
-            raise UnsupportedValueError(f"follow fills plain torch tensors, and {fill.name} is none: leave it out with select=", object_id=fill.name)
+            raise UnsupportedValueError(
+                f"follow fills plain torch tensors, and {fill.name} is none: leave it out with select=", object_id=fill.name
+            )
         if fill.leaf.kind == "view" and not is_whole(fill.form, content.layout.tensors[fill.leaf.index]):
             views.append(fill)
         elif fill.target.nbytes:

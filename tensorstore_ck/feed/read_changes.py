@@ -5,11 +5,10 @@ one, and differences in place. Each block is verified as a whole. What does not 
 came wrong, is left to `read_at_places`, which takes everything from the store.
 """
 
+import threading
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final, NamedTuple
-
-import numpy as np
 
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
@@ -56,6 +55,7 @@ class ChangesReader:
 
     def __init__(self, held: HeldBlocks) -> None:
         self._held = held
+        self._scratch = threading.local()
         self.read_bytes = 0
         """Stored bytes of the blocks that were read."""
 
@@ -100,7 +100,7 @@ class ChangesReader:
     def _decoded(self, chain: Chain, stored: dict[tuple[Ulid, int], memoryview]) -> memoryview | None:
         """The verified bytes of a block; None if they are not what its id says."""
         links, block = list(chain.links), chain.block
-        raw = memoryview(np.empty(block.raw, np.uint8))  # type: ignore[arg-type]
+        raw = self._memory(block.raw)
         try:
             if chain.base is not None:
                 held = self._held.read(chain.base)
@@ -117,6 +117,13 @@ class ChangesReader:
         except CorruptObjectError:
             return None
         return raw if block_id(raw) == block.source.part.block_id(block.row) else None
+
+    def _memory(self, size_bytes: int) -> memoryview:
+        """Memory of this thread, until it asks again: fresh pages take as long as hashing."""
+        memory: memoryview | None = getattr(self._scratch, "memory", None)
+        if memory is None or len(memory) < size_bytes:
+            memory = self._scratch.memory = memoryview(bytearray(size_bytes))
+        return memory[:size_bytes]
 
     def _fetch(self, engine: Engine, places: Sequence[Location]) -> dict[tuple[Ulid, int], memoryview]:
         """The stored bytes of blocks, by pack and offset."""
