@@ -76,6 +76,7 @@ def test_every_call_of_a_poll_fails_or_is_the_last(made: Made, mode: str) -> Non
 
 
 @pytest.mark.race
+@pytest.mark.slow
 def test_a_version_vanishes_at_every_call_of_a_poll(made: Made) -> None:
     newest = copy_of(made[2])
     train(newest, 2, 1.0)

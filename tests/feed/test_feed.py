@@ -46,7 +46,7 @@ def test_it_is_each_version_in_turn(backend: MemoryBackend, dtype: torch.dtype, 
 
 
 def test_it_reads_what_was_published_and_a_late_one_the_differences_in_one_pass(backend: MemoryBackend) -> None:
-    trainer, state = open_store(backend), first_state(rows=4096)
+    trainer, state = open_store(backend), first_state(rows=1024)
     save(trainer, state, 0)
     faults, late_faults, own_faults = NotedFaults(), NotedFaults(), NotedFaults()
     mine, late, own = zeros(state), zeros(state), copy_of(state)

@@ -41,7 +41,7 @@ def test_it_is_each_version_for_the_bytes_that_changed(
     backend: MemoryBackend, tmp_path: Path, one_file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(followed_folder, "MAX_FILE_BYTES", 1 << 30 if one_file else 1)
-    trainer, state, faults = open_store(backend), first_state(rows=4096), NotedFaults()
+    trainer, state, faults = open_store(backend), first_state(rows=1024), NotedFaults()
     folder = FollowedFolder(follower(backend, faults), REF, str(tmp_path))
     weights = sum(tensor.nbytes for tensor in state["model"].values())
     for step in range(4):
@@ -94,7 +94,25 @@ def test_what_lies_there_already_is_refused(backend: MemoryBackend, tmp_path: Pa
         FollowedFolder(open_store(backend), REF, str(tmp_path))
 
 
+def test_current_stays_where_it_cannot_be_renamed(backend: MemoryBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, state = open_store(backend), first_state()
+    save(trainer, state, 0)
+    folder = FollowedFolder(follower(backend), REF, str(tmp_path))
+    folder.update()
+    old = copy_of(state)
+    train(state, 1)
+    save(trainer, state, 1)
+    with monkeypatch.context() as patched:
+        patched.delattr(os, "replace")
+        with pytest.raises(AttributeError):
+            folder.update()
+    assert equal(read(tmp_path), old)
+    folder.update()
+    assert equal(read(tmp_path), state)
+
+
 @pytest.mark.race
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [Death, OSError(28, "No space left on device")], ids=["death", "full disk"])
 def test_current_is_whole_wherever_an_update_ends(tmp_path: Path, error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, state = MemoryBackend(), first_state()
