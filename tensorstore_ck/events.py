@@ -95,7 +95,7 @@ KINDS: Final[Mapping[Kind, Mapping[str, str]]] = {
         "fetch_seconds": "from the look at the branch until all of it was verified",
         "read_bytes": "stored bytes of the blocks that were read",
         "changed_bytes": "raw bytes of the blocks that the follower did not hold",
-        "memory_bytes": "host memory that the staged changes take",
+        "staged_bytes": "host memory that the staged changes take",
     },
     "swapped": {
         "root": "of the version that the follower's tensors are now, in hex",

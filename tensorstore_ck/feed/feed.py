@@ -208,7 +208,7 @@ class Feed:
             fetch_seconds=time.perf_counter() - started,
             read_bytes=read.read_bytes,
             changed_bytes=size_bytes,
-            memory_bytes=sum(change.size_bytes for change in changes),
+            staged_bytes=sum(change.size_bytes for change in changes),
         )
         return _Staged(version, tensors, changes, {place_of(block): block.source.part.block_id(block.row) for block in blocks})
 

@@ -11,6 +11,7 @@ from tensorstore_ck.common.units import parse_rate
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InputError, StoreError
+from tensorstore_ck.events import Callback
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log.maintenance_outcome import RunOutcome, last_runs
 from tensorstore_ck.log.quota import Quota
@@ -338,6 +339,14 @@ class ReadOnlyStore:
         from tensorstore_ck.feed.match_tensors import Wanted  # noqa: PLC0415 - loads torch
 
         return Feed(self.engine, ref, Wanted(into, select, rename, dtype), poll_seconds=poll_seconds)
+
+    def on_event(self, callback: Callback) -> Callable[[], None]:
+        """Calls ``callback(event)`` at each `Event` of this handle's saves and feeds; returns a function that unsubscribes.
+
+        An asynchronous save is ``captured`` on the caller's thread, and has its other events on threads of its own: if it is quick, these
+        may come first.
+        """
+        return self.engine.observers.subscribe(callback)
 
     # --- look ----------------------------------------------------------------------------------------------------------
 
