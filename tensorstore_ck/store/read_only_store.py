@@ -9,6 +9,7 @@ from tensorstore_ck.common.units import parse_rate
 from tensorstore_ck.common.user_frames import short_store_errors
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InputError, StoreError
+from tensorstore_ck.events import Callback
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log.maintenance_outcome import RunOutcome, last_runs
 from tensorstore_ck.log.quota import Quota
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from tensorstore_ck.feed import Feed
     from tensorstore_ck.gc import GcOptions, GcReport
     from tensorstore_ck.gc.recode import RecodeReport
     from tensorstore_ck.gc.report import Progress as GcProgress
@@ -303,6 +305,48 @@ class ReadOnlyStore:
             StoreError: what the last call raised.
         """
         return retrying(self.session.context, call, attempts=attempts, pause_seconds=pause_seconds)
+
+    def follow(
+        self,
+        ref: str,
+        *,
+        into: object,
+        select: Sequence[str] | str | None = None,
+        rename: Mapping[str, str] | Callable[[str], str | None] | None = None,
+        dtype: "torch.dtype | None" = None,
+        poll_seconds: float = 1.0,
+    ) -> "Feed":
+        """Keeps tensors at the newest snapshot of a branch, for inference; writes nothing, and needs no right to write.
+
+        ::
+
+            with store.follow("runs/rl", into=model, select="model.*") as feed:
+                while feed.wait() is not None:  # reads, verifies and stages the newest version
+                    feed.swap()  # between two generations; feed.version says which root the tensors are
+
+        Reads what differs from the tensors: nothing of equal blocks, and of a block that is stored as a difference (``delta=`` of the
+        saves) to one that the tensors hold, that difference. Versions in between are skipped.
+
+        Args:
+            ref: The branch; any other address of `checkout` works, too.
+            into: A module, or a dict of tensors, such as a state dict. Tensors alone are followed.
+            select: As in `checkout`.
+            rename: As in `checkout`. For a module the part that all selected names begin with, such as ``model.``, is removed by default.
+            dtype: As in `checkout`. Blocks of converted tensors are read whole when they change.
+            poll_seconds: How often `Feed.wait` looks.
+        """
+        from tensorstore_ck.feed import Feed  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.feed.match_tensors import Wanted  # noqa: PLC0415 - loads torch
+
+        return Feed(self.engine, ref, Wanted(into, select, rename, dtype), poll_seconds=poll_seconds)
+
+    def on_event(self, callback: Callback) -> Callable[[], None]:
+        """Calls ``callback(event)`` at each `Event` of this handle's saves and feeds; returns a function that unsubscribes.
+
+        An asynchronous save is ``captured`` on the caller's thread, and has its other events on threads of its own: if it is quick, these
+        may come first.
+        """
+        return self.engine.observers.subscribe(callback)
 
     # --- look ----------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from tensorstore_ck.engine.write.publish import AnyHead
 from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged
-from tensorstore_ck.events import Callback
 from tensorstore_ck.format.codec import CodecName, DeltaOption
 from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.snapshot import Snapshot
@@ -270,14 +269,6 @@ class Store(ReadOnlyStore):
     def on_preemption(self, signal_number: int, *, deadline_seconds: float) -> Preemption:
         """Lets a signal such as ``signal.SIGTERM`` end the job in order: see `Preemption`. On the main thread only."""
         return Preemption(self.session.queue, signal_number, deadline_seconds=deadline_seconds)
-
-    def on_event(self, callback: Callback) -> Callable[[], None]:
-        """Calls ``callback(event)`` at each `Event` of this handle's saves; returns a function that unsubscribes.
-
-        An asynchronous save is ``captured`` on the caller's thread, and has its other events on threads of its own: if it is quick, these
-        may come first.
-        """
-        return self.engine.observers.subscribe(callback)
 
     @_changes
     def check(
