@@ -342,19 +342,20 @@ CASES: Final[dict[str, Case]] = {
     ),
 }
 
+PROSE: Final = "named, not advised"
 ELSEWHERE: Final = {
     "X": "inserted where it is printed",
     "XX XX": "the same",
-    "copy": "what another command may do",
-    "export": "the same",
-    "export --to hf": "the same",
-    "exporter": "the same",
-    "import": "the same",
-    "show": "the same",
-    "ui": "the same",
-    "ui --allow": "the same",
-    "probe": "tests/cli/test_errors.py",
-    "staging resume --accept-owner UID --staging X": "tests/cli/test_staging.py",
-    "help KIND": "in every error",
+    "copy": PROSE,
+    "export": PROSE,
+    "exporter": PROSE,
+    "import": PROSE,
+    "show": PROSE,
+    "ui": PROSE,
+    "ui --allow": PROSE,
+    "export --to hf": "tests/integrations/hf/test_adapters.py",
+    "help KIND": "tests/cli/test_guidance.py",
+    "probe": "tests/cli/test_errors.py: a server that ignores conditions",
+    "staging resume --accept-owner UID --staging X": "tests/cli/test_staging.py: two users",
 }
-"""Commands in messages that no case prints, and where they are tried."""
+"""Commands in messages that no case prints, and where they are run as they are printed."""
