@@ -7,13 +7,15 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, Final, TypeVar
 
+from tensorstore_ck.common.printed_commands import name_store
 from tensorstore_ck.errors import StoreError
 
 Target = TypeVar("Target", bound=Callable[..., Any])
+Kind = TypeVar("Kind", bound=type)
 _logger: Final = logging.getLogger("tensorstore_ck")
 _PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _LIBRARY: Final = os.path.join(os.path.dirname(os.__file__), "")
@@ -24,17 +26,36 @@ _HIDDEN_METHODS: Final = ("__init__", "__enter__", "__exit__")
 def short_errors(target: Target) -> Target:
     """Decorates a public function, or each public method that a class defines: its errors leave without frames of this package."""
     if isinstance(target, type):
-        for name, each in list(vars(target).items()):
-            if isinstance(each, FunctionType) and (name in _HIDDEN_METHODS or not name.startswith("_")):
-                setattr(target, name, short_errors(each))
+        for name, method in _shown_methods(target):
+            setattr(target, name, short_errors(method))
         return target
+    return _preparing(target, lambda error, _: shorten(error))
 
-    @functools.wraps(target)
+
+def short_store_errors(kind: Kind) -> Kind:
+    """Does the same for a class whose `url` is a store, and adds the store to the commands in the errors."""
+
+    def prepare(error: StoreError, arguments: Sequence[Any]) -> None:
+        name_store(error, arguments[0].url)
+        shorten(error)
+
+    for name, method in _shown_methods(kind):
+        setattr(kind, name, short_errors(method) if name in _HIDDEN_METHODS else _preparing(method, prepare))
+    return kind
+
+
+def _shown_methods(kind: type) -> list[tuple[str, FunctionType]]:
+    methods = [(name, method) for name, method in vars(kind).items() if isinstance(method, FunctionType)]
+    return [(name, method) for name, method in methods if name in _HIDDEN_METHODS or not name.startswith("_")]
+
+
+def _preparing(function: Target, prepare: Callable[[StoreError, Sequence[Any]], object]) -> Target:
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return target(*args, **kwargs)
+            return function(*args, **kwargs)
         except StoreError as exc:
-            shorten(exc)
+            prepare(exc, args)
             raise
 
     return call  # type: ignore[return-value]

@@ -119,6 +119,8 @@ class SaveFindings:
 
 def merged(several: Sequence[SaveFindings]) -> SaveFindings:
     """The findings of all ranks together."""
+    if len(several) == 1:
+        return several[0]
     findings = SaveFindings(any(rank.has_moved for rank in several), any(rank.had_moved for rank in several))
     for rank in several:
         findings.elements += rank.elements

@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -33,7 +33,7 @@ from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.queued_save import QueuedSave
 from tensorstore_ck.state.opaque_item import OpaqueItem
-from tensorstore_ck.store import Store
+from tensorstore_ck.store import OpenOptions, Store
 from tensorstore_ck.store.internals import save_context, save_queue
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Writer(StorageWriter):
         metadata: Mapping[str, object] | None = None,
         unchanged: Unchanged = "warn",
         verify_capture: float = SAMPLE_SHARE,
-        **open_options: Any,
+        **open_options: Unpack[OpenOptions],
     ) -> None:
         """Opens nothing yet.
 

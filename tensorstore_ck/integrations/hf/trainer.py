@@ -35,7 +35,7 @@ from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
-from tensorstore_ck.training.rank_own_state import VALUES
+from tensorstore_ck.training.per_rank_state import VALUES
 
 NOT_WEIGHTS: Final = ("optimizer", "scheduler", "scaler", "rank_values")
 """Restored together with the weights; the generators come last."""

@@ -7,7 +7,7 @@ from typing import Final
 from tensorstore_ck.backend.local_modes import files_unlike_root
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.format.store_config import CONFIG_NAME
-from tensorstore_ck.log.contents import store_folders
+from tensorstore_ck.log.store_folders import store_folders
 from tensorstore_ck.maintenance.fsck.findings import Findings
 from tensorstore_ck.maintenance.fsck.repairable import repair_command
 

@@ -132,7 +132,7 @@ class RankSave:
         self.follow(go)
         self._captured = self._planning.follow(go, self._captured)
         result = retry_expired(self._write).record()
-        self._destination.wrote(self._request)
+        self._destination.wrote(self._request, self._written)
         return result
 
     def _described_options(self) -> Body:
@@ -178,7 +178,7 @@ class RankSave:
 
     def keep(self, info: SnapshotInfo, outcome: Body) -> None:
         """Remembers what the next save is likely to need, and keeps copies of replicas that drifted."""
-        self._destination.keep(info, self._written)
+        self._destination.keep(info)
         self.keep_drifted(self._engine, info, outcome)
 
     def keep_drifted(self, engine: Engine, info: SnapshotInfo, outcome: Body) -> None:

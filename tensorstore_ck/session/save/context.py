@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from tensorstore_ck.session.peers import Replicator
-    from tensorstore_ck.state.device.step_gates import StepGate, StepGates
+    from tensorstore_ck.state.device.optimizer_step_gates import StepGate, StepGates
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class SaveContext:
 
     def gates_of(self, optimizers: "Sequence[Optimizer]") -> "list[StepGate]":
         """The gates of these optimizers' steps."""
-        from tensorstore_ck.state.device.step_gates import StepGates  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.state.device.optimizer_step_gates import StepGates  # noqa: PLC0415 - loads torch
 
         if self.step_gates is None:
             self.step_gates = StepGates()

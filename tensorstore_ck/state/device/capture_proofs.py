@@ -1,7 +1,8 @@
 """Copies of captured tensors from devices, with the ids that the devices compute beside them. Knows a capture; no slot, no store.
 
-Ids are computed at the capture, before the caller's next work. Where a copy may be overtaken by that work (see `step_gates`), they are
-computed again after the copy, and the copy cannot be read unless both are equal: a save never holds a mixture of two states.
+Ids are computed at the capture, before the caller's next work. Where a copy may be overtaken by that work (see
+`optimizer_step_gates`), they are computed again after the copy, and the copy cannot be read unless both are equal: a save never holds a
+mixture of two states.
 """
 
 import threading
@@ -17,9 +18,9 @@ from tensorstore_ck.engine.write.sampled_checks import MAX_NAMED
 from tensorstore_ck.errors import CaptureChangedError
 from tensorstore_ck.state.byte_sources import MemorySource
 from tensorstore_ck.state.device.device_blocks import MIN_SOURCE_BYTES, DeviceBlocks, StartedIds
+from tensorstore_ck.state.device.optimizer_step_gates import StepGate, open_storages
 from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopies, DeviceCopy, StreamOf
-from tensorstore_ck.state.device.step_gates import StepGate, open_storages
-from tensorstore_ck.state.device.window_copies import out_stream_of
+from tensorstore_ck.state.device.waited_copies import out_stream_of
 
 
 class ArrivingSource:

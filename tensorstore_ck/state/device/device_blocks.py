@@ -16,7 +16,7 @@ from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.interfaces import BlockRange, ByteSource, SampledBytes
 from tensorstore_ck.state.byte_sources import CopySource, pieces
 from tensorstore_ck.state.device.kernel import BlockHasher, Numbers, StartedHash, hasher_if_ready, hasher_of
-from tensorstore_ck.state.device.window_copies import copies_of
+from tensorstore_ck.state.device.waited_copies import copies_of
 from tensorstore_ck.state.plain_memory import is_dense
 from tensorstore_ck.state.rank_shares import ChainedSource
 
