@@ -176,7 +176,7 @@ def _require_metric(connection: Connection, name: str) -> None:
     elif known:
         advice = f"there are {', '.join(known[:8])}{' and more' if len(known) > 8 else ''}"
     else:
-        advice = "there are no metrics at all; is the store synced (`tsck catalog sync`)?"
+        advice = "it has no metrics at all: its stores have none, or were last synced before these were saved"
     raise NotFoundError(f"no snapshot in the catalog has a metric {name!r}: {advice}", object_id=name)
 
 
