@@ -84,7 +84,6 @@ class AdapterConformance(ABC):
             self.train(tmp_path / "other", open_store(backend), 1, resume=False)
         assert open_store(backend).log(self.ref) == before
 
-    @pytest.mark.slow
     @pytest.mark.race
     def test_a_death_at_every_call_of_the_store(self, tmp_path: Path) -> None:
         """Of a run that resumes and saves: the next one is, in the end, equal to the undisturbed one."""

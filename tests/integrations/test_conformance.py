@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations.trainer.saves import require_own_ref
 from tests.integrations.conformance import AdapterConformance, Trained
+
+pytestmark = pytest.mark.slow
 
 
 class TestALoop(AdapterConformance):
