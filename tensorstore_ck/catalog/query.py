@@ -26,6 +26,8 @@ _ORDERS: Final[dict[str, Any]] = {
     "size": snapshots.c.logical_bytes,
 }
 """Field -> what to order by. An age is ordered as a time, reversed."""
+_COPIED: Final = ("ref", "job", "root", "step", "time_ns", "actor", "logical_bytes", "new_bytes", "mark", "reason", "state")
+"""Fields of a `FoundSnapshot` that are columns of its row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +109,9 @@ def find(connection: Connection, query: CheckedQuery) -> tuple[FoundSnapshot, ..
     pinned = {tuple(row) for row in _select(connection, tuple_(pins.c.store_id, pins.c.ulid), by_ulid, pins.c.store_id, pins.c.ulid)}
     return tuple(
         FoundSnapshot(
+            **{name: row._mapping[name] for name in _COPIED},
             store=urls[row.store_id],
-            ref=row.ref,
-            job=row.job,
-            root=row.root,
             id=row.ulid,
-            step=row.step,
-            time_ns=row.time_ns,
-            actor=row.actor,
-            logical_bytes=row.logical_bytes,
-            new_bytes=row.new_bytes,
-            mark=row.mark,
-            reason=row.reason,
-            state=row.state,
             metrics=dict(sorted(metrics_by_id.get(row.id, {}).items())),
             tags=tuple(sorted(tags_by_ulid.get((row.store_id, row.ulid), ()))),
             pinned=(row.store_id, row.ulid) in pinned,

@@ -161,18 +161,7 @@ def shielded(call: Callable[[], T], *, finish: bool = False) -> T:
     """
     if threading.get_ident() != threading.main_thread().ident or _RUNS_HERE.get():
         return call()
-    outcome = SimpleQueue[tuple[bool, T | BaseException]]()
-    context = contextvars.copy_context()
-
-    def run() -> None:
-        try:
-            result = True, context.run(call)
-        except BaseException as exc:  # noqa: BLE001 - raised in the main thread
-            outcome.put((False, exc))
-        else:
-            outcome.put(result)
-
-    helper = Helper(run, "tsck-shielded")
+    helper, outcome = _in_helper(call, "tsck-shielded")
     try:
         try:
             helper.start()
@@ -183,6 +172,40 @@ def shielded(call: Callable[[], T], *, finish: bool = False) -> T:
         if finish:
             helper.end()
         raise
+
+
+def within_seconds(seconds: float, call: Callable[[], T]) -> T:
+    """The result of `call`, which runs in another thread; if it takes longer than `seconds`, it goes on in the background.
+
+    Raises:
+        TimeoutError: it takes longer.
+    """
+    helper, outcome = _in_helper(call, "tsck-limited")
+    try:
+        helper.start()
+    except (RuntimeError, MemoryError):  # no thread: it may take longer
+        return call()
+    try:
+        is_result, result = outcome.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError(f"no answer within {seconds:.3g} s") from None
+    return result_or_raise(is_result, result)
+
+
+def _in_helper(call: Callable[[], T], name: str) -> "tuple[Helper, SimpleQueue[tuple[bool, T | BaseException]]]":
+    """A thread, not started, that calls `call`, and where it puts the result or the error."""
+    outcome = SimpleQueue[tuple[bool, T | BaseException]]()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            result = True, context.run(call)
+        except BaseException as exc:  # noqa: BLE001 - raised by the caller
+            outcome.put((False, exc))
+        else:
+            outcome.put(result)
+
+    return Helper(run, name), outcome
 
 
 def _unshielded(call: Callable[[], T]) -> T:

@@ -196,8 +196,9 @@ def _positions(
 def bytes_of_replicas(layout: Layout, held: Sequence[Region]) -> dict[tuple[int, ...], int]:
     """Set of replicas -> the bytes of all their regions together."""
     totals: dict[tuple[int, ...], int] = {}
+    specs = layout.tensors[:]
     for region in held:
-        totals[region.replicas] = totals.get(region.replicas, 0) + region.size_bytes(layout.tensors[region.tensor])
+        totals[region.replicas] = totals.get(region.replicas, 0) + prod(region.sizes) * specs[region.tensor].item_bytes
     return totals
 
 

@@ -24,7 +24,7 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.gc.mark import LiveBits, read_summaries
 from tensorstore_ck.gc.part_summary import PartSummary, SummaryCache
 from tensorstore_ck.gc.released import Released, Releases
-from tensorstore_ck.gc.roots import release_commands, roots
+from tensorstore_ck.gc.roots import how_to_release, roots
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 
 
@@ -160,7 +160,7 @@ class LiveSet(RootNeeds):
             assert info is not None
             raise UnreadableError(
                 f"cannot tell what snapshot {info.root.hex()[:16]} ({', '.join(labels)}) needs, so nothing may be freed: {exc}. "
-                f"`tsck fsck` says how to repair it; or release it with {release_commands(view, info)}",
+                f"`tsck fsck` says how to repair it; or {how_to_release(view, info)}",
                 object_id=exc.object_id,
             ) from exc
 

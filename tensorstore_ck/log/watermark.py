@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Final, Literal
 
 from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import InvalidOptionError, LogChangedError
 from tensorstore_ck.log.head_file import HeadFile, SeenHead
 from tensorstore_ck.log.table_rows import Head
@@ -228,7 +229,7 @@ class Watermark:
             raise LogChangedError(message, object_id=object_id)
         if self._reported != head:
             self._reported = head
-            warnings.warn(LogChangedWarning(message), stacklevel=2)
+            warnings.warn(LogChangedWarning(message), stacklevel=user_stacklevel())
 
     @property
     def _known(self) -> SeenHead | None:

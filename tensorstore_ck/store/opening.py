@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, TypedDict, overload
 
 from tensorstore_ck.backend.staging import Staging
 from tensorstore_ck.common.deprecation import renamed_argument
@@ -14,8 +14,26 @@ from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
 from tensorstore_ck.store.store import Store
 
-if TYPE_CHECKING:
-    pass
+
+class OpenOptions(TypedDict, total=False):
+    """The options of `open_store`, for what passes them on."""
+
+    create: bool
+    storage_options: Mapping[str, Any] | None
+    single_writer_unsafe: bool
+    no_sync: bool
+    cache_dir: str | os.PathLike[str] | None
+    rollback: Rollback
+    state_dir: str | os.PathLike[str] | None
+    host_memory_bytes: int | None
+    staging: str | os.PathLike[str] | Staging | None
+    min_free: str | int | None
+    rate_limit: float | str | None
+    codec: CodecOption
+    delta: DeltaOption
+    dead_after_seconds: float
+    read_only: bool
+    places: Sequence[str | os.PathLike[str]]
 
 
 @overload

@@ -1,14 +1,12 @@
 """`ReadOnlyStore`: what restores from a store, or looks at it, and changes nothing."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.common.html_table import html_table
-from tensorstore_ck.common.printed_commands import methods_name_store
 from tensorstore_ck.common.units import parse_rate
-from tensorstore_ck.common.user_frames import short_errors
+from tensorstore_ck.common.user_frames import short_store_errors
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InputError, StoreError
 from tensorstore_ck.events import Callback
@@ -18,7 +16,7 @@ from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails
 from tensorstore_ck.log.snapshot_log import SnapshotLog, SnapshotsByName
 from tensorstore_ck.maintenance import forget as forgetting
-from tensorstore_ck.maintenance import refs
+from tensorstore_ck.maintenance import list_refs
 from tensorstore_ck.session import restoring
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
@@ -67,8 +65,7 @@ _HINTS: Final = {
 """Names that users of other libraries type -> what they mean."""
 
 
-@short_errors
-@methods_name_store
+@short_store_errors
 class ReadOnlyStore:
     """The methods of a store that was opened read-only; `Store` adds those that change a store.
 
@@ -272,8 +269,11 @@ class ReadOnlyStore:
         """
         return restoring.streams(self.session, address, group=group, timeout_seconds=timeout_seconds)
 
-    def open_snapshot(self, address: str) -> "AbstractContextManager[LazySnapshot]":
-        """A lazy mapping from tensor names to tensors: ``s["model.weight"][0:128]`` reads only the blocks that it needs."""
+    def open_snapshot(self, address: str) -> "LazySnapshot":
+        """A lazy mapping from tensor names to tensors: ``s["model.weight"][0:128]`` reads only the blocks that it needs.
+
+        It can be used with or without ``with``, until the store is closed.
+        """
         return restoring.open_lazily(self.session, address)
 
     def finish_staged(
@@ -359,15 +359,15 @@ class ReadOnlyStore:
 
         The list has `to_pandas`, and notebooks show it as a table.
         """
-        return refs.history(self.engine, ref, limit)
+        return list_refs.history(self.engine, ref, limit)
 
     def branches(self) -> SnapshotsByName:
         """Every branch, and where it is."""
-        return refs.branches(self.engine)
+        return list_refs.branches(self.engine)
 
     def tags(self) -> SnapshotsByName:
         """Every tag, and where it is."""
-        return refs.tags(self.engine)
+        return list_refs.tags(self.engine)
 
     def plot(self, metric: str, ref: str | None = None, *, axes: "Axes | None" = None) -> "Axes":
         """Draws a metric over the steps of a branch (of all branches without `ref`) with matplotlib, the extra ``plot``.
@@ -542,7 +542,7 @@ class ReadOnlyStore:
 
     def pins(self) -> tuple[PinnedSnapshot, ...]:
         """Every pin."""
-        return refs.pins(self.engine)
+        return list_refs.pins(self.engine)
 
     def policies(self) -> "dict[str, Policy]":
         """Glob -> policy."""

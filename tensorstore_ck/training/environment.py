@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tensorstore_ck.training.rng import has_cuda
+from tensorstore_ck.training.random_generators import has_cuda
 
 _KERNELS: Final = "kernels, and the order in which they add, differ between versions"
 _DEVICES: Final = "devices differ in their kernels, and in how they split a sum"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.torch_checkpointing import rank_items
 from tensorstore_ck.integrations.torch_checkpointing.item_specs import ItemSpecs, UnfitItemsError, require_id
@@ -56,6 +57,7 @@ class ClosedManagerError(InvalidOptionError, RuntimeError):
     """The manager is closed; torch_checkpointing raises the built-in error."""
 
 
+@short_errors
 class CheckpointManager:
     """Replaces `torch_checkpointing.CheckpointManager`::
 

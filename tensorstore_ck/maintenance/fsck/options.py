@@ -4,12 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, total bytes)."""
 
 
+@short_errors
 @renamed_argument(max_bytes_per_second="rate_limit")
 @dataclass(frozen=True, slots=True)
 class FsckOptions:

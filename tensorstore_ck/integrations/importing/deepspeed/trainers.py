@@ -36,7 +36,7 @@ from tensorstore_ck.integrations.trainer_names import (
     TRAINER_STATE,
 )
 from tensorstore_ck.state.sourced_tensor import SourcedTensor
-from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES
+from tensorstore_ck.training.per_rank_state import GENERATORS, VALUES
 from tensorstore_ck.training.state_sides import OWN
 
 _OF_ACCELERATE: Final = re.compile(
