@@ -30,7 +30,7 @@ class OpenOptions(TypedDict, total=False):
     min_free: str | int | None
     rate_limit: float | str | None
     codec: CodecOption
-    delta: DeltaOption
+    delta: DeltaRules
     dead_after_seconds: float
     read_only: bool
     places: Sequence[str | os.PathLike[str]]
