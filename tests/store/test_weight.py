@@ -50,7 +50,7 @@ MOST_LINES = {
     "engine": 4800,
     "errors": 400,
     "events": 300,
-    "feed": 800,
+    "feed": 900,
     "format": 4000,
     "gc": 3400,
     "integrations": 20300,
