@@ -262,7 +262,7 @@ class CaptureWalk:
         kinds = set(map(type, value))
         if kinds == {str} and all(map(str.isascii, value)):
             return list(value), list(map(path.__add__, value))  # as `encode` would return them
-        if kinds == {int} and -(1 << 63) <= min(value) and max(value) < 1 << 63:
+        if kinds == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63:
             return list(value), list(map(path.__add__, map(str, value)))
         keys = [self._key(key, path) for key in value]
         return keys, [path + key_text(key) for key in keys]
