@@ -372,7 +372,7 @@ class ReadOnlyStore:
     def plot(self, metric: str, ref: str | None = None, *, axes: "Axes | None" = None) -> "Axes":
         """Draws a metric over the steps of a branch (of all branches without `ref`) with matplotlib, the extra ``plot``.
 
-        Where the metric is NaN or infinite, the line has a gap, and a red line from top to bottom.
+        At a NaN or infinite value, the line has a gap, and a red line goes from top to bottom.
 
         Args:
             metric: Its name, such as ``"loss"``.
@@ -508,7 +508,7 @@ class ReadOnlyStore:
             lag_seconds: From then until the snapshot is published; None: as `Checkpointer` noted, or 0.
             restart_seconds: From a failure until training continues; None: the restore time that `Checkpointer` noted, or five minutes.
             mtbf_seconds: Mean time between failures; None: by how often the run was resumed, or four hours.
-            bandwidth: Of the store, such as ``"1GB"`` a second, or bytes per second: the advice then says whether it is enough.
+            bandwidth: The store's bandwidth, such as ``"1GB"`` a second, or bytes per second: the advice then says whether it is enough.
             bytes_per_day: How much the store may grow.
         """
         from tensorstore_ck.maintenance.advise import advise  # noqa: PLC0415

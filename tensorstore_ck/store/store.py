@@ -196,7 +196,7 @@ class Store(ReadOnlyStore):
             codec: See `put_snapshot`.
             delta: See `put_snapshot`.
             unchanged: See `put_snapshot`; checked on the thread that stores the state.
-            verify_capture: As in `put_snapshot`, but compares the copies, before this returns. Of larger tensors on CUDA devices the ids
+            verify_capture: As in `put_snapshot`, but compares the copies, before this returns. For larger tensors on CUDA devices, the ids
                 are computed at the call, and compared with those of all bytes that are written.
             on_full: What to do when the buffers of earlier saves leave no memory: ``block`` until there is; ``skip`` this save; or
                 ``replace`` the oldest save that waits in the queue. With `group`, rank 0 decides for all. The returned object, a
@@ -436,7 +436,7 @@ class Store(ReadOnlyStore):
             rules: ``keep_last=5``; ``keep_best=(3, "val_loss", "min")``, or several of these; ``keep_every=1000`` steps: the first at or
                 after each multiple; ``keep_every_seconds="6h"``; ``keep_steps=[1000, 5000]``; ``keep_first=True``; ``keep_younger="7d"``;
                 ``keep_epochs=5``, as `keep_every`; ``keep_triggers=["every_epochs"]``: what these triggers saved.
-                What `at_steps` and `at_fraction` saved is kept, too, without ``keep_milestones=False``.
+                Snapshots that `at_steps` and `at_fraction` saved are kept, too, without ``keep_milestones=False``.
                 Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, oldest first (by `apply_policies` only).
                 Age, by `tier`: ``recode_after="7d"``; ``move_after=("30d", "s3://cold/ckpt")``, or several of these.
 
