@@ -52,7 +52,7 @@ class ProbeResult:
     create_seconds: float
     """Median of an uncontested create, for which a commit waits."""
     problems: tuple[str, ...]
-    """What failed, for a person to read."""
+    """The failed check, for a person to read."""
 
 
 def probe_create(backend: Backend, *, unsynced: Backend | None = None) -> bool:

@@ -63,7 +63,7 @@ class Catalog:
 
     @property
     def url(self) -> str:
-        """Where the catalog is, without a password."""
+        """The URL or path of the catalog, without a password."""
         return self._database.shown
 
     def close(self) -> None:

@@ -193,7 +193,7 @@ reports: Final = Table(
     *_texts("counts", "message"),
     Index("reports_run", "store_id", "run", "n"),
 )
-"""What each run of gc and fsck noted when it ended. `counts`: as JSON."""
+"""The outcome of each run of gc and fsck. `counts`: as JSON."""
 
 OF_STORES: Final = (jobs, snapshots, refs, tags, pins, policies, quotas, events, gc_runs, reports)
 """Every table with a `store_id`."""

@@ -7,58 +7,77 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, FunctionType, TracebackType
+from collections.abc import Callable, Generator, Iterator, Sequence
+from types import FrameType, FunctionType, GeneratorType, TracebackType
 from typing import Any, Final, TypeVar
 
 from tensorstore_ck.common.printed_commands import name_store
 from tensorstore_ck.errors import StoreError
 
 Target = TypeVar("Target", bound=Callable[..., Any])
-Kind = TypeVar("Kind", bound=type)
+Prepare = Callable[[StoreError, Sequence[Any]], object]
+"""What is done to an error that leaves a call, by the arguments of the call."""
 _logger: Final = logging.getLogger("tensorstore_ck")
-_PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_PACKAGE: Final = __name__.partition(".")[0]
 _LIBRARY: Final = os.path.join(os.path.dirname(os.__file__), "")
-_HIDDEN_METHODS: Final = ("__init__", "__enter__", "__exit__")
+_SPECIAL_METHODS: Final = ("__init__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__", "__or__", "__and__")
 """Special methods whose errors are shortened, too."""
 
 
 def short_errors(target: Target) -> Target:
-    """Decorates a public function, or each public method that a class defines: its errors leave without frames of this package."""
-    if isinstance(target, type):
-        for name, method in _shown_methods(target):
-            setattr(target, name, short_errors(method))
-        return target
-    return _preparing(target, lambda error, _: shorten(error))
+    """Decorates what users call: errors leave it without frames of this package.
+
+    On a function, or on a class for each public method and cached property that it defines; of generators, for each step.
+    """
+    return _decorated(target, lambda error, _: shorten(error))
 
 
-def short_store_errors(kind: Kind) -> Kind:
+def short_store_errors(target: Target) -> Target:
     """Does the same for a class whose `url` is a store, and adds the store to the commands in the errors."""
 
     def prepare(error: StoreError, arguments: Sequence[Any]) -> None:
-        name_store(error, arguments[0].url)
+        url = getattr(arguments[0], "url", None)
+        if isinstance(url, str):  # not before `__init__` has set it
+            name_store(error, url)
         shorten(error)
 
-    for name, method in _shown_methods(kind):
-        setattr(kind, name, short_errors(method) if name in _HIDDEN_METHODS else _preparing(method, prepare))
-    return kind
+    return _decorated(target, prepare)
 
 
-def _shown_methods(kind: type) -> list[tuple[str, FunctionType]]:
-    methods = [(name, method) for name, method in vars(kind).items() if isinstance(method, FunctionType)]
-    return [(name, method) for name, method in methods if name in _HIDDEN_METHODS or not name.startswith("_")]
+def _decorated(target: Target, prepare: Prepare) -> Target:
+    if isinstance(target, type):
+        for name, member in list(vars(target).items()):
+            if name in _SPECIAL_METHODS or not name.startswith("_"):
+                _decorate_member(target, name, member, prepare)
+        return target
 
-
-def _preparing(function: Target, prepare: Callable[[StoreError, Sequence[Any]], object]) -> Target:
-    @functools.wraps(function)
+    @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args, **kwargs)
+            result = target(*args, **kwargs)
         except StoreError as exc:
             prepare(exc, args)
             raise
+        return _iterated(result, prepare, args) if isinstance(result, GeneratorType) else result
 
     return call  # type: ignore[return-value]
+
+
+def _decorate_member(owner: type, name: str, member: object, prepare: Prepare) -> None:
+    if isinstance(member, FunctionType):
+        setattr(owner, name, _decorated(member, prepare))
+    elif isinstance(member, classmethod | staticmethod):
+        setattr(owner, name, type(member)(_decorated(member.__func__, prepare)))
+    elif isinstance(member, functools.cached_property):
+        member.func = _decorated(member.func, prepare)
+
+
+def _iterated(generator: Generator[Any, Any, Any], prepare: Prepare, arguments: Sequence[Any]) -> Generator[Any, Any, Any]:
+    try:
+        return (yield from generator)
+    except StoreError as exc:
+        prepare(exc, arguments)
+        raise
 
 
 def shorten(error: StoreError) -> None:
@@ -84,7 +103,7 @@ def user_stacklevel() -> int:
     """
     level = 1
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename.startswith(_PACKAGE) or _is_library(frame.f_code.co_filename)):
+    while frame is not None and (_is_ours(frame) or _is_library(frame.f_code.co_filename)):
         level, frame = level + 1, frame.f_back
     return level
 
@@ -106,9 +125,14 @@ def _users(traceback: TracebackType | None, *, with_installed: bool = False) -> 
     kept = None
     for each in reversed([*_frames(traceback)]):
         name = each.tb_frame.f_code.co_filename
-        if not _is_library(name) and not name.startswith(_PACKAGE) and (with_installed or not _is_installed(name)):
+        if not _is_library(name) and not _is_ours(each.tb_frame) and (with_installed or not _is_installed(name)):
             kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return kept
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """By the module's name, since the methods that dataclasses generate have no file."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == _PACKAGE
 
 
 def _is_library(file: str) -> bool:

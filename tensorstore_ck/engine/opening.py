@@ -41,7 +41,7 @@ from tensorstore_ck.errors import (
     UnsafeBackendError,
 )
 from tensorstore_ck.events import logged_observers
-from tensorstore_ck.format.codec import CodecOption, CodecPolicy, DeltaOption
+from tensorstore_ck.format.codec import CodecOption, CodecPolicy, DeltaRules
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark, foreign_object, holds_snapshots
 from tensorstore_ck.log.block_index import BlockIndex, forget_packs
@@ -62,7 +62,7 @@ def open_engine(
     min_free: str | int | None = None,
     rate_limit: float | str | None = None,
     codec: CodecOption = "auto",
-    delta: DeltaOption = None,
+    delta: DeltaRules = None,
     read_only: bool = False,
     places: Sequence[str | os.PathLike[str]] = (),
     rollback: Rollback = "warn",

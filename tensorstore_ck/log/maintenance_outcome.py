@@ -1,4 +1,4 @@
-"""What users see of a run of gc or fsck: its outcome, as it was noted in the log."""
+"""The outcome of a run of gc or fsck, as noted in the log."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

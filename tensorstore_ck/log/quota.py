@@ -75,8 +75,8 @@ def check_quotas(quotas: Sequence[Quota], ref: str) -> None:
         if quota.refuse_bytes is not None and quota.used_bytes >= quota.refuse_bytes:
             raise QuotaExceededError(
                 f"saves to {ref!r} are refused: the quota for {quota.glob!r} is {human_bytes(quota.refuse_bytes)}, and its snapshots use "
-                f"{human_bytes(quota.used_bytes)}. Forget some (`tsck forget`, `tsck policy apply`) and end their undo windows "
-                f"(`tsck gc --undo-window 0s`), or set a higher quota (`tsck quota set {shlex.quote(quota.glob)} --refuse SIZE`)",
+                f"{human_bytes(quota.used_bytes)}. Forget some (`tsck forget`, `tsck policy apply`): they count until `tsck gc` has "
+                f"ended their undo windows, a day later. Or set a higher quota (`tsck quota set {shlex.quote(quota.glob)} --refuse SIZE`)",
                 object_id=ref,
             )
 

@@ -11,7 +11,6 @@ from tensorstore_ck.engine.write.publish import AnyHead
 from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged
-from tensorstore_ck.events import Callback
 from tensorstore_ck.format.codec import CodecName, DeltaOption
 from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.snapshot import Snapshot
@@ -197,7 +196,7 @@ class Store(ReadOnlyStore):
             codec: See `put_snapshot`.
             delta: See `put_snapshot`.
             unchanged: See `put_snapshot`; checked on the thread that stores the state.
-            verify_capture: As in `put_snapshot`, but compares the copies, before this returns. Of larger tensors on CUDA devices the ids
+            verify_capture: As in `put_snapshot`, but compares the copies, before this returns. For larger tensors on CUDA devices, the ids
                 are computed at the call, and compared with those of all bytes that are written.
             on_full: What to do when the buffers of earlier saves leave no memory: ``block`` until there is; ``skip`` this save; or
                 ``replace`` the oldest save that waits in the queue. With `group`, rank 0 decides for all. The returned object, a
@@ -270,14 +269,6 @@ class Store(ReadOnlyStore):
     def on_preemption(self, signal_number: int, *, deadline_seconds: float) -> Preemption:
         """Lets a signal such as ``signal.SIGTERM`` end the job in order: see `Preemption`. On the main thread only."""
         return Preemption(self.session.queue, signal_number, deadline_seconds=deadline_seconds)
-
-    def on_event(self, callback: Callback) -> Callable[[], None]:
-        """Calls ``callback(event)`` at each `Event` of this handle's saves; returns a function that unsubscribes.
-
-        An asynchronous save is ``captured`` on the caller's thread, and has its other events on threads of its own: if it is quick, these
-        may come first.
-        """
-        return self.engine.observers.subscribe(callback)
 
     @_changes
     def check(
@@ -445,7 +436,7 @@ class Store(ReadOnlyStore):
             rules: ``keep_last=5``; ``keep_best=(3, "val_loss", "min")``, or several of these; ``keep_every=1000`` steps: the first at or
                 after each multiple; ``keep_every_seconds="6h"``; ``keep_steps=[1000, 5000]``; ``keep_first=True``; ``keep_younger="7d"``;
                 ``keep_epochs=5``, as `keep_every`; ``keep_triggers=["every_epochs"]``: what these triggers saved.
-                What `at_steps` and `at_fraction` saved is kept, too, without ``keep_milestones=False``.
+                Snapshots that `at_steps` and `at_fraction` saved are kept, too, without ``keep_milestones=False``.
                 Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, oldest first (by `apply_policies` only).
                 Age, by `tier`: ``recode_after="7d"``; ``move_after=("30d", "s3://cold/ckpt")``, or several of these.
 

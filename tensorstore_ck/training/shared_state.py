@@ -1,4 +1,4 @@
-"""What the ranks of a job share: models, optimizers, schedules, scalers, sample cursors, and what the user adds.
+"""The state that the ranks of a job share: models, optimizers, schedules, scalers, sample cursors, and what the user adds.
 
 It fits any number of ranks. Knows no ranks and no store.
 """

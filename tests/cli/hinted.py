@@ -317,9 +317,7 @@ CASES: Final[dict[str, Case]] = {
     "a damaged part, in Python": Case(damaged("parts/"), lambda store: store.checkout("runs/gpt"), 41, {"fsck": FINDS}),
     "a damaged part, says fsck": Case(damaged("parts/"), "fsck", 40, {"fsck --repair": FROM_MIRROR}),
     "a damaged record, says fsck": Case(damaged("snapshots/"), "fsck", 40, {"fsck --repair": FROM_MIRROR}),
-    "gc with a damaged part": Case(
-        damaged("parts/", 0), "gc", 45, {"fsck": FINDS, "forget": Hint(), "gc --undo-window 0s": Hint(cures=True, after="forget")}
-    ),
+    "gc with a damaged part": Case(damaged("parts/", 0), "gc", 45, {"fsck": FINDS, "forget": Hint()}),
     "an unfinished write": Case(stale_upload, "fsck", 0, {"fsck --abort-uploads": Hint(cures=True)}, only_folders=True),
     "the branch was moved": Case(history, save_as_another_job, 11, {"branch": Hint()}),
     "a trainer's branch": Case(history, save_staged_apart, 11, {"forget": Hint(cures=True)}),

@@ -7,6 +7,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from fsspec.registry import _registry
 
 import tensorstore_ck as tsck
 from tensorstore_ck.common.user_frames import short_errors, user_stacklevel
+from tests.long_errors import long_errors
 
 PACKAGE = Path(tsck.__file__).parent
 STATE = {"w": torch.arange(4000.0)}
@@ -35,6 +37,12 @@ def _corrupt(store: tsck.Store) -> object:
             pack.chmod(0o600)
             pack.write_bytes(data)
     return store.checkout("runs/a")
+
+
+def _rows_of_corrupt(store: tsck.Store) -> object:
+    with pytest.raises(tsck.CorruptObjectError):
+        _corrupt(store)
+    return list(store.open_snapshot("runs/a")["w"])
 
 
 def _again(store: tsck.Store) -> object:
@@ -61,6 +69,14 @@ CASES: dict[str, tuple[str, Callable[[tsck.Store], object]]] = {
     "another model": ("mismatch", lambda store: store.checkout("runs/a", into={"v": torch.zeros(3)})),
     "a state of nobody's": ("mismatch", lambda store: tsck.TrainingState(model=torch.nn.Linear(1, 1)).restore(store, "runs/a")),
     "a bad trigger": ("invalid_option", lambda store: tsck.Checkpointer(store, {}, ref="runs/c", when="often")),  # type: ignore[arg-type]
+    "a trigger and a number": ("invalid_option", lambda _: tsck.every_steps(5) | 3),  # type: ignore[operator]
+    "no such trigger": ("invalid_option", lambda _: tsck.every_steps(0)),
+    "an option that a dataclass refuses": ("invalid_option", lambda _: tsck.GcOptions(max_delete=7)),
+    "a wrong ref, lazily": ("not_found", lambda store: store.open_snapshot("runs/b")),
+    "a wrong tensor": ("not_found", lambda store: store.open_snapshot("runs/a")["v"]),
+    "a wrong row": ("invalid_option", lambda store: store.open_snapshot("runs/a")["w"][4000]),
+    "a corrupt block, row by row": ("corrupt_object", _rows_of_corrupt),
+    "the first step of a watch": ("invalid_name", lambda store: next(store.watch("runs/a@1"))),
     "a missing extra": ("missing_extra", _without_s3fs),
 }
 
@@ -77,6 +93,12 @@ def test_a_traceback_has_the_scripts_frames_alone(store: tsck.Store, name: str) 
     assert printed[-1] == f"`tsck help {kind}` says what to do"
     assert "tensorstore_ck/" not in "\n".join(line for line in printed if line.startswith("  File"))
     assert len(printed) <= 16
+
+
+def test_all_that_is_public_raises_short_errors() -> None:
+    """By what decorates it: it is too much to call. Adapters: `tests/integrations/test_adapter_arguments.py`."""
+    public = [each for name in tsck.__all__ if not isinstance(each := getattr(tsck, name), ModuleType)]
+    assert long_errors(public) == []
 
 
 def _fails(cause: BaseException | None = None) -> None:

@@ -21,7 +21,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.part_extents import extents_of, with_bases
 from tensorstore_ck.engine.reachability import BlockLocations
-from tensorstore_ck.engine.write.delta_bases import Fp32Masters, ParentBlocks, PartKey, TensorBlock, earlier_part
+from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, DeltaBase, Fp32Masters, ParentBlocks, PartKey, TensorBlock, earlier_part
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
 from tensorstore_ck.engine.write.parse_budget import require_readable
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Inline, Sampling, require_unchanged
@@ -246,7 +246,7 @@ def write_tensors(
             # A frozen tensor is read from its owner's memory: even if it changes now, a block's bytes must match its id.
             buffers.append(bytes(data) if block.tensor in captured.frozen else data)
         sample.note(run, buffers)
-        encoder = Encoder(coding.mode)
+        encoder, little_changed = Encoder(coding.mode), dict[int, DeltaBase]()
 
         def encode(number: int) -> BlockEncoding:
             block, raw = run[number], buffers[number]
@@ -258,6 +258,8 @@ def write_tensors(
                     return BlockEncoding(cast, tuple(Base(ids[base.row], None) for base in bases), len(bases))
             candidate = earlier.candidate(block.row, len(raw)) if earlier is not None else None
             if candidate is not None and (delta := encoder.encode_delta(raw, candidate.raw, elements)) is not None:
+                if sum(map(len, delta.pieces)) <= SPARSE_SHARE * len(raw):
+                    little_changed[number] = candidate
                 return BlockEncoding(delta, (candidate.base,), candidate.age)
             return BlockEncoding(encoder.encode_tensor(raw, elements))
 
@@ -266,6 +268,9 @@ def write_tensors(
             ids[block.row] = block_id
             if computed.get(block.row, block_id) != block_id and (sampling.verify_share or must_agree):
                 require_unchanged(captured, {block.tensor})
+        for number, base in little_changed.items():
+            assert earlier is not None
+            earlier.keep(ids[run[number].row], buffers[number], base)
 
     masters = Fp32Masters(captured, blocks) if coding.mode != "raw" else None
     weights, threads = masters.of if masters is not None else {}, cpu_threads() + 1

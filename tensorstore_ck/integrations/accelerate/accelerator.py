@@ -16,6 +16,7 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch import nn
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.accelerate import data_order
@@ -42,6 +43,7 @@ REFUSED: Final = {
 }
 
 
+@short_errors
 class SnapshotMixin:
     """Mixed into the class of an `accelerate.Accelerator`: see `attach`."""
 
@@ -342,6 +344,7 @@ class SnapshotMixin:
         return snapshot
 
 
+@short_errors
 def attach(accelerator: accelerate.Accelerator, *, store: Store | str | os.PathLike[str], ref: str, asynchronous: bool = True) -> None:
     """Makes `save_state` and `load_state` of an Accelerator use a store. Call it before `prepare`, on all processes.
 

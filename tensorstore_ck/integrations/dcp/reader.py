@@ -1,4 +1,4 @@
-"""`Reader`: lets ``dcp.load`` read any snapshot, whatever saved it.
+"""`Reader`: lets ``dcp.load`` read any snapshot, however it was saved.
 
 DCP plans its reads from metadata that is made from the layout: one box per tensor, however it was sharded, which keeps plans small. The
 layout gives the blocks of each box, as in any restore.
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.errors import ConflictError, MismatchError, StoreError
 from tensorstore_ck.format.sealed import pack_body
@@ -50,6 +51,7 @@ from tensorstore_ck.training.rank_group import position_among_ranks
 _CPU: Final = torch.device("cpu")
 
 
+@short_errors
 @renamed_argument(allow_bad="allow_marked")
 class Reader(StorageReader):
     """A `StorageReader` over a store: ``dcp.load(state, storage_reader=Reader("./ckpt", "runs/gpt@1000"))``.

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tensorstore_ck.common.save_progress import SaveMeter
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, turn_of
@@ -56,12 +57,13 @@ class _Saving(threading.local):
         """The same, for the save queue."""
 
 
+@short_errors
 class Writer(StorageWriter):
     """A `StorageWriter` over a store: ``dcp.save(state, storage_writer=Writer("./ckpt", ref="runs/gpt"), checkpoint_id="step-1000")``.
 
     The result is a snapshot like any other: when ``dcp.save`` returns it is durable and published; after a failure nothing is visible.
 
-    Of plain tensors and values that several ranks have under one name, DCP saves one rank's copy. If the copies differ, a
+    If several ranks have a plain tensor or value under one name, DCP saves one rank's copy. If the copies differ, a
     `SuspiciousSaveWarning` names them, their ranks and the saved one before anything is published. A writer's first save compares all;
     later saves compare values, tensors up to 4 KiB, and about one in as many of the others as there are ranks. A broken tie cannot be seen
     here: where torch makes two parameters of an embedding and its head (`parallelize_module` before `fully_shard`), both are saved as they

@@ -125,7 +125,7 @@ class SaveContext:
         from tensorstore_ck.gc.plan import plan_gc  # noqa: PLC0415 - only for a full disk
 
         try:
-            return plan_gc(self.engine.of_store()).freeable.describe()
+            return plan_gc(self.engine.of_store()).freeable.describe(is_full=True)
         except (StoreError, OSError):  # the cache may be full, too
             return []
 
