@@ -64,7 +64,11 @@ class Feed:
         if not poll_seconds > 0:
             raise InvalidOptionError(f"poll_seconds must be above 0, not {poll_seconds}", object_id="poll_seconds")
         self._engine, self._ref, self._wanted, self._poll_seconds = engine, ref, wanted, poll_seconds
+        self._polling = threading.Lock()
+        """One thread at a time looks for a version."""
         self._lock = threading.Lock()
+        """Held while tensors change."""
+        self._is_staging = False
         self._closed = threading.Event()
         self._staged: _Staged | None = None
         self._ids: dict[Place, Digest] = {}
@@ -80,7 +84,7 @@ class Feed:
     def close(self) -> None:
         """Drops what is staged, and ends a `wait` of another thread. The tensors stay as they are."""
         self._closed.set()
-        with self._lock:
+        with self._polling, self._lock:
             self._staged = None
 
     @property
@@ -88,11 +92,14 @@ class Feed:
         """The version that the tensors are; None before the first swap."""
         return self._version
 
-    def poll(self) -> FeedVersion | None:
+    def poll(self, *, verify: bool = False) -> FeedVersion | None:
         """Stages the newest version of the branch; returns it, or None if the tensors are that version.
 
         After a reset or a rollback of the branch that is an older snapshot. Reads what differs from the tensors, and verifies all of it.
         The tensors must not change until `swap`.
+
+        Args:
+            verify: Hash all tensors first, and stage also what somebody changed in them since the last swap.
 
         Raises:
             NotFoundError: the branch does not exist, or was removed.
@@ -102,25 +109,36 @@ class Feed:
             NoSpaceError: what changes does not fit into the memory that is free.
             BackendUnavailableError: the store cannot be read now.
         """
-        with self._lock:
-            self._require_open()
-            info = self._newest()
-            current, self._staged = self._staged, None
-            if self._version is not None and self._version.root == info.root.hex():
-                return None
-            if current is not None and current.version.root == info.root.hex():
-                self._staged = current
-                return current.version
-            del current  # its memory is for the next one
-            with memory_errors(f"staging {self._ref!r}"):
-                try:
-                    self._staged = self._stage(info)
-                except SnapshotExpiredError:
-                    newest = self._newest()
-                    if newest.ulid == info.ulid:
-                        raise
-                    self._staged = self._stage(newest)
-            return self._staged.version
+        with self._polling:
+            try:
+                with self._lock:
+                    self._is_staging = True
+                return self._poll(verify=verify)
+            finally:
+                self._is_staging = False
+
+    def _poll(self, *, verify: bool) -> FeedVersion | None:
+        if self._closed.is_set():
+            raise InputError(f"the feed of {self._ref!r} was closed: call follow again", object_id=self._ref)
+        info = self._newest()
+        current, self._staged = self._staged, None
+        if verify:
+            self._ids = {}
+        elif self._version is not None and self._version.root == info.root.hex():
+            return None
+        elif current is not None and current.version.root == info.root.hex():
+            self._staged = current
+            return current.version
+        del current  # its memory is for the next one
+        with memory_errors(f"staging {self._ref!r}"):
+            try:
+                self._staged = self._stage(info)
+            except SnapshotExpiredError:
+                newest = self._newest()
+                if newest.ulid == info.ulid:
+                    raise
+                self._staged = self._stage(newest)
+        return self._staged.version
 
     def wait(self, timeout_seconds: float | None = None) -> FeedVersion | None:
         """Polls until a version is staged, and returns it; None if there is none within `timeout_seconds`, or the feed was closed.
@@ -153,13 +171,9 @@ class Feed:
         Only copies in memory: call it between two uses of the tensors. All tensors change, or none: after an error they are the version
         that they were.
         """
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            staged = self._staged
+        with self._lock:
+            staged = None if self._is_staging else self._staged
             return None if staged is None else shielded(lambda: self._apply(staged), finish=True)
-        finally:
-            self._lock.release()
 
     def _apply(self, staged: _Staged) -> FeedVersion:
         started = time.perf_counter()
@@ -215,7 +229,3 @@ class Feed:
     def _emit(self, kind: Kind, version: FeedVersion, **fields: float) -> None:
         about: dict[str, float | str] = {"root": version.root, "age_seconds": version.age_seconds}
         self._engine.observers.emit(Event(kind, "", self._ref, version.step, 0, self._engine.clock(), {**about, **fields}))
-
-    def _require_open(self) -> None:
-        if self._closed.is_set():
-            raise InputError(f"the feed of {self._ref!r} was closed: call follow again", object_id=self._ref)

@@ -85,6 +85,11 @@ def test_what_somebody_changed_is_noticed_at_the_next_difference_and_read_whole(
     save(trainer, state, 1)
     update(feed)
     assert equal(mine, state)
+    mine["model"]["layers.2"].zero_()
+    assert feed.poll() is None
+    assert feed.poll(verify=True) == feed.version
+    feed.swap()
+    assert equal(mine, state)
 
 
 def test_transposed_converted_and_tied_tensors(backend: MemoryBackend) -> None:
