@@ -92,13 +92,14 @@ class Feed:
         """The version that the tensors are; None before the first swap."""
         return self._version
 
-    def poll(self, *, verify: bool = False) -> FeedVersion | None:
+    def poll(self, address: str | None = None, *, verify: bool = False) -> FeedVersion | None:
         """Stages the newest version of the branch; returns it, or None if the tensors are that version.
 
         After a reset or a rollback of the branch that is an older snapshot. Reads what differs from the tensors, and verifies all of it.
         The tensors must not change until `swap`.
 
         Args:
+            address: Another snapshot to stage, such as the root that several processes have agreed on.
             verify: Hash all tensors first, and stage also what somebody changed in them since the last swap.
 
         Raises:
@@ -113,14 +114,14 @@ class Feed:
             try:
                 with self._lock:
                     self._is_staging = True
-                return self._poll(verify=verify)
+                return self._poll(self._ref if address is None else address, verify=verify)
             finally:
                 self._is_staging = False
 
-    def _poll(self, *, verify: bool) -> FeedVersion | None:
+    def _poll(self, address: str, *, verify: bool) -> FeedVersion | None:
         if self._closed.is_set():
             raise InputError(f"the feed of {self._ref!r} was closed: call follow again", object_id=self._ref)
-        info = self._newest()
+        info = self._find(address)
         current, self._staged = self._staged, None
         if verify:
             self._ids = {}
@@ -134,7 +135,7 @@ class Feed:
             try:
                 self._staged = self._stage(info)
             except SnapshotExpiredError:
-                newest = self._newest()
+                newest = self._find(address)
                 if newest.ulid == info.ulid:
                     raise
                 self._staged = self._stage(newest)
@@ -195,9 +196,9 @@ class Feed:
         self._emit("swapped", staged.version, pause_seconds=time.perf_counter() - started)
         return staged.version
 
-    def _newest(self) -> SnapshotInfo:
-        info = resolve(self._engine.log.readable_view(), self._ref).info
-        refuse_marked(Snapshot.from_info(info), self._ref, "move the branch to it")
+    def _find(self, address: str) -> SnapshotInfo:
+        info = resolve(self._engine.log.readable_view(), address).info
+        refuse_marked(Snapshot.from_info(info), address, "move the branch to it")
         return info
 
     def _stage(self, info: SnapshotInfo) -> _Staged:

@@ -253,6 +253,23 @@ def test_followers_write_nothing_and_are_told_apart(backend: MemoryBackend) -> N
     assert equal(one, state)
 
 
+def test_several_processes_agree_on_a_version(backend: MemoryBackend) -> None:
+    trainer, state = open_store(backend), first_state()
+    roots = []
+    versions = []
+    for step in range(3):
+        roots.append(save(trainer, state, step).root)
+        versions.append(copy_of(state))
+        train(state, step)
+    mine = zeros(state)
+    feed = follower(backend).follow(REF, into=mine)
+    for number in (1, 0, 2):
+        feed.poll(roots[number])
+        feed.swap()
+        assert equal(mine, versions[number])
+        assert step_of(feed) == number
+
+
 def test_wait_and_close(backend: MemoryBackend) -> None:
     trainer, state = open_store(backend), first_state()
     save(trainer, state, 0)
