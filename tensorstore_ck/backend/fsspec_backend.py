@@ -28,7 +28,7 @@ PATIENCE_SECONDS: Final = 60.0
 """How long a server may take to answer a call, with the library's own retries; more for the call's bytes."""
 SLOWEST_BYTES_PER_SECOND: Final = 128 << 10
 LISTING_PATIENCE: Final = 10
-"""A listing may take so many times as long: one call reads all its pages."""
+"""A listing may take this many times as long: one call reads all its pages."""
 PIECE_BYTES: Final = 8 << 20
 """How much of an object of unknown size one call reads."""
 
@@ -220,7 +220,7 @@ class FsspecBackend:
         return data
 
     def ask(self, action: str, name: str, call: Callable[[Any], T], size_bytes: int = 0, *, patience: int = 1) -> T:
-        """What `call` returns of the filesystem, within `patience` times the time that a server may take for that many bytes.
+        """Returns the filesystem's answer to `call`. The limit is `patience` times the time that a server may take for that many bytes.
 
         Raises:
             StoreError: `call` failed, or takes longer; it then goes on in the background.

@@ -33,7 +33,7 @@ PASSING_CODES: Final = {
     "ThrottlingException",
     "XAmzContentSHA256Mismatch",
 }
-"""Of replies with other statuses, mostly 400."""
+"""For replies with other statuses, mostly 400."""
 
 _NO_SPACE_CODES: Final = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientCapacity"}
 _REGION_CODES: Final = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}

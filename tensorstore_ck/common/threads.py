@@ -33,7 +33,7 @@ def cpu_threads() -> int:
 
 
 class Helper(threading.Thread):
-    """A daemon thread that either begins or never will, whatever interrupts its start.
+    """A daemon thread that either begins or never will, even if its start is interrupted.
 
     `threading.Thread.start` waits for a thread that died of too little memory without limit, and Ctrl-C in that wait can leave a lock
     locked that the new thread needs.
@@ -111,7 +111,7 @@ class _Started(threading.Event):
 def for_each(tasks: Iterable[Task], work: Callable[[Task], None], threads: int, *, failed: Flag | None = None) -> None:
     """Calls `work` on each task, from up to `threads` threads, and returns when all are done.
 
-    Where the system has fewer threads, it uses those. After the first error, or Ctrl-C, no further task begins; the error is raised when
+    If the system can start fewer threads, it uses those. After the first error, or Ctrl-C, no further task begins; the error is raised when
     the running tasks have ended. `failed` is set at once, so that they can stop waiting. Tasks are drawn lazily, under a lock.
     """
     queue = iter(tasks)
@@ -209,7 +209,7 @@ def _in_helper(call: Callable[[], T], name: str) -> "tuple[Helper, SimpleQueue[t
 
 
 def _unshielded(call: Callable[[], T]) -> T:
-    """The result of `call` in this thread, for want of another. What it shields itself runs here, too: this thread may hold its lock."""
+    """The result of `call` in this thread, for want of another. Nested shielded calls run here, too: this thread may hold its lock."""
     token = _RUNS_HERE.set(True)
     try:
         return call()

@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 
 import platformdirs
 
-from tensorstore_ck.backend import open_backend, probe_create
+from tensorstore_ck.backend import create_problem, open_backend
 from tensorstore_ck.backend.cold.allowed_locations import parse_allowed
 from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.cold.locations import LocationOpener
@@ -256,14 +256,14 @@ def init_store(
             f"Give the store a folder of its own, for example {backend.url}/store",
             object_id=backend.url,
         )
-    exclusive = probe_create(backend, unsynced=unsynced)
-    if not exclusive and not single_writer_unsafe:
+    problem = create_problem(backend, unsynced=unsynced)
+    if problem and not single_writer_unsafe:
         raise UnsafeBackendError(
-            f"{backend.url} lets two writers create the same object, so commits could be lost (see `tsck probe`): "
-            "use another backend, or single_writer_unsafe=True if only one process ever writes, without gc",
+            f"commits to {backend.url} could be lost: {problem} (`tsck probe` tries more). Use another backend; or, if this one ignores "
+            "the condition and only one process ever writes, without gc, single_writer_unsafe=True",
             object_id=backend.url,
         )
-    mine = new_config(exclusive_create=exclusive)
+    mine = new_config(exclusive_create=not problem)
     outcome = backend.create(CONFIG_NAME, mine.encode())
     config = read_config(backend)
     if config is None:

@@ -11,6 +11,7 @@ import torch
 from tensorstore_ck.common.host_memory import memory_errors, require_memory
 from tensorstore_ck.common.ids import Clock, Digest
 from tensorstore_ck.common.threads import cpu_threads, for_each, shielded
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import WantedBox
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
@@ -52,6 +53,7 @@ class _Staged(NamedTuple):
     ids: dict[Place, Digest]
 
 
+@short_errors
 class Feed:
     """Keeps tensors at the newest snapshot of a branch: see `Store.follow`. Thread-safe.
 

@@ -41,7 +41,7 @@ class SeenHead(NamedTuple):
     log: str = "log"
     """The prefix of the log."""
     url: str = ""
-    """Where the store was when the entry was seen; empty: unknown."""
+    """The URL of the store when the entry was seen; empty: unknown."""
     identity: int = 0
     """Of the store's folder then; 0: unknown, or no folder."""
 

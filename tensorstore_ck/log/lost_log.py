@@ -53,7 +53,7 @@ def child_records(backend: Backend, ulids: Collection[Ulid]) -> Iterator[ChildRe
 
 
 def sign_of_lost_log(backend: Backend, prefix: str, watermark: Watermark | None = None, ops: Sequence[Op] = ()) -> str | None:
-    """What shows that the empty log under `prefix` had entries; None without such a sign.
+    """The evidence that the empty log under `prefix` had entries; None without such a sign.
 
     Lists the records once. `watermark`: what this user has seen; `ops`: of the first entry, whose snapshots are no sign.
     """

@@ -67,7 +67,7 @@ class Watermark:
         self._lost: Head | None = None
         """An entry that was seen and that the log no longer has, until a user accepts that."""
         self._other_log: SeenHead | None = None
-        """What was seen of the store's former log, if store.json names another one now; until a user accepts that."""
+        """The entry that was seen of the store's former log, if store.json names another log now; until a user accepts that."""
         self._reported: Head | None = None
 
     @property

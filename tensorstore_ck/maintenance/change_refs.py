@@ -1,4 +1,4 @@
-"""What people change of refs and snapshots by one log entry: branch, reset, tag, untag, annotate, mark, finish, pin, unpin.
+"""Changes of refs and snapshots by one log entry each: branch, reset, tag, untag, annotate, mark, finish, pin, unpin.
 
 Functions of the engine: they know no session.
 """

@@ -1,4 +1,4 @@
-"""What refs and pins there are, and the history of branches. Functions of the engine: they know no session."""
+"""Lists refs, pins and the history of branches. Functions of the engine: they know no session."""
 
 from collections.abc import Mapping
 from functools import cache

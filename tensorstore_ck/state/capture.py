@@ -36,7 +36,6 @@ from tensorstore_ck.state.unsupported_types import advice_for
 
 _SHARES: Final = frozenset({Box, Boxes, RankShare})
 _INLINE: Final = frozenset({type(None), bool, float})
-_MIN_INTEGER: Final = -(1 << 63)
 _CONTAINERS: Final = frozenset({dict, list, tuple, OrderedDict, Counter, defaultdict})
 _FACTORY_NAMES: Final = {factory: name for name, factory in FACTORIES.items()}
 
@@ -146,7 +145,7 @@ class CaptureWalk:
         kind = type(value)
         if kind in PLAIN and not is_checkpointable(value):
             self._visit_tensor(value, path, nodes, position)
-        elif kind in _INLINE or (kind is int and _MIN_INTEGER <= value < -_MIN_INTEGER):  # as `encode` would return it
+        elif kind in _INLINE or (kind is int and -(1 << 63) <= value < 1 << 63):  # as `encode` would return it
             self._names.at(path)
             self._values.append(value)
         elif kind in PLAIN_TYPES:
@@ -263,7 +262,7 @@ class CaptureWalk:
         kinds = set(map(type, value))
         if kinds == {str} and all(map(str.isascii, value)):
             return list(value), list(map(path.__add__, value))  # as `encode` would return them
-        if kinds == {int} and min(value) >= _MIN_INTEGER and max(value) < -_MIN_INTEGER:
+        if kinds == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63:
             return list(value), list(map(path.__add__, map(str, value)))
         keys = [self._key(key, path) for key in value]
         return keys, [path + key_text(key) for key in keys]
@@ -388,8 +387,7 @@ def require_dense(tensor: torch.Tensor, name: str) -> str:
 
 
 def _form_of(extra: CoveringArea) -> TensorKind:
-    size = extra.stop - extra.start
-    return TensorKind("uint8", 1, (size,), size)
+    return TensorKind("uint8", 1, (extra.stop - extra.start,), extra.stop - extra.start)
 
 
 def _source_of(extra: CoveringArea, first: torch.Tensor | Array) -> ByteSource:

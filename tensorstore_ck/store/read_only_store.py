@@ -159,7 +159,8 @@ class ReadOnlyStore:
         """Restores the snapshot at `address`, every block verified. Waits first for the asynchronous saves of this handle.
 
         Args:
-            address: A branch, tag, root, root prefix, ``ref@step``, ``ref~n``; or ``ref^staged``, for what these hosts have staged.
+            address: A branch, tag, root, root prefix, ``ref@step``, ``ref~n``, ``ref^best:val_loss`` (lowest; with ``:max``
+                highest); or ``ref^staged``, for what these hosts have staged.
             into: A state of the same form, whose tensors are filled in place without a second copy. Everything is checked
                 before anything is read; if reading then fails, its tensors are undefined.
             select: Globs over names such as ``model.*``; what matches none is left out (None inside lists and tuples).
@@ -357,7 +358,8 @@ class ReadOnlyStore:
     def log(self, ref: str | None = None, *, limit: int | None = None) -> SnapshotLog:
         """The history of a branch (a tag: its one snapshot), newest first; of all branches together without `ref`.
 
-        The list has `to_pandas`, and notebooks show it as a table.
+        The list has `where` and `sorted_by` (``store.log("runs/gpt").where("lr < 1e-4").sorted_by("val_loss")``) and `to_pandas`, and
+        notebooks show it as a table.
         """
         return list_refs.history(self.engine, ref, limit)
 
@@ -372,7 +374,7 @@ class ReadOnlyStore:
     def plot(self, metric: str, ref: str | None = None, *, axes: "Axes | None" = None) -> "Axes":
         """Draws a metric over the steps of a branch (of all branches without `ref`) with matplotlib, the extra ``plot``.
 
-        Where the metric is NaN or infinite, the line has a gap, and a red line from top to bottom.
+        At a NaN or infinite value, the line has a gap, and a red line goes from top to bottom.
 
         Args:
             metric: Its name, such as ``"loss"``.
@@ -508,7 +510,7 @@ class ReadOnlyStore:
             lag_seconds: From then until the snapshot is published; None: as `Checkpointer` noted, or 0.
             restart_seconds: From a failure until training continues; None: the restore time that `Checkpointer` noted, or five minutes.
             mtbf_seconds: Mean time between failures; None: by how often the run was resumed, or four hours.
-            bandwidth: Of the store, such as ``"1GB"`` a second, or bytes per second: the advice then says whether it is enough.
+            bandwidth: The store's bandwidth, such as ``"1GB"`` a second, or bytes per second: the advice then says whether it is enough.
             bytes_per_day: How much the store may grow.
         """
         from tensorstore_ck.maintenance.advise import advise  # noqa: PLC0415

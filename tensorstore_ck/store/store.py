@@ -74,6 +74,7 @@ class Store(ReadOnlyStore):
         metadata: Mapping[str, object] | None = None,
         triggers: Sequence[str] = (),
         epoch: float | None = None,
+        attributes: Mapping[str, float | str] | None = None,
         expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         group: "ProcessGroup | DeviceMesh | None" = None,
@@ -97,10 +98,12 @@ class Store(ReadOnlyStore):
             ref: The branch to move; made if it does not exist.
             step: The training step, for ``ref@step``.
             metrics: Numbers to rank by.
-            metadata: What the run knows: config, learning rate, git commit. At most 1 MiB; part of the root.
+            metadata: What the run knows: config, data set, author. At most 1 MiB; part of the root.
             triggers: Why it is saved, for retention (see `set_policy`): names of triggers. ``["at_steps"]`` makes it a milestone, which
                 policies keep by default. `Checkpointer` passes those that fired.
             epoch: The number of completed epochs, for the policy `keep_epochs`.
+            attributes: Numbers and short texts to search by (see `SnapshotLog.where`), at most 64 with those of `metadata`: its scalars can
+                be searched, too. Not part of the root; with `group`, those of the first rank count.
             expect: A root, `ANY`, or None for "the ref must not exist", instead of what this handle last saw.
             parent: The address of the snapshot that this one continues; None: none. By default what this handle last saved or restored on
                 the ref; for a ref that it has not seen, the head of its branch, if there is one. Part of the root.
@@ -143,6 +146,7 @@ class Store(ReadOnlyStore):
             metadata=metadata,
             triggers=triggers,
             epoch=epoch,
+            attributes=attributes,
             expect=expect,
             parent=parent,
             codec=codec,
@@ -162,6 +166,7 @@ class Store(ReadOnlyStore):
         metadata: Mapping[str, object] | None = None,
         triggers: Sequence[str] = (),
         epoch: float | None = None,
+        attributes: Mapping[str, float | str] | None = None,
         expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         group: "ProcessGroup | DeviceMesh | None" = None,
@@ -188,6 +193,7 @@ class Store(ReadOnlyStore):
             metadata: See `put_snapshot`.
             triggers: See `put_snapshot`.
             epoch: See `put_snapshot`.
+            attributes: See `put_snapshot`.
             expect: See `put_snapshot`.
             parent: See `put_snapshot`.
             group: See `put_snapshot`.
@@ -196,7 +202,7 @@ class Store(ReadOnlyStore):
             codec: See `put_snapshot`.
             delta: See `put_snapshot`.
             unchanged: See `put_snapshot`; checked on the thread that stores the state.
-            verify_capture: As in `put_snapshot`, but compares the copies, before this returns. Of larger tensors on CUDA devices the ids
+            verify_capture: As in `put_snapshot`, but compares the copies, before this returns. For larger tensors on CUDA devices, the ids
                 are computed at the call, and compared with those of all bytes that are written.
             on_full: What to do when the buffers of earlier saves leave no memory: ``block`` until there is; ``skip`` this save; or
                 ``replace`` the oldest save that waits in the queue. With `group`, rank 0 decides for all. The returned object, a
@@ -226,6 +232,7 @@ class Store(ReadOnlyStore):
             metadata=metadata,
             triggers=triggers,
             epoch=epoch,
+            attributes=attributes,
             expect=expect,
             parent=parent,
             codec=codec,
@@ -436,7 +443,7 @@ class Store(ReadOnlyStore):
             rules: ``keep_last=5``; ``keep_best=(3, "val_loss", "min")``, or several of these; ``keep_every=1000`` steps: the first at or
                 after each multiple; ``keep_every_seconds="6h"``; ``keep_steps=[1000, 5000]``; ``keep_first=True``; ``keep_younger="7d"``;
                 ``keep_epochs=5``, as `keep_every`; ``keep_triggers=["every_epochs"]``: what these triggers saved.
-                What `at_steps` and `at_fraction` saved is kept, too, without ``keep_milestones=False``.
+                Snapshots that `at_steps` and `at_fraction` saved are kept, too, without ``keep_milestones=False``.
                 Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, oldest first (by `apply_policies` only).
                 Age, by `tier`: ``recode_after="7d"``; ``move_after=("30d", "s3://cold/ckpt")``, or several of these.
 

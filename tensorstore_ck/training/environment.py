@@ -1,4 +1,4 @@
-"""What else decides whether a job resumes bit for bit: versions, devices, switches, and the job's layout.
+"""The environment that decides whether a job resumes bit for bit: versions, devices, switches, and the job's layout.
 
 Plain values, by name; a name that only one side has is ignored. Reads the few environment variables that libraries obey, but no host name,
 path or user.

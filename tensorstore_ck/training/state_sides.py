@@ -33,7 +33,7 @@ State = dict[str, Any]
 
 
 class StateSides:
-    """What all ranks share, and what is this rank's own."""
+    """The shared state, and this rank's own."""
 
     def __init__(self, shared: SharedState, own: PerRankState, loaders: StatefulPart) -> None:
         """`loaders`: data loaders that have a position for each rank."""

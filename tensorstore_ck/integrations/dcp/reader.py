@@ -1,4 +1,4 @@
-"""`Reader`: lets ``dcp.load`` read any snapshot, whatever saved it.
+"""`Reader`: lets ``dcp.load`` read any snapshot, however it was saved.
 
 DCP plans its reads from metadata that is made from the layout: one box per tensor, however it was sharded, which keeps plans small. The
 layout gives the blocks of each box, as in any restore.

@@ -63,7 +63,7 @@ class Writer(StorageWriter):
 
     The result is a snapshot like any other: when ``dcp.save`` returns it is durable and published; after a failure nothing is visible.
 
-    Of plain tensors and values that several ranks have under one name, DCP saves one rank's copy. If the copies differ, a
+    If several ranks have a plain tensor or value under one name, DCP saves one rank's copy. If the copies differ, a
     `SuspiciousSaveWarning` names them, their ranks and the saved one before anything is published. A writer's first save compares all;
     later saves compare values, tensors up to 4 KiB, and about one in as many of the others as there are ranks. A broken tie cannot be seen
     here: where torch makes two parameters of an embedding and its head (`parallelize_module` before `fully_shard`), both are saved as they

@@ -18,6 +18,7 @@ import torch
 
 from tensorstore_ck.backend.local_io import sync_path
 from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import AlreadyExistsError, MismatchError, UnsupportedValueError
 from tensorstore_ck.feed import Feed, FeedVersion
@@ -65,6 +66,7 @@ class _Plan(NamedTuple):
     """The small files; None without a configuration."""
 
 
+@short_errors
 class FollowedFolder:
     """Keeps a folder at the newest version of a branch. `update` looks once."""
 

@@ -50,7 +50,7 @@ def has_ended(loop: Any) -> bool:
 
 
 class LoaderPosition:
-    """Where one loader is in its present iteration."""
+    """The position of one loader in its present iteration."""
 
     def __init__(self, trainer: Any, loader: Any, stored: State | None) -> None:
         self._trainer, self._loader, self._stored = trainer, loader, stored

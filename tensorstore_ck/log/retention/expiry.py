@@ -45,7 +45,7 @@ def verdicts(
     coming: SnapshotInfo | None = None,
     added_bytes: Callable[[SnapshotInfo], int] | None = None,
 ) -> list[Verdict]:
-    """What happens to each snapshot of a branch, oldest first. `coming`: the snapshot that the next entry will publish."""
+    """The fate of each snapshot of a branch, oldest first. `coming`: the snapshot that the next entry will publish."""
     return choose(candidates(view, ref, coming), list(policies), now_ns, added_bytes)
 
 
