@@ -35,12 +35,14 @@ class ByteTarget(Protocol):
         return None
 
 
-class BlockRange(NamedTuple):
-    """The bytes of one block."""
+class TensorBlock(NamedTuple):
+    """A block that a rank holds."""
 
+    row: int
+    """Among the tensors' blocks."""
     tensor: int
     start: int
-    """The offset in the tensor's source; so is `stop`."""
+    """Where it begins in the tensor's source."""
     stop: int
 
 
@@ -60,7 +62,7 @@ class DeviceBlocks(Protocol):
     def must_agree(self) -> bool:
         """Whether a block that is written must have the id that a device computed, even if the save verifies nothing."""
 
-    def ids(self, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> Sequence[Digest | None]:
+    def ids(self, sources: Sequence[ByteSource], blocks: Sequence[TensorBlock]) -> Sequence[Digest | None]:
         """The ids of these blocks as they are now; None for those that no device can hash."""
 
     def is_finite(self, source: ByteSource, sampled: SampledBytes, mask: int, item_bytes: int) -> bool:

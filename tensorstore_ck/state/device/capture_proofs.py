@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest
-from tensorstore_ck.engine.interfaces import BlockRange, ByteSource, CapturedState, SampledBytes
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, SampledBytes, TensorBlock
 from tensorstore_ck.engine.write.sampled_checks import MAX_NAMED
 from tensorstore_ck.errors import CaptureChangedError
 from tensorstore_ck.state.byte_sources import MemorySource
@@ -39,7 +39,7 @@ class ArrivingSource:
 class Overlap(NamedTuple):
     """What lets copies from devices go on beside the caller's next work."""
 
-    blocks_of: Callable[[Sequence[int]], Sequence[BlockRange]]
+    blocks_of: Callable[[Sequence[int]], Sequence[TensorBlock]]
     """The blocks of some tensors, by their numbers: the devices compute their ids."""
     gates: Sequence[StepGate] = ()
     """Of optimizers whose next step is all that changes what they own."""
@@ -120,7 +120,7 @@ class ProvenArrival:
         captured: CapturedState,
         copied: DeviceArrival,
         before: StartedIds,
-        ranges: Sequence[BlockRange],
+        ranges: Sequence[TensorBlock],
         gates: Sequence[StepGate],
     ) -> None:
         assert isinstance(captured.device_blocks, DeviceBlocks)
@@ -142,8 +142,9 @@ class ProvenArrival:
         """
         if self._changed is None:
             self._copied.wait()
-            before, after = self._before.wait(), self._hashed_again().wait()
-            self._changed = {block.tensor for block in self._ranges if before[block] != after.get(block)}
+            before = dict(zip(self._before.blocks, self._before.wait(), strict=True))
+            after = self._hashed_again().wait()
+            self._changed = {block.tensor for block, digest in zip(self._ranges, after, strict=True) if before[block] != digest}
             self._captured = self._captured._replace(sources=())
         if self._changed:
             for gate in self._gates:
@@ -185,16 +186,16 @@ class IdsAtCapture:
         self._addresses = addresses
         self._others = others
 
-    def ids(self, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> Sequence[Digest | None]:
+    def ids(self, sources: Sequence[ByteSource], ranges: Sequence[TensorBlock]) -> Sequence[Digest | None]:
         """See `engine.interfaces.DeviceBlocks`. Blocks are known by the addresses of their copies: a group may number tensors otherwise."""
         try:
             started = self._started.wait()
         except RuntimeError as exc:
             warnings.warn(f"blocks on a device are hashed by the host this time: {exc}", stacklevel=2)
-            started = {}
+            started = [None] * len(self._started.blocks)
         at = {
             (self._addresses[block.tensor] + block.start, block.stop - block.start): digest
-            for block, digest in started.items()
+            for block, digest in zip(self._started.blocks, started, strict=True)
             if block.tensor in self._addresses
         }
         found: list[Digest | None] = []

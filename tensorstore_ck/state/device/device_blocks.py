@@ -4,7 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby
+from itertools import chain, pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest
-from tensorstore_ck.engine.interfaces import BlockRange, ByteSource, SampledBytes
+from tensorstore_ck.engine.interfaces import ByteSource, SampledBytes, TensorBlock
 from tensorstore_ck.state.byte_sources import CopySource, pieces
 from tensorstore_ck.state.device.kernel import BlockHasher, Numbers, StartedHash, hasher_if_ready, hasher_of
 from tensorstore_ck.state.device.window_copies import copies_of
@@ -32,8 +32,8 @@ class _Run(NamedTuple):
     """Blocks of one tensor."""
 
     tensor: torch.Tensor
-    positions: Sequence[int]
-    """Among the ranges."""
+    positions: Numbers
+    """Among the blocks that were asked for."""
     starts: Numbers
     sizes: Numbers
 
@@ -50,45 +50,49 @@ class _Gathered(NamedTuple):
 class _Hashing(NamedTuple):
     """Blocks of one device that are being hashed."""
 
-    positions: Sequence[int]
-    """Among the ranges."""
+    positions: Numbers
+    """Among the blocks that were asked for."""
     hash: StartedHash
 
 
 class StartedIds:
     """The ids of blocks as they were when `DeviceBlocks.start` was called."""
 
-    def __init__(self, ranges: Sequence[BlockRange], hashing: Sequence[_Hashing]) -> None:
-        self._ranges = ranges
+    def __init__(self, blocks: Sequence[TensorBlock], hashing: Sequence[_Hashing]) -> None:
+        self.blocks = blocks
         self._hashing = hashing
         self._lock = threading.Lock()
-        self._ids: dict[BlockRange, Digest] | None = None
+        self._ids: list[Digest | None] | None = None
 
     @property
     def tensors(self) -> set[int]:
         """The tensors of which each block is hashed."""
-        hashed = {position for each in self._hashing for position in each.positions}
-        left = {block.tensor for position, block in enumerate(self._ranges) if position not in hashed}
-        return {block.tensor for block in self._ranges} - left
+        is_hashed = np.zeros(len(self.blocks), bool)
+        for each in self._hashing:
+            is_hashed[each.positions] = True
+        left = {self.blocks[position].tensor for position in np.flatnonzero(~is_hashed).tolist()}
+        return {block.tensor for block in self.blocks} - left
 
     def hold_streams(self) -> None:
         """Work that this thread queues later on the devices' current streams comes after the hashing. Does not wait."""
         for each in self._hashing:
             each.hash.hold_stream()
 
-    def wait(self) -> dict[BlockRange, Digest]:
-        """The ids of those blocks that a device hashes. Thread-safe.
+    def wait(self) -> list[Digest | None]:
+        """The id of each block; None for those that no device hashes. Thread-safe.
 
         Raises:
             RuntimeError: a device failed.
         """
         with self._lock:
             if self._ids is None:
-                self._ids = {}
+                ids: list[Digest | None] = [None] * len(self.blocks)
                 for each in self._hashing:
                     data = each.hash.wait().tobytes()
-                    for number, position in enumerate(each.positions):
-                        self._ids[self._ranges[position]] = Digest(data[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
+                    starts = range(0, len(data), DIGEST_BYTES)
+                    for position, start in zip(each.positions.tolist(), starts, strict=True):
+                        ids[position] = Digest(data[start : start + DIGEST_BYTES])
+                self._ids = ids
             return self._ids
 
 
@@ -102,18 +106,17 @@ class DeviceBlocks:
         self._hasher_of = hasher
         self._ready_hasher_of = ready
 
-    def ids(self, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> list[Digest | None]:
+    def ids(self, sources: Sequence[ByteSource], blocks: Sequence[TensorBlock]) -> list[Digest | None]:
         """See `engine.interfaces.DeviceBlocks`."""
-        found: dict[BlockRange, Digest] = {}
         try:
-            found = _start(self._hasher_of, sources, ranges).wait()
+            return _start(self._hasher_of, sources, blocks).wait()
         except RuntimeError as exc:
             _warn_of(exc)
-        return [found.get(block) for block in ranges]
+            return [None] * len(blocks)
 
-    def start(self, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> StartedIds:
+    def start(self, sources: Sequence[ByteSource], blocks: Sequence[TensorBlock]) -> StartedIds:
         """Begins to compute the ids of blocks as they are now; there are none of those that no device can hash. Does not wait."""
-        return _start(self._ready_hasher_of, sources, ranges)
+        return _start(self._ready_hasher_of, sources, blocks)
 
     def is_finite(self, source: ByteSource, sampled: SampledBytes, mask: int, item_bytes: int) -> bool:
         """See `engine.interfaces.DeviceBlocks`."""
@@ -127,10 +130,13 @@ class DeviceBlocks:
             return not bool(((sample & mask) == mask).any())
 
 
-def _start(hasher_of: HasherOf, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> StartedIds:
+def _start(hasher_of: HasherOf, sources: Sequence[ByteSource], blocks: Sequence[TensorBlock]) -> StartedIds:
     on_devices: dict[torch.device, list[_Run]] = {}
-    for number, several in groupby(enumerate(ranges), key=lambda item: item[1].tensor):
-        for run in _runs(sources[number], [(position, block.start, block.stop) for position, block in several]):
+    table = np.fromiter(chain.from_iterable(blocks), np.int64, 4 * len(blocks)).reshape(-1, 4)
+    firsts = np.flatnonzero(np.diff(table[:, 1], prepend=-1)).tolist()
+    for first, last in pairwise([*firsts, len(blocks)]):
+        starts, stops = table[first:last, 2:].T
+        for run in _runs(sources[blocks[first].tensor], np.arange(first, last), starts, stops - starts):
             on_devices.setdefault(run.tensor.device, []).append(run)
     hashing: list[_Hashing] = []
     for device, runs in on_devices.items():
@@ -142,7 +148,7 @@ def _start(hasher_of: HasherOf, sources: Sequence[ByteSource], ranges: Sequence[
                 hashing += [_Hashing(positions, started) for positions, started in _hash(hasher, runs)]
         except RuntimeError as exc:
             _warn_of(exc)
-    return StartedIds(ranges, hashing)
+    return StartedIds(blocks, hashing)
 
 
 def _warn_of(error: RuntimeError) -> None:
@@ -154,37 +160,40 @@ def device_blocks() -> DeviceBlocks | None:
     return DeviceBlocks() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
-def _runs(source: ByteSource, blocks: Sequence[tuple[int, int, int]]) -> Iterator[_Run]:
-    """The runs of blocks in the tensors of a source; `blocks` has (position, start, stop)."""
+def _runs(source: ByteSource, positions: Numbers, starts: Numbers, sizes: Numbers) -> Iterator[_Run]:
+    """The runs of blocks in the tensors of a source."""
     if isinstance(source, ChainedSource):
         at = 0
         for part in source.sources:
-            yield from _runs(
-                part, [(number, start - at, stop - at) for number, start, stop in blocks if at <= start < at + part.size_bytes]
-            )
+            is_there = (at <= starts) & (starts < at + part.size_bytes)
+            yield from _runs(part, positions[is_there], starts[is_there] - at, sizes[is_there])
             at += part.size_bytes
-    elif blocks and isinstance(source, CopySource) and isinstance(source.tensor, torch.Tensor) and source.size_bytes >= MIN_SOURCE_BYTES:
-        positions, starts, stops = zip(*blocks, strict=True)
-        yield _Run(source.tensor, positions, np.array(starts, np.int64), np.array(stops, np.int64) - np.array(starts, np.int64))
+    elif (
+        len(positions)
+        and isinstance(source, CopySource)
+        and isinstance(source.tensor, torch.Tensor)
+        and source.size_bytes >= MIN_SOURCE_BYTES
+    ):
+        yield _Run(source.tensor, positions, starts, sizes)
 
 
-def _hash(hasher: BlockHasher, runs: Sequence[_Run]) -> Iterator[tuple[Sequence[int], StartedHash]]:
+def _hash(hasher: BlockHasher, runs: Sequence[_Run]) -> Iterator[tuple[Numbers, StartedHash]]:
     """Positions of one device's blocks, and the hash that was started: of dense tensors all at once, of others a few at a time."""
     dense = [run for run in runs if is_dense(run.tensor)]
     if dense:
         addresses = np.concatenate([run.tensor.data_ptr() + run.starts for run in dense])
         yield (
-            [position for run in dense for position in run.positions],
+            np.concatenate([run.positions for run in dense]),
             hasher.start(addresses, np.concatenate([run.sizes for run in dense])),
         )
     strided = [
         _Gathered(run.tensor, position, start, start + size)
         for run in runs
         if not is_dense(run.tensor)
-        for position, start, size in zip(run.positions, run.starts.tolist(), run.sizes.tolist(), strict=True)
+        for position, start, size in zip(run.positions.tolist(), run.starts.tolist(), run.sizes.tolist(), strict=True)
     ]
     for several in batches(strided, lambda block: block.stop - block.start + _ALIGN, GATHER_BYTES, max(len(strided), 1)):
-        yield [block.position for block in several], _hash_gathered(hasher, several)
+        yield np.array([block.position for block in several]), _hash_gathered(hasher, several)
 
 
 def _hash_gathered(hasher: BlockHasher, blocks: Sequence[_Gathered]) -> StartedHash:
