@@ -68,6 +68,9 @@ class DeviceBlocks(Protocol):
     def is_finite(self, source: ByteSource, sampled: SampledBytes, mask: int, item_bytes: int) -> bool:
         """Whether no sampled word of `item_bytes` has all bits of `mask` set; False also if that is unknown."""
 
+    def note_unchanged(self, sources: Sequence[ByteSource]) -> None:
+        """All blocks of these tensors were in the store already."""
+
 
 @dataclass(slots=True)
 class FrozenTensor:

@@ -265,7 +265,8 @@ def write_tensors(
             if computed.get(block.row, block_id) != block_id and (sampling.verify_share or must_agree):
                 require_unchanged(captured, {block.tensor})
 
-    masters = Fp32Masters(captured, blocks) if coding.mode != "raw" else None
+    fresh = {block.tensor for block in blocks if ids[block.row] is ZERO_DIGEST}  # others are not read: they may stay on a device
+    masters = Fp32Masters(captured, [block for block in blocks if block.tensor in fresh]) if coding.mode != "raw" else None
     weights, threads = masters.of if masters is not None else {}, cpu_threads() + 1
     for later in (False, True):  # weights after their masters
         unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in weights) == later]

@@ -5,7 +5,7 @@ A block that is written is always hashed by the host, from the bytes that are wr
 
 from collections.abc import Mapping, MutableSequence, Sequence
 
-from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.ids import ZERO_DIGEST, Digest
 from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
 from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.engine.write.sampled_checks import CaptureSample
@@ -44,4 +44,6 @@ def skip_unchanged(
             others[block.row] = digest
     sample.note_hashed(hashed, hashed_ids)
     sample.note_unread(skipped)
+    unchanged = {block.tensor for block in skipped} - {block.tensor for block in blocks if ids[block.row] is ZERO_DIGEST}
+    captured.device_blocks.note_unchanged([captured.sources[tensor] for tensor in unchanged])
     return others

@@ -7,6 +7,7 @@ block_ids.cu       BLAKE3 of many blocks, for a GPU
 kernel.py          compiles and launches it, and checks what it returns
 device_blocks.py   the ids of a state's blocks on devices
 step_gates.py      the next step of an optimizer waits for copies
+kept_tensors.py    tensors that need no copy, since the store has their blocks
 capture_proofs.py  copies of a capture, and the ids before and after them
 
 `byte_sources` builds on `window_copies`, `device_blocks` on `byte_sources`, and `capture_proofs` on all.

@@ -118,6 +118,9 @@ class DeviceBlocks:
         """Begins to compute the ids of blocks as they are now; there are none of those that no device can hash. Does not wait."""
         return _start(self._ready_hasher_of, sources, blocks)
 
+    def note_unchanged(self, sources: Sequence[ByteSource]) -> None:
+        """See `engine.interfaces.DeviceBlocks`. Nothing follows from it for tensors that are not copied anyway."""
+
     def is_finite(self, source: ByteSource, sampled: SampledBytes, mask: int, item_bytes: int) -> bool:
         """See `engine.interfaces.DeviceBlocks`."""
         if not isinstance(source, CopySource) or not isinstance(source.tensor, torch.Tensor) or not is_dense(source.tensor):
