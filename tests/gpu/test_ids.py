@@ -136,7 +136,7 @@ def test_an_asynchronous_save_copies_only_tensors_that_changed(
                 tensor.add_(1)
         pending.wait()
         if step >= 2:
-            assert sum(copied) == (64 * MIB if step >= 4 else 0)
+            assert sum(copied) == max(step - 3, 0) * 64 * MIB  # what has changed is copied once more, then it is known
             assert sum(fetched) < MIB
     for step, expected in saves:
         assert different(store.checkout(f"{REF}@{step}"), clones(expected)) == []
