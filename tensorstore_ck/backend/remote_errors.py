@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+from tensorstore_ck.backend.object_names import MISSING_ADVICE
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     CorruptObjectError,
@@ -32,7 +33,7 @@ PASSING_CODES: Final = {
     "ThrottlingException",
     "XAmzContentSHA256Mismatch",
 }
-"""Of replies with other statuses, mostly 400."""
+"""For replies with other statuses, mostly 400."""
 
 _NO_SPACE_CODES: Final = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientCapacity"}
 _REGION_CODES: Final = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
@@ -134,7 +135,7 @@ def store_error(exc: Exception, what: str, name: str, secrets: Sequence[str]) ->
     if status in (401, 403) or isinstance(exc, PermissionError) or kind in _CREDENTIAL_ERRORS:
         return PermissionDeniedError(f"{text}; check the credentials, the bucket's policy and this host's clock", object_id=name)
     if status == 404 or isinstance(exc, FileNotFoundError):
-        return MissingObjectError(f"{text}; it may have been deleted, or this is not the store you meant", object_id=name)
+        return MissingObjectError(f"{text}; {MISSING_ADVICE}", object_id=name)
     if status == 416:
         return CorruptObjectError(f"{text}; the object is shorter than the store says: run `tsck fsck`", object_id=name)
     if isinstance(exc, TypeError | KeyError | ImportError) or kind in _OPTION_ERRORS:

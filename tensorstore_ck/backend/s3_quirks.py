@@ -42,7 +42,7 @@ def refuses_batches(error: StoreError) -> bool:
 def drop_checksums(filesystem: Any) -> bool:
     """Lets an `s3fs.S3FileSystem` send checksums only where S3 demands them; False if it does so already.
 
-    Does what ``config_kwargs`` with both options does, but without another client. What the store reads is verified by its own hashes.
+    Does what ``config_kwargs`` with both options does, but without another client. The store verifies what it reads by its own hashes.
     """
     config = filesystem.s3.meta.config
     if getattr(config, _CALCULATION) == _LEAST and getattr(config, _VALIDATION) == _LEAST:

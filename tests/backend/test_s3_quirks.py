@@ -6,6 +6,7 @@ import pytest
 
 from tensorstore_ck.backend import Created
 from tensorstore_ck.backend.s3 import S3Backend
+from tensorstore_ck.engine.opening import init_store
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, PermissionDeniedError, StoreError, UnsafeBackendError
 from tests.backend.chaos import ChaosProxy, Fault, Request
 from tests.backend.conftest import connect
@@ -78,6 +79,8 @@ def test_without_the_condition_no_commit_is_made_but_packs_are(
     answer(proxy, status, code, message, has_header("if-none-match"))
     with pytest.raises(UnsafeBackendError, match="does not support conditional writes"):
         backend.create("log/one", b"mine")
+    with pytest.raises(UnsafeBackendError, match=r"could be lost: .* does not support conditional writes"):
+        init_store(backend)
     backend.put("packs/a", b"data")
     assert [info.name for info in backend.list("")] == ["packs/a"]
 

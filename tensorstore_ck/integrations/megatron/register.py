@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.integrations.megatron.compatibility import require_supported
 from tensorstore_ck.integrations.megatron.load_strategy import LoadStrategy
 from tensorstore_ck.integrations.megatron.safe_types import register_safe_types
@@ -22,6 +23,7 @@ else:
     from tensorstore_ck.integrations.megatron import redirected_calls as _versions  # type: ignore[no-redef]
 
 
+@short_errors
 class Strategies(NamedTuple):
     """The strategies that `register` has added; `close`, or the end of a with statement, waits for saves and closes the store."""
 
@@ -81,6 +83,7 @@ def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [inner] if isinstance(inner, torch.optim.Optimizer) else []
 
 
+@short_errors
 def register(store: Store | str | os.PathLike[str], *, ref: str) -> Strategies:
     """Lets Megatron save into a store and load from it.
 

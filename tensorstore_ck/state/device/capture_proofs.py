@@ -1,8 +1,8 @@
 """Copies of captured tensors from devices, with the ids that the devices compute beside them. Knows a capture; no slot, no store.
 
-Ids are computed at the capture, before the caller's next work. Where a copy may be overtaken by that work (see `step_gates`), they are
-computed again after the copy, and the copy cannot be read unless both are equal: a save never holds a mixture of two states. What has not
-changed since the last save is not copied at all: see `kept_tensors`.
+Ids are computed at the capture, before the caller's next work. Where a copy may be overtaken by that work (see
+`optimizer_step_gates`), they are computed again after the copy, and the copy cannot be read unless both are equal: a save never holds a
+mixture of two states. What has not changed since the last save is not copied at all: see `kept_tensors`.
 """
 
 import threading
@@ -15,16 +15,17 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.threads import cpu_threads, for_each
-from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, SampledBytes, TensorBlock
+from tensorstore_ck.common.user_frames import user_stacklevel
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, TensorBlock
 from tensorstore_ck.engine.write.sampled_checks import MAX_NAMED, count_non_finite
 from tensorstore_ck.errors import CaptureChangedError
 from tensorstore_ck.format.layout import TensorSpec
 from tensorstore_ck.state.byte_sources import MemorySource
 from tensorstore_ck.state.device.device_blocks import MIN_SOURCE_BYTES, DeviceBlocks, StartedIds
 from tensorstore_ck.state.device.kept_tensors import KeptSource, StoredTensors, blocks_by_tensor, kept_tensors
+from tensorstore_ck.state.device.optimizer_step_gates import StepGate, open_storages
 from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopies, DeviceCopy, StreamOf
-from tensorstore_ck.state.device.step_gates import StepGate, open_storages
-from tensorstore_ck.state.device.window_copies import out_stream_of
+from tensorstore_ck.state.device.waited_copies import out_stream_of
 
 FINITE_BYTES: Final = 4 << 20
 """Numbers that a thread checks at a time. A multiple of every item's size."""
@@ -213,7 +214,7 @@ class IdsAtCapture:
         try:
             ids = self._started.wait()
         except RuntimeError as exc:
-            warnings.warn(f"blocks on a device are hashed by the host this time: {exc}", stacklevel=2)
+            warnings.warn(f"blocks on a device are hashed by the host this time: {exc}", stacklevel=user_stacklevel())
             return {}
         found = zip(self._started.blocks, ids, strict=True)
         return {(block.tensor, block.start, block.stop): digest for block, digest in found if digest is not None}
@@ -230,9 +231,9 @@ class IdsAtCapture:
             found[position] = digest
         return found
 
-    def is_finite(self, source: ByteSource, sampled: SampledBytes, mask: int, item_bytes: int) -> bool:
+    def is_finite(self, source: ByteSource, pieces: Sequence[tuple[int, int]], mask: int, item_bytes: int) -> bool:
         """See `engine.interfaces.DeviceBlocks`. Only what is finite is kept."""
-        return isinstance(source, KeptSource) or self._others.is_finite(source, sampled, mask, item_bytes)
+        return isinstance(source, KeptSource) or self._others.is_finite(source, pieces, mask, item_bytes)
 
     def note_unchanged(self, sources: Sequence[ByteSource]) -> None:
         """See `engine.interfaces.DeviceBlocks`."""

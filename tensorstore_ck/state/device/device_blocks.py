@@ -12,10 +12,12 @@ import torch
 
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest
-from tensorstore_ck.engine.interfaces import ByteSource, SampledBytes, TensorBlock
-from tensorstore_ck.state.byte_sources import CopySource, pieces
+from tensorstore_ck.common.user_frames import user_stacklevel
+from tensorstore_ck.engine.interfaces import ByteSource, TensorBlock
+from tensorstore_ck.state.byte_sources import CopySource
+from tensorstore_ck.state.byte_sources import pieces as pieces_of
 from tensorstore_ck.state.device.kernel import BlockHasher, Numbers, StartedHash, hasher_if_ready, hasher_of
-from tensorstore_ck.state.device.window_copies import copies_of
+from tensorstore_ck.state.device.waited_copies import copies_of
 from tensorstore_ck.state.plain_memory import is_dense
 from tensorstore_ck.state.rank_shares import ChainedSource
 
@@ -121,16 +123,24 @@ class DeviceBlocks:
     def note_unchanged(self, sources: Sequence[ByteSource]) -> None:
         """See `engine.interfaces.DeviceBlocks`. Nothing follows from it for tensors that are not copied anyway."""
 
-    def is_finite(self, source: ByteSource, sampled: SampledBytes, mask: int, item_bytes: int) -> bool:
+    def is_finite(self, source: ByteSource, pieces: Sequence[tuple[int, int]], mask: int, item_bytes: int) -> bool:
         """See `engine.interfaces.DeviceBlocks`."""
         if not isinstance(source, CopySource) or not isinstance(source.tensor, torch.Tensor) or not is_dense(source.tensor):
             return False
         tensor = source.tensor
         with _on_stream_of(tensor.device):
             words = tensor.view(-1).view(_WORDS[item_bytes])
-            start, size, step = sampled.start // item_bytes, sampled.size_bytes // item_bytes, sampled.step_bytes // item_bytes
-            sample = words.as_strided((sampled.runs, size), (step, 1), words.storage_offset() + start)
-            return not bool(((sample & mask) == mask).any())
+            return not any(bool(((sample & mask) == mask).any()) for sample in _samples(words, pieces, item_bytes))
+
+
+def _samples(words: torch.Tensor, pieces: Sequence[tuple[int, int]], item_bytes: int) -> Iterator[torch.Tensor]:
+    """Views of pieces at equal distances: one of the longest ones, and one of each at an end that is shorter."""
+    longest = max(stop - start for start, stop in pieces)
+    equal = [start for start, stop in pieces if stop - start == longest]
+    step = equal[1] - equal[0] if len(equal) > 1 else longest
+    sizes, strides = (len(equal), longest // item_bytes), (step // item_bytes, 1)
+    yield words.as_strided(sizes, strides, words.storage_offset() + equal[0] // item_bytes)
+    yield from (words[start // item_bytes : stop // item_bytes] for start, stop in pieces if stop - start < longest)
 
 
 def _start(hasher_of: HasherOf, sources: Sequence[ByteSource], blocks: Sequence[TensorBlock]) -> StartedIds:
@@ -155,7 +165,7 @@ def _start(hasher_of: HasherOf, sources: Sequence[ByteSource], blocks: Sequence[
 
 
 def _warn_of(error: RuntimeError) -> None:
-    warnings.warn(f"blocks on a device are hashed by the host this time: {error}", stacklevel=3)
+    warnings.warn(f"blocks on a device are hashed by the host this time: {error}", stacklevel=user_stacklevel())
 
 
 def device_blocks() -> DeviceBlocks | None:
@@ -205,7 +215,7 @@ def _hash_gathered(hasher: BlockHasher, blocks: Sequence[_Gathered]) -> StartedH
     memory = torch.empty(int(starts[-1]), dtype=torch.uint8, device=blocks[0].tensor.device)
     for block, at in zip(blocks, starts.tolist(), strict=False):
         item_bytes, position = block.tensor.itemsize, at
-        for index, count in pieces(tuple(block.tensor.shape), block.start // item_bytes, block.stop // item_bytes):
+        for index, count in pieces_of(tuple(block.tensor.shape), block.start // item_bytes, block.stop // item_bytes):
             elements = block.tensor[index].resolve_conj().resolve_neg()
             until = position + count * item_bytes
             memory[position:until].view(elements.dtype).view(elements.shape).copy_(elements)
