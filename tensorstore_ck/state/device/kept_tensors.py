@@ -1,7 +1,8 @@
 """Tensors on devices that an asynchronous save does not copy: their ids at the call are those of blocks that the store has.
 
 Which tensors may be kept is a guess from the save before: those whose blocks all were in the store. The caller waits for their ids, so that
-a tensor that has changed is still copied before the next work. No byte of a kept tensor is trusted: see `KeptSource`.
+a tensor that has changed is still copied before the next work. No byte of a kept tensor is trusted: see `KeptSource`. They are kept whole:
+a tensor of which one block has changed is copied.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -35,6 +36,10 @@ class StoredTensors:
         known = self._known.get(name)
         if known is None or known.ids != ids:
             self._known[name] = _Stored(ids, is_finite())
+
+    def forget(self, name: str) -> None:
+        """A tensor has changed."""
+        self._known.pop(name, None)
 
     def ids_of(self, name: str) -> bytes | None:
         """The ids that a tensor must have to be kept; None: it is copied."""
@@ -89,10 +94,12 @@ def kept_tensors(captured: CapturedState, copied: Collection[int], started: Star
             wanted[number] = ids
     if not wanted or sum(captured.sources[number].size_bytes for number in wanted) < MIN_KEPT_BYTES:
         return {}
-    kept = {}
-    for number, blocks in blocks_by_tensor(started).items():
-        if wanted.get(number) == b"".join(digest for _, digest in blocks):
-            kept[number] = KeptSource(captured.sources[number], number, captured.layout.tensors[number].name, blocks)
+    kept, found = dict[int, KeptSource](), blocks_by_tensor(started)
+    for number, ids in wanted.items():
+        if b"".join(digest for _, digest in found[number]) == ids:
+            kept[number] = KeptSource(captured.sources[number], number, captured.layout.tensors[number].name, found[number])
+        else:
+            stored.forget(captured.layout.tensors[number].name)
     return kept
 
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.errors import CaptureChangedError
 from tensorstore_ck.log.block_index import Location
 from tensorstore_ck.state.device import capture_proofs, kept_tensors
+from tensorstore_ck.state.device.device_blocks import StartedIds
 from tensorstore_ck.state.device.kept_tensors import KeptSource
 from tests.effort import effort
 from tests.session.group.pool import make_store
@@ -110,6 +112,23 @@ def test_only_tensors_that_changed_are_copied(job: Job) -> None:
     pending.wait()
     job.assert_stored(3, expected)
     assert job.put()[2] == [name for name in job.state if name != "small"]
+
+
+def test_a_call_waits_only_for_tensors_that_may_not_have_changed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[StartedIds] = []
+    wait = kept_tensors.blocks_by_tensor
+
+    def noted(started: StartedIds) -> Any:
+        waits.append(started)
+        return wait(started)
+
+    monkeypatch.setattr(kept_tensors, "blocks_by_tensor", noted)
+    for _ in range(3):
+        job.change_all()
+        pending, _, copied = job.put()
+        assert len(copied) == len(job.state) - 1
+        pending.wait()
+    assert len(waits) == 1
 
 
 def test_a_tensor_is_checked_for_numbers_that_are_not_finite_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
