@@ -5,7 +5,7 @@ from typing import Final
 
 from sqlalchemy import Connection, delete, func, insert, inspect, select
 
-from tensorstore_ck.catalog.schema import OF_STORES, VERSION, catalog_version, metadata, metrics, snapshot_id
+from tensorstore_ck.catalog.schema import OF_STORES, VERSION, attributes, catalog_version, metadata, metrics, snapshot_id
 from tensorstore_ck.catalog.views import VIEWS, create_view
 from tensorstore_ck.errors import AlreadyExistsError, FormatVersionError
 
@@ -75,8 +75,9 @@ def drop_other_version(connection: Connection) -> bool:
 
 def delete_rows(connection: Connection, store_id: int) -> None:
     """Deletes a store's rows, but not its row in `stores`."""
-    of_store = metrics.c.snapshot.between(snapshot_id(store_id, 0, 0), snapshot_id(store_id + 1, 0, 0) - 1)
-    connection.execute(delete(metrics).where(of_store))
+    for table in (metrics, attributes):
+        of_store = table.c.snapshot.between(snapshot_id(store_id, 0, 0), snapshot_id(store_id + 1, 0, 0) - 1)
+        connection.execute(delete(table).where(of_store))
     for table in OF_STORES:
         connection.execute(delete(table).where(table.c.store_id == store_id))
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from sqlalchemy import BigInteger, Column, Double, Index, Integer, MetaData, Table, Text
 
-VERSION: Final = 4
+VERSION: Final = 5
 """Raised with each change; a catalog of another version must be rebuilt."""
 
 PUT_BITS: Final = 13
@@ -97,6 +97,19 @@ metrics: Final = Table(
     sqlite_with_rowid=False,
 )
 """`snapshot`: its id. `value`: NULL for NaN, which SQLite cannot hold. `noted`: 1 if it was added after the save."""
+
+attributes: Final = Table(
+    "attributes",
+    metadata,
+    _key("snapshot"),
+    _key("name", _text()),
+    Column("value", Double),
+    Column("text", _text()),
+    Index("attributes_value", "name", "value", "snapshot"),
+    Index("attributes_text", "name", "text", "snapshot"),
+    sqlite_with_rowid=False,
+)
+"""`snapshot`: its id. `value`: NULL for NaN and for texts. With the epoch, the triggers and the duration of the save: `searchable`."""
 
 refs: Final = Table(
     "refs",

@@ -10,6 +10,7 @@ ref_table.py                             typed reads of the table
 address.py                               how a user names a snapshot
 snapshot.py                              what users see of a snapshot
 snapshot_log.py                          what users see of a history
+snapshot_condition.py                    conditions on snapshots in memory, and the numbers to sort them by
 training_line.py                         which snapshots of a branch led to its last one
 maintenance_outcome.py                   what users see of a run of gc or fsck
 quota.py                                 quotas, and how much of them is used

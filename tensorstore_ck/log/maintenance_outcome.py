@@ -37,7 +37,9 @@ class RunOutcome:
     @classmethod
     def of(cls, run: str, row: Any, counts: Mapping[str, int]) -> "RunOutcome":
         """From a row of the ref table or of a catalog."""
-        return cls(run, row.outcome, row.time_ns, row.duration_ns / 1e9, dict(counts), row.message, row.actor, entry=row.n)
+        return cls(
+            run, row.outcome, row.time_ns, row.duration_ns / 1e9, counts=dict(counts), message=row.message, actor=row.actor, entry=row.n
+        )
 
     def __repr__(self) -> str:
         return f"RunOutcome({one_line(self.run)}: {one_line(self.outcome)}, {self.time_ns} ns, entry {self.entry})"

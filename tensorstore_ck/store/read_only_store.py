@@ -159,7 +159,8 @@ class ReadOnlyStore:
         """Restores the snapshot at `address`, every block verified. Waits first for the asynchronous saves of this handle.
 
         Args:
-            address: A branch, tag, root, root prefix, ``ref@step``, ``ref~n``; or ``ref^staged``, for what these hosts have staged.
+            address: A branch, tag, root, root prefix, ``ref@step``, ``ref~n``, ``ref^best:val_loss`` (lowest; with ``:max``
+                highest); or ``ref^staged``, for what these hosts have staged.
             into: A state of the same form, whose tensors are filled in place without a second copy. Everything is checked
                 before anything is read; if reading then fails, its tensors are undefined.
             select: Globs over names such as ``model.*``; what matches none is left out (None inside lists and tuples).
@@ -357,7 +358,8 @@ class ReadOnlyStore:
     def log(self, ref: str | None = None, *, limit: int | None = None) -> SnapshotLog:
         """The history of a branch (a tag: its one snapshot), newest first; of all branches together without `ref`.
 
-        The list has `to_pandas`, and notebooks show it as a table.
+        The list has `where` and `sorted_by` (``store.log("runs/gpt").where("lr < 1e-4").sorted_by("val_loss")``) and `to_pandas`, and
+        notebooks show it as a table.
         """
         return list_refs.history(self.engine, ref, limit)
 

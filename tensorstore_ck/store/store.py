@@ -74,6 +74,7 @@ class Store(ReadOnlyStore):
         metadata: Mapping[str, object] | None = None,
         triggers: Sequence[str] = (),
         epoch: float | None = None,
+        attributes: Mapping[str, float | str] | None = None,
         expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         group: "ProcessGroup | DeviceMesh | None" = None,
@@ -97,10 +98,12 @@ class Store(ReadOnlyStore):
             ref: The branch to move; made if it does not exist.
             step: The training step, for ``ref@step``.
             metrics: Numbers to rank by.
-            metadata: What the run knows: config, learning rate, git commit. At most 1 MiB; part of the root.
+            metadata: What the run knows: config, data set, author. At most 1 MiB; part of the root.
             triggers: Why it is saved, for retention (see `set_policy`): names of triggers. ``["at_steps"]`` makes it a milestone, which
                 policies keep by default. `Checkpointer` passes those that fired.
             epoch: The number of completed epochs, for the policy `keep_epochs`.
+            attributes: Numbers and short texts to search by (see `SnapshotLog.where`), at most 64 with those of `metadata`: its scalars can
+                be searched, too. Not part of the root; with `group`, those of the first rank count.
             expect: A root, `ANY`, or None for "the ref must not exist", instead of what this handle last saw.
             parent: The address of the snapshot that this one continues; None: none. By default what this handle last saved or restored on
                 the ref; for a ref that it has not seen, the head of its branch, if there is one. Part of the root.
@@ -143,6 +146,7 @@ class Store(ReadOnlyStore):
             metadata=metadata,
             triggers=triggers,
             epoch=epoch,
+            attributes=attributes,
             expect=expect,
             parent=parent,
             codec=codec,
@@ -162,6 +166,7 @@ class Store(ReadOnlyStore):
         metadata: Mapping[str, object] | None = None,
         triggers: Sequence[str] = (),
         epoch: float | None = None,
+        attributes: Mapping[str, float | str] | None = None,
         expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         group: "ProcessGroup | DeviceMesh | None" = None,
@@ -188,6 +193,7 @@ class Store(ReadOnlyStore):
             metadata: See `put_snapshot`.
             triggers: See `put_snapshot`.
             epoch: See `put_snapshot`.
+            attributes: See `put_snapshot`.
             expect: See `put_snapshot`.
             parent: See `put_snapshot`.
             group: See `put_snapshot`.
@@ -226,6 +232,7 @@ class Store(ReadOnlyStore):
             metadata=metadata,
             triggers=triggers,
             epoch=epoch,
+            attributes=attributes,
             expect=expect,
             parent=parent,
             codec=codec,

@@ -10,6 +10,7 @@ gradients.py           gradients in the middle of a step
 buffers.py             buffers that ranks may hold differently
 extras.py              objects and plain values that the user adds
 random_generators.py   states and seeds of random number generators
+noted_attributes.py    what each save notes to be searched by: learning rates, positions, the commit of the code
 shared_state.py        what the ranks share: models, optimizers, schedules, what the user adds
 per_rank_state.py      what each rank has for itself: generators (seeded again for another number of ranks), positions, buffers, values
 rank_agreement.py      what ranks must know of each other before the first save

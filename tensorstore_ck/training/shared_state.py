@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.training import extras, gradients, model_state, optimizers, random_generators
+from tensorstore_ck.training.noted_attributes import noted_attributes
 from tensorstore_ck.training.parameter_names import MODEL, ParameterNames, without_wrappers
 from tensorstore_ck.training.stateful_parts import StatefulPart, load
 
@@ -62,6 +63,11 @@ class SharedState:
         """The optimizers that call hooks when they begin a step."""
         given = self._optimizers.objects.values()
         return [one for one in given if isinstance(one, torch.optim.Optimizer) and hasattr(one, "_optimizer_step_pre_hooks")]
+
+    def attributes(self) -> dict[str, float | str]:
+        """What each save notes: see `noted_attributes`."""
+        parts = {"optimizers": "optimizer", "schedulers": "scheduler", "loaders": "dataloader", "extra": "extra"}
+        return noted_attributes(**{argument: self.objects(part) for argument, part in parts.items()})
 
     def names(self) -> ParameterNames:
         """The names of the models' parameters."""

@@ -145,6 +145,7 @@ class TrainingState:
         metadata: Mapping[str, object] | None = None,
         triggers: Sequence[str] = (),
         epoch: float | None = None,
+        attributes: Mapping[str, float | str] | None = None,
         expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         unchanged: Unchanged = "warn",
@@ -164,6 +165,9 @@ class TrainingState:
             metadata: Anything to note about the run.
             triggers: See `Store.put_snapshot`.
             epoch: See `Store.put_snapshot`.
+            attributes: See `Store.put_snapshot`. Without being asked, a save notes learning rates (``lr``), the scheduler's position
+                (``scheduler_step``), ``epoch`` and ``samples_seen`` of a `SampleCursor`, plain values of `extra` (as
+                ``extra.tokens_seen``) and the commit that git has checked out (``code_version``).
             expect: See `Store.put_snapshot`.
             parent: See `Store.put_snapshot`.
             unchanged: See `Store.put_snapshot`.
@@ -180,6 +184,7 @@ class TrainingState:
             metadata=metadata,
             triggers=triggers,
             epoch=epoch,
+            attributes={**self._sides.shared.attributes(), **(attributes or {})},
             expect=expect,
             parent=parent,
             unchanged=unchanged,
@@ -202,6 +207,7 @@ class TrainingState:
         metadata: Mapping[str, object] | None = None,
         triggers: Sequence[str] = (),
         epoch: float | None = None,
+        attributes: Mapping[str, float | str] | None = None,
         expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         frozen: Sequence[str] | None = None,
@@ -228,6 +234,7 @@ class TrainingState:
             metadata=metadata,
             triggers=triggers,
             epoch=epoch,
+            attributes={**self._sides.shared.attributes(), **(attributes or {})},
             expect=expect,
             parent=parent,
             group=group,

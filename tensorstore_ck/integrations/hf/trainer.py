@@ -268,7 +268,9 @@ class SnapshotMixin(ExceptionSaveMixin):
         if self._frozen_base is not None:
             self._frozen[:] = self._frozen_base.names(native.model)
         metrics = trainer_values.step_metrics(state, self._store, self._group)
-        metadata = {} if self._reference is None else self._reference.metadata()
+        metadata: dict[str, object] = {} if self._reference is None else {**self._reference.metadata()}
+        if state.num_input_tokens_seen:
+            metadata["tokens_seen"] = state.num_input_tokens_seen
         with held_engine.partitioned(self._engine):
             saved = self._checkpointer.step(state.global_step, metrics, epoch=state.epoch, metadata=metadata)
         self._named.finish()

@@ -174,6 +174,8 @@ class RankSave:
             arrived_ns=take_count(outcome, "arrived_ns"),
             triggers=list(request.origin.triggers),
             epoch=request.origin.epoch,
+            attributes=outcome.get("attributes"),
+            duration_ns=outcome.get("duration_ns"),
         )
 
     def keep(self, info: SnapshotInfo, outcome: Body) -> None:
@@ -299,7 +301,8 @@ class RankSave:
         entry = next(self._engine.log.entries(n))
         op = next(op for op in entry.ops if op.name in ("put", "staged") and op.fields["txn"] == self._txn)
         info = SnapshotInfo.of_op(op.fields, n, entry.time_ns)
-        return {key: op.fields[key] for key in REPORTED} | {"n": n, "time_ns": info.time_ns, "arrived_ns": info.arrived_ns}
+        noted = {"attributes": info.attributes, "duration_ns": info.duration_ns}
+        return {key: op.fields[key] for key in REPORTED} | {"n": n, "time_ns": info.time_ns, "arrived_ns": info.arrived_ns, **noted}
 
     def _difference(self, results: Sequence[RankResult]) -> str:
         """The ranks that differ though they should hold the same data, in words; empty if none do."""
