@@ -59,7 +59,7 @@ MOST_LINES = {
     "session": 10700,
     "state": 6800,
     "store": 1600,
-    "training": 4800,
+    "training": 4900,
     "ui": 4100,
 }
 """Of the Python files of each area, rounded up to hundreds."""
