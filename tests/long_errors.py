@@ -7,7 +7,7 @@ from typing import Any
 from tensorstore_ck.common.user_frames import short_errors
 
 SHORT = short_errors(lambda: None).__code__
-RAISE_NOTHING = frozenset({"LoadReport.deliver", "Snapshot.cells", "Snapshot.from_info"})
+RAISE_NOTHING = frozenset({"LoadReport.deliver", "RunOutcome.of", "Snapshot.cells", "Snapshot.from_info"})
 
 
 def long_errors(public: Iterable[object]) -> list[str]:

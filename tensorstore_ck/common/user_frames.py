@@ -8,13 +8,16 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import FrameType, FunctionType, GeneratorType, TracebackType
 from typing import Any, Final, TypeVar
 
+from tensorstore_ck.common.printed_commands import name_store
 from tensorstore_ck.errors import StoreError
 
 Target = TypeVar("Target", bound=Callable[..., Any])
+Prepare = Callable[[StoreError, Sequence[Any]], object]
+"""What is done to an error that leaves a call, by the arguments of the call."""
 _logger: Final = logging.getLogger("tensorstore_ck")
 _PACKAGE: Final = __name__.partition(".")[0]
 _LIBRARY: Final = os.path.join(os.path.dirname(os.__file__), "")
@@ -27,10 +30,26 @@ def short_errors(target: Target) -> Target:
 
     On a function, or on a class for each public method and cached property that it defines; of generators, for each step.
     """
+    return _decorated(target, lambda error, _: shorten(error))
+
+
+def short_store_errors(target: Target) -> Target:
+    """Does the same for a class whose `url` is a store, and adds the store to the commands in the errors."""
+
+    def prepare(error: StoreError, arguments: Sequence[Any]) -> None:
+        url = getattr(arguments[0], "url", None)
+        if isinstance(url, str):  # not before `__init__` has set it
+            name_store(error, url)
+        shorten(error)
+
+    return _decorated(target, prepare)
+
+
+def _decorated(target: Target, prepare: Prepare) -> Target:
     if isinstance(target, type):
-        for name, each in list(vars(target).items()):
+        for name, member in list(vars(target).items()):
             if name in _SPECIAL_METHODS or not name.startswith("_"):
-                _shorten_member(target, name, each)
+                _decorate_member(target, name, member, prepare)
         return target
 
     @functools.wraps(target)
@@ -38,13 +57,13 @@ def short_errors(target: Target) -> Target:
         try:
             result = target(*args, **kwargs)
         except StoreError as exc:
-            shorten(exc)
+            prepare(exc, args)
             raise
         except TypeError as exc:
             if not _takes(target, args, kwargs):
                 exc.__traceback__ = None  # the caller's mistake: no frame in here says more
             raise
-        return _short_iteration(result) if isinstance(result, GeneratorType) else result
+        return _iterated(result, prepare, args) if isinstance(result, GeneratorType) else result
 
     return call  # type: ignore[return-value]
 
@@ -58,20 +77,20 @@ def _takes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return True
 
 
-def _shorten_member(owner: type, name: str, member: object) -> None:
+def _decorate_member(owner: type, name: str, member: object, prepare: Prepare) -> None:
     if isinstance(member, FunctionType):
-        setattr(owner, name, short_errors(member))
+        setattr(owner, name, _decorated(member, prepare))
     elif isinstance(member, classmethod | staticmethod):
-        setattr(owner, name, type(member)(short_errors(member.__func__)))
+        setattr(owner, name, type(member)(_decorated(member.__func__, prepare)))
     elif isinstance(member, functools.cached_property):
-        member.func = short_errors(member.func)
+        member.func = _decorated(member.func, prepare)
 
 
-def _short_iteration(generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+def _iterated(generator: Generator[Any, Any, Any], prepare: Prepare, arguments: Sequence[Any]) -> Generator[Any, Any, Any]:
     try:
         return (yield from generator)
     except StoreError as exc:
-        shorten(exc)
+        prepare(exc, arguments)
         raise
 
 
@@ -92,9 +111,13 @@ def shorten(error: StoreError) -> None:
 
 
 def user_stacklevel() -> int:
-    """The `stacklevel` of a warning, for the function that calls this: that of the first frame outside of this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame):
+    """The `stacklevel` of a warning, for the function that calls this: the first frame outside of this package and of Python's library.
+
+    Where there is none, in a thread of this package, it is more than there are frames, and the warning names no line.
+    """
+    level = 1
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (_is_ours(frame) or _is_library(frame.f_code.co_filename)):
         level, frame = level + 1, frame.f_back
     return level
 
@@ -116,9 +139,7 @@ def _users(traceback: TracebackType | None, *, with_installed: bool = False) -> 
     kept = None
     for each in reversed([*_frames(traceback)]):
         name = each.tb_frame.f_code.co_filename
-        is_installed = f"{os.sep}site-packages{os.sep}" in name
-        is_library = name.startswith((_LIBRARY, "<frozen ")) and not is_installed
-        if not is_library and not _is_ours(each.tb_frame) and (with_installed or not is_installed):
+        if not _is_library(name) and not _is_ours(each.tb_frame) and (with_installed or not _is_installed(name)):
             kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return kept
 
@@ -126,6 +147,14 @@ def _users(traceback: TracebackType | None, *, with_installed: bool = False) -> 
 def _is_ours(frame: FrameType) -> bool:
     """By the module's name, since the methods that dataclasses generate have no file."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == _PACKAGE
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((_LIBRARY, "<frozen ")) and not _is_installed(file)
+
+
+def _is_installed(file: str) -> bool:
+    return f"{os.sep}site-packages{os.sep}" in file
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:

@@ -54,7 +54,7 @@ def log_snapshot(
         name: The artifact; by default the ref, with - in place of /.
         artifact_type: Its type.
         aliases: More aliases of this version, in addition to ``latest`` and ``step-N``.
-        pin: Keeps the snapshot, whatever a policy or `Store.forget` drops, until ``store.unpin(root, owner="wandb:RUN_PATH")``; or for so
+        pin: Keeps the snapshot from policies and `Store.forget` until ``store.unpin(root, owner="wandb:RUN_PATH")``; or for so
             long, such as ``"30d"``. False, and in a disabled run: does not.
 
     Returns:

@@ -87,6 +87,11 @@ class SampleCursor:
         """The number of samples of this epoch that all ranks together have consumed."""
         return self._position
 
+    @property
+    def samples_seen(self) -> int:
+        """The number of samples that all ranks together have consumed in all epochs, if `batch_size` was always the present one."""
+        return self._epoch * (self._size - self._size % self._batch_size * self._drop_last) + self._position
+
     def advance(self) -> None:
         """Call it when all ranks have consumed a batch. After the last batch of an epoch the next epoch begins."""
         self._position += min(self._batch_size, self._size - self._position)

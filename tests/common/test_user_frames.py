@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.common.user_frames import short_errors, user_stacklevel
 from tests.long_errors import long_errors
 
+PACKAGE = Path(tsck.__file__).parent
 STATE = {"w": torch.arange(4000.0)}
 
 
@@ -199,3 +201,18 @@ def test_a_warning_is_at_the_users_line(store: tsck.Store) -> None:
         store.checkout("runs/a", allow_bad=True)  # type: ignore[call-arg]
     assert [each.filename for each in caught] == [__file__] * 2
     assert user_stacklevel() == 1
+
+
+def test_warnings_of_a_save_name_no_line_of_this_package(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    warnings.simplefilter("always")
+    diverged = {"w": torch.full((4000,), torch.nan)}
+    with tsck.open(tmp_path / "store", create=True) as store:
+        store.put_snapshot(STATE, ref="runs/a", step=1, metrics={"loss": 1.0})
+        store.set_policy("runs/*", keep_best=(1, "los", "min"))
+        store.set_quota("runs/*", warn=1)
+        store.put_snapshot(diverged, ref="runs/a", step=2)
+        store.put_snapshot_async(diverged, ref="runs/a", step=3).wait()
+    caught = [(each.category.__name__, each.filename) for each in recwarn]
+    assert {category for category, _ in caught} == {"SuspiciousSaveWarning", "QuotaWarning", "UnmatchedRuleWarning"}
+    assert not [name for _, name in caught if name.startswith(str(PACKAGE)) or name == threading.__file__], caught
+    assert ("SuspiciousSaveWarning", __file__) in caught

@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -34,7 +34,7 @@ from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.queued_save import QueuedSave
 from tensorstore_ck.state.opaque_item import OpaqueItem
-from tensorstore_ck.store import Store
+from tensorstore_ck.store import OpenOptions, Store
 from tensorstore_ck.store.internals import save_context, save_queue
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Writer(StorageWriter):
 
     The result is a snapshot like any other: when ``dcp.save`` returns it is durable and published; after a failure nothing is visible.
 
-    Of plain tensors and values that several ranks have under one name, DCP saves one rank's copy. If the copies differ, a
+    If several ranks have a plain tensor or value under one name, DCP saves one rank's copy. If the copies differ, a
     `SuspiciousSaveWarning` names them, their ranks and the saved one before anything is published. A writer's first save compares all;
     later saves compare values, tensors up to 4 KiB, and about one in as many of the others as there are ranks. A broken tie cannot be seen
     here: where torch makes two parameters of an embedding and its head (`parallelize_module` before `fully_shard`), both are saved as they
@@ -80,7 +80,7 @@ class Writer(StorageWriter):
         metadata: Mapping[str, object] | None = None,
         unchanged: Unchanged = "warn",
         verify_capture: float = SAMPLE_SHARE,
-        **open_options: Any,
+        **open_options: Unpack[OpenOptions],
     ) -> None:
         """Opens nothing yet.
 

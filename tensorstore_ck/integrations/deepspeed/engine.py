@@ -27,8 +27,8 @@ from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.checkpointing import Checkpointer
+from tensorstore_ck.training.per_rank_state import GENERATORS, VALUES
 from tensorstore_ck.training.rank_group import ask_first_rank
-from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES
 from tensorstore_ck.training.resume_search import ResumeSearch
 
 

@@ -36,7 +36,7 @@ from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
-from tensorstore_ck.training.rank_own_state import VALUES
+from tensorstore_ck.training.per_rank_state import VALUES
 
 NOT_WEIGHTS: Final = ("optimizer", "scheduler", "scaler", "rank_values")
 """Restored together with the weights; the generators come last."""
@@ -268,7 +268,9 @@ class SnapshotMixin(ExceptionSaveMixin):
         if self._frozen_base is not None:
             self._frozen[:] = self._frozen_base.names(native.model)
         metrics = trainer_values.step_metrics(state, self._store, self._group)
-        metadata = {} if self._reference is None else self._reference.metadata()
+        metadata: dict[str, object] = {} if self._reference is None else {**self._reference.metadata()}
+        if state.num_input_tokens_seen:
+            metadata["tokens_seen"] = state.num_input_tokens_seen
         with held_engine.partitioned(self._engine):
             saved = self._checkpointer.step(state.global_step, metrics, epoch=state.epoch, metadata=metadata)
         self._named.finish()

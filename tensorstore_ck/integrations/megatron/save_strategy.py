@@ -96,10 +96,12 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
     def _options(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> dict[str, Any]:
         """The arguments of a save; its step is the number at the end of the folder's name."""
         state: dict[str, Any] | UnpreparedState
+        attributes = {}
         try:
             state = state_of(sharded_state_dict)
             if dist.get_rank() == 0:
                 state[COMMON] = _common_state(state, Path(checkpoint_dir) / COMMON_STATE_FNAME)
+                attributes = _attributes(state[COMMON])
                 end_other_checkpoint(checkpoint_dir)
         except Exception as exc:  # noqa: BLE001 - the save raises it; the other ranks would wait for this one
             state = UnpreparedState(exc)
@@ -107,7 +109,8 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
             self._is_first = False
             self._continue_ref(Path(checkpoint_dir), state)
         number = _NUMBER.search(str(checkpoint_dir))
-        return {"state": state, "ref": self._ref, "step": None if number is None else int(number[1]), "group": dist.group.WORLD}
+        step = None if number is None else int(number[1])
+        return {"state": state, "ref": self._ref, "step": step, "attributes": attributes, "group": dist.group.WORLD}
 
     def _continue_ref(self, checkpoint_dir: Path, state: dict[str, Any] | UnpreparedState) -> None:
         """At the first save: see `head_before_local_checkpoint`. The first rank decides."""
@@ -141,6 +144,13 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
         is_named = str(Path(folder)) in cls._named
         cls._named.discard(str(Path(folder)))
         return is_named
+
+
+def _attributes(common_state: Any) -> dict[str, float]:
+    """What to search snapshots by, of the arguments that Megatron-LM keeps in the common state."""
+    arguments = common_state.get("args") if isinstance(common_state, dict) else None
+    samples = getattr(arguments, "consumed_train_samples", None)
+    return {"samples_seen": float(samples)} if isinstance(samples, int) else {}
 
 
 def _common_state(state: dict[str, Any], path: Path) -> Any:

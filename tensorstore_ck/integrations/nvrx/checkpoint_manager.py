@@ -103,7 +103,7 @@ class LocalCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return self._opened
 
     def load(self) -> tuple[TensorAwareStateDict, CkptID]:
-        """Loads what `find_latest` found; on all ranks. Where a copy is damaged, another rank's replica is taken.
+        """Loads what `find_latest` found; on all ranks. If a copy is damaged, another rank's replica is used.
 
         Returns:
             This rank's state dict, and its id.

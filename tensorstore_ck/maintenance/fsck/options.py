@@ -22,7 +22,7 @@ class FsckOptions:
     sample_fraction: float | None = None
     """Read this share of all packs' bytes: first the packs that were never verified, then those verified longest ago."""
     max_seconds: float | None = None
-    """Read in that order until this time is over; the next such run continues there."""
+    """Read data in that order until this time is over; the next such run continues there."""
     progress: Progress | None = None
     rate_limit: float | None = None
     """Limit of reads, and of repair's writes, so that jobs keep their bandwidth; None: no limit."""

@@ -45,7 +45,7 @@ class Trigger(ABC):
 
     @property
     def name(self) -> str:
-        """What the snapshot and retention rules call it; empty: nothing."""
+        """Its name in snapshots and retention rules; empty: nothing."""
         return type(self).__name__
 
     @abstractmethod
