@@ -99,7 +99,8 @@ class LocalBackend:
             folder = os.path.dirname(folder)
         with os_errors("look at the free space of", self.url):
             found = os.statvfs(folder)
-        return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+        inodes = found.f_favail if found.f_files else None
+        return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, inodes)
 
     # --- write ---
 
