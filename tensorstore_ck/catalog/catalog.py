@@ -63,7 +63,7 @@ class Catalog:
 
     @property
     def url(self) -> str:
-        """Where the catalog is, without a password."""
+        """The URL or path of the catalog, without a password."""
         return self._database.shown
 
     def close(self) -> None:
@@ -209,23 +209,12 @@ class Catalog:
             counts = {(row[0], row[1]): (row[2], row[3]) for row in connection.execute(counted)}
             jobs_by_store: dict[int, list[CatalogJob]] = {}
             for row in connection.execute(
-                select(jobs, stores.c.url).join(stores, stores.c.store_id == jobs.c.store_id).order_by(jobs.c.ref)
+                select(jobs, stores.c.url.label("store")).join(stores, stores.c.store_id == jobs.c.store_id).order_by(jobs.c.ref)
             ):
-                job = CatalogJob(
-                    store=row.url,
-                    ref=row.ref,
-                    job=row.job,
-                    puts=row.puts,
-                    processes=row.processes,
-                    live=counts.get((row.store_id, row.ref), (0, 0))[1],
-                    first_step=row.first_step,
-                    last_step=row.last_step,
-                    first_time_ns=row.first_time_ns,
-                    last_time_ns=row.last_time_ns,
-                    logical_bytes=row.logical_bytes,
-                    new_bytes=row.new_bytes,
-                )
-                jobs_by_store.setdefault(row.store_id, []).append(job)
+                fields = row._asdict()
+                store_id = fields.pop("store_id")
+                job = CatalogJob(**fields, live=counts.get((store_id, row.ref), (0, 0))[1])
+                jobs_by_store.setdefault(store_id, []).append(job)
             runs = last_runs(connection)
             limits: dict[int, dict[str, Quota]] = {}
             for row in connection.execute(select(quotas).order_by(quotas.c.glob)):

@@ -30,7 +30,7 @@ def has_tables(connection: Connection, shown: str) -> bool:
     if version not in (None, VERSION):
         raise FormatVersionError(
             f"the catalog in {shown} has version {version}, this build reads and writes version {VERSION}: "
-            f"`tsck catalog rebuild --db {shlex.quote(shown)}` replaces it; other stores in it are missing until they are synced again",
+            f"`tsck catalog rebuild STORE --db {shlex.quote(shown)}` replaces it; its other stores are missing until they are synced again",
             object_id=shown,
         )
     return version is not None

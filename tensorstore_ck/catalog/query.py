@@ -27,6 +27,8 @@ _ORDERS: Final[dict[str, Any]] = {
     "size": snapshots.c.logical_bytes,
 }
 """Field -> what to order by. An age is ordered as a time, reversed."""
+_COPIED: Final = ("ref", "job", "root", "step", "time_ns", "actor", "logical_bytes", "new_bytes", "mark", "reason", "state")
+"""Fields of a `FoundSnapshot` that are columns of its row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +113,9 @@ def find(connection: Connection, query: CheckedQuery) -> tuple[FoundSnapshot, ..
     pinned = {tuple(row) for row in _select(connection, tuple_(pins.c.store_id, pins.c.ulid), by_ulid, pins.c.store_id, pins.c.ulid)}
     return tuple(
         FoundSnapshot(
+            **{name: row._mapping[name] for name in _COPIED},
             store=urls[row.store_id],
-            ref=row.ref,
-            job=row.job,
-            root=row.root,
             id=row.ulid,
-            step=row.step,
-            time_ns=row.time_ns,
-            actor=row.actor,
-            logical_bytes=row.logical_bytes,
-            new_bytes=row.new_bytes,
-            mark=row.mark,
-            reason=row.reason,
-            state=row.state,
             metrics=dict(sorted(metrics_by_id.get(row.id, {}).items())),
             attributes=dict(sorted(attributes_by_id.get(row.id, {}).items())),
             tags=tuple(sorted(tags_by_ulid.get((row.store_id, row.ulid), ()))),
@@ -194,7 +186,7 @@ def _tables_with(connection: Connection, name: str) -> tuple[Table, ...]:
     elif known:
         advice = f"there are {', '.join(known[:8])}{' and more' if len(known) > 8 else ''}"
     else:
-        advice = "there are none at all; is the store synced (`tsck catalog sync`)?"
+        advice = "it has none at all: its stores have none, or were last synced before these were saved"
     raise NotFoundError(f"no snapshot in the catalog has a metric or an attribute {name!r}: {advice}", object_id=name)
 
 

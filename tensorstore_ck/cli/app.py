@@ -146,7 +146,9 @@ def _lost_output(exc: OSError) -> int:
     from tensorstore_ck.backend.os_errors import store_error  # noqa: PLC0415 - what prints help needs no backend
 
     error = store_error(exc, "write", "the output")
-    _fail(error.kind, str(error), "", as_json=False)
+    # Nobody need run it again, unless for the output.
+    what = f"the command has done its work, but its output is lost: {exc.strerror}"
+    _fail(error.kind, what, "", as_json=False)
     return error.exit_code
 
 

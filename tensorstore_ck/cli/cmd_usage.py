@@ -107,7 +107,7 @@ def _codec_lines(codecs: Sequence[CodecUsage]) -> list[str]:
 
 
 def _headline(usage: Usage) -> str:
-    """What is stored, and what would be freed."""
+    """Stored bytes, and bytes that gc would free."""
     later_bytes = sum(item.bytes for item in usage.freeable.later)
     later = f", {human_bytes(later_bytes)} later" if later_bytes else ""
     return f"{human_bytes(usage.objects_bytes)} stored; gc would free {human_bytes(usage.freeable.now_bytes)} now{later}"

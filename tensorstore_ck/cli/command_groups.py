@@ -11,6 +11,7 @@ GROUPS: Final = {
         "put": "cmd_put_get",
         "get": "cmd_put_get",
         "watch": "cmd_watch",
+        "follow": "cmd_follow",
         "verify-resume": "cmd_verify_resume",
         "staging": "cmd_staging",
     }),

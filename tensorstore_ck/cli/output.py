@@ -253,7 +253,7 @@ def stdout_is_terminal() -> bool:
 
 
 def _states(snapshots: "Sequence[Snapshot]") -> dict[str, str]:
-    """Id -> what a snapshot is to its branches, in a history."""
+    """Id -> the role of a snapshot for its branches, in a history."""
     from tensorstore_ck.log.snapshot_log import SnapshotLog  # noqa: PLC0415 - as above
 
     if not isinstance(snapshots, SnapshotLog):

@@ -1,9 +1,10 @@
 """What flows between memory and the store: a state taken apart, the sources and targets of its bytes, and a stored snapshot, opened."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, overload
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.format.layout import ExplicitRegions, Layout
@@ -19,6 +20,26 @@ class ByteSource(Protocol):
 
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes [start, stop): the tensor's own memory where it is contiguous on the CPU, else a copy. Thread-safe."""
+
+
+class LazySources(Sequence[ByteSource]):
+    """Sources that are made on use: 20,000 objects would cost as much as their content."""
+
+    @abstractmethod
+    def at(self, number: int) -> ByteSource:
+        """The source of a number that is in range."""
+
+    def read(self, number: int, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) of the source of a number that is in range: see `ByteSource.read`."""
+        return self.at(number).read(start, stop)
+
+    @overload
+    def __getitem__(self, number: int) -> ByteSource: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[ByteSource]: ...
+    def __getitem__(self, number: int | slice) -> ByteSource | list[ByteSource]:
+        there = range(len(self))[number]
+        return self.at(there) if isinstance(there, int) else [self.at(at) for at in there]
 
 
 class ByteTarget(Protocol):
@@ -100,6 +121,12 @@ class CapturedState(NamedTuple):
     """None: no tensor is on a device."""
     own: "CapturedState | None" = None
     """The state that belongs to this rank alone."""
+
+    @property
+    def read(self) -> Callable[[int, int, int], memoryview]:
+        """Reads bytes [start, stop) of the source of a tensor: ``read(tensor, start, stop)``."""
+        sources = self.sources
+        return sources.read if isinstance(sources, LazySources) else lambda tensor, start, stop: sources[tensor].read(start, stop)
 
     @property
     def logical_bytes(self) -> int:

@@ -121,7 +121,7 @@ class PlaceUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage(HeldBytes):
-    """What all refs, pins and undo windows hold together, and the contents of the store."""
+    """The bytes that all refs, pins and undo windows hold together, and the contents of the store."""
 
     refs: tuple[RefUsage, ...]
     jobs: tuple[JobUsage, ...]
@@ -142,7 +142,7 @@ class Usage(HeldBytes):
     unreferenced_bytes: int
     """Bytes in packs, parts, records and relocation maps that nothing holds, without the overhead of held blocks."""
     freeable: Freeable
-    """What gc frees now, and what later and why."""
+    """The bytes that gc frees now, and those that it frees later, with the reason."""
     url: str
     """The store's own location."""
     space: SpaceForecast

@@ -1,4 +1,4 @@
-"""What a field of an operation or of a row of the ref table may hold: data, which one function compares values with."""
+"""The valid values of a field of an operation or of a row of the ref table: data, which one function compares values with."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
@@ -34,7 +34,7 @@ class Field(NamedTuple):
     high: int = MAX_INTEGER
     """The greatest one."""
     rule: Callable[[Any], bool] | None = None
-    """What else must hold of a value of that type and size."""
+    """A further condition on a value of that type and size."""
     may_be_nil: bool = False
 
     def accepts(self, value: object) -> bool:

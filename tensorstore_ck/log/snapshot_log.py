@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, SupportsIndex, overload
 
 from tensorstore_ck.common.extras import missing_extra
 from tensorstore_ck.common.html_table import GLANCE_ROWS, html_table
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.log.snapshot import COLUMNS, Snapshot
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
 
+@short_errors
 class SnapshotLog(list[Snapshot]):
     """Snapshots, newest first."""
 

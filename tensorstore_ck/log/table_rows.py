@@ -226,7 +226,7 @@ class PolicyRow(NamedTuple):
 
 
 class UndoWindow(NamedTuple):
-    """What one entry removed from a branch, or the tag that it removed."""
+    """The history that one entry removed from a branch, or the tag that it removed."""
 
     n: int
     """That entry."""
@@ -245,7 +245,7 @@ class ObjectRow(NamedTuple):
 
 
 class RelocationRow(NamedTuple):
-    """Where entries of a pack are now."""
+    """The present packs of a relocated pack's entries."""
 
     n: int
     hash: Digest
@@ -255,7 +255,7 @@ class RelocationRow(NamedTuple):
 
 
 class QuotaRow(NamedTuple):
-    """What the snapshots of some branches may add to the store."""
+    """The bytes that the snapshots of some branches may add to the store."""
 
     warn_bytes: int | None
     refuse_bytes: int | None
@@ -266,13 +266,13 @@ class QuotaRow(NamedTuple):
 
 
 class AddedRow(NamedTuple):
-    """What the held snapshots that were put to one branch added to the store."""
+    """The bytes that the held snapshots of one branch added to the store."""
 
     new_bytes: int
 
 
 class ReportRow(NamedTuple):
-    """What a run of gc or fsck reported last."""
+    """The last report of gc or fsck."""
 
     outcome: str
     duration_ns: int

@@ -4,7 +4,8 @@ fsck/                checks and repairs a store
 salvage/             makes a new log from the remaining objects of a store
 copy_store/          copies refs and their blocks to another store
 describe/            shows and compares snapshots
-refs.py              moves, tags, pins, marks and annotates
+list_refs.py         branches, tags and pins, and the history of branches
+change_refs.py       branch, reset, tag, untag, annotate, mark, finish, pin, unpin: one log entry each
 forget.py            forget and undo
 recorded_runs.py     gc, fsck and repair, with an entry in the log about the outcome
 apply_policies.py    sets, shows and applies retention policies

@@ -5,8 +5,7 @@ torch is imported only by what takes or returns tensors.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar, Unpack
@@ -208,10 +207,9 @@ def streams(session: Session, address: str, *, group: "ProcessGroup | DeviceMesh
     )[0]
 
 
-@contextmanager
-def open_lazily(session: Session, address: str) -> "Iterator[LazySnapshot]":
+def open_lazily(session: Session, address: str) -> "LazySnapshot":
     """See `Store.open_snapshot`."""
-    yield Restoring(session.engine, session.resolve(address).info).lazy()
+    return Restoring(session.engine, session.resolve(address).info).lazy()
 
 
 def _read_together(

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from tensorstore_ck.common.threads import for_each
-from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, DeviceBlocks
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, DeviceBlocks, LazySources
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, Sampling, pieces, require_unchanged, share_of
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES
@@ -22,7 +22,7 @@ from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, a
 from tensorstore_ck.state.device.capture_proofs import ArrivingSource, Overlap, start_copies
 from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopy, is_on_device
 from tensorstore_ck.state.rank_shares import ChainedSource
-from tensorstore_ck.state.tensor_table import ByteSources, LazySources
+from tensorstore_ck.state.tensor_table import ByteSources
 
 __all__ = ["Arena", "Slot", "copy_captured", "slot_bytes"]
 
@@ -182,6 +182,14 @@ class _CopiedSources(LazySources):
             raise InvalidOptionError("a captured state was read after its slot was released", object_id="slot")
         source = MemorySource(address_of(memory) + int(self._offsets[number]), memory, int(self._sizes[number]))
         return source if number not in self.arrivals else ArrivingSource(source, self.arrivals[number])
+
+    def read(self, number: int, start: int, stop: int) -> memoryview:
+        """See `LazySources`."""
+        memory = self._slot.memory
+        if memory is None or number in self._others or number in self.arrivals:
+            return super().read(number, start, stop)
+        first = int(self._offsets[number])
+        return memory[first + start : first + stop].data
 
     def __len__(self) -> int:
         return len(self._sizes)

@@ -4,13 +4,14 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from math import prod
 from types import EllipsisType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from tensorstore_ck.common.html_table import GLANCE_ROWS, html_table
 from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.format.tree import Leaf, leaves, parse
@@ -33,6 +34,7 @@ class BadIndexError(InvalidOptionError, IndexError):
     """An index that does not fit a tensor."""
 
 
+@short_errors
 class LazyTensor:
     """One stored tensor or array: ``t[10:20]`` reads only the blocks that hold these rows; ``t[:]`` reads it all."""
 
@@ -126,6 +128,7 @@ class LazyTensor:
         return in_order(elements, tuple(dim - gone for dim in order if dim >= gone)) if order else elements
 
 
+@short_errors
 class LazySnapshot(Mapping[str, LazyTensor]):
     """The tensors of a snapshot by name; a tensor is read when it is indexed."""
 
@@ -133,6 +136,12 @@ class LazySnapshot(Mapping[str, LazyTensor]):
         self._content = content
         self._tree = parse(content.layout, len(content.values))
         self._leaves = {leaf.path: leaf for leaf in leaves(self._tree)}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def __repr__(self) -> str:
         return f"LazySnapshot({len(self):,} tensors)"

@@ -1,4 +1,4 @@
-"""What `catalog`, `training`, `ui` and `integrations` need of an open store beyond its public methods.
+"""The interface of an open store, beyond its public methods, for `catalog`, `training`, `ui` and `integrations`.
 
 They reach the engine and the session of a store through these functions alone (tests/store/test_architecture.py). Not for users: any
 release may change them.

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.training.seeded_loader import seeded_loader
 from tensorstore_ck.training.stateful_parts import StatefulPart
@@ -33,6 +34,7 @@ _Numbers = npt.NDArray[np.uint64]
 _MIX: Final = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
 
 
+@short_errors
 class SampleCursor:
     """A job's position in its dataset. All ranks create the same one, advance it at each batch, and save it in the shared state.
 

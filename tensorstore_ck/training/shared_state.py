@@ -1,4 +1,4 @@
-"""What the ranks of a job share: models, optimizers, schedules, scalers, sample cursors, and what the user adds.
+"""The state that the ranks of a job share: models, optimizers, schedules, scalers, sample cursors, and what the user adds.
 
 It fits any number of ranks. Knows no ranks and no store.
 """
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tensorstore_ck.training import extras, gradients, model_state, optimizers, rng
+from tensorstore_ck.training import extras, gradients, model_state, optimizers, random_generators
 from tensorstore_ck.training.noted_attributes import noted_attributes
 from tensorstore_ck.training.parameter_names import MODEL, ParameterNames, without_wrappers
 from tensorstore_ck.training.stateful_parts import StatefulPart, load
@@ -146,4 +146,4 @@ class SharedState:
 
     def _plain_extra(self) -> StatefulPart:
         """The user's additions without generators, which are a rank's own."""
-        return StatefulPart.of("extra", self._extra).matching(lambda value: not rng.is_generator(value))
+        return StatefulPart.of("extra", self._extra).matching(lambda value: not random_generators.is_generator(value))

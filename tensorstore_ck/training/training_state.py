@@ -26,8 +26,8 @@ from tensorstore_ck.session.save import OnFull, PendingSnapshot
 from tensorstore_ck.store import LAST_SEEN, Store
 from tensorstore_ck.training import opaque_state, optimizers
 from tensorstore_ck.training.parameter_names import require_supported
+from tensorstore_ck.training.per_rank_state import GENERATORS, Merge, PerRankState
 from tensorstore_ck.training.rank_group import rank_and_world_size, require_group
-from tensorstore_ck.training.rank_own_state import GENERATORS, Merge, RankOwnState
 from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.sample_cursor import SampleCursor, require_one_position
 from tensorstore_ck.training.shared_state import SharedState
@@ -112,14 +112,14 @@ class TrainingState:
         own_loaders = loaders.matching(lambda part: not isinstance(part, SampleCursor))
         require_one_position(own_loaders)
         extra, rank_values = {} if extra is None else extra, {} if rank_values is None else rank_values
-        own = RankOwnState(model=models, loaders=own_loaders, extra=extra, values=rank_values, merge=rank_merge)
+        own = PerRankState(model=models, loaders=own_loaders, extra=extra, values=rank_values, merge=rank_merge)
         self._sides = StateSides(SharedState(models, trained_by, others, extra), own, own_loaders)
         self._frozen = frozen
         require_supported(models.objects)
         self._sides.shared.capture()  # raises now what a save would raise
 
     @classmethod
-    def over(cls, shared: SharedState, own: RankOwnState) -> Self:
+    def over(cls, shared: SharedState, own: PerRankState) -> Self:
         """For an adapter whose trainer keeps its state in another way than modules and torch optimizers."""
         state = cls.__new__(cls)
         state._sides, state._frozen = StateSides(shared, own, StatefulPart.of("dataloader", None)), ()

@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -20,6 +20,9 @@ from tensorstore_ck.ui.security import Access
 from tensorstore_ck.ui.sources import Sources, StoreKey
 from tensorstore_ck.ui.text import commands_html, count_text, duration_text, number_text, root_text, time_text
 
+if TYPE_CHECKING:
+    from tensorstore_ck.store import OpenOptions
+
 MAX_PAGE_DIGITS: Final = 9
 _COMMAND: Final = re.compile(r"`(tsck (?:(?! -s )[^`])*)`")
 """A command in a text that does not name its store."""
@@ -33,7 +36,7 @@ class Pages:
         sources: Sources,
         access: Access,
         complete: Callable[[str], str] = str,
-        open_options: Mapping[str, Any] | None = None,
+        open_options: "OpenOptions | None" = None,
         prices: Prices = NO_PRICES,
     ) -> None:
         """Args:
@@ -45,7 +48,7 @@ class Pages:
         """
         self.prices = prices
         self.sources = sources
-        self.open_options = dict(open_options or {})
+        self.open_options: OpenOptions = open_options or {}
         self.access = access
         self.notices = Notices()
         self._complete = complete

@@ -30,7 +30,7 @@ LEAST: Final = 3.0
 """The minimum width of a state that has bytes."""
 
 SHOWN: Final = {
-    "live": ("Live", "A branch or a tag holds it, whatever else does."),
+    "live": ("Live", "A branch or a tag holds it, perhaps together with other holders."),
     "pinned": ("Pinned", "Pins hold it, and no branch or tag."),
     "undo_window": ("Undo window", "It was forgotten. Only undo windows hold it, until gc ends them."),
     "young": ("Young", "Nothing holds it, and it is less than a day old: it may belong to a save that is running. gc keeps it."),
@@ -48,7 +48,7 @@ class State:
     bytes: int
     meaning: str
     left: float
-    """Where its piece of the bar begins."""
+    """The start of its piece of the bar."""
     width: float
 
 

@@ -12,7 +12,7 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.common.ids import block_id
 from tensorstore_ck.state.device.kernel import GROUP_BYTES, BlockHasher, CudaHasher, hasher_of
-from tensorstore_ck.state.device.window_copies import PieceCopy, WindowCopies
+from tensorstore_ck.state.device.waited_copies import PieceCopy, WaitedCopies
 from tests.gpu.kinds import clones, different, kinds, random_tensor
 
 REF = "runs/ids"
@@ -32,13 +32,13 @@ def hasher(cuda: torch.device) -> BlockHasher:
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each copy to the host."""
     sizes: list[int] = []
-    fetch = WindowCopies.fetch
+    fetch = WaitedCopies.fetch
 
-    def counted(self: WindowCopies, pieces: Sequence[PieceCopy]) -> memoryview:
+    def counted(self: WaitedCopies, pieces: Sequence[PieceCopy]) -> memoryview:
         sizes.append(sum(piece.size_bytes for piece in pieces))
         return fetch(self, pieces)
 
-    monkeypatch.setattr(WindowCopies, "fetch", counted)
+    monkeypatch.setattr(WaitedCopies, "fetch", counted)
     return sizes
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.part_extents import chain_of, location_of
 from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks
@@ -48,7 +49,7 @@ class DedupIndex:
                 part = engine.read_part(record, number)
                 self._parts.append((part, locate_blocks(engine, self._view, part)))
         except DamageError as exc:
-            warnings.warn(f"cannot reuse the blocks of the parent snapshot, all are written again: {exc}", stacklevel=2)
+            warnings.warn(f"cannot reuse the blocks of the parent snapshot, all are written again: {exc}", stacklevel=user_stacklevel())
         _logger.debug("%d parts of %s@%s, root %s, have blocks to share", len(self._parts), info.ref, info.step, info.root.hex())
         for number, (part, _) in enumerate(self._parts):
             self._rows |= {block: (number, row) for row, block in enumerate(part.block_ids())}

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tensorstore_ck.common.batches import batches
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.interfaces import BlockRange, CapturedState, SampledBytes
@@ -111,7 +112,7 @@ def is_floating(dtype: str, item_bytes: int) -> bool:
     return elements_of(dtype, item_bytes).is_float
 
 
-def count_non_finite(data: bytes | memoryview, dtype: str, item_bytes: int) -> Finiteness:
+def count_non_finite(data: Buffer, dtype: str, item_bytes: int) -> Finiteness:
     """Counts the elements, and those that are not finite, of a dtype of a layout."""
     mask = _mask_of(dtype, item_bytes)
     if mask is None:
@@ -141,25 +142,28 @@ class CaptureSample:
         self.non_finite_inline: dict[int, int] = {}
         """Number of a small tensor -> the number of its elements that are not finite, if there are any."""
 
-    def note(self, row: int, tensor: int, start: int, data: memoryview | bytes) -> None:
-        """Samples a block as it was read, before it is hashed and stored. It begins at `start` of its tensor."""
-        if tensor in self._captured.frozen:
-            return  # frozen tensors have their own check
-        stop = start + len(data)
-        sampled = pieces(tensor, start=start, stop=stop, share=self._share, turn=self._turn)
-        if self._verify_share and TensorBlock(row, tensor, start, stop) not in self._hashed:
-            is_same = self._verify_share == self._share
-            for first, last in sampled if is_same else pieces(tensor, start=start, stop=stop, share=self._verify_share, turn=self._turn):
-                self._pieces.append(SampledPiece(tensor, first, last, block_id(data[first - start : last - start])))
-        spec = self._specs[tensor]
-        if _mask_of(spec.dtype, spec.item_bytes) is None:
-            return
-        for first, last in sampled:
-            counted = count_non_finite(data[first - start : last - start], spec.dtype, spec.item_bytes)
-            with self._lock:
-                self._elements += counted.elements
-                if counted.non_finite:
-                    self.non_finite_rows[row] = self.non_finite_rows.get(row, 0) + counted.non_finite
+    def note(self, blocks: Sequence[TensorBlock], reads: Sequence[Buffer]) -> None:
+        """Samples blocks as they were read, before they are hashed and stored."""
+        for block, data in zip(blocks, reads, strict=True):
+            row, tensor, start, stop = block
+            if tensor in self._captured.frozen:
+                continue  # frozen tensors have their own check
+            sampled = pieces(tensor, start=start, stop=stop, share=self._share, turn=self._turn)
+            if self._verify_share and block not in self._hashed:
+                is_same = self._verify_share == self._share
+                for first, last in (
+                    sampled if is_same else pieces(tensor, start=start, stop=stop, share=self._verify_share, turn=self._turn)
+                ):
+                    self._pieces.append(SampledPiece(tensor, first, last, block_id(data[first - start : last - start])))
+            spec = self._specs[tensor]
+            if _mask_of(spec.dtype, spec.item_bytes) is None:
+                continue
+            for first, last in sampled:
+                counted = count_non_finite(data[first - start : last - start], spec.dtype, spec.item_bytes)
+                with self._lock:
+                    self._elements += counted.elements
+                    if counted.non_finite:
+                        self.non_finite_rows[row] = self.non_finite_rows.get(row, 0) + counted.non_finite
 
     def note_hashed(self, hashed: Mapping[TensorBlock, Digest]) -> None:
         """Notes blocks that devices hashed before anything was read: `verify` has them hashed again, instead of reading a sample."""
@@ -218,7 +222,7 @@ class CaptureSample:
 
     def _count_non_finite(self, tensor: int, start: int, stop: int) -> int:
         spec = self._specs[tensor]
-        return count_non_finite(self._captured.sources[tensor].read(start, stop), spec.dtype, spec.item_bytes).non_finite
+        return count_non_finite(self._captured.read(tensor, start, stop), spec.dtype, spec.item_bytes).non_finite
 
     @property
     def finiteness(self) -> Finiteness:
@@ -233,21 +237,21 @@ class CaptureSample:
         """
         if not self._verify_share:
             return
-        sources = self._captured.sources
+        read = self._captured.read
         changed = set[int]()
 
         def compare(run: Sequence[SampledPiece]) -> None:
-            changed.update(piece.tensor for piece in run if block_id(sources[piece.tensor].read(piece.start, piece.stop)) != piece.digest)
+            changed.update(piece.tensor for piece in run if block_id(read(piece.tensor, piece.start, piece.stop)) != piece.digest)
 
         runs = list(batches(self._pieces, lambda piece: piece.stop - piece.start, VERIFIED_TOGETHER_BYTES))
         for_each(runs, compare, min(cpu_threads(), len(runs)))
         again = [
-            read if read.obj is None else sources[piece.tensor].read(piece.start, piece.start + piece.size_bytes)
-            for piece, read in zip(inlined, self._reads, strict=True)
+            first if first.obj is None else read(piece.tensor, piece.start, piece.start + piece.size_bytes)
+            for piece, first in zip(inlined, self._reads, strict=True)
         ]  # a view without an object shows the tensor's own memory
         if self._hashed and self._captured.device_blocks is not None:
             ranges = [BlockRange(block.tensor, block.start, block.stop) for block in self._hashed]
-            computed = self._captured.device_blocks.ids(sources, ranges)
+            computed = self._captured.device_blocks.ids(self._captured.sources, ranges)
             pairs = zip(self._hashed.items(), computed, strict=True)
             changed |= {block.tensor for (block, before), after in pairs if after is not None and after != before}
         if b"".join(again) != data:

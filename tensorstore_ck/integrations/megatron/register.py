@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.integrations.megatron.compatibility import require_supported
 from tensorstore_ck.integrations.megatron.load_strategy import LoadStrategy
 from tensorstore_ck.integrations.megatron.safe_types import register_safe_types
@@ -20,6 +21,7 @@ else:
     from tensorstore_ck.integrations.megatron import redirected_calls as _versions  # type: ignore[no-redef]
 
 
+@short_errors
 class Strategies(NamedTuple):
     """The strategies that `register` has added; `close`, or the end of a with statement, waits for saves and closes the store."""
 
@@ -61,6 +63,7 @@ class Strategies(NamedTuple):
         self.close()
 
 
+@short_errors
 def register(store: Store | str | os.PathLike[str], *, ref: str) -> Strategies:
     """Lets Megatron save into a store and load from it.
 

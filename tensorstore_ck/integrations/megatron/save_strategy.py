@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import StoreError, UnsupportedValueError
 from tensorstore_ck.integrations.megatron.compatibility import SaveBase, request_class
 from tensorstore_ck.integrations.megatron.sharded_state import state_of
@@ -46,6 +47,7 @@ from tensorstore_ck.training.rank_group import ask_first_rank
 _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
 
 
+@short_errors
 class SaveStrategy(SaveBase):  # type: ignore[misc]
     """Saves sharded tensors and objects, and the common state, into a store."""
 

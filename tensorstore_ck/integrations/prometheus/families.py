@@ -44,10 +44,10 @@ RUN_OUTCOME: Final = Kind(
     "other, if this build does not know it",
     ("store", "run", "outcome"),
 )
-FINDINGS: Final = Kind("tsck_fsck_findings", "What the last fsck found, by severity: error, notice", ("store", "severity"))
+FINDINGS: Final = Kind("tsck_fsck_findings", "The findings of the last fsck, by severity: error, notice", ("store", "severity"))
 FREED_BYTES: Final = Kind("tsck_last_gc_freed_bytes", "By how much the last gc made the store smaller")
 
-QUOTA_USED: Final = Kind("tsck_quota_used_bytes", "What the branches of a quota have added to the store", ("store", "glob"))
+QUOTA_USED: Final = Kind("tsck_quota_used_bytes", "Bytes that the branches of a quota have added to the store", ("store", "glob"))
 QUOTA_WARN: Final = Kind("tsck_quota_warn_bytes", "From how many bytes on saves warn", ("store", "glob"))
 QUOTA_REFUSE: Final = Kind("tsck_quota_refuse_bytes", "From how many bytes on saves are refused", ("store", "glob"))
 

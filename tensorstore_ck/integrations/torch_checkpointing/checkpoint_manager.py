@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.torch_checkpointing import rank_items
 from tensorstore_ck.integrations.torch_checkpointing.item_specs import ItemSpecs, UnfitItemsError, require_id
@@ -56,6 +57,7 @@ class ClosedManagerError(InvalidOptionError, RuntimeError):
     """The manager is closed; torch_checkpointing raises the built-in error."""
 
 
+@short_errors
 class CheckpointManager:
     """Replaces `torch_checkpointing.CheckpointManager`::
 
@@ -80,7 +82,7 @@ class CheckpointManager:
         Args:
             config: A `CheckpointManager.Config` of torch_checkpointing. Used are the items' ``required`` and ``resharder``, ``default``,
                 and whether saves are asynchronous; whatever concerns its files and its process is ignored. An item with a resharder must be
-                equal on all ranks, but for what is spread over them. None: any items, asynchronous.
+                equal on all ranks, except for tensors that are spread over them. None: any items, asynchronous.
             store: The store; or its URL or path, where it is created if there is none, and closed by `close`.
             ref: The branch for all checkpoints.
             keep: The retention policy of the ref, as in `Store.set_policy`; what it drops is freed while the job runs.
@@ -119,7 +121,7 @@ class CheckpointManager:
     def save(self, checkpoint_id: str, checkpoint: Mapping[str, Any]) -> "Future[Snapshot] | None":
         """Saves a payload, after the previous save has ended. All ranks call it, each with its own side.
 
-        The payload may be changed when it returns. Of several saves with one id, `load` finds the newest.
+        The payload may be changed when it returns. If several saves have one id, `load` finds the newest.
 
         Args:
             checkpoint_id: Any text, such as ``"step_1000"`` or a path.
@@ -280,7 +282,7 @@ class CheckpointManager:
         return loaded
 
     def _address_of(self, checkpoint_id: str) -> str:
-        """Where the newest checkpoint with this id is; through the ref, if possible, so that the next save may follow it."""
+        """The address of the newest checkpoint with this id; through the ref, if possible, so that the next save may follow it."""
         number = _NUMBER.search(checkpoint_id)
         steps = (None,) if number is None else (int(number[1]), None)
         try:

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Ulid, derived_hash
 from tensorstore_ck.common.save_progress import SaveMeter
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
@@ -131,7 +132,7 @@ class RankSave:
         self.follow(go)
         self._captured = self._planning.follow(go, self._captured)
         result = retry_expired(self._write).record()
-        self._destination.wrote(self._request)
+        self._destination.wrote(self._request, self._written)
         return result
 
     def _described_options(self) -> Body:
@@ -179,7 +180,7 @@ class RankSave:
 
     def keep(self, info: SnapshotInfo, outcome: Body) -> None:
         """Remembers what the next save is likely to need, and keeps copies of replicas that drifted."""
-        self._destination.keep(info, self._written)
+        self._destination.keep(info)
         self.keep_drifted(self._engine, info, outcome)
 
     def keep_drifted(self, engine: Engine, info: SnapshotInfo, outcome: Body) -> None:
@@ -191,7 +192,7 @@ class RankSave:
         if self._group.rank == 0 and any(rank for rank, _ in pairs):
             replica_drift.warn_of_drift(pairs, info)
         if self._differing_copies:
-            warnings.warn(f"the snapshot of step {info.step} is marked as drift: {self._differing_copies}", stacklevel=2)
+            warnings.warn(f"the snapshot of step {info.step} is marked as drift: {self._differing_copies}", stacklevel=user_stacklevel())
 
     def _write(self) -> "RankResult":
         engine, rank, ranks, own = self._destination.engine, self._group.rank, self._group.ranks, self._captured.own

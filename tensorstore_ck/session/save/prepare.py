@@ -11,7 +11,7 @@ from tensorstore_ck.engine.write.unchanged_blocks import held_blocks
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.state.capture import capture
 from tensorstore_ck.state.capture_copy import slot_bytes
-from tensorstore_ck.state.device.step_gates import open_storages
+from tensorstore_ck.state.device.optimizer_step_gates import open_storages
 from tensorstore_ck.state.select import Selection
 from tensorstore_ck.state.sharded_tensors import describer_of
 

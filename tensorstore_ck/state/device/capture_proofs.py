@@ -1,7 +1,8 @@
 """Copies of captured tensors from devices, with the ids that the devices compute beside them. Knows a capture; no slot, no store.
 
-Ids are computed at the capture, before the caller's next work. Where a copy may be overtaken by that work (see `step_gates`), they are
-computed again after the copy, and the copy cannot be read unless both are equal: a save never holds a mixture of two states.
+Ids are computed at the capture, before the caller's next work. Where a copy may be overtaken by that work (see
+`optimizer_step_gates`), they are computed again after the copy, and the copy cannot be read unless both are equal: a save never holds a
+mixture of two states.
 """
 
 import threading
@@ -11,14 +12,15 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.interfaces import BlockRange, ByteSource, CapturedState, SampledBytes
 from tensorstore_ck.engine.write.sampled_checks import MAX_NAMED
 from tensorstore_ck.errors import CaptureChangedError
 from tensorstore_ck.state.byte_sources import MemorySource
 from tensorstore_ck.state.device.device_blocks import MIN_SOURCE_BYTES, DeviceBlocks, StartedIds
+from tensorstore_ck.state.device.optimizer_step_gates import StepGate, open_storages
 from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopies, DeviceCopy, StreamOf
-from tensorstore_ck.state.device.step_gates import StepGate, open_storages
-from tensorstore_ck.state.device.window_copies import out_stream_of
+from tensorstore_ck.state.device.waited_copies import out_stream_of
 
 
 class ArrivingSource:
@@ -190,7 +192,7 @@ class IdsAtCapture:
         try:
             started = self._started.wait()
         except RuntimeError as exc:
-            warnings.warn(f"blocks on a device are hashed by the host this time: {exc}", stacklevel=2)
+            warnings.warn(f"blocks on a device are hashed by the host this time: {exc}", stacklevel=user_stacklevel())
             started = {}
         at = {
             (self._addresses[block.tensor] + block.start, block.stop - block.start): digest

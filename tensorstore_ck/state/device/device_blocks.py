@@ -12,10 +12,11 @@ import torch
 
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.interfaces import BlockRange, ByteSource, SampledBytes
 from tensorstore_ck.state.byte_sources import CopySource, pieces
 from tensorstore_ck.state.device.kernel import BlockHasher, Numbers, StartedHash, hasher_if_ready, hasher_of
-from tensorstore_ck.state.device.window_copies import copies_of
+from tensorstore_ck.state.device.waited_copies import copies_of
 from tensorstore_ck.state.plain_memory import is_dense
 from tensorstore_ck.state.rank_shares import ChainedSource
 
@@ -146,7 +147,7 @@ def _start(hasher_of: HasherOf, sources: Sequence[ByteSource], ranges: Sequence[
 
 
 def _warn_of(error: RuntimeError) -> None:
-    warnings.warn(f"blocks on a device are hashed by the host this time: {error}", stacklevel=3)
+    warnings.warn(f"blocks on a device are hashed by the host this time: {error}", stacklevel=user_stacklevel())
 
 
 def device_blocks() -> DeviceBlocks | None:

@@ -293,7 +293,7 @@ class Checkpointer:
         return self._put(moment)
 
     def _prepare(self) -> None:
-        """After the first step, when all tensors exist. What cannot be saved is an error of the save."""
+        """After the first step, when all tensors exist. A value that cannot be saved is an error of the save."""
         self._is_prepared = True
         state, store, group, timeout_seconds = self._state, self._store, self._group, self._timeout_seconds
         with suppress(StoreError):

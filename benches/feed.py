@@ -1,0 +1,153 @@
+"""From published to swapped on SeaweedFS on loopback with 50 ms of latency: `python -m benches.feed --gib 1 --folder /dev/shm/bench`.
+
+A trainer changes 0.5 % of the elements of bf16 weights for each version, and publishes it; a follower at the version before takes it:
+`tsck follow` (`Store.follow`), a full reload (`checkout(into=)` of a store without differences), and files of XOR and zstd, written and
+read by a plain client, as trainers write them that have no store. The first round warms up and does not count; medians.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import botocore.session
+import numpy as np
+import torch
+import zstandard
+
+import tensorstore_ck as tsck
+from benches.local import timed
+from tests.backend.chaos import ChaosProxy, Fault, chaos_proxy
+from tests.servers import BUCKET, KEY, SECRET, seaweedfs, storage_options
+
+LAYERS = 64
+SHARE = 0.005
+LATENCY_SECONDS = 0.05
+REF = "runs/rl"
+Weights = dict[str, torch.Tensor]
+Seconds = dict[str, list[float]]
+
+
+def delayed(_: object) -> Fault:
+    """Each request takes `LATENCY_SECONDS` more."""
+    time.sleep(LATENCY_SECONDS)
+    return Fault.NONE
+
+
+def train(weights: Weights, version: int) -> None:
+    """Changes `SHARE` of the elements by little."""
+    for number, tensor in enumerate(weights.values()):
+        flat = tensor.view(-1)
+        chosen = torch.randint(0, len(flat), (int(len(flat) * SHARE),), generator=torch.Generator().manual_seed(version * LAYERS + number))
+        flat[chosen] = (flat[chosen].float() * 1.01 + 1e-4).bfloat16()
+
+
+class XorFiles:
+    """Versions as the XOR with the one before, compressed with zstd, in one object of S3."""
+
+    def __init__(self, endpoint: str, place: str) -> None:
+        self.client = botocore.session.Session().create_client(
+            "s3", "us-east-1", endpoint_url=endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET
+        )
+        self.place = place
+
+    def publish(self, version: int, before: Weights, weights: Weights) -> int:
+        """Writes a version; returns its bytes."""
+        compressor = zstandard.ZstdCompressor(level=1, threads=-1)
+        pieces = [compressor.compress(np.bitwise_xor(bits(before[name]), bits(tensor)).data) for name, tensor in weights.items()]
+        body = b"".join(len(piece).to_bytes(8, "little") + piece for piece in pieces)
+        self.client.put_object(Bucket=BUCKET, Key=f"{self.place}/{version}", Body=body)
+        return len(body)
+
+    def take(self, version: int, mine: Weights) -> None:
+        """Reads a version into the tensors of the one before, in place: a failure leaves both mixed."""
+        body = self.client.get_object(Bucket=BUCKET, Key=f"{self.place}/{version}")["Body"].read()
+        at = 0
+        for tensor in mine.values():
+            size = int.from_bytes(body[at : at + 8], "little")
+            difference = np.frombuffer(zstandard.ZstdDecompressor().decompress(body[at + 8 : at + 8 + size]), np.int16)
+            np.bitwise_xor(bits(tensor), difference, out=bits(tensor))
+            at += 8 + size
+
+
+def bits(tensor: torch.Tensor) -> Any:
+    """The elements as integers, flat."""
+    return tensor.view(torch.int16).view(-1).numpy()
+
+
+class Bench:
+    """One trainer and its followers."""
+
+    def __init__(self, proxy: ChaosProxy, gib: float) -> None:
+        torch.manual_seed(0)
+        count = int(gib * (1 << 30)) // LAYERS // 2
+        self.weights = {f"l{number}": (torch.randn(count) * 0.02).bfloat16().view(-1, 1024) for number in range(LAYERS)}
+        self.before = {name: tensor.clone() for name, tensor in self.weights.items()}
+        self.proxy, self.seconds, self.mib = proxy, Seconds(), Seconds()
+        place = f"s3://{BUCKET}/{uuid.uuid4()}"
+        options = storage_options(proxy.url)
+        self.trainer = tsck.open(f"{place}/delta", create=True, storage_options=options, delta={REF: True})
+        self.plain = tsck.open(f"{place}/plain", create=True, storage_options=options, codec="raw")
+        self.reader = tsck.open(f"{place}/plain", read_only=True, storage_options=options)
+        self.files = XorFiles(proxy.url, str(uuid.uuid4()))
+        self.trainer.put_snapshot({"model": self.weights}, ref=REF, step=0)
+        self.mine, self.full, self.xored = ({name: tensor.clone() for name, tensor in self.weights.items()} for _ in range(3))
+        self.feed = tsck.open(f"{place}/delta", read_only=True, storage_options=options).follow(REF, into={"model": self.mine})
+        self.feed.poll()
+        self.feed.swap()
+
+    def run_round(self, version: int) -> None:
+        """Publishes a version, and takes it in each way."""
+        train(self.weights, version)
+        snapshot = self.note("tsck publish", lambda: self.trainer.put_snapshot({"model": self.weights}, ref=REF, step=version))
+        self.note("tsck poll", self.feed.poll)
+        self.note("tsck swap", self.feed.swap)
+        self.note("full publish", lambda: self.plain.put_snapshot({"model": self.weights}, ref=REF, step=version))
+        self.note("full reload", lambda: self.reader.checkout(REF, into={"model": self.full}))
+        size_bytes = self.note("xor publish", lambda: self.files.publish(version, self.before, self.weights))
+        self.note("xor take", lambda: self.files.take(version, self.xored))
+        self.mib.setdefault("tsck", []).append(snapshot.new_bytes / (1 << 20))
+        self.mib.setdefault("xor", []).append(size_bytes / (1 << 20))
+        for name, tensor in self.weights.items():
+            self.before[name].copy_(tensor)
+            if not all(torch.equal(tensor, other[name]) for other in (self.mine, self.full, self.xored)):
+                raise SystemExit(f"{name} of version {version} differs")
+
+    def note(self, name: str, work: Callable[[], Any]) -> Any:
+        """Times `work`, and returns its result."""
+        results: list[Any] = []
+        self.seconds.setdefault(name, []).append(timed(lambda: results.append(work())))
+        return results[0]
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, default=0.25)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=4)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True)
+    try:
+        with seaweedfs(args.folder) as server, chaos_proxy(server.port) as proxy:
+            proxy.plan = delayed
+            bench = Bench(proxy, args.gib)
+            for number in range(args.rounds + 1):
+                proxy.seen.clear()
+                bench.run_round(number + 1)
+    finally:
+        shutil.rmtree(args.folder, ignore_errors=True)
+    print(f"{args.gib} GiB of bf16, {SHARE:.1%} changed, {LATENCY_SECONDS * 1000:.0f} ms, load {os.getloadavg()[0]:.1f} at the end")
+    for name, taken in bench.seconds.items():
+        print(f"{name:14} {statistics.median(taken[1:]):7.3f} s")
+    for name, sizes in bench.mib.items():
+        print(f"{name:14} {statistics.median(sizes[1:]):7.2f} MiB a version")
+
+
+if __name__ == "__main__":
+    main()
