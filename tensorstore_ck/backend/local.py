@@ -1,6 +1,6 @@
 """A folder of a local or network filesystem, by system calls.
 
-Knows no format. What it acknowledges survives a power failure: the file is synced before it gets its name, the folder after,
+Knows no format. Acknowledged writes survive a power failure: the file is synced before it gets its name, the folder after,
 and each folder's own entry once per process. A failed fsync is final (the kernel may drop the dirty pages and report success
 next time): the file is dropped, and the folder is changed before it is synced again (`_fsync_folder`). Objects with unique names
 are opened with O_EXCL under their final name, since a torn one is an orphan; `create` and `replace` use a temporary in the same folder.
@@ -13,12 +13,12 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 from tensorstore_ck.backend.local_direct_writer import DirectWriter, use_direct
-from tensorstore_ck.backend.local_io import read_whole, write_at
+from tensorstore_ck.backend.local_io import write_at
 from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner, make_folder
-from tensorstore_ck.backend.local_reads import read_range, regular_size, try_again, with_file
+from tensorstore_ck.backend.local_reads import read_file, read_range, regular_size, try_again
 from tensorstore_ck.backend.local_writer import LocalWriter
 from tensorstore_ck.backend.object_names import check_name, check_prefix
 from tensorstore_ck.backend.os_errors import os_errors, store_error
@@ -28,9 +28,7 @@ from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
-from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, InvalidUrlError, MissingObjectError, UnsafeBackendError
-
-T = TypeVar("T")
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, InvalidUrlError, UnsafeBackendError
 
 TEMPORARY_PREFIX: Final = ".tmp-"
 
@@ -62,28 +60,28 @@ class LocalBackend:
     # --- read ---
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        def read(fd: int) -> bytes:
-            size = regular_size(os.fstat(fd), name)
-            if size > max_bytes:
-                raise CorruptObjectError(f"{name} has {size} bytes, more than the {max_bytes} it may have", object_id=name)
-            return read_whole(fd, size)
-
-        with os_errors("read", name):
-            return with_file(self._path(name), self._at, read)
+        path = self._path(name)
+        try:
+            return try_again(path, partial(read_file, path, self._at, name, max_bytes))
+        except OSError as exc:
+            raise store_error(exc, "read", name) from exc
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        path = self._path(name)
         try:  # no context manager: many small blocks are read one by one
-            count = read_range(self._path(name), self._at, offset, target)
+            count = try_again(path, partial(read_range, path, self._at, offset, target))
         except OSError as exc:
             raise store_error(exc, "read", name) from exc
         if count < len(target):
             raise CorruptObjectError(f"{name} ends at {offset + count}, before byte {offset + len(target)}", object_id=name)
 
     def size(self, name: str) -> int:
-        with os_errors("look at", name):
-            path = self._path(name)
-            found = try_again(path, lambda: os.stat(path, dir_fd=self._at, follow_symlinks=False))
-        return regular_size(found, name)
+        path = self._path(name)
+        try:
+            status = try_again(path, lambda: os.stat(path, dir_fd=self._at, follow_symlinks=False))
+        except OSError as exc:
+            raise store_error(exc, "look at", name) from exc
+        return regular_size(status, name)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         check_prefix(prefix)
@@ -97,17 +95,21 @@ class LocalBackend:
         folder = self.url
         while not os.path.isdir(folder):
             folder = os.path.dirname(folder)
-        with os_errors("look at the free space of", self.url):
-            found = os.statvfs(folder)
-        return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+        try:
+            status = os.statvfs(folder)
+        except OSError as exc:
+            raise store_error(exc, "look at the free space of", self.url) from exc
+        return Space(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize, status.f_favail if status.f_files else None)
 
     # --- write ---
 
     def put(self, name: str, data: Buffer) -> None:
-        with os_errors("write", name, self.url):
-            path = self._path(name)
+        path = self._path(name)
+        try:
             self._write_file(path, data)
             self._sync_folder(os.path.dirname(path))
+        except OSError as exc:
+            raise store_error(exc, "write", name, self.url) from exc
 
     def replace(self, name: str, data: Buffer) -> None:
         with os_errors("write", name, self.url):
@@ -150,34 +152,28 @@ class LocalBackend:
 
     def open_writer(self, name: str) -> ObjectWriter:
         path = self._path(name)
-        with os_errors("write", name, self.url):
-            fd = self._open_new(path)
 
         def seal(fd: int) -> None:
-            with os_errors("write", name, self.url):
-                self._fsync_and_close(fd)
-                self._sync_folder(os.path.dirname(path))
+            self._fsync_and_close(fd)
+            self._sync_folder(os.path.dirname(path))
 
-        return self._writer(fd, path, name, seal)
+        return self._writer(path, name, seal)
 
     def open_whole_writer(self, name: str) -> ObjectWriter:
         path = self._path(name)
         temporary = f"{os.path.dirname(path)}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
-        with os_errors("write", name, self.url):
-            fd = self._open_new(temporary)
 
         def seal(fd: int) -> None:
             try:
-                with os_errors("write", name, self.url):
-                    self._fsync_and_close(fd)
-                    os.link(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at, follow_symlinks=False)
-                    self._sync_folder(os.path.dirname(path))
-            except MissingObjectError as exc:  # another process deleted our temporary as a leftover
+                self._fsync_and_close(fd)
+                os.link(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at, follow_symlinks=False)
+                self._sync_folder(os.path.dirname(path))
+            except FileNotFoundError as exc:  # another process deleted our temporary as a leftover
                 raise BackendUnavailableError(f"cannot write {name}: its temporary was deleted; try again", object_id=name) from exc
             finally:
                 self._unlink_quietly(temporary)
 
-        return self._writer(fd, temporary, name, seal)
+        return self._writer(temporary, name, seal)
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
@@ -201,15 +197,16 @@ class LocalBackend:
 
     # --- files ---
 
-    def _writer(self, fd: int, path: str, name: str, seal: Callable[[int], None]) -> ObjectWriter:
-        try:
-            with os_errors("write", name, self.url):
+    def _writer(self, path: str, name: str, seal: Callable[[int], None]) -> ObjectWriter:
+        with os_errors("write", name, self.url):
+            fd = self._open_new(path)
+            try:
                 is_direct = self._sync and use_direct(fd)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-            self._unlink_quietly(path)
-            raise
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+                self._unlink_quietly(path)
+                raise
         return (DirectWriter if is_direct else LocalWriter)(fd, partial(self._unlink_quietly, path), name, seal, self.url)
 
     def _linked(self, path: str) -> Created:
@@ -228,22 +225,18 @@ class LocalBackend:
         return f"{self._root}/{check_name(name)}"
 
     def _open_new(self, path: str) -> int:
-        mode = 0o666 if self._within is None else FILE_MODE
-
-        def make() -> int:
-            return os.open(path, _NEW, mode, dir_fd=self._at)  # the folder's handle, too, is there only once it was made
-
         try:
-            fd = self._made(make)
+            return self._make_file(path)
         except FileNotFoundError:
             self._make_folder(os.path.dirname(path))
-            fd = self._made(make)
-        if self._within is None:
-            inherit_from_root(fd, self._root)
-        return fd
+            return self._make_file(path)
 
-    def _made(self, make: Callable[[], T]) -> T:
-        return make() if self._within is not None else make_as_owner(self._root, make)
+    def _make_file(self, path: str) -> int:
+        if self._within is not None:
+            return os.open(path, _NEW, FILE_MODE, dir_fd=self._within.fd())
+        fd = make_as_owner(self._root, partial(os.open, path, _NEW, 0o666))
+        inherit_from_root(fd, self._root)
+        return fd
 
     def _write_file(self, path: str, data: Buffer) -> None:
         fd = self._open_new(path)

@@ -10,13 +10,12 @@ import os
 import stat
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
-from tensorstore_ck.backend.local_io import read_at
+from tensorstore_ck.backend.local_io import read_at, read_whole
 from tensorstore_ck.common.filesystem_kind import NETWORK_FILESYSTEM, filesystem_of
-from tensorstore_ck.errors import MissingObjectError
+from tensorstore_ck.errors import CorruptObjectError, MissingObjectError
 
 T = TypeVar("T")
 
@@ -38,14 +37,29 @@ def try_again(path: str, read: Callable[[], T]) -> T:
     return read()
 
 
-def with_file(path: str, dir_fd: int | None, read: Callable[[int], T]) -> T:
-    """What `read` returns for a descriptor of the file; each try opens it again."""
-    return try_again(path, partial(_with_file, path, dir_fd, read))
+def read_file(path: str, dir_fd: int | None, name: str, max_bytes: int) -> bytes:
+    """All bytes of the file of object `name`. Not tried again: see `try_again`.
+
+    Raises:
+        CorruptObjectError: it has more than `max_bytes`.
+    """
+    fd = os.open(path, _READ, dir_fd=dir_fd)
+    try:
+        size_bytes = regular_size(os.fstat(fd), name)
+        if size_bytes > max_bytes:
+            raise CorruptObjectError(f"{name} has {size_bytes} bytes, more than the {max_bytes} it may have", object_id=name)
+        return read_whole(fd, size_bytes)
+    finally:
+        os.close(fd)
 
 
 def read_range(path: str, dir_fd: int | None, offset: int, target: memoryview) -> int:
-    """Fills `target` from `offset` of the file; returns how many bytes were there."""
-    return with_file(path, dir_fd, lambda fd: read_at(fd, target, offset))
+    """Fills `target` from `offset` of the file; returns how many bytes were there. Not tried again: see `try_again`."""
+    fd = os.open(path, _READ, dir_fd=dir_fd)
+    try:
+        return read_at(fd, target, offset)
+    finally:
+        os.close(fd)
 
 
 def regular_size(status: os.stat_result, name: str) -> int:
@@ -61,11 +75,3 @@ def regular_size(status: os.stat_result, name: str) -> int:
 
 def _is_on_network(path: str) -> bool:
     return NETWORK_FILESYSTEM.fullmatch(filesystem_of(Path(path).parent)) is not None
-
-
-def _with_file(path: str, dir_fd: int | None, read: Callable[[int], T]) -> T:
-    fd = os.open(path, _READ, dir_fd=dir_fd)
-    try:
-        return read(fd)
-    finally:
-        os.close(fd)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from tensorstore_ck.backend.local_io import start_write_back, write_at
-from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.backend.os_errors import os_errors, store_error
 from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.errors import BackendUnavailableError
@@ -51,10 +51,11 @@ class LocalWriter:
                 self._writes_under_way.add(write)
                 offset = self._end
                 self._end += sum(map(len, views))
-            with os_errors("write", self._name, self._folder):
-                self._write(views, offset)
-        except BaseException:
+            self._write(views, offset)
+        except BaseException as exc:
             self._failed |= write in self._writes_under_way
+            if isinstance(exc, OSError):
+                raise store_error(exc, "write", self._name, self._folder) from exc
             raise
         finally:
             self._writes_under_way.discard(write)
@@ -68,8 +69,8 @@ class LocalWriter:
             raise BackendUnavailableError(f"{self._name} has a hole where a write failed; write it again", object_id=self._name)
         with os_errors("write", self._name, self._folder):
             self._finish()
-        fd, self._fd = self._fd, -1
-        self._seal(fd)
+            fd, self._fd = self._fd, -1
+            self._seal(fd)
         self._sealed = True
 
     def abort(self) -> None:

@@ -115,9 +115,9 @@ def step_text(step: int | None) -> str:
     return "-" if step is None else str(step)
 
 
-def short_number(value: float) -> str:
-    """A metric, in at most six digits."""
-    return f"{value:.6g}"
+def short_number(value: float | str) -> str:
+    """A metric, in at most six digits; or an attribute, which may be a text."""
+    return printable(value) if isinstance(value, str) else f"{value:.6g}"
 
 
 def counted(count: int, noun: str) -> str:
@@ -137,7 +137,7 @@ def printable(text: object) -> str:
     return one_line(str(text))
 
 
-def metrics_text(metrics: Mapping[str, float], width: int | None = None) -> str:
+def metrics_text(metrics: Mapping[str, float | str], width: int | None = None) -> str:
     """``name=number``, sorted by name. Metrics that do not fit into `width` are counted; losses come first then."""
     words = {name: f"{printable(name)}={short_number(value)}" for name, value in sorted(metrics.items())}
     text = " ".join(words.values())
@@ -220,8 +220,9 @@ def snapshot_table(
     names: Sequence[str] | None = None,
     title: str = "REF",
     kept_by: Mapping[str, Sequence[str]] | None = None,
+    asked: Sequence[str] = (),
 ) -> list[str]:
-    """A row for each snapshot, after a column of `names` if given; `kept_by`: id -> what keeps the snapshot.
+    """A row for each snapshot, after a column of `names` if given; `kept_by`: id -> what keeps the snapshot; `asked`: attributes to show.
 
     Metrics that would make a row wider than the terminal, or elsewhere than `_MOST_METRICS`, are counted instead.
     """
@@ -249,10 +250,21 @@ def snapshot_table(
     if stdout_is_terminal():
         others = max((len(click.unstyle(line)) for line in table(header, rows)), default=0)
         room = max(shutil.get_terminal_size().columns - others - 2, _LEAST_METRICS)
-    texts = {snapshot.id: metrics_text(snapshot.metrics, room) for snapshot in {each.id: each for each in snapshots}.values()}
+    texts = {
+        snapshot.id: metrics_text(_with_attributes(snapshot, asked), room) for snapshot in {each.id: each for each in snapshots}.values()
+    }
     for row, snapshot in zip(rows, snapshots, strict=True):
         row[header.index("METRICS")] = texts[snapshot.id]
     return table(header, rows, right={"STEP", "SIZE", "NEW"}, styles=[bad_if_marked(snapshot) for snapshot in snapshots])
+
+
+def _with_attributes(snapshot: "Snapshot", asked: Sequence[str]) -> Mapping[str, float | str]:
+    """The metrics of a snapshot, and the attributes that were asked for."""
+    if not asked:
+        return snapshot.metrics
+    from tensorstore_ck.log.snapshot import searchable  # noqa: PLC0415 - as below
+
+    return {**{name: value for name, value in searchable(snapshot).items() if name in asked}, **snapshot.metrics}
 
 
 def stdout_is_terminal() -> bool:
@@ -261,7 +273,7 @@ def stdout_is_terminal() -> bool:
 
 
 def _states(snapshots: "Sequence[Snapshot]") -> dict[str, str]:
-    """Id -> what a snapshot is to its branches, in a history."""
+    """Id -> the role of a snapshot for its branches, in a history."""
     from tensorstore_ck.log.snapshot_log import SnapshotLog  # noqa: PLC0415 - as above
 
     if not isinstance(snapshots, SnapshotLog):

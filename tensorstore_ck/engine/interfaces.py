@@ -1,9 +1,10 @@
 """What flows between memory and the store: a state taken apart, the sources and targets of its bytes, and a stored snapshot, opened."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, overload
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.format.layout import ExplicitRegions, Layout
@@ -21,6 +22,26 @@ class ByteSource(Protocol):
         """Bytes [start, stop): the tensor's own memory where it is contiguous on the CPU, else a copy. Thread-safe."""
 
 
+class LazySources(Sequence[ByteSource]):
+    """Sources that are made on use: 20,000 objects would cost as much as their content."""
+
+    @abstractmethod
+    def at(self, number: int) -> ByteSource:
+        """The source of a number that is in range."""
+
+    def read(self, number: int, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) of the source of a number that is in range: see `ByteSource.read`."""
+        return self.at(number).read(start, stop)
+
+    @overload
+    def __getitem__(self, number: int) -> ByteSource: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[ByteSource]: ...
+    def __getitem__(self, number: int | slice) -> ByteSource | list[ByteSource]:
+        there = range(len(self))[number]
+        return self.at(there) if isinstance(there, int) else [self.at(at) for at in there]
+
+
 class ByteTarget(Protocol):
     """Where the bytes of one stored tensor go when it is restored."""
 
@@ -35,22 +56,15 @@ class ByteTarget(Protocol):
         return None
 
 
-class BlockRange(NamedTuple):
-    """The bytes of one block."""
+class TensorBlock(NamedTuple):
+    """A block that a rank holds."""
 
+    row: int
+    """Among the tensors' blocks."""
     tensor: int
     start: int
-    """The offset in the tensor's source; so is `stop`."""
+    """Where it begins in the tensor's source."""
     stop: int
-
-
-class SampledBytes(NamedTuple):
-    """Equal runs of bytes at equal distances."""
-
-    start: int
-    size_bytes: int
-    step_bytes: int
-    runs: int
 
 
 class DeviceBlocks(Protocol):
@@ -60,11 +74,14 @@ class DeviceBlocks(Protocol):
     def must_agree(self) -> bool:
         """Whether a block that is written must have the id that a device computed, even if the save verifies nothing."""
 
-    def ids(self, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> Sequence[Digest | None]:
+    def ids(self, sources: Sequence[ByteSource], blocks: Sequence[TensorBlock]) -> Sequence[Digest | None]:
         """The ids of these blocks as they are now; None for those that no device can hash."""
 
-    def is_finite(self, source: ByteSource, sampled: SampledBytes, mask: int, item_bytes: int) -> bool:
-        """Whether no sampled word of `item_bytes` has all bits of `mask` set; False also if that is unknown."""
+    def is_finite(self, source: ByteSource, pieces: Sequence[tuple[int, int]], mask: int, item_bytes: int) -> bool:
+        """Whether no word of `item_bytes` in these pieces, at equal distances, has all bits of `mask` set; False also if unknown."""
+
+    def note_unchanged(self, sources: Sequence[ByteSource]) -> None:
+        """All blocks of these tensors were in the store already."""
 
 
 @dataclass(slots=True)
@@ -100,6 +117,12 @@ class CapturedState(NamedTuple):
     """None: no tensor is on a device."""
     own: "CapturedState | None" = None
     """The state that belongs to this rank alone."""
+
+    @property
+    def read(self) -> Callable[[int, int, int], memoryview]:
+        """Reads bytes [start, stop) of the source of a tensor: ``read(tensor, start, stop)``."""
+        sources = self.sources
+        return sources.read if isinstance(sources, LazySources) else lambda tensor, start, stop: sources[tensor].read(start, stop)
 
     @property
     def logical_bytes(self) -> int:

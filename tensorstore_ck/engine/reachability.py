@@ -47,7 +47,8 @@ def locate_blocks(engine: Engine, view: RefTable, part: Part) -> BlockLocations:
     Raises:
         DamageError: a relocation map cannot be read, or relocations form a cycle.
     """
-    relocated, packs = relocations_in_order(view, part.packs), list(part.packs)
+    packs = list(part.packs)
+    relocated = relocations_in_order(view, packs) if view.has_relocations() else {}
     if not relocated:
         return BlockLocations(packs, part.extents, frozenset())
     extents, moved = part.extents.copy(), set[Ulid]()

@@ -64,7 +64,7 @@ class Region(NamedTuple):
         return sum(prod(box.sizes) for box in both if box is not None)
 
     def block_lengths(self, spec: TensorSpec, target_bytes: int) -> list[int]:
-        """The region's block lengths in bytes, in order. A region of up to half the target is one block, whatever its shape."""
+        """The region's block lengths in bytes, in order. A region of up to half the target is one block, independent of its shape."""
         size_bytes = prod(self.sizes) * spec.item_bytes
         if size_bytes <= target_bytes // 2:
             return [size_bytes]
@@ -196,8 +196,9 @@ def _positions(
 def bytes_of_replicas(layout: Layout, held: Sequence[Region]) -> dict[tuple[int, ...], int]:
     """Set of replicas -> the bytes of all their regions together."""
     totals: dict[tuple[int, ...], int] = {}
+    specs = layout.tensors[:]
     for region in held:
-        totals[region.replicas] = totals.get(region.replicas, 0) + region.size_bytes(layout.tensors[region.tensor])
+        totals[region.replicas] = totals.get(region.replicas, 0) + prod(region.sizes) * specs[region.tensor].item_bytes
     return totals
 
 

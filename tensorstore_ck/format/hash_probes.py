@@ -78,6 +78,8 @@ def reject_slow_keys(keys: Sequence[object], *, is_set: bool) -> None:
         ValueError: it would.
         TypeError: a key is not hashable.
     """
+    if len(keys) * len(keys) <= FREE_PROBES:
+        return
     chosen = [key for key in keys if type(key) not in RANDOM_HASHES]
     if len(chosen) * len(chosen) > FREE_PROBES and not _are_consecutive(chosen):
         HashProbes(is_set=is_set).add(map(hash, chosen))

@@ -32,7 +32,7 @@ import numpy as np
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.sealed import Body, ParseBudget, object_hash, seal, take, unseal
-from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard, whole_box
+from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 
 MAX_DIMS: Final = 64
 MAX_NAME_BYTES: Final = 1024
@@ -80,7 +80,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of the tensor in memory, in elements."""
+        """The strides of the tensor in memory, in elements."""
         return dense_strides(self.shape, self.order)
 
     @property
@@ -91,7 +91,7 @@ class TensorSpec(NamedTuple):
     @property
     def whole(self) -> BoxBounds:
         """The box of all its elements."""
-        return whole_box(self.shape)
+        return BoxBounds((0,) * len(self.shape), self.shape)
 
 
 class SharedStorage(NamedTuple):

@@ -265,10 +265,11 @@ class _Parser:
                 self.fail(f"container node {str(node)[:80]}")
         if len(keys) != len(nodes):
             self.fail(f"{len(keys)} keys for {len(nodes)} nodes")
-        texts = [key if type(key) is str else key_text(key) for key in keys]
         path = path if len(path) <= SHORT_PATH else self._names.reserve(path, len(nodes))
-        texts = [text if len(text) <= MAX_PATH else text[:MAX_PATH] for text in texts]
-        children = [self.tree(child, f"{path}{text}.", depth) for text, child in zip(texts, nodes, strict=True)]
+        children = []
+        for key, child in zip(keys, nodes, strict=True):
+            text = key if type(key) is str else key_text(key)
+            children.append(self.tree(child, f"{path}{text[:MAX_PATH]}.", depth))
         attributes = None
         if tag == "o" and rest[2] is not False:
             attributes = self.tree(rest[2], f"{path}{ATTRIBUTES}.", depth)

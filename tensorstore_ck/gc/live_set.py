@@ -1,5 +1,5 @@
-"""What the roots need at one log entry, and what was released within the undo window: a bit for each entry of each pack, and the small
-objects by name.
+"""The objects that the roots need at one log entry, and those that were released within the undo window: a bit for each entry of each pack,
+and the small objects by name.
 
 While no relocation begins or ends, an update only adds what new roots need. The set may then hold more than the newest roots need,
 so some objects are freed by the next run only.

@@ -28,6 +28,7 @@ from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, forget_comm
 from tensorstore_ck.gc.writers import WriterRecords
 from tensorstore_ck.log import FOLDERS, ChildRecord, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold, without_named_parent
 from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.log.ref_table import RowsAtHead
 from tensorstore_ck.log.table_rows import ObjectRow
 
 THREADS: Final = 8
@@ -63,7 +64,7 @@ class GcPlan(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """What is needed when some holds have ended."""
+    """The objects that are needed when some holds have ended."""
 
     why: str
     needs: RootNeeds
@@ -363,7 +364,7 @@ def simulate(view: RefTable, ops: Sequence[Op]) -> RefTable:
             ),
             batch,
         )
-    return RefTable(table, head)
+    return RefTable(table, RowsAtHead(head))
 
 
 def written_bytes(packs: Sequence[SparsePack]) -> int:

@@ -63,7 +63,7 @@ class FreedLater:
 
 @dataclass(frozen=True, slots=True)
 class Freeable:
-    """What gc can free, as reported by `gc`, `usage`, `fsck` and errors."""
+    """The bytes that gc can free, as reported by `gc`, `usage`, `fsck` and errors."""
 
     now_bytes: int
     command: str

@@ -74,14 +74,11 @@ class BlockIndex:
         Other processes of this host may have folded further entries since. Skips packs that these entries swept, even if the tombstones are
         dropped by now.
         """
-        by_pack: dict[Ulid, list[tuple[Digest, Location]]] = {}
-        for block, location in blocks:
-            if not location.bases:
-                by_pack.setdefault(location.pack, []).append((block, location))
+        notes = _notes(blocks, published_at)
 
         def write() -> None:
             with self._lock.here:
-                self._waiting.extend(_Note(published_at, pack, items) for pack, items in by_pack.items())
+                self._waiting.extend(notes)
             if not self._write_waiting(wait=False):  # no save waits for the cache
                 self._write_later()
 
@@ -129,6 +126,20 @@ class _Note(NamedTuple):
     published_at: int
     pack: Ulid
     blocks: list[tuple[Digest, Location]]
+
+
+def _notes(blocks: Iterable[tuple[Digest, Location]], published_at: int) -> list[_Note]:
+    by_pack: dict[Ulid, list[tuple[Digest, Location]]] = {}
+    for block, location in blocks:
+        if not location.bases:
+            by_pack.setdefault(location.pack, []).append((block, location))
+    return [_Note(published_at, pack, items) for pack, items in by_pack.items()]
+
+
+def write_blocks(batch: Batch, blocks: Iterable[tuple[Digest, Location]], *, published_at: int) -> None:
+    """As `BlockIndex.add`, in a batch that the caller has begun: that which folds the entry."""
+    for note in _notes(blocks, published_at):
+        _write(batch, note)
 
 
 def _write(batch: Batch, note: _Note) -> None:

@@ -26,6 +26,7 @@ MAX_TAIL_ENTRIES: Final = 2000
 _NUMBER: Final = re.compile(r"[0-9]{20}")
 _TAIL_KEY: Final = b"l/tail"
 _TAIL: Final = struct.Struct("<4Q")
+_KINDS: Final = {kind.prefix[len(PREFIX) :]: kind for kind in table_rows.IN_CHECKPOINTS}
 _SIZES: Final = ("key_sizes", "value_sizes")
 
 
@@ -127,7 +128,7 @@ def decode_checkpoint(data: bytes, name: str) -> Checkpoint:
         raise CorruptObjectError(f"{name}: its keys and values do not have the listed sizes", object_id=name)
     checkpoint = Checkpoint(body["n"], body["entry_hash"], _pieces(body["keys"], key_sizes), _pieces(body["values"], value_sizes))
     ascending = all(before < after for before, after in pairwise(checkpoint.keys))
-    if not ascending or not all(map(table_rows.is_item, checkpoint.keys, checkpoint.values)):
+    if not ascending or not all(map(_is_row, checkpoint.keys, checkpoint.values)):
         raise CorruptObjectError(f"{name}: it has rows that are not of the ref table", object_id=name)
     return checkpoint
 
@@ -139,3 +140,14 @@ def _sizes(pieces: list[bytes]) -> bytes:
 def _pieces(joined: bytes, sizes: npt.NDArray[np.uint32]) -> list[bytes]:
     ends = np.cumsum(sizes, dtype=np.int64).tolist()
     return [joined[start:end] for start, end in zip(chain((0,), ends), ends, strict=False)]
+
+
+def _is_row(key: bytes, value: bytes) -> bool:
+    kind = _KINDS.get(key[:1])
+    if kind is None or not kind.is_key(key[1:]):
+        return False
+    try:
+        kind.check(value)
+    except CorruptObjectError:
+        return False
+    return True

@@ -130,7 +130,11 @@ class EntryReader:
 
     def _read_all(self, numbers: range) -> Iterable[Entry | None]:
         if self._backend.is_local or len(numbers) == 1:
-            yield from self._read_in_order(numbers)
+            for n in numbers:
+                entry = self.read(n)
+                if entry is None:
+                    return
+                yield entry
             return
         entries: dict[int, Entry | None] = {}
 
@@ -139,13 +143,6 @@ class EntryReader:
 
         for_each(numbers, read, min(_READERS, len(numbers)))
         yield from (entries[n] for n in numbers)
-
-    def _read_in_order(self, numbers: range) -> Iterator[Entry]:
-        for n in numbers:
-            entry = self.read(n)
-            if entry is None:
-                return
-            yield entry
 
 
 def chain_break(name: str) -> BrokenLogError:

@@ -17,11 +17,11 @@ from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.log import checkpoint
 from tensorstore_ck.log.cache import Batch, MemoryTable, Table
 from tensorstore_ck.log.checkpoint import Checkpoint, Tail
-from tensorstore_ck.log.contents import logs_in
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.entry_reader import EntryReader, chain_break
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.ref_table import RefTable
+from tensorstore_ck.log.store_folders import logs_in
 from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.log.watermark import Watermark
 
@@ -160,8 +160,8 @@ class Follower:
                 break
         return apart
 
-    def fold(self, table: Table, entries: Sequence[Entry]) -> None:
-        """Folds entries that follow the table's head, skipping those that it has.
+    def fold(self, table: Table, entries: Sequence[Entry], also: Callable[[Batch], object] | None = None) -> None:
+        """Folds entries that follow the table's head, skipping those that it has. `also` writes further rows in the same batch.
 
         Raises:
             EmptiedError, TableError: try again.
@@ -180,6 +180,8 @@ class Follower:
                 head = Head(entry.n, entry.hash)
                 tail = tail._replace(entries=tail.entries + 1, entry_bytes=tail.entry_bytes + entry.size_bytes)
             tail.write(batch)
+            if also is not None:
+                also(batch)
 
     def _fold_apart(self, known: Head | None) -> tuple[Head, MemoryTable, dict[int, Digest]]:
         """The log's head, its fold, and hashes as in `_fold_all`. Fills a separate table, so that no reader sees a partial one."""

@@ -24,7 +24,7 @@ from tensorstore_ck.log.entry_writer import Appended, EntryWriter, race_delay
 from tensorstore_ck.log.follow import EmptiedError, Follower
 from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log, warn_of_broken_log
 from tensorstore_ck.log.operations import Op
-from tensorstore_ck.log.ref_table import HeadView, RefTable, SnapshotInfo
+from tensorstore_ck.log.ref_table import HeadView, RefTable, RowsAtHead, SnapshotInfo
 from tensorstore_ck.log.row_kind import PREFIX
 from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.log.watermark import Watermark
@@ -33,6 +33,9 @@ T = TypeVar("T")
 
 Build = Callable[[RefTable], Sequence[Op]]
 """Checks its preconditions at a view of the log's head, raising `ConflictError` and the like, and returns the operations."""
+
+Also = Callable[[Batch, int], object]
+"""Writes rows that belong to the entry of that number into this host's cache."""
 
 _logger: Final = logging.getLogger("tensorstore_ck.log")
 _CACHE_TRIES: Final = 4
@@ -76,6 +79,8 @@ class Log:
         """The host's cache, or the table in memory that replaces it."""
         self._followed_n = 0
         """The head of the last `sync` or `append`. A view that is older is not used."""
+        self._kept = RowsAtHead(None)
+        """Rows that views at the same head share."""
         self._readable: RefTable | None = None  # of a broken log, what this host's cache lacks: nothing may be written after it
         self._is_strict = False
         """Whether a table that was filled from a checkpoint is compared with the log before it is used: see `verify`."""
@@ -134,6 +139,7 @@ class Log:
                             return self._sync()
                         except CorruptObjectError:  # of the cache: damage in the log is a BrokenLogError
                             self._follower.fill(self.table)
+                            self._kept = RowsAtHead(None)
                 self.table.leave_disk(TableError("its contents are invalid", object_id="cache"))
                 return self._sync()
 
@@ -232,6 +238,7 @@ class Log:
         shielded(self._watermark.close, finish=True)
 
     def _fill(self, table: Table) -> None:
+        self._kept = RowsAtHead(None)
         try:
             self._follower.follow(table)
         except EmptiedError as exc:
@@ -252,8 +259,10 @@ class Log:
         return None
 
     def _take_view(self) -> RefTable:
-        reader = HeadView(self.table.view(PREFIX), self._fold_until)
-        return RefTable(reader, reader.head)
+        reader, kept = HeadView(self.table.view(PREFIX), self._fold_until), self._kept
+        if kept.head != reader.head or self._is_strict:
+            self._kept = kept = RowsAtHead(reader.head)
+        return RefTable(reader, kept)
 
     def _fold_until(self, head: Head | None, cause: TableError) -> Reader:
         self.table.leave_disk(cause)
@@ -288,7 +297,7 @@ class Log:
 
     # --- append -------------------------------------------------------------------------------------------------------
 
-    def append(self, build: Build, *, write_id: bytes | None = None) -> Appended:
+    def append(self, build: Build, *, write_id: bytes | None = None, also: Also | None = None) -> Appended:
         """Adds one entry with the operations that `build` makes at the head; durable and visible to all when it returns.
 
         `build` is called again, at a newer head, whenever another writer was faster. Without operations nothing is added.
@@ -296,6 +305,7 @@ class Log:
         Args:
             build: Makes the operations.
             write_id: Names the entry of the first try; a write id names one exact content, so each further try draws its own.
+            also: Called in the batch that folds the entry; not if a lost reply hid that the entry was made.
 
         Raises:
             UndecidedError: the backend did not say whether the entry is there; the log will show it.
@@ -304,15 +314,15 @@ class Log:
 
         def append() -> Appended:
             with self._lock.here:
-                return self._append_until_first(build, write_id)
+                return self._append_until_first(build, write_id, also)
 
         return shielded(append)
 
-    def _append_until_first(self, build: Build, write_id: bytes | None) -> Appended:
+    def _append_until_first(self, build: Build, write_id: bytes | None, also: Also | None) -> Appended:
         """Under the lock. A function of its own: see common/changes.py."""
         for lost in itertools.count():
             began_ns = self._clock()
-            appended = self._append_once(build, write_id)
+            appended = self._append_once(build, write_id, also)
             if appended is not None:
                 return appended
             write_id = None
@@ -342,7 +352,7 @@ class Log:
             return RefTable(self.table).with_note(info)
         return info
 
-    def _append_once(self, build: Build, write_id: bytes | None) -> Appended | None:
+    def _append_once(self, build: Build, write_id: bytes | None, also: Also | None) -> Appended | None:
         """Fold to the head, check and build, create the next entry; None when another writer was faster."""
         self._writer.require_decided()
         view = self.newest_view()
@@ -366,15 +376,15 @@ class Log:
         )
         if not self._writer.create(sealed, entry):
             return None
-        self._remember(entry)
+        self._remember(entry, also)
         return Appended(entry.n, entry.ops, entry.time_ns)
 
-    def _remember(self, entry: Entry) -> None:
+    def _remember(self, entry: Entry, also: Also | None) -> None:
         """Folds an appended entry. Errors of the cache, and warnings that are errors, do not change that it was appended."""
         with suppress(StoreError, Warning):
             self._watermark.appended(Head(entry.n, entry.hash))
             try:
-                self._follower.fold(self.table, [entry])
+                self._follower.fold(self.table, [entry], None if also is None else lambda batch: also(batch, entry.n))
                 self._followed_n = entry.n
             except (EmptiedError, TableError):
                 self.sync()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from tensorstore_ck.common.units import human_bytes, typed_bytes
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import QuotaExceededError
 from tensorstore_ck.log.ref_table import RefTable
 from tensorstore_ck.log.table_rows import QuotaRow
@@ -91,7 +92,7 @@ def warn_of_quotas(url: str, quotas: Sequence[Quota], ref: str, new_bytes: int, 
                 f"the snapshots of {quota.glob!r} use {human_bytes(used_bytes)}, and their quota warns from "
                 f"{human_bytes(quota.warn_bytes)} on; {limit}: see `tsck quota -s {shlex.quote(url)}`",
                 QuotaWarning,
-                stacklevel=2,
+                stacklevel=user_stacklevel(),
             )
 
 

@@ -1,9 +1,9 @@
 """Typed reads of the ref table: branches, tags and snapshots as of the entry that was folded last."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.log import table_rows as rows
@@ -19,7 +19,7 @@ __all__ = ["BranchHead", "BranchMove", "Head", "Pin", "RefTable", "Relocation", 
 _WILDCARD: Final = re.compile(r"[*?\[]")
 _HEX: Final = re.compile(r"[0-9a-f]{0,64}")
 _MAX_KEPT_ROWS: Final = 64
-"""A save reads a few rows many times; gc reads each of many rows once."""
+"""Per head. A save reads a few rows many times; gc reads each of many rows once."""
 
 
 class Relocation(NamedTuple):
@@ -33,34 +33,49 @@ class Relocation(NamedTuple):
     targets: tuple[Ulid, ...]
 
 
+class RowsAtHead:
+    """Rows that views at one head have read. The rows of a head do not change, so that later views at it need not read them again."""
+
+    def __init__(self, head: Head | None) -> None:
+        self.head = head
+        self.rows: dict[bytes, Any] = {}
+        """Key -> row, or None. Of a kind that is read as a whole: its prefix -> the rows by key."""
+        self.by_root: tuple[bytes, SnapshotInfo | None] = (b"", None)
+        """The last root that was looked up, and its snapshot."""
+        self.has_relocations: bool | None = None
+
+
 class RefTable:
-    """A view of a table or batch. Reads of a table see entries that are folded meanwhile; reads of a batch see its own writes.
+    """A view of a table or batch. Reads of a table see entries that are folded meanwhile; reads of a batch see its own writes."""
 
-    Where the rows do not change, the first rows that are read are kept.
-    """
-
-    def __init__(self, reader: Reader, head: Head | Literal["in the table"] | None = "in the table") -> None:
-        """`head`: of a reader whose rows do not change."""
+    def __init__(self, reader: Reader, kept: RowsAtHead | None = None) -> None:
+        """`kept`: of a reader whose rows do not change."""
         self._reader = reader
-        self._head = head
-        self._is_fixed = head != "in the table"
-        self._kept: dict[bytes, Any] = {}
-        """Key -> row, or None, if the rows do not change."""
-        self._by_root: tuple[bytes, SnapshotInfo | None] = (b"", None)
-        """The last root that was looked up, and its snapshot, if the rows do not change."""
-        self._has_relocations: bool | None = None
+        self._kept = kept
 
     def read(self, kind: RowKind[Row], key: bytes, *named: Any) -> Row | None:
         """One row; `key` without the prefix, `named`: the fields that it holds."""
         whole_key = kind.prefix + key
-        if whole_key in self._kept:
-            kept: Row | None = self._kept[whole_key]
+        rows = None if self._kept is None else self._kept.rows
+        if rows is not None and whole_key in rows:
+            kept: Row | None = rows[whole_key]
             return kept
         value = self._reader.get(whole_key)
         row = None if value is None else kind.row(*named, *kind.check(value))
-        if self._is_fixed and len(self._kept) < _MAX_KEPT_ROWS:
-            self._kept[whole_key] = row
+        if rows is not None and len(rows) < _MAX_KEPT_ROWS:
+            rows[whole_key] = row
         return row
+
+    def read_all(self, kind: RowKind[Row]) -> Mapping[str, Row]:
+        """All rows of a kind that has few, by their ASCII keys."""
+        rows = None if self._kept is None else self._kept.rows
+        if rows is not None and kind.prefix in rows:
+            kept: Mapping[str, Row] = rows[kind.prefix]
+            return kept
+        read = {key.decode("ascii"): kind.decode(value) for key, value in self.scan(kind)}
+        if rows is not None:
+            rows[kind.prefix] = read
+        return read
 
     def scan(self, kind: RowKind[Row], prefix: bytes = b"", *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
         """(key after `prefix`, value) of the rows of a kind whose keys begin with `prefix`."""
@@ -74,8 +89,8 @@ class RefTable:
 
     def head(self) -> Head | None:
         """The entry folded last; None if there is none, or another version of the fold folded it."""
-        if self._head != "in the table":
-            return self._head
+        if self._kept is not None:
+            return self._kept.head
         head = self.read(rows.HEAD, b"")
         return head if head is not None and head.fold == rows.FOLD_VERSION else None
 
@@ -165,12 +180,12 @@ class RefTable:
 
     def by_root(self, root: bytes) -> SnapshotInfo | None:
         """The newest snapshot with this root; live ones first."""
-        if root == self._by_root[0]:
-            return self._by_root[1]
+        if self._kept is not None and root == self._kept.by_root[0]:
+            return self._kept.by_root[1]
         ulids = self.with_root(root)
         info = self.snapshot(ulids[0]) if ulids else None
-        if self._is_fixed:
-            self._by_root = root, info
+        if self._kept is not None:
+            self._kept.by_root = root, info
         return info
 
     def with_root(self, root: bytes) -> list[Ulid]:
@@ -226,9 +241,9 @@ class RefTable:
         for key, value in self.scan(rows.PINS):
             yield rows.PINS.decode(value, Ulid(key[:ULID_BYTES]), key[ULID_BYTES:].decode())
 
-    def policies(self) -> dict[str, rows.PolicyRow]:
+    def policies(self) -> Mapping[str, rows.PolicyRow]:
         """Glob -> the retention rules of the branches that match it."""
-        return {glob.decode("ascii"): rows.POLICIES.decode(value) for glob, value in self.scan(rows.POLICIES)}
+        return self.read_all(rows.POLICIES)
 
     def is_pinned(self, ulid: bytes, owner: str) -> bool:
         """Whether `owner` has a pin on a snapshot."""
@@ -253,17 +268,23 @@ class RefTable:
 
     def relocations(self, pack: bytes) -> list[Relocation]:
         """The current relocations of a pack, newest first."""
-        if self._is_fixed:
-            if self._has_relocations is None:
-                self._has_relocations = any(True for _ in self.scan(rows.RELOCATIONS))
-            if not self._has_relocations:
-                return []
+        if self._kept is not None and not self.has_relocations():
+            return []
         current = [(Ulid(moved), rows.RELOCATIONS.decode(value)) for moved, value in self.scan(rows.RELOCATIONS, pack)]
         ordered = sorted(current, key=lambda item: (item[1].n, item[0]), reverse=True)
         return [
             Relocation(pack=Ulid(pack), moved=moved, n=row.n, hash=row.hash, targets=tuple(split_ulids(row.targets)))
             for moved, row in ordered
         ]
+
+    def has_relocations(self) -> bool:
+        """Whether any pack has a current relocation."""
+        kept = self._kept
+        if kept is None:
+            return any(True for _ in self.scan(rows.RELOCATIONS))
+        if kept.has_relocations is None:
+            kept.has_relocations = any(True for _ in self.scan(rows.RELOCATIONS))
+        return kept.has_relocations
 
     def all_relocations(self) -> Iterator[tuple[Ulid, Ulid]]:
         """(pack, moved object) of every current relocation."""
@@ -283,9 +304,9 @@ class RefTable:
         """The URL of each pack at a cold location."""
         return {Ulid(pack): rows.LOCATIONS.decode(value).url for pack, value in self.scan(rows.LOCATIONS)}
 
-    def quotas(self) -> dict[str, rows.QuotaRow]:
+    def quotas(self) -> Mapping[str, rows.QuotaRow]:
         """Glob -> the quota of the branches that match it."""
-        return {glob.decode("ascii"): rows.QUOTAS.decode(value) for glob, value in self.scan(rows.QUOTAS)}
+        return self.read_all(rows.QUOTAS)
 
     def added_bytes(self, ref: str) -> int:
         """The bytes that the held snapshots of a branch added to the store."""

@@ -1,13 +1,13 @@
 """Reads the bytes of tensors and arrays (`ByteSource`), and fills them with bytes (`ByteTarget`).
 
 Contiguous CPU memory is read and written in place, by its address, which works for every dtype. Anything else is copied range by range,
-so that no large tensor exists twice; from and to devices by `device/window_copies.py`.
+so that no large tensor exists twice; from and to devices by `device/waited_copies.py`.
 With `CopyTarget` a restore converts dtypes as the bytes arrive. Knows no states or trees.
 """
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, Final
 
@@ -18,15 +18,17 @@ import torch
 from tensorstore_ck.engine.interfaces import ByteTarget
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import row_boxes
-from tensorstore_ck.state.device.window_copies import PieceCopy, copies_of, follow
+from tensorstore_ck.state.device.waited_copies import PieceCopy, copies_of, follow
 from tensorstore_ck.state.plain_memory import is_dense, require_reachable
 
 Array = npt.NDArray[Any]
 
-_WRITABLE: Final = 0x200  # PyBUF_WRITE
-_memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_memory_view.restype = ctypes.py_object
-_memory_view.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+WRITABLE: Final = 0x200  # PyBUF_WRITE
+_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_from_memory.restype = ctypes.py_object
+_from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+memory_view: Final[Callable[[int, int, int], memoryview]] = _from_memory
+"""(address, size in bytes, `WRITABLE`) -> a view of that memory. For reads of many small tensors: `memory_at` also takes a size of 0."""
 
 HUGE_FROM_BYTES: Final = 4 << 20
 """Allocations of at least this size request huge pages: filling 64 MiB of fresh memory then ran at 6 GB/s instead of 2.5."""
@@ -39,10 +41,7 @@ if _madvise is not None:
 
 def memory_at(address: int, size: int) -> memoryview:
     """The `size` bytes at `address`, writable. Valid as long as their owner lives."""
-    if size == 0:
-        return memoryview(bytearray())
-    view: memoryview = _memory_view(address, size, _WRITABLE)
-    return view
+    return memory_view(address, size, WRITABLE) if size else memoryview(bytearray())
 
 
 class MemorySource:
@@ -57,7 +56,7 @@ class MemorySource:
 
     def read(self, start: int, stop: int) -> memoryview:
         """The memory itself; valid as long as this source lives."""
-        return _memory_view(self.address + start, stop - start, _WRITABLE) if start < stop else memoryview(bytearray())
+        return memory_view(self.address + start, stop - start, WRITABLE) if start < stop else memoryview(bytearray())
 
 
 class BytesSource:
@@ -119,7 +118,7 @@ class MemoryTarget(ByteTarget):
 
     def memory(self) -> memoryview:
         """All of it."""
-        return memory_at(self._address, self._size)
+        return memory_view(self._address, self._size, WRITABLE) if self._size else memoryview(bytearray())
 
     def write(self, start: int, data: memoryview) -> None:
         """Copies `data` in."""
@@ -242,16 +241,13 @@ def _frombuffer(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A new, uninitialized, contiguous tensor."""
-    tensor = _empty(shape, dtype, device)
+    if dtype.is_complex and dtype.itemsize == 4:  # torch warns when such a tensor is made directly
+        tensor = torch.empty(shape, dtype=torch.int32, device=device).view(dtype)
+    else:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
     if tensor.nbytes >= HUGE_FROM_BYTES and tensor.is_cpu:
         _ask_for_huge_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if dtype.is_complex and dtype.itemsize == 4:  # torch warns when such a tensor is made directly
-        return torch.empty(shape, dtype=torch.int32, device=device).view(dtype)
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -273,4 +269,4 @@ def strided(base: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], stri
     start = base.storage_offset() * base.itemsize + offset_bytes
     if start % dtype.itemsize:
         raise CorruptObjectError(f"a stored view of {dtype} begins at the misaligned byte {start} of its storage; run `tsck fsck`")
-    return _empty((0,), dtype, base.device).set_(base.untyped_storage(), start // dtype.itemsize, shape, strides)
+    return new_tensor((0,), dtype, base.device).set_(base.untyped_storage(), start // dtype.itemsize, shape, strides)

@@ -22,7 +22,7 @@ from tensorstore_ck.state.aliasing import AreaOffset, CoveringArea, find_alias_c
 from tensorstore_ck.state.boxes import Box, Boxes, coverage_error, is_checkpointable
 from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, source_of
 from tensorstore_ck.state.device.device_blocks import device_blocks
-from tensorstore_ck.state.device.window_copies import follow_all
+from tensorstore_ck.state.device.waited_copies import follow_all
 from tensorstore_ck.state.memory_extents import area_of, extent_of
 from tensorstore_ck.state.memory_order import order_of
 from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
@@ -145,7 +145,7 @@ class CaptureWalk:
         kind = type(value)
         if kind in PLAIN and not is_checkpointable(value):
             self._visit_tensor(value, path, nodes, position)
-        elif kind in _INLINE:
+        elif kind in _INLINE or (kind is int and -(1 << 63) <= value < 1 << 63):  # as `encode` would return it
             self._names.at(path)
             self._values.append(value)
         elif kind in PLAIN_TYPES:
@@ -217,23 +217,21 @@ class CaptureWalk:
         path = path if len(path) <= SHORT_PATH else self._names.reserve(path, len(value))
         kind = type(value)
         children: list[Any] = [None] * len(value)
-        keys: Iterable[Any]
+        items: Iterable[Any]
         if kind is list or kind is tuple:
             nodes[position] = ["l" if kind is list else "u", children]
-            keys, items = range(len(value)), value
+            items, paths = value, [f"{path}{position}" for position in range(len(value))]
         elif isinstance(value, tuple):
             name = namedtuple_name(kind)
             if name is None:
                 what = f"the namedtuple {kind.__qualname__} could not be found again by its module and name"
                 self._fail(path[:-1], what, "define it at the top level of a module, or use tsck.register_type")
                 return
-            keys, items = kind._fields, value
-            nodes[position] = ["n", name, list(keys), children]
+            items, paths = value, [path + key for key in kind._fields]
+            nodes[position] = ["n", name, list(kind._fields), children]
         else:
-            items = value.values()
-            keys = self._keys(value, path)
+            items, (keys, paths) = value.values(), self._keys(value, path)
             nodes[position] = ["d", keys, children] if kind is dict else self._dict_node(value, path, keys, children)
-        paths = [path + (key if type(key) is str else key_text(key)) for key in keys]
         items, child = [*items], 0
         while child < len(items):
             if type(items[child]) in PLAIN:
@@ -260,11 +258,15 @@ class CaptureWalk:
             return ["d", keys, children]
         return ["f", None if factory is None else _FACTORY_NAMES[factory], keys, children]
 
-    def _keys(self, value: dict[Any, Any], path: str) -> list[Any]:
+    def _keys(self, value: dict[Any, Any], path: str) -> tuple[list[Any], list[str]]:
+        """The encoded keys of a dict at `path`, and the paths of its items."""
         kinds = set(map(type, value))
-        if (kinds == {str} and all(map(str.isascii, value))) or (kinds == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63):
-            return list(value)  # as `encode` would return them
-        return [self._key(key, path) for key in value]
+        if kinds == {str} and all(map(str.isascii, value)):
+            return list(value), list(map(path.__add__, value))  # as `encode` would return them
+        if kinds == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63:
+            return list(value), list(map(path.__add__, map(str, value)))
+        keys = [self._key(key, path) for key in value]
+        return keys, [path + key_text(key) for key in keys]
 
     def _key(self, key: object, path: str) -> Any:
         try:
@@ -386,8 +388,7 @@ def require_dense(tensor: torch.Tensor, name: str) -> str:
 
 
 def _form_of(extra: CoveringArea) -> TensorKind:
-    size = extra.stop - extra.start
-    return TensorKind("uint8", 1, (size,), size)
+    return TensorKind("uint8", 1, (extra.stop - extra.start,), extra.stop - extra.start)
 
 
 def _source_of(extra: CoveringArea, first: torch.Tensor | Array) -> ByteSource:

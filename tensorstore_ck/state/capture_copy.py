@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from tensorstore_ck.common.threads import for_each
-from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, DeviceBlocks
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, DeviceBlocks, LazySources
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, Sampling, pieces, require_unchanged, share_of
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES
@@ -22,7 +22,7 @@ from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, a
 from tensorstore_ck.state.device.capture_proofs import ArrivingSource, Overlap, start_copies
 from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopy, is_on_device
 from tensorstore_ck.state.rank_shares import ChainedSource
-from tensorstore_ck.state.tensor_table import ByteSources, LazySources
+from tensorstore_ck.state.tensor_table import ByteSources
 
 __all__ = ["Arena", "Slot", "copy_captured", "slot_bytes"]
 
@@ -110,13 +110,14 @@ def copy_captured(
     if arriving:
         started = start_copies(captured, copies=arriving, device_copies=slot.arena.device_copies, copying=slot.arrivals, overlap=overlap)
         copies.arrivals, device_blocks = started.arrivals, started.blocks or device_blocks
+        copies.others |= started.kept
     moves = np.stack((offsets[:-1] + address_of(memory), addresses, sizes), axis=1)[addresses != 0]
     jobs = _jobs(np.concatenate((moves, rest.moves())), threads)
     for_each(jobs, _move, min(threads, len(jobs)))
     rest.copy_strided()
     if sampling.verify_share:
         sampling = sampling._replace(verify_share=share_of(int(sizes.sum()), sampling.verify_share))
-        own = [number for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist() if number not in copies.arrivals]
+        own = [number for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist() if number not in arriving]
         changed = _changed(addresses, address_of(memory) + offsets[:-1], sizes, sampling)
         require_unchanged(captured, changed | _changed_rest(captured, copies, own, sampling))
     return captured._replace(sources=copies, device_blocks=device_blocks)
@@ -168,20 +169,28 @@ class _CopiedSources(LazySources):
         self._slot = slot
         self._offsets = offsets
         self._sizes = sizes
-        self._others = others
+        self.others = others
         """Tensors that were not copied."""
         self.arrivals: Mapping[int, DeviceArrival] = {}
         """Copies from a device that may still be under way."""
 
     def at(self, number: int) -> ByteSource:
         """See `LazySources`."""
-        if number in self._others:
-            return self._others[number]
+        if number in self.others:
+            return self.others[number]
         memory = self._slot.memory
         if memory is None:
             raise InvalidOptionError("a captured state was read after its slot was released", object_id="slot")
         source = MemorySource(address_of(memory) + int(self._offsets[number]), memory, int(self._sizes[number]))
-        return source if number not in self.arrivals else ArrivingSource(source, self.arrivals[number])
+        return source if number not in self.arrivals else ArrivingSource(source, self.arrivals[number], number)
+
+    def read(self, number: int, start: int, stop: int) -> memoryview:
+        """See `LazySources`."""
+        memory = self._slot.memory
+        if memory is None or number in self.others or number in self.arrivals:
+            return super().read(number, start, stop)
+        first = int(self._offsets[number])
+        return memory[first + start : first + stop].data
 
     def __len__(self) -> int:
         return len(self._sizes)

@@ -4,7 +4,6 @@ The caller waits while tens of thousands of tensors are captured, so most become
 more, in garbage collection, than the queries to torch. The save makes `TensorSpecs` and `ByteSources` from the lists when it needs them.
 """
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, overload
@@ -13,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tensorstore_ck.engine.interfaces import ByteSource
+from tensorstore_ck.engine.interfaces import ByteSource, LazySources
 from tensorstore_ck.format.layout import TensorSpec
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
 from tensorstore_ck.state.aliasing import Area, MemoryAreas
 from tensorstore_ck.state.boxes import CHECKPOINTABLE_MARK
-from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource
+from tensorstore_ck.state.byte_sources import WRITABLE, Array, CopySource, MemorySource, memory_view
 from tensorstore_ck.state.plain_memory import PLAIN
 from tensorstore_ck.state.registered_types import DTYPE_NAMES
 
@@ -65,22 +64,6 @@ class TensorSpecs(Sequence[TensorSpec]):
         return [TensorSpec(name, *form[:3], form.order) for name, form in zip(self._names, self._forms, strict=True)]
 
 
-class LazySources(Sequence[ByteSource]):
-    """Sources that are made on use: 20,000 objects would cost as much as their content."""
-
-    @abstractmethod
-    def at(self, number: int) -> ByteSource:
-        """The source of a number that is in range."""
-
-    @overload
-    def __getitem__(self, number: int) -> ByteSource: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[ByteSource]: ...
-    def __getitem__(self, number: int | slice) -> ByteSource | list[ByteSource]:
-        there = range(len(self))[number]
-        return self.at(there) if isinstance(there, int) else [self.at(at) for at in there]
-
-
 class ByteSources(LazySources):
     """The bytes of tensors."""
 
@@ -112,13 +95,8 @@ class ByteSources(LazySources):
             made | dict(enumerate(more, len(chosen))),
         )
 
-    @overload
-    def __getitem__(self, number: int) -> ByteSource: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[ByteSource]: ...
-    def __getitem__(self, number: int | slice) -> ByteSource | list[ByteSource]:
-        if not isinstance(number, int) or not 0 <= number < len(self.sizes):
-            return super().__getitem__(number)
+    def at(self, number: int) -> ByteSource:
+        """See `LazySources`."""
         if number in self._made:
             return self._made[number]
         owner = self._owners[number]
@@ -126,9 +104,10 @@ class ByteSources(LazySources):
             return self._made.setdefault(number, CopySource(owner))
         return MemorySource(int(self.addresses[number]), owner, int(self.sizes[number]))
 
-    def at(self, number: int) -> ByteSource:
+    def read(self, number: int, start: int, stop: int) -> memoryview:
         """See `LazySources`."""
-        return self[number]
+        address = int(self.addresses[number])
+        return memory_view(address + start, stop - start, WRITABLE) if address and start < stop else self.at(number).read(start, stop)
 
     def __len__(self) -> int:
         return len(self.sizes)

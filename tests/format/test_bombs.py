@@ -119,7 +119,7 @@ def test_many_values_below_a_long_path(monkeypatch: pytest.MonkeyPatch) -> None:
     store, state = open_store(), {"k" * 300: {"m" * 300: [None] * 100}, "short": [None] * 1000}
     store.put_snapshot(state, ref="a")
     monkeypatch.setattr(tree, "MAX_LONG_PATHS_BYTES", 20_000)
-    with pytest.raises(tsck.UnsupportedValueError, match="too many values lie below paths.*use shorter keys"):
+    with pytest.raises(tsck.UnsupportedValueError, match=r"too many values lie below paths.*use shorter keys"):
         store.put_snapshot(state, ref="a", expect=tsck.ANY)
     assert "too many values lie below paths" in refused(lambda store: store.show("a"), store)
 

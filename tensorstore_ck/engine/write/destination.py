@@ -17,6 +17,8 @@ from tensorstore_ck.errors import NoSpaceError, SnapshotExpiredError, StoreError
 from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
+from tensorstore_ck.log.block_index import write_blocks
+from tensorstore_ck.log.cache import Batch
 from tensorstore_ck.log.quota import check_quotas, quotas_of
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
@@ -52,16 +54,16 @@ class Destination(Protocol):
     def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:
         """Which blocks of part `number` need not be written, by a `view` whose head is the anchor."""
 
-    def wrote(self, request: SaveRequest) -> None:
-        """Called when one of several ranks has written its parts. Rank 0 must be able to read them, and a crash must lose nothing."""
+    def wrote(self, request: SaveRequest, written: Sequence[WrittenPart]) -> None:
+        """Called when this process has written its parts. Rank 0 must be able to read those of the others, and a crash must lose none."""
 
     def commit(
         self, request: SaveRequest, record: Record, parts: Sequence[RankParts], txn: Ulid, mark: tuple[str, str] | None = None
     ) -> SnapshotInfo:
         """Makes the record durable, and appends the entry: see `publish_parts`."""
 
-    def keep(self, info: SnapshotInfo, written: Sequence[WrittenPart]) -> None:
-        """Remembers what the next save is likely to need."""
+    def keep(self, info: SnapshotInfo) -> None:
+        """Remembers what the next save is likely to need of the parts that this process wrote."""
 
     def go_offline(self) -> bool:
         """Continues without the store, if it does not answer; returns False if that is not possible."""
@@ -87,6 +89,9 @@ class StoreDestination:
         self._rank = rank
         self._is_alone = is_alone
         self._tries = 1
+        self._written: Sequence[WrittenPart] = ()
+        self._is_indexed = False
+        """Whether the block index has the blocks of `_written`."""
 
     def ask(self, call: Callable[[], T]) -> T:
         """Waits for the store."""
@@ -118,23 +123,31 @@ class StoreDestination:
         """See `Destination`."""
         return DedupIndex(self.engine, request.nearest, number, ranks, view=view)
 
-    def wrote(self, request: SaveRequest) -> None:
-        """Does nothing: all ranks can read what is in the store."""
+    def wrote(self, request: SaveRequest, written: Sequence[WrittenPart]) -> None:
+        """Notes the parts: all ranks can read what is in the store."""
+        self._written, self._is_indexed = written, False
 
     def commit(
         self, request: SaveRequest, record: Record, parts: Sequence[RankParts], txn: Ulid, mark: tuple[str, str] | None = None
     ) -> SnapshotInfo:
         """See `Destination`."""
-        info = publish_parts(self.engine, request, record, parts, txn=txn, mark=mark)
+        info = publish_parts(self.engine, request, record, parts, txn=txn, mark=mark, also=self._index)
         self.engine.keep_record(info.ulid, record)
         return info
 
-    def keep(self, info: SnapshotInfo, written: Sequence[WrittenPart]) -> None:
+    def keep(self, info: SnapshotInfo) -> None:
         """See `Destination`."""
         self.engine.note_published()
-        for part in written:
+        for part in self._written:
             self.engine.keep_part(part.ulid, part.part)
-            self.engine.index.add(part.added.items(), published_at=info.n)
+            if not self._is_indexed:
+                self.engine.index.add(part.added.items(), published_at=info.n)
+
+    def _index(self, batch: Batch, n: int) -> None:
+        """Adds the new blocks to the block index in the batch that folds the entry: a second batch would wait for the disk again."""
+        for part in self._written:
+            write_blocks(batch, part.added.items(), published_at=n)
+        self._is_indexed = True
 
     def go_offline(self) -> bool:
         """See `Destination`."""

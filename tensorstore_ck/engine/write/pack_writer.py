@@ -195,7 +195,7 @@ class PackWriter:
         return [number for block, number in first.items() if block not in there]
 
     def _append(self, blocks: list[EncodedBlock]) -> None:
-        sizes = [block.stored_bytes for block in blocks]
+        sizes = [block.raw_bytes if block.codec == Codec.RAW else block.stored_bytes for block in blocks]
         size = sum(sizes)
         checks = [0 if block.codec == Codec.RAW else stored_check(*block.pieces) for block in blocks]
         with self._lock:

@@ -18,6 +18,7 @@ from tensorstore_ck.errors import ConflictError, InvalidOptionError, MissingObje
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, SnapshotInfo
+from tensorstore_ck.log.log import Also
 from tensorstore_ck.log.quota import Quota, check_quotas, quotas_of, warn_of_quotas
 from tensorstore_ck.log.retention import expire_at_save
 
@@ -73,6 +74,7 @@ def publish(
     staged: Ulid | None = None,
     snapshot: Ulid | None = None,
     began_ns: int | None = None,
+    also: Also | None = None,
 ) -> SnapshotInfo:
     """Appends the entry that publishes a snapshot whose packs, parts and record are durable.
 
@@ -89,6 +91,7 @@ def publish(
         staged: The transaction under which the snapshot was staged.
         snapshot: The ULID of its record; by default `staged`, or else `txn`.
         began_ns: When the save began, by the engine's clock, for the entry to say how long it took.
+        also: See `Log.append`.
 
     Raises:
         ConflictError: the ref is elsewhere; nothing is visible.
@@ -113,7 +116,7 @@ def publish(
             _logger.debug("rescue what gc has condemned of it: %s", ", ".join(key.name for key in needed))
         return [*ops, Op.rescue(needed)] if needed else ops
 
-    info = engine.log.published(engine.log.append(build), snapshot)
+    info = engine.log.published(engine.log.append(build, also=also), snapshot)
     if info is None:
         raise SnapshotAbortedError(
             f"the save to {record.ref!r} was aborted by another process before it was published", object_id=record.ref

@@ -16,6 +16,7 @@ from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.log import Objects, RefTable, SnapshotInfo
+from tensorstore_ck.log.log import Also
 
 MOVES_OBJECTS: Final = frozenset({"condemn", "sweep", "relocate", "settle"})
 
@@ -98,6 +99,7 @@ def record_of(engine: Engine, request: SaveRequest, ranks: Sequence[RankParts], 
         streams=streams,
         triggers=request.origin.triggers,
         epoch=request.origin.epoch,
+        attributes=request.origin.attributes,
     )
 
 
@@ -114,10 +116,11 @@ def publish_parts(
     *,
     txn: Ulid,
     mark: tuple[str, str] | None = None,
+    also: Also | None = None,
 ) -> SnapshotInfo:
     """Publishes the parts of all `ranks`, in their order, as one snapshot, whose ULID is `txn`: see `publish`.
 
-    `mark`: a mark for the snapshot, and the reason.
+    `mark`: a mark for the snapshot, and the reason. `also`: see `Log.append`.
     """
     encoded = store_record(engine, txn, record)  # under the id of the transaction, so that salvage recognises the record of an aborted save
     return publish(
@@ -129,6 +132,7 @@ def publish_parts(
         arrange=at_branch(engine, record, request.expect, mark),
         condemned=lambda view: condemned_of_ranks(engine, view, txn, ranks),
         began_ns=request.began_ns,
+        also=also,
     )
 
 

@@ -12,7 +12,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.destination import Destination, StoreDestination
-from tensorstore_ck.engine.write.part_writer import WrittenPart, slot_of_one, write_part
+from tensorstore_ck.engine.write.part_writer import slot_of_one, write_part
 from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, record_of
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings, merged
@@ -21,9 +21,8 @@ from tensorstore_ck.log import RefTable, SnapshotInfo
 
 
 class Written(NamedTuple):
-    """The parts that one process has made durable, and how they compare with the snapshot before."""
+    """What one process reports of the part that it has made durable, and how that compares with the snapshot before."""
 
-    parts: Sequence[WrittenPart]
     report: RankParts
     findings: SaveFindings
 
@@ -53,10 +52,11 @@ def write(destination: Destination, captured: CapturedState, request: SaveReques
         findings = SaveFindings(elements=finiteness.elements, non_finite=finiteness.non_finite)
     else:
         findings = ParentComparison(engine=engine, view=view, written=written, captured=captured, claim=request.claim).examine()
+    destination.wrote(request, [written])
     with meter.timed("commit"):
         is_published_later = destination.is_staging and not is_offline
         at = destination.ask(engine.log.newest_view) if is_published_later else view
-        return Written([written], checked_parts(engine, [written], anchor, at), findings)
+        return Written(checked_parts(engine, [written], anchor, at), findings)
 
 
 def commit(
@@ -138,5 +138,5 @@ def write_and_commit(
                 raise
             view = destination.engine.log.view()
         else:
-            destination.keep(info, written.parts)
+            destination.keep(info)
             return info

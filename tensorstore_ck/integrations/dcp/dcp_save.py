@@ -196,6 +196,7 @@ class DcpSave:
         def attempt() -> SnapshotInfo:
             assert self.begun is not None
             written, own, own_findings = self._complete(self.begun, captured, meter)
+            self._destination.wrote(self._request, [written])
             info = commit(
                 self._destination,
                 self._request,
@@ -205,7 +206,7 @@ class DcpSave:
                 meter=meter,
                 view=self._engine.log.view(),
             )
-            self._destination.keep(info, [written])
+            self._destination.keep(info)
             return info
 
         def begin_again() -> None:

@@ -1,7 +1,7 @@
 """One LMDB environment of this process, shared by all handles on its folder.
 
 Nothing else opens LMDB's files. py-lmdb refuses a second open of a path in one process (closing one would drop the
-other's file locks), so `lmdb_table` counts handles in a process-wide registry. Invariants: a forked child never uses an
+other's file locks), so `lmdb_handle` counts handles in a process-wide registry. Invariants: a forked child never uses an
 environment; `set_mapsize` never runs while a transaction of this process is open (`_map_lock`, and `_write_lock` before it; views
 copy their rows first); a batch holds `batch.lock` in the folder from start to end, so that it can begin again in a larger map
 without any other process's batch in between; an environment that failed is not used again, and stays open until it is closed, as
@@ -18,12 +18,23 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from zlib import crc32
 
 import lmdb
 
 from tensorstore_ck.log.cache.batch_lock import BatchLock
-from tensorstore_ck.log.cache.lmdb_view import LmdbView, get_row, get_rows, protect, read_page
-from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, TableError, scan_pages
+from tensorstore_ck.log.cache.lmdb_rows import CRC_BYTES, LmdbView, get_row, get_rows, read_page
+from tensorstore_ck.log.cache.protocol import (
+    MAX_KEY_BYTES,
+    PAGE_ITEMS,
+    Batch,
+    Item,
+    TableBusyError,
+    TableDamagedError,
+    TableError,
+    bad_key,
+    scan_pages,
+)
 
 with suppress(ImportError):  # some versions import it at the first `lmdb.open`: a child forked during that would hang
     import_module("lmdb._envid")
@@ -127,8 +138,9 @@ class Environment:
                 raise self._failed(exc) from exc
 
     def begin(self, *, write: bool) -> Any:
-        """A transaction."""
-        self._require_usable()
+        """A transaction, for a caller that has looked whether this process may use the environment."""
+        if self._failure:
+            self._require_usable()
         self._require_intact()
         try:
             return self._lmdb.begin(write=write)
@@ -308,7 +320,9 @@ class _LmdbBatch:
         return scan_pages(self._page, prefix, start, reverse)
 
     def put(self, key: bytes, value: bytes | None) -> None:
-        stored = None if value is None else protect(key, value)
+        if not 0 < len(key) <= MAX_KEY_BYTES:
+            raise bad_key(key)
+        stored = None if value is None else value + crc32(value, crc32(key)).to_bytes(CRC_BYTES, "little")  # as `get_row` checks
         self._journal.append((key, stored))
         if len(self._journal) % PAGE_ITEMS == 0:
             self._environment.lock.show_progress()

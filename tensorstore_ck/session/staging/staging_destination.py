@@ -69,6 +69,7 @@ class StagingDestination:
     def _begin_writing(self) -> None:
         self._writes = StagingWriteBackend(self._tier.folder, self._store.backend, self.ask)
         self._known: list[ChainedBlocks] = []
+        self._written: Sequence[WrittenPart] = ()
         self._accepts: Accepts = ()
         self._base: SnapshotInfo | None = None
         self.manifest: Manifest | None = None
@@ -131,9 +132,11 @@ class StagingDestination:
         self._known.append(ChainedBlocks(self._links, there))
         return self._known[-1]
 
-    def wrote(self, request: SaveRequest) -> None:
-        """Uploads at once the small objects that other ranks need to open the snapshot."""
-        assert self._stop is not None
+    def wrote(self, request: SaveRequest, written: Sequence[WrittenPart]) -> None:
+        """Notes the parts. Of a rank, uploads at once the small objects that other ranks need to open the snapshot."""
+        self._written = written
+        if self._stop is None:
+            return
         self._tier.uploader.upload(self._small(), stop=self._stop)
         self._write_manifest(request, None)
 
@@ -160,11 +163,11 @@ class StagingDestination:
             )
         return info._replace(n=n or 0)
 
-    def keep(self, info: SnapshotInfo, written: Sequence[WrittenPart]) -> None:
+    def keep(self, info: SnapshotInfo) -> None:
         """Adds the save to the chain, so that the next save builds on it."""
-        for part in written:
+        for part in self._written:
             self._store.keep_part(part.ulid, part.part)
-        added = {block: location for part in written for block, location in part.added.items()}
+        added = {block: location for part in self._written for block, location in part.added.items()}
         accepts = () if isinstance(self._accepts, AnyHead) else self._accepts
         self._chain.add(StagedLink(txn=info.ulid, root=info.root, added=added, names=frozenset(self._names), accepts=accepts))
 
@@ -220,4 +223,4 @@ def staged_info(txn: Ulid, record: Record) -> SnapshotInfo:
     sealed = object_hash(record.encode())
     at = (txn, record.root(), sealed, record.parent, record.ref, record.step, 0, record.time_ns)
     sizes = (record.logical_bytes, record.new_bytes)
-    return SnapshotInfo(*at, record.metrics, *sizes, record.time_ns, record.triggers, record.epoch)
+    return SnapshotInfo(*at, record.metrics, *sizes, record.time_ns, record.triggers, record.epoch, record.attributes)

@@ -12,23 +12,13 @@ from zlib import crc32
 import lmdb
 
 from tensorstore_ck.log.cache.memory_table import MemoryTable
-from tensorstore_ck.log.cache.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Item, bad_key, scan_pages
+from tensorstore_ck.log.cache.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Item, scan_pages
 
-_CRC_BYTES: Final = 4
+CRC_BYTES: Final = 4
+"""Of the checksum after each value."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-
-def protect(key: bytes, value: bytes) -> bytes:
-    """A value as it is stored.
-
-    Raises:
-        ValueError: LMDB cannot store the key: a bug of the caller.
-    """
-    if not 0 < len(key) <= MAX_KEY_BYTES:
-        raise bad_key(key)
-    return value + crc32(value, crc32(key)).to_bytes(_CRC_BYTES, "little")
 
 
 def get_row(txn: Any, key: bytes) -> bytes | None:
@@ -72,8 +62,8 @@ def read_page(txn: Any, low: bytes, high: bytes | None, reverse: bool) -> list[I
 
 
 def _unprotect(key: bytes, stored: bytes) -> bytes:
-    value = stored[:-_CRC_BYTES]
-    if crc32(value, crc32(key)) != int.from_bytes(stored[-_CRC_BYTES:], "little") or len(stored) < _CRC_BYTES:
+    value = stored[:-CRC_BYTES]
+    if crc32(value, crc32(key)) != int.from_bytes(stored[-CRC_BYTES:], "little") or len(stored) < CRC_BYTES:
         raise lmdb.CorruptedError("a value does not match its checksum")
     return value
 
