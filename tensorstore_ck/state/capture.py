@@ -214,8 +214,7 @@ class CaptureWalk:
         if depth >= MAX_NESTING:
             self._fail_too_deep(path)
             return
-        path = path if len(path) <= SHORT_PATH else self._names.reserve(path, len(value))
-        kind = type(value)
+        kind, path = type(value), path if len(path) <= SHORT_PATH else self._names.reserve(path, len(value))
         children: list[Any] = [None] * len(value)
         items: Iterable[Any]
         if kind is list or kind is tuple:
