@@ -74,11 +74,10 @@ class BlockIndex:
         Other processes of this host may have folded further entries since. Skips packs that these entries swept, even if the tombstones are
         dropped by now.
         """
-        notes = _notes(blocks, published_at)
 
         def write() -> None:
             with self._lock.here:
-                self._waiting.extend(notes)
+                self._waiting.extend(_notes(blocks, published_at))
             if not self._write_waiting(wait=False):  # no save waits for the cache
                 self._write_later()
 
@@ -128,12 +127,12 @@ class _Note(NamedTuple):
     blocks: list[tuple[Digest, Location]]
 
 
-def _notes(blocks: Iterable[tuple[Digest, Location]], published_at: int) -> list[_Note]:
-    by_pack: dict[Ulid, list[tuple[Digest, Location]]] = {}
+def _notes(blocks: Iterable[tuple[Digest, Location]], published_at: int) -> Iterable[_Note]:
+    by_pack: dict[Ulid, _Note] = {}
     for block, location in blocks:
         if not location.bases:
-            by_pack.setdefault(location.pack, []).append((block, location))
-    return [_Note(published_at, pack, items) for pack, items in by_pack.items()]
+            by_pack.setdefault(location.pack, _Note(published_at, location.pack, [])).blocks.append((block, location))
+    return by_pack.values()
 
 
 def write_blocks(batch: Batch, blocks: Iterable[tuple[Digest, Location]], *, published_at: int) -> None:

@@ -36,7 +36,6 @@ Build = Callable[[RefTable], Sequence[Op]]
 
 Also = Callable[[Batch, int], object]
 """Writes rows that belong to the entry of that number into this host's cache."""
-
 _logger: Final = logging.getLogger("tensorstore_ck.log")
 _CACHE_TRIES: Final = 4
 

@@ -42,7 +42,8 @@ class RowsAtHead:
         """Key -> row, or None. Of a kind that is read as a whole: its prefix -> the rows by key."""
         self.by_root: tuple[bytes, SnapshotInfo | None] = (b"", None)
         """The last root that was looked up, and its snapshot."""
-        self.has_relocations: bool | None = None
+        self.has_rows: dict[bytes, bool] = {}
+        """Prefix of a kind -> whether there is a row of it."""
 
 
 class RefTable:
@@ -260,7 +261,7 @@ class RefTable:
 
     def object_state(self, key: ObjectKey) -> rows.ObjectRow | None:
         """Whether an object is condemned or swept; None if neither."""
-        return self.read(rows.OBJECTS, rows.object_key(key))
+        return self.read(rows.OBJECTS, rows.object_key(key)) if self._has_rows(rows.OBJECTS) else None
 
     def objects(self) -> Iterator[tuple[ObjectKey, rows.ObjectRow]]:
         """All condemned objects, and those swept after the horizon."""
@@ -268,7 +269,7 @@ class RefTable:
 
     def relocations(self, pack: bytes) -> list[Relocation]:
         """The current relocations of a pack, newest first."""
-        if self._kept is not None and not self.has_relocations():
+        if not self._has_rows(rows.RELOCATIONS):
             return []
         current = [(Ulid(moved), rows.RELOCATIONS.decode(value)) for moved, value in self.scan(rows.RELOCATIONS, pack)]
         ordered = sorted(current, key=lambda item: (item[1].n, item[0]), reverse=True)
@@ -278,13 +279,17 @@ class RefTable:
         ]
 
     def has_relocations(self) -> bool:
-        """Whether any pack has a current relocation."""
-        kept = self._kept
-        if kept is None:
-            return any(True for _ in self.scan(rows.RELOCATIONS))
-        if kept.has_relocations is None:
-            kept.has_relocations = any(True for _ in self.scan(rows.RELOCATIONS))
-        return kept.has_relocations
+        """Whether packs may have current relocations: false only if the rows do not change and there is none."""
+        return self._has_rows(rows.RELOCATIONS)
+
+    def _has_rows(self, kind: RowKind[Row]) -> bool:
+        """Whether there may be rows of a kind: false only if the rows do not change. One look replaces those for each object of a save."""
+        if self._kept is None:
+            return True
+        known = self._kept.has_rows
+        if kind.prefix not in known:
+            known[kind.prefix] = next(self._reader.scan(kind.prefix), None) is not None
+        return known[kind.prefix]
 
     def all_relocations(self) -> Iterator[tuple[Ulid, Ulid]]:
         """(pack, moved object) of every current relocation."""

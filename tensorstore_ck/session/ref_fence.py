@@ -161,7 +161,7 @@ class RefFence:
             self._refs[ref] = _Ref(resolved.branch_root, info.root, is_moved, info.step if is_fenced else None)
 
     def check_step(self, engine: Engine, view: RefTable, asked: "SaveOptions") -> None:
-        """Refuses to take a ref over by mistake: a script may restore the newest snapshot of a job, and then start its own training.
+        """Refuses to take over a ref by mistake: a script may restore the newest snapshot of a job, and then start its own training.
 
         Raises:
             InvalidOptionError: the step is lower than that of the head, which this handle restored, and it has not saved there yet.
@@ -195,7 +195,7 @@ class RefFence:
         return resolve(view, str(expect)).info.root
 
     def request_at(self, engine: Engine, view: RefTable, asked: "SaveOptions", *, is_offline: bool = False) -> SaveRequest:
-        """The save that its caller `asked` for, as of `view`; with `is_offline` without reading from the store."""
+        """The request for the save with these options (`asked`), as of `view`. With `is_offline` nothing is read from the store."""
         if not is_offline:
             self.settle(engine, view, asked.ref)
         self.check_step(engine, view, asked)

@@ -30,12 +30,12 @@ class RankParts(NamedTuple):
     new_bytes: int
     anchor: int
     checked: int
-    """The log entry at which it checked that gc has freed nothing of them."""
+    """The log entry at which the rank checked that gc had freed nothing of its parts."""
     condemned: Objects
     """The objects that were condemned at that entry, and must be rescued."""
 
     def record(self) -> Body:
-        """As it is sent."""
+        """The record that is sent to the other ranks."""
         return {
             "ulids": b"".join(self.ulids),
             "part_ids": b"".join(self.part_ids),

@@ -215,7 +215,7 @@ class Save:
         return self._ranks.write_and_commit_together(begin, destination, status.meter)
 
     def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState, RefTable]:
-        """The request, the state and a view of the log, all as of its newest entry; takes the state apart if it was not yet."""
+        """The request, the state, and a view of the log at its newest entry. Takes the state apart if `capture` was not called before."""
         status.check()
         fence, options, captured = self._context.fence, self.check(), self.capture()
         size_bytes = captured.logical_bytes if self._ranks.is_alone else captured.held_bytes
