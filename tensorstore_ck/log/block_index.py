@@ -108,8 +108,7 @@ class BlockIndex:
             self._waiting.clear()
         try:
             with self._table.batch(wait=wait) as batch:
-                for note in notes:
-                    _write(batch, note)
+                _write(batch, notes)
         except TableBusyError:
             with self._lock.here:
                 self._waiting.extend(notes)
@@ -137,18 +136,19 @@ def _notes(blocks: Iterable[tuple[Digest, Location]], published_at: int) -> Iter
 
 def write_blocks(batch: Batch, blocks: Iterable[tuple[Digest, Location]], *, published_at: int) -> None:
     """As `BlockIndex.add`, in a batch that the caller has begun: that which folds the entry."""
-    for note in _notes(blocks, published_at):
-        _write(batch, note)
+    _write(batch, _notes(blocks, published_at))
 
 
-def _write(batch: Batch, note: _Note) -> None:
+def _write(batch: Batch, notes: Iterable[_Note]) -> None:
     view = RefTable(batch)
-    head, state = view.head(), view.object_state(ObjectKey("pack", note.pack))
-    if head is None or not view.horizon() <= note.published_at <= head.n or (state is not None and state.swept):
-        return
-    for block, location in note.blocks:
-        batch.put(_KEY + block, _VALUE.pack(*location[:_FIELDS]))
-    batch.put(_PACK_KEY + note.pack + note.blocks[0][0], b"".join([block for block, _ in note.blocks]))
+    head, horizon = view.head(), view.horizon()
+    for note in notes:
+        state = view.object_state(ObjectKey("pack", note.pack))
+        if head is None or not horizon <= note.published_at <= head.n or (state is not None and state.swept):
+            continue
+        for block, location in note.blocks:
+            batch.put(_KEY + block, _VALUE.pack(*location[:_FIELDS]))
+        batch.put(_PACK_KEY + note.pack + note.blocks[0][0], b"".join([block for block, _ in note.blocks]))
 
 
 def forget_packs(batch: Batch, packs: Sequence[Ulid]) -> None:

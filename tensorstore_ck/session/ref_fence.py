@@ -38,7 +38,7 @@ class _Ref(NamedTuple):
 class RefFence:
     """What this handle saved, restored and staged. Nothing else owns that state: the caller and the threads of its saves share one lock.
 
-    If it was interrupted before it could note a move, or the answer was lost, the log says what this handle wrote: see `settle`.
+    If it was interrupted before it could note a move, or the answer was lost, the log says what this handle wrote: see `catch_up`.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class RefFence:
         with self._lock:
             self._attempts[ref] = snapshot
 
-    def settle(self, engine: Engine, view: RefTable, ref: str) -> bool:
+    def catch_up(self, engine: Engine, view: RefTable, ref: str) -> bool:
         """Notes where the ref is, if this handle moved it there without noting that; returns whether it did.
 
         Raises:
@@ -197,7 +197,7 @@ class RefFence:
     def request_at(self, engine: Engine, view: RefTable, asked: "SaveOptions", *, is_offline: bool = False) -> SaveRequest:
         """The request for the save with these options (`asked`), as of `view`. With `is_offline` nothing is read from the store."""
         if not is_offline:
-            self.settle(engine, view, asked.ref)
+            self.catch_up(engine, view, asked.ref)
         self.check_step(engine, view, asked)
         parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)

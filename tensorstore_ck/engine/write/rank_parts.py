@@ -80,10 +80,7 @@ def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, v
 
 
 def record_of(engine: Engine, request: SaveRequest, ranks: Sequence[RankParts], *, logical_bytes: int, streams: str = "") -> Record:
-    """The record of the parts of all `ranks`, in their order.
-
-    `streams` is the rule of derived streams, if there are rank states.
-    """
+    """The record of the parts of all `ranks`, in their order. `streams`: the rule of derived streams, if there are rank states."""
     made_ns = request.origin.made_ns
     return Record(
         ref=request.ref,

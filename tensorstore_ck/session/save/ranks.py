@@ -89,7 +89,7 @@ class Alone:
             try:
                 return write_and_commit(destination, captured=captured, request=request, meter=meter, view=view)
             except ConflictError:
-                if destination.is_staging or not fence.settle(engine, engine.log.newest_view(), request.ref):
+                if destination.is_staging or not fence.catch_up(engine, engine.log.newest_view(), request.ref):
                     raise
 
 

@@ -101,7 +101,7 @@ class Save:
         engine, fence, options = self._engine, self._context.fence, self.check()
 
         def check(view: RefTable) -> None:
-            fence.settle(engine, view, self.ref)
+            fence.catch_up(engine, view, self.ref)
             fence.check_step(engine, view, options)
             check_expected(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
             check_quotas(quotas_of(view, self.ref), self.ref)
