@@ -29,7 +29,8 @@ DEV_TESTS := $(addprefix tests/, backend catalog cli common end_to_end engine fo
 dev:
 	@echo "downloads 310 MB into $(DEV), 1.5 GB on the disk: torch for CPUs (192 MB), and some 100 packages"
 	$(PYTHON) -m venv $(DEV)
-	$(DEV)/bin/python -m pip install --quiet --constraint constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu torch==$(TORCH)+cpu
+	$(DEV)/bin/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+	$(DEV)/bin/python -m pip install --quiet --no-deps --extra-index-url https://download.pytorch.org/whl/cpu torch==$(TORCH)+cpu
 	$(DEV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[s3,safetensors,pandas,plot,catalog,ui,exporter]' --group core
 	@echo 'now: $(DEV)/bin/python -m pytest -n 2 -m "not slow and not gpu" $(DEV_TESTS)'
 

@@ -41,7 +41,7 @@ from tensorstore_ck.state.capture import capture
 from tensorstore_ck.state.shared_parts import PartSharingContent, SharedParts
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber
 from tensorstore_ck.training import TrainingState
-from tensorstore_ck.training.rank_own_state import RankOwnState
+from tensorstore_ck.training.per_rank_state import PerRankState
 from tensorstore_ck.training.stateful_parts import StatefulPart
 
 HOST_RANKS: Final = 8
@@ -78,7 +78,7 @@ class Job:
         """As `tensorstore_ck.deepspeed` makes it."""
         engine = zero_engine(MODEL, stage, Rank(rank, ranks))
         shared, none = EngineState(engine), StatefulPart.of("dataloader", None)
-        return TrainingState.over(shared, RankOwnState(StatefulPart.of("model", shared.module), none, {}, {"client_state": {}}, None))
+        return TrainingState.over(shared, PerRankState(StatefulPart.of("model", shared.module), none, {}, {"client_state": {}}, None))
 
     def _take_apart(self, training: TrainingState, rank: int, step: int) -> CapturedState:
         shared, own = training._sides.capture(self.ranks)

@@ -52,9 +52,14 @@ from .errors import (
     WaitTimeoutError as WaitTimeoutError,
 )
 from .events import Event as Event
+from .feed import Feed as Feed, FeedVersion as FeedVersion
 from .format.random_streams import Streams as Streams
 from .gc import GcOptions as GcOptions
-from .integrations.exporting import ExportReport as ExportReport, export_snapshot as export_snapshot
+from .integrations.exporting import (
+    ExportReport as ExportReport,
+    FollowedFolder as FollowedFolder,
+    export_snapshot as export_snapshot,
+)
 from .integrations.importing import (
     import_checkpoint as import_checkpoint,
     import_history as import_history,

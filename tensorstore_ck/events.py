@@ -16,7 +16,7 @@ from typing import Final, Literal, Protocol
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.redaction import one_line, redacted
 
-Kind = Literal["captured", "staged", "published", "failed", "dropped", "stalled", "retried", "waiting"]
+Kind = Literal["captured", "staged", "published", "failed", "dropped", "stalled", "retried", "waiting", "fetched", "swapped"]
 Reason = Literal["skipped", "replaced", "cancelled", "abandoned"]
 
 _STAGE_SECONDS: Final = {
@@ -89,6 +89,19 @@ KINDS: Final[Mapping[Kind, Mapping[str, str]]] = {
         "wait_seconds": "without a byte, or since the first failure if a try failed",
         "error": "that the last try failed with; empty in the first",
     },
+    "fetched": {
+        "root": "of the version that a follower has staged, in hex; not tied to a save, as `swapped`",
+        "age_seconds": "since the version was made",
+        "fetch_seconds": "from the look at the branch until all of it was verified",
+        "read_bytes": "stored bytes of the blocks that were read",
+        "changed_bytes": "raw bytes of the blocks that the follower did not hold",
+        "staged_bytes": "host memory that the staged changes take",
+    },
+    "swapped": {
+        "root": "of the version that the follower's tensors are now, in hex",
+        "age_seconds": "since the version was made",
+        "pause_seconds": "that the swap took",
+    },
 }
 """The fields of each kind of event."""
 
@@ -101,6 +114,8 @@ LEVELS: Final[Mapping[Kind, int]] = {
     "stalled": logging.WARNING,
     "retried": logging.WARNING,
     "waiting": logging.WARNING,
+    "fetched": logging.DEBUG,
+    "swapped": logging.INFO,
 }
 _REASONS: Final[Mapping[str, str]] = {
     "skipped": "no memory was free for it",
@@ -235,4 +250,8 @@ def event_text(event: Event) -> str:
         case "waiting":
             text = f"still waiting after {of('wait_seconds')} to {of('what')} (try {of('try_number')}"
             text += f"; the last one failed: {of('error')})" if event.fields["error"] else ")"
+        case "fetched":
+            text = f"fetched {name}: {of('changed_bytes')} changed, {of('read_bytes')} read in {of('fetch_seconds')}"
+        case "swapped":
+            text = f"swapped to {name}, {of('age_seconds')} old, in {of('pause_seconds')}"
     return one_line(text)

@@ -141,8 +141,13 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
         single_shot, tries = without_retries(options)
         timing = RetryTiming(max_tries=tries)
         return S3Backend(lambda: connect(single_shot), bucket, prefix.strip("/"), timing=timing, on_wait=on_wait, secrets=secrets)
-    from tensorstore_ck.backend.fsspec_backend import CREATE_CALLS, FsspecBackend  # noqa: PLC0415 - loads fsspec
+    from tensorstore_ck.backend.fsspec_backend import CREATE_CALLS, PATIENCE_SECONDS, FsspecBackend  # noqa: PLC0415 - loads fsspec
 
     return FsspecBackend(
-        connect=connect, root=root, url=f"{protocol}://{root.lstrip('/')}", create_call=CREATE_CALLS.get(protocol), secrets=secrets
+        connect=connect,
+        root=root,
+        url=f"{protocol}://{root.lstrip('/')}",
+        create_call=CREATE_CALLS.get(protocol),
+        secrets=secrets,
+        patience_seconds=None if protocol == "memory" else PATIENCE_SECONDS,
     )

@@ -1,7 +1,8 @@
 """Any other fsspec filesystem: ``memory://``, Google Cloud Storage, Azure.
 
 Knows fsspec's interface, no format. fsspec has no atomic create (its default is exists-then-write), so a backend gets a `CreateCall`
-that is known to be atomic for its protocol; without one, `create` raises.
+that is known to be atomic for its protocol; without one, `create` raises. The libraries have no time limit, or one for a part of a
+request, so every call has one here.
 """
 # ruff: noqa: D102 - protocol.py documents the methods
 
@@ -9,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from fsspec.implementations.memory import MemoryFile
 
@@ -18,7 +19,18 @@ from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.backend.remote_errors import ProcessLocal, remote_errors
 from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.common.free_space import Space
-from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, UnsafeBackendError
+from tensorstore_ck.common.threads import within_seconds
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, MissingObjectError, UnsafeBackendError
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS: Final = 60.0
+"""How long a server may take to answer a call, with the library's own retries; more for the call's bytes."""
+SLOWEST_BYTES_PER_SECOND: Final = 128 << 10
+LISTING_PATIENCE: Final = 10
+"""A listing may take this many times as long: one call reads all its pages."""
+PIECE_BYTES: Final = 8 << 20
+"""How much of an object of unknown size one call reads."""
 
 CreateCall = Callable[[Any, str, bytes], None]
 """(filesystem, path, bytes): makes the object, or raises FileExistsError, atomically."""
@@ -56,24 +68,36 @@ class FsspecBackend:
     is_local = False
 
     def __init__(
-        self, connect: Callable[[], Any], root: str, url: str, create_call: CreateCall | None, secrets: Sequence[str] = ()
+        self,
+        connect: Callable[[], Any],
+        root: str,
+        url: str,
+        create_call: CreateCall | None,
+        *,
+        secrets: Sequence[str] = (),
+        patience_seconds: float | None = PATIENCE_SECONDS,
     ) -> None:
-        """`secrets`: what messages must not show."""
+        """`secrets`: what messages must not show. `patience_seconds`: see `PATIENCE_SECONDS`; None if it cannot hang."""
         self.url = url
         self.secrets = secrets
         self._filesystem = ProcessLocal(connect)
         self._root = root.rstrip("/")
         self._create_call = create_call
+        self._patience_seconds = patience_seconds
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         path = self._path(name)
-        try:
-            data = self._cat(name, path, 0, max_bytes + 1)
-        except CorruptObjectError:
-            return b""  # no byte at 0: the object is empty
-        if len(data) > max_bytes:
-            raise CorruptObjectError(f"{name} has more than the {max_bytes} bytes it may have", object_id=name)
-        return data
+        data = b""
+        while len(data) <= max_bytes:
+            end = min(len(data) + PIECE_BYTES, max_bytes + 1)
+            try:
+                piece = self._cat(name, path, len(data), end)
+            except CorruptObjectError:
+                return data  # no byte there: the object ends
+            data = data + piece if data else piece
+            if len(data) < end:
+                return data
+        raise CorruptObjectError(f"{name} has more than the {max_bytes} bytes it may have", object_id=name)
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         end = offset + len(target)
@@ -84,19 +108,22 @@ class FsspecBackend:
         target[:] = data
 
     def size(self, name: str) -> int:
-        with remote_errors("look at", name, self.url, self.secrets):
-            info = self._filesystem.get().info(self._path(name))
+        path = self._path(name)
+
+        def look(filesystem: Any) -> int:
+            info = filesystem.info(path)
             if info["type"] != "file":
                 raise FileNotFoundError(f"{name} is a folder")
-        return int(info["size"])
+            return int(info["size"])
+
+        return self.ask("look at", name, look)
 
     def put(self, name: str, data: Buffer) -> None:
         if self._create_call is None:
             self.replace(name, data)
             return
         try:
-            with remote_errors("create", name, self.url, self.secrets):
-                self._create_call(self._filesystem.get(), self._path(name), bytes(data))
+            self._create(name, self._create_call, data)
         except BackendUnavailableError as exc:
             # The libraries repeat a request whose reply was lost, and then find the object that they made. It is small: no pack.
             if (
@@ -107,11 +134,10 @@ class FsspecBackend:
                 raise
 
     def replace(self, name: str, data: Buffer) -> None:
-        with remote_errors("write", name, self.url, self.secrets):
-            self._filesystem.get().pipe_file(self._path(name), bytes(data))
+        path, content = self._path(name), bytes(data)
+        self.ask("write", name, lambda filesystem: filesystem.pipe_file(path, content), len(content))
 
     def create(self, name: str, data: Buffer) -> Created:
-        path = self._path(name)
         if self._create_call is None:
             raise UnsafeBackendError(
                 f"no atomic create-if-absent is known for {self.url}, so commits cannot be exclusive on it; "
@@ -119,53 +145,62 @@ class FsspecBackend:
                 object_id=name,
             )
         try:
-            with remote_errors("create", name, self.url, self.secrets):
-                self._create_call(self._filesystem.get(), path, bytes(data))
+            self._create(name, self._create_call, data)
         except BackendUnavailableError as exc:
             return Created.EXISTS if isinstance(exc.__cause__, FileExistsError) else Created.UNKNOWN
         return Created.CREATED
+
+    def _create(self, name: str, create_call: CreateCall, data: Buffer) -> None:
+        path, content = self._path(name), bytes(data)
+        self.ask("create", name, lambda filesystem: create_call(filesystem, path, content), len(content))
 
     def sync_folders(self, name: str) -> None:
         check_name(name)
 
     def open_writer(self, name: str) -> ObjectWriter:
-        with remote_errors("write", name, self.url, self.secrets):
-            return _FileWriter(self, name, self._filesystem.get().open(self._path(name), "wb"), deletes=True)
+        return self._open_writer(name, "wb", deletes=True)
 
     def open_whole_writer(self, name: str) -> ObjectWriter:
-        with remote_errors("write", name, self.url, self.secrets):
-            mode = "wb" if self._create_call is None else "xb"
-            return _FileWriter(self, name, self._filesystem.get().open(self._path(name), mode), deletes=False)
+        return self._open_writer(name, "wb" if self._create_call is None else "xb", deletes=False)
+
+    def _open_writer(self, name: str, mode: str, *, deletes: bool) -> ObjectWriter:
+        path = self._path(name)
+        return _FileWriter(self, name, self.ask("write", name, lambda filesystem: filesystem.open(path, mode)), deletes=deletes)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = f"{self._root}/{check_prefix(prefix)}"
-        with remote_errors("list", prefix, self.url, self.secrets):
-            filesystem = self._filesystem.get()
+
+        def find(filesystem: Any) -> tuple[str, Any]:
             try:
                 found = filesystem.find(folder.rstrip("/"), detail=True)
             except FileNotFoundError:
-                return
+                found = {}
+            return filesystem._strip_protocol(self._root) + "/", found
+
+        start, found = self.ask("list", prefix, find, patience=LISTING_PATIENCE)
         if not isinstance(found, dict):
             return  # adlfs, where an object has the folder's name
-        start = filesystem._strip_protocol(self._root) + "/"
         for path, info in found.items():
             name = path.removeprefix(start)
             if path.startswith(start + prefix):
                 yield ObjectInfo(name, int(info["size"]), _time_ns(info, _TIMES), _time_ns(info, _SERVER_TIMES))
 
     def folders(self, start: str) -> set[str]:
-        with remote_errors("list", start, self.url, self.secrets):
+        def find(filesystem: Any) -> Any:
             try:
-                found = self._filesystem.get().ls(self._root, detail=True, refresh=True)
+                return filesystem.ls(self._root, detail=True, refresh=True)
             except FileNotFoundError:
-                return set()
+                return ()
+
+        found = self.ask("list", start, find, patience=LISTING_PATIENCE)
         names = {str(info["name"]).rstrip("/").rpartition("/")[2] for info in found if info["type"] == "directory"}
         return {name for name in names if name.startswith(start)}
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
-            with remote_errors("delete", name, self.url, self.secrets), contextlib.suppress(FileNotFoundError):
-                self._filesystem.get().rm_file(self._path(name))
+            path = self._path(name)
+            with contextlib.suppress(MissingObjectError):
+                self.ask("delete", name, lambda filesystem, path=path: filesystem.rm_file(path))  # type: ignore[misc]
 
     def space(self) -> Space | None:
         return None
@@ -181,9 +216,24 @@ class FsspecBackend:
         self._filesystem.close()
 
     def _cat(self, name: str, path: str, start: int, end: int) -> bytes:
-        with remote_errors("read", name, self.url, self.secrets):
-            data: bytes = self._filesystem.get().cat_file(path, start=start, end=end)
+        data: bytes = self.ask("read", name, lambda filesystem: filesystem.cat_file(path, start=start, end=end), end - start)
         return data
+
+    def ask(self, action: str, name: str, call: Callable[[Any], T], size_bytes: int = 0, *, patience: int = 1) -> T:
+        """Returns the filesystem's answer to `call`. The limit is `patience` times the time that a server may take for that many bytes.
+
+        Raises:
+            StoreError: `call` failed, or takes longer; it then goes on in the background.
+        """
+        with remote_errors(action, name, self.url, self.secrets):
+            if self._patience_seconds is None:
+                return call(self._filesystem.get())
+            seconds = patience * self._patience_seconds + size_bytes / SLOWEST_BYTES_PER_SECOND
+            try:
+                return within_seconds(seconds, lambda: call(self._filesystem.get()))
+            except TimeoutError:
+                self._filesystem.close()  # other calls must not wait for the connections of those that hang
+                raise
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_name(name)}"
@@ -209,10 +259,9 @@ class _FileWriter:
                 raise BackendUnavailableError(f"{self._name} was aborted while it was written", object_id=self._name)
             self._failed = True  # until all of it is written
             offset = self._end
-            with remote_errors("write", self._name, self._backend.url, self._backend.secrets):
-                for view in byte_views(data):
-                    self._file.write(view)
-                    self._end += len(view)
+            for view in byte_views(data):
+                self._ask(lambda view=view: self._file.write(view), len(view))  # type: ignore[misc]
+                self._end += len(view)
             self._failed = False
         return offset
 
@@ -221,9 +270,13 @@ class _FileWriter:
             if self._failed:
                 raise BackendUnavailableError(f"{self._name} could not be written completely; write it again", object_id=self._name)
             self._failed = True
-            with remote_errors("write", self._name, self._backend.url, self._backend.secrets):
-                self._file.close()
+            self._ask(self._file.close)
             self._closed = True
+
+    def _ask(self, call: Callable[[], object], size_bytes: int = 0) -> None:
+        """Calls a method of the file, which may send what it has kept of earlier calls."""
+        kept_bytes = getattr(self._file, "blocksize", 0)
+        self._backend.ask("write", self._name, lambda _: call(), size_bytes + kept_bytes)
 
     def abort(self) -> None:
         with self._lock:
@@ -231,7 +284,7 @@ class _FileWriter:
                 return
             self._failed = True
             with contextlib.suppress(Exception):
-                self._file.discard()
+                self._ask(self._file.discard)
             with contextlib.suppress(Exception):
                 self._file.closed = True  # else adlfs writes it when it is collected, over a later object of that name
             if self._deletes:

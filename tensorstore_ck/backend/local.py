@@ -1,6 +1,6 @@
 """A folder of a local or network filesystem, by system calls.
 
-Knows no format. What it acknowledges survives a power failure: the file is synced before it gets its name, the folder after,
+Knows no format. Acknowledged writes survive a power failure: the file is synced before it gets its name, the folder after,
 and each folder's own entry once per process. A failed fsync is final (the kernel may drop the dirty pages and report success
 next time): the file is dropped, and the folder is changed before it is synced again (`_fsync_folder`). Objects with unique names
 are opened with O_EXCL under their final name, since a torn one is an orphan; `create` and `replace` use a temporary in the same folder.
@@ -99,7 +99,7 @@ class LocalBackend:
             status = os.statvfs(folder)
         except OSError as exc:
             raise store_error(exc, "look at the free space of", self.url) from exc
-        return Space(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize)
+        return Space(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize, status.f_favail if status.f_files else None)
 
     # --- write ---
 

@@ -1,7 +1,7 @@
 """Access to the files of a store in a folder: the users of its root folder have it, as with git's `core.sharedRepository`.
 
 Files and folders get the mode and the group of the root folder, whatever the umask of the process, root's included. If the root folder
-has a default ACL, the kernel gives that to everything below, and modes are left to it. What root makes belongs to the folder's owner.
+has a default ACL, the kernel gives that to everything below, and modes are left to it. Files that root makes belong to the folder's owner.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Which names a backend takes: relative, ``/``-separated, plain ASCII, no component that begins with a dot.
+"""Which names a backend takes (relative, ``/``-separated, plain ASCII, no component that begins with a dot), and advice for missing ones.
 
 Names may come from a store, which is not trusted: a name that could leave the store's folder is damage, not a path. The leading
 dot is reserved for a backend's own temporaries, so that no object is taken for one.
@@ -11,6 +11,10 @@ from typing import Final
 from tensorstore_ck.errors import CorruptObjectError
 
 MAX_NAME_CHARS: Final = 512
+MISSING_ADVICE: Final = (
+    "it may have been deleted, or this is not the store you meant; run `tsck fsck` to see what it hits, and restore an older snapshot"
+)
+"""For errors about an object that is not there."""
 
 _COMPONENT = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
 _NAME = re.compile(rf"{_COMPONENT}(?:/{_COMPONENT})*")

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from tensorstore_ck.backend.object_names import MISSING_ADVICE
 from tensorstore_ck.common.free_space import disk_of
 from tensorstore_ck.errors import (
     BackendUnavailableError,
@@ -23,7 +24,7 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMLINK}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
 _ADVICE = {
-    errno.ENOENT: "it may have been deleted, or this is not the store you meant",
+    errno.ENOENT: MISSING_ADVICE,
     errno.EISDIR: "a folder is there instead of a file",
     errno.ENOTDIR: "a file is there instead of a folder",
     errno.ENOSPC: "free space or inodes on that filesystem, then try again",

@@ -52,12 +52,18 @@ class ProbeResult:
     create_seconds: float
     """Median of an uncontested create, for which a commit waits."""
     problems: tuple[str, ...]
-    """What failed, for a person to read."""
+    """The failed check, for a person to read."""
 
 
 def probe_create(backend: Backend, *, unsynced: Backend | None = None) -> bool:
     """Whether `create` is exclusive, as far as two quick races show. They use `unsynced`, the same backend without fsync."""
-    return in_folder(backend, lambda folder: not _create_problems(backend, folder, QUICK_ROUNDS, unsynced))[0]
+    return not create_problem(backend, unsynced=unsynced)
+
+
+def create_problem(backend: Backend, *, unsynced: Backend | None = None) -> str:
+    """Why `create` is not exclusive, by the same races; empty if it is."""
+    problems, _ = in_folder(backend, lambda folder: _create_problems(backend, folder, QUICK_ROUNDS, unsynced))
+    return next(iter(problems), "")
 
 
 def probe(backend: Backend) -> ProbeResult:

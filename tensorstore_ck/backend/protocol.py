@@ -1,8 +1,9 @@
-"""What the store needs of a backend: bytes by name, and one atomic primitive, `create`.
+"""The interface between the store and a backend: bytes by name, and one atomic primitive, `create`.
 
 A backend knows no format. Names are relative, ``/``-separated and made by this package. Every method may be called
 from several threads. Errors are this package's: `MissingObjectError` for a name that is not there, `PermissionDeniedError`,
-`NoSpaceError`, `BackendUnavailableError`; nothing else escapes. What `put`, `create` and `ObjectWriter.close` acknowledge is durable.
+`NoSpaceError`, `BackendUnavailableError`; nothing else escapes. An object is durable once `put`, `create` or `ObjectWriter.close` has
+returned.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+from tensorstore_ck.backend.object_names import MISSING_ADVICE
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     CorruptObjectError,
@@ -22,6 +23,8 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.redaction import clean_error, shown_cause, without
 
 PASSING_STATUSES: Final = {408, 409, 425, 429}
+FINAL_STATUSES: Final = {501, 505}
+"""Of those from 500 on, the replies that would be the same the next time."""
 PASSING_CODES: Final = {
     "BadDigest",
     "IncompleteBody",
@@ -32,7 +35,7 @@ PASSING_CODES: Final = {
     "ThrottlingException",
     "XAmzContentSHA256Mismatch",
 }
-"""Of replies with other statuses, mostly 400."""
+"""For replies with other statuses, mostly 400."""
 
 _NO_SPACE_CODES: Final = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientCapacity"}
 _REGION_CODES: Final = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
@@ -134,7 +137,7 @@ def store_error(exc: Exception, what: str, name: str, secrets: Sequence[str]) ->
     if status in (401, 403) or isinstance(exc, PermissionError) or kind in _CREDENTIAL_ERRORS:
         return PermissionDeniedError(f"{text}; check the credentials, the bucket's policy and this host's clock", object_id=name)
     if status == 404 or isinstance(exc, FileNotFoundError):
-        return MissingObjectError(f"{text}; it may have been deleted, or this is not the store you meant", object_id=name)
+        return MissingObjectError(f"{text}; {MISSING_ADVICE}", object_id=name)
     if status == 416:
         return CorruptObjectError(f"{text}; the object is shorter than the store says: run `tsck fsck`", object_id=name)
     if isinstance(exc, TypeError | KeyError | ImportError) or kind in _OPTION_ERRORS:
@@ -146,4 +149,4 @@ def store_error(exc: Exception, what: str, name: str, secrets: Sequence[str]) ->
 
 def _is_refusal(status: int, code: str) -> bool:
     """Whether the server understood the request and did not carry it out, for a reason that stays."""
-    return 400 <= status < 500 and status not in PASSING_STATUSES | {412} and code not in PASSING_CODES
+    return status in FINAL_STATUSES or (400 <= status < 500 and status not in PASSING_STATUSES | {412} and code not in PASSING_CODES)

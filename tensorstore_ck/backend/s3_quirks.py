@@ -1,6 +1,7 @@
 """Features that some S3 servers lack, and the refusals by which they say so.
 
-A refusal that names no feature (501 of any request) counts as a refusal of the condition, without which no commit is safe.
+A refusal that names no feature (501) counts as one of checksums, as long as they are sent; then of the condition, without which no commit
+is safe.
 """
 
 import logging
@@ -9,7 +10,8 @@ from typing import Any, Final
 from tensorstore_ck.backend.remote_errors import PASSING_CODES, error_code, http_status
 from tensorstore_ck.errors import StoreError
 
-_NOT_SUPPORTED: Final = {405, 501}
+_NOT_IMPLEMENTED: Final = 501
+_NOT_SUPPORTED: Final = {405, _NOT_IMPLEMENTED}
 _NOT_SUPPORTED_CODES: Final = {"NotImplemented", "MethodNotAllowed"}
 _CHECKSUM_WORDS: Final = ("x-amz-checksum", "x-amz-sdk-checksum", "x-amz-trailer", "aws-chunked", "unsigned-payload-trailer")
 _CONDITION_WORDS: Final = ("if-none-match", "conditional")
@@ -33,6 +35,13 @@ def refuses_checksums(error: StoreError) -> bool:
     return status in (400, 501) and any(word in text for word in _CHECKSUM_WORDS)
 
 
+def may_refuse_checksums(error: StoreError) -> bool:
+    """Whether the server may take the same body without checksums: it says so, or says of nothing that it is not supported."""
+    status, code, text = _refusal(error)
+    is_unnamed = status == _NOT_IMPLEMENTED and code == "NotImplemented" and not any(word in text for word in _CONDITION_WORDS)
+    return is_unnamed or refuses_checksums(error)
+
+
 def refuses_batches(error: StoreError) -> bool:
     """Whether the server cannot delete several objects with one request, or only with headers that botocore no longer sends."""
     status, code, _ = _refusal(error)
@@ -42,7 +51,7 @@ def refuses_batches(error: StoreError) -> bool:
 def drop_checksums(filesystem: Any) -> bool:
     """Lets an `s3fs.S3FileSystem` send checksums only where S3 demands them; False if it does so already.
 
-    Does what ``config_kwargs`` with both options does, but without another client. What the store reads is verified by its own hashes.
+    Does what ``config_kwargs`` with both options does, but without another client. The store verifies what it reads by its own hashes.
     """
     config = filesystem.s3.meta.config
     if getattr(config, _CALCULATION) == _LEAST and getattr(config, _VALIDATION) == _LEAST:

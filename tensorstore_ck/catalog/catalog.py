@@ -14,7 +14,7 @@ from tensorstore_ck.catalog.database import Database
 from tensorstore_ck.catalog.last_runs import last_runs
 from tensorstore_ck.catalog.query import CheckedQuery, find
 from tensorstore_ck.catalog.results import CatalogJob, CatalogStore, FoundSnapshot, SyncOutcome, SyncReport
-from tensorstore_ck.catalog.schema import jobs, metrics, quotas, snapshots, stores
+from tensorstore_ck.catalog.schema import attributes, jobs, metrics, quotas, snapshots, stores
 from tensorstore_ck.catalog.sync import SyncBatch, sync_batch
 from tensorstore_ck.catalog.sync_stores import PARALLEL, OpenStore, sync_several
 from tensorstore_ck.common.ids import Clock
@@ -63,7 +63,7 @@ class Catalog:
 
     @property
     def url(self) -> str:
-        """Where the catalog is, without a password."""
+        """The URL or path of the catalog, without a password."""
         return self._database.shown
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class Catalog:
             progress(batch.head_n, max(head_n, batch.head_n))
             if batch.is_last:
                 if entries >= BATCH_ENTRIES:
-                    self._database.analyze(snapshots.name, metrics.name)
+                    self._database.analyze(snapshots.name, metrics.name, attributes.name)
                 return SyncReport(
                     store=config_of(store).uuid, url=store.url, entries=entries, snapshots=count, head_n=batch.head_n, anew=reason
                 )
@@ -167,7 +167,7 @@ class Catalog:
 
         Args:
             condition: Such as ``val_loss < 2.1 and step > 5000 and job like 'gpt%'``; see docs/guides/catalog.md. Empty: all.
-            order_by: A field or a metric: lowest first; snapshots without it come last.
+            order_by: A field, a metric or an attribute that is a number: lowest first; snapshots without it come last.
             descending: Highest first.
             limit: The most snapshots to return.
             offset: Leave out this many, the first in the order.
@@ -175,7 +175,7 @@ class Catalog:
 
         Raises:
             InvalidOptionError: the condition is wrong; the message says where.
-            NotFoundError: there is no catalog, or no snapshot has that metric.
+            NotFoundError: there is no catalog, or no snapshot has such a metric or attribute.
         """
         query = CheckedQuery.of(
             condition, order_by=order_by, descending=descending, limit=limit, offset=offset, state=state, now_ns=self._clock()
@@ -185,7 +185,7 @@ class Catalog:
 
     @staticmethod
     def metrics_in(condition: str, order_by: str | None = None) -> tuple[str, ...]:
-        """The metrics that a condition and an order use."""
+        """The metrics and attributes that a condition and an order use."""
         return CheckedQuery.of(condition, order_by=order_by).metrics
 
     def synced(self) -> dict[str, int]:
@@ -209,23 +209,12 @@ class Catalog:
             counts = {(row[0], row[1]): (row[2], row[3]) for row in connection.execute(counted)}
             jobs_by_store: dict[int, list[CatalogJob]] = {}
             for row in connection.execute(
-                select(jobs, stores.c.url).join(stores, stores.c.store_id == jobs.c.store_id).order_by(jobs.c.ref)
+                select(jobs, stores.c.url.label("store")).join(stores, stores.c.store_id == jobs.c.store_id).order_by(jobs.c.ref)
             ):
-                job = CatalogJob(
-                    store=row.url,
-                    ref=row.ref,
-                    job=row.job,
-                    puts=row.puts,
-                    processes=row.processes,
-                    live=counts.get((row.store_id, row.ref), (0, 0))[1],
-                    first_step=row.first_step,
-                    last_step=row.last_step,
-                    first_time_ns=row.first_time_ns,
-                    last_time_ns=row.last_time_ns,
-                    logical_bytes=row.logical_bytes,
-                    new_bytes=row.new_bytes,
-                )
-                jobs_by_store.setdefault(row.store_id, []).append(job)
+                fields = row._asdict()
+                store_id = fields.pop("store_id")
+                job = CatalogJob(**fields, live=counts.get((store_id, row.ref), (0, 0))[1])
+                jobs_by_store.setdefault(store_id, []).append(job)
             runs = last_runs(connection)
             limits: dict[int, dict[str, Quota]] = {}
             for row in connection.execute(select(quotas).order_by(quotas.c.glob)):

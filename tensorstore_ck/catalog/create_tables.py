@@ -5,7 +5,7 @@ from typing import Final
 
 from sqlalchemy import Connection, delete, func, insert, inspect, select
 
-from tensorstore_ck.catalog.schema import OF_STORES, VERSION, catalog_version, metadata, metrics, snapshot_id
+from tensorstore_ck.catalog.schema import OF_STORES, VERSION, attributes, catalog_version, metadata, metrics, snapshot_id
 from tensorstore_ck.catalog.views import VIEWS, create_view
 from tensorstore_ck.errors import AlreadyExistsError, FormatVersionError
 
@@ -30,7 +30,7 @@ def has_tables(connection: Connection, shown: str) -> bool:
     if version not in (None, VERSION):
         raise FormatVersionError(
             f"the catalog in {shown} has version {version}, this build reads and writes version {VERSION}: "
-            f"`tsck catalog rebuild --db {shlex.quote(shown)}` replaces it; other stores in it are missing until they are synced again",
+            f"`tsck catalog rebuild STORE --db {shlex.quote(shown)}` replaces it; its other stores are missing until they are synced again",
             object_id=shown,
         )
     return version is not None
@@ -75,8 +75,9 @@ def drop_other_version(connection: Connection) -> bool:
 
 def delete_rows(connection: Connection, store_id: int) -> None:
     """Deletes a store's rows, but not its row in `stores`."""
-    of_store = metrics.c.snapshot.between(snapshot_id(store_id, 0, 0), snapshot_id(store_id + 1, 0, 0) - 1)
-    connection.execute(delete(metrics).where(of_store))
+    for table in (metrics, attributes):
+        of_store = table.c.snapshot.between(snapshot_id(store_id, 0, 0), snapshot_id(store_id + 1, 0, 0) - 1)
+        connection.execute(delete(table).where(of_store))
     for table in OF_STORES:
         connection.execute(delete(table).where(table.c.store_id == store_id))
 

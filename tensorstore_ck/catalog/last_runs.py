@@ -15,14 +15,5 @@ def last_runs(connection: Connection) -> dict[int, dict[str, RunOutcome]]:
     is_last = and_(reports.c.store_id == last.c.store_id, reports.c.run == last.c.run, reports.c.n == last.c.n)
     runs: dict[int, dict[str, RunOutcome]] = {}
     for row in connection.execute(select(reports).join(last, is_last).order_by(reports.c.run, reports.c.position)):
-        runs.setdefault(row.store_id, {})[row.run] = RunOutcome(
-            run=row.run,
-            outcome=row.outcome,
-            time_ns=row.time_ns,
-            duration_seconds=row.duration_ns / 1e9,
-            counts=json.loads(row.counts),
-            message=row.message,
-            actor=row.actor,
-            entry=row.n,
-        )
+        runs.setdefault(row.store_id, {})[row.run] = RunOutcome.of(row.run, row, json.loads(row.counts))
     return runs

@@ -1,4 +1,4 @@
-"""Where a server keeps its own catalog: in the user's cache, so that the next start reads only what is new."""
+"""The place of a server's own catalog: in the user's cache, so that the next start reads only what is new."""
 
 import hashlib
 import os

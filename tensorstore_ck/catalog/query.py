@@ -5,15 +5,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Final, Self
 
-from sqlalchemy import Connection, Select, and_, func, select, tuple_
+from sqlalchemy import Connection, Select, Table, and_, func, select, tuple_
 
 from tensorstore_ck.catalog.current_refs import STATES
 from tensorstore_ck.catalog.results import FoundSnapshot
 from tensorstore_ck.catalog.row_writer import batches
-from tensorstore_ck.catalog.schema import metrics, pins, snapshots, stores, tags
-from tensorstore_ck.catalog.sql_conditions import FIELDS, IsRare, is_metric, names_of, parse_query, to_sql
+from tensorstore_ck.catalog.schema import attributes, metrics, pins, snapshots, stores, tags
+from tensorstore_ck.catalog.sql_conditions import FIELDS, Known, is_metric, names_of, parse_query, to_sql
 from tensorstore_ck.common.conditions import Condition, Name, is_text
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 
@@ -26,6 +27,8 @@ _ORDERS: Final[dict[str, Any]] = {
     "size": snapshots.c.logical_bytes,
 }
 """Field -> what to order by. An age is ordered as a time, reversed."""
+_COPIED: Final = ("ref", "job", "root", "step", "time_ns", "actor", "logical_bytes", "new_bytes", "mark", "reason", "state")
+"""Fields of a `FoundSnapshot` that are columns of its row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class CheckedQuery:
     state: str | None
     now_ns: int
     metrics: tuple[str, ...]
-    """The metrics in the condition and the order."""
+    """The metrics and attributes in the condition and the order."""
     order_by: Name | None
     descending: bool
     limit: int | None
@@ -69,7 +72,7 @@ class CheckedQuery:
         node = None if text == "" else parse_query(text)
         names = names_of(node) if node is not None else []
         if node is not None:
-            to_sql(node, now_ns, lambda _: True)  # raises for comparisons that make no sense
+            to_sql(node, now_ns, Known())  # raises for comparisons that make no sense
         if Name("state", is_metric=False) in names:
             state = None
         order = _order_name(order_by) if order_by is not None else None
@@ -89,15 +92,18 @@ class CheckedQuery:
 
 def find(connection: Connection, query: CheckedQuery) -> tuple[FoundSnapshot, ...]:
     """Runs a query."""
-    for name in query.metrics:
-        _require_metric(connection, name)
-    ids = list(connection.execute(statement(query, partial(_is_rare, connection))).scalars())
+    tables = {name: _tables_with(connection, name) for name in query.metrics}
+    ids = list(connection.execute(statement(query, Known(partial(_is_rare, connection), tables.__getitem__))).scalars())
     by_id = {row.id: row for row in _select(connection, snapshots.c.id, ids, snapshots)}
     rows = [by_id[at] for at in ids]
     urls = {row.store_id: row.url for row in connection.execute(select(stores.c.store_id, stores.c.url))}
     metrics_by_id: dict[int, dict[str, float]] = {}
     for at, name, value in _select(connection, metrics.c.snapshot, ids, metrics.c.snapshot, metrics.c.name, metrics.c.value):
         metrics_by_id.setdefault(at, {})[name] = math.nan if value is None else value
+    attributes_by_id: dict[int, dict[str, float | str]] = {}
+    for row in _select(connection, attributes.c.snapshot, ids, attributes):
+        number = math.nan if row.value is None else row.value
+        attributes_by_id.setdefault(row.snapshot, {})[row.name] = number if row.text is None else row.text
     by_ulid = [(row.store_id, row.ulid) for row in rows]
     tags_by_ulid: dict[tuple[int, str], list[str]] = {}
     for store_id, ulid, name in _select(
@@ -107,20 +113,11 @@ def find(connection: Connection, query: CheckedQuery) -> tuple[FoundSnapshot, ..
     pinned = {tuple(row) for row in _select(connection, tuple_(pins.c.store_id, pins.c.ulid), by_ulid, pins.c.store_id, pins.c.ulid)}
     return tuple(
         FoundSnapshot(
+            **{name: row._mapping[name] for name in _COPIED},
             store=urls[row.store_id],
-            ref=row.ref,
-            job=row.job,
-            root=row.root,
             id=row.ulid,
-            step=row.step,
-            time_ns=row.time_ns,
-            actor=row.actor,
-            logical_bytes=row.logical_bytes,
-            new_bytes=row.new_bytes,
-            mark=row.mark,
-            reason=row.reason,
-            state=row.state,
             metrics=dict(sorted(metrics_by_id.get(row.id, {}).items())),
+            attributes=dict(sorted(attributes_by_id.get(row.id, {}).items())),
             tags=tuple(sorted(tags_by_ulid.get((row.store_id, row.ulid), ()))),
             pinned=(row.store_id, row.ulid) in pinned,
         )
@@ -128,11 +125,11 @@ def find(connection: Connection, query: CheckedQuery) -> tuple[FoundSnapshot, ..
     )
 
 
-def statement(query: CheckedQuery, is_rare: IsRare) -> Select[Any]:
+def statement(query: CheckedQuery, known: Known) -> Select[Any]:
     """Selects ids in order: sorting ids is faster than sorting whole rows."""
     joined = select(snapshots.c.id)
     if query.node is not None:
-        joined = joined.where(to_sql(query.node, query.now_ns, is_rare))
+        joined = joined.where(to_sql(query.node, query.now_ns, known))
     if query.state is not None:
         joined = joined.where(snapshots.c.state == query.state)
     newest_first = (snapshots.c.time_ns.desc(), snapshots.c.id.desc())
@@ -140,8 +137,9 @@ def statement(query: CheckedQuery, is_rare: IsRare) -> Select[Any]:
         return joined.order_by(*newest_first).limit(query.limit).offset(query.offset or None)
     turned = query.descending
     if is_metric(query.order_by):
-        of_metric = and_(metrics.c.snapshot == snapshots.c.id, metrics.c.name == query.order_by.text)
-        joined, column = joined.outerjoin(metrics, of_metric), metrics.c.value
+        table = next(iter(known.tables_of(query.order_by.text)))
+        joined = joined.outerjoin(table, and_(table.c.snapshot == snapshots.c.id, table.c.name == query.order_by.text))
+        column = table.c.value
     else:
         turned = turned != (query.order_by.text == "age")
         column = _ORDERS["time" if query.order_by.text == "age" else query.order_by.text]
@@ -173,19 +171,23 @@ def _select(connection: Connection, column: Any, values: Sequence[Any], *columns
     return rows
 
 
-def _require_metric(connection: Connection, name: str) -> None:
-    """Raises, with similar names, if no snapshot has the metric."""
-    if connection.execute(select(metrics.c.name).where(metrics.c.name == name).limit(1)).first() is not None:
-        return
-    known = list(connection.execute(select(metrics.c.name).distinct().order_by(metrics.c.name)).scalars())
+def _tables_with(connection: Connection, name: str) -> tuple[Table, ...]:
+    """The tables that have the name of a metric or an attribute. Raises, with similar names, if no snapshot has it."""
+    tables = (metrics, attributes)
+    having = [select(table.c.name).where(table.c.name == name).limit(1) for table in tables]
+    found = tuple(table for table, some in zip(tables, having, strict=True) if connection.execute(some).first() is not None)
+    if found:
+        return found
+    names = (connection.execute(select(table.c.name).distinct().order_by(table.c.name)).scalars() for table in tables)
+    known = list(dict.fromkeys(chain(*names)))
     close = difflib.get_close_matches(name, [*FIELDS, *known], n=3)
     if close:
         advice = f"did you mean {' or '.join(close)}?"
     elif known:
         advice = f"there are {', '.join(known[:8])}{' and more' if len(known) > 8 else ''}"
     else:
-        advice = "there are no metrics at all; is the store synced (`tsck catalog sync`)?"
-    raise NotFoundError(f"no snapshot in the catalog has a metric {name!r}: {advice}", object_id=name)
+        advice = "it has none at all: its stores have none, or were last synced before these were saved"
+    raise NotFoundError(f"no snapshot in the catalog has a metric or an attribute {name!r}: {advice}", object_id=name)
 
 
 def metric_names(connection: Connection, limit: int) -> list[str]:

@@ -11,8 +11,9 @@ from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.catalog.schema import snapshot_id
 from tensorstore_ck.common.ids import ULID_BYTES, Ulid, split_ulids, ulid_text
+from tensorstore_ck.format.attributes import Attributes
 from tensorstore_ck.log import FOLDERS, Entry, Op, SnapshotInfo
-from tensorstore_ck.log.field_checks import COUNT
+from tensorstore_ck.log.snapshot import job_of, searchable
 
 Row = dict[str, Any]
 CHANGED_TABLES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -53,6 +54,7 @@ class PutEvent(NamedTuple):
 
     row: Row
     metrics: Mapping[str, float]
+    attributes: Attributes
 
 
 class AnnotatedEvent(NamedTuple):
@@ -111,6 +113,7 @@ class EntryEvents:
             self.gc_runs.append(_gc_run(entry))
 
     def _put(self, entry: Entry, position: int, fields: Mapping[str, Any]) -> None:
+        info = SnapshotInfo.of_op(fields, entry.n, entry.time_ns)
         row = {
             "id": snapshot_id(self.store_id, entry.n, position),
             "store_id": self.store_id,
@@ -121,13 +124,13 @@ class EntryEvents:
             "job": job_of(fields["ref"]),
             "step": fields["step"],
             "n": entry.n,
-            "time_ns": SnapshotInfo.of_op(fields, entry.n, entry.time_ns).time_ns,
+            "time_ns": info.time_ns,
             "actor": clean(entry.actor),
             "logical_bytes": fields["logical_bytes"],
             "new_bytes": fields["new_bytes"],
-            "duration_ns": fields.get("duration_ns") if COUNT.accepts(fields.get("duration_ns")) else None,
+            "duration_ns": info.duration_ns,
         }
-        self.changes.append(PutEvent(row, cleaned(fields["metrics"])))
+        self.changes.append(PutEvent(row, cleaned(fields["metrics"]), searchable(info)))
 
     def _add_changes(self, entry: Entry, op: Op) -> None:
         fields = op.fields
@@ -149,11 +152,6 @@ class EntryEvents:
             self.affected_ulids.update(map(ulid_text, split_ulids(op.fields["snapshots"])))
         elif op.name in ("branch", "reset", "tag", "pin"):
             self.affected_roots.add(op.fields["root"].hex())
-
-
-def job_of(ref: str) -> str:
-    """``gpt-7b`` of ``runs/gpt-7b``: a branch's name without its first folder."""
-    return ref.partition("/")[2] or ref
 
 
 def clean(text: str) -> str:

@@ -94,5 +94,7 @@ class FoundSnapshot:
     state: str
     """``live``; ``forgotten``: it can be undone; ``gone``."""
     metrics: Mapping[str, float]
+    attributes: Mapping[str, float | str]
+    """What the save passed as ``attributes=``, scalars of its metadata, and ``epoch``, ``triggers`` and ``save_seconds``."""
     tags: tuple[str, ...]
     pinned: bool

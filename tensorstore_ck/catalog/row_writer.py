@@ -15,8 +15,9 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from tensorstore_ck.catalog import current_refs
 from tensorstore_ck.catalog.read_entries import AnnotatedEvent, EntryEvents, FreedEvent, PutEvent, Row
-from tensorstore_ck.catalog.schema import events, gc_runs, jobs, metadata, metrics, reports, snapshots
+from tensorstore_ck.catalog.schema import attributes, events, gc_runs, jobs, metadata, metrics, reports, snapshots
 from tensorstore_ck.common.ids import Ulid, parse_ulid
+from tensorstore_ck.format.attributes import Attributes
 from tensorstore_ck.log import RefTable
 from tensorstore_ck.log.field_checks import MAX_METRICS
 
@@ -42,6 +43,8 @@ class _Snapshot:
     """The whole row, if the table does not have it yet."""
     metrics: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Metrics to write: value, and 1 if it was added after the save."""
+    attributes: Attributes = field(default_factory=dict)
+    """Attributes to write; they never change."""
     changed: bool = False
 
 
@@ -133,6 +136,7 @@ class RowWriter:
                 self._replaced.append(before.id)
         root = self._by_root.setdefault(row["root"], _Root())
         snapshot = _Snapshot(row["id"], ulid=row["ulid"], root=row["root"], mark=root.mark, reason=root.reason, freed_n=None, new=row)
+        snapshot.attributes = put.attributes
         snapshot.metrics = {name: (value, 0) for name, value in put.metrics.items()}
         snapshot.metrics |= {name: (value, 1) for name, value in root.metrics.items()}
         root.members.append(snapshot)
@@ -171,7 +175,8 @@ class RowWriter:
     def _write_snapshots(self, new: Sequence[_Snapshot], read: EntryEvents, view: RefTable) -> None:
         mine = snapshots.c.store_id == self._store_id
         for ids in batches(self._replaced):
-            self._connection.execute(delete(metrics).where(metrics.c.snapshot.in_(ids)))
+            for table in (metrics, attributes):
+                self._connection.execute(delete(table).where(table.c.snapshot.in_(ids)))
             self._connection.execute(delete(snapshots).where(snapshots.c.id.in_(ids)))
         columns = (snapshots.c.ulid, snapshots.c.state)
         if read.all_affected:
@@ -201,13 +206,21 @@ class RowWriter:
             self._connection.execute(statement, [dict(zip(keys, row, strict=True)) for row in rows])
 
     def _write_metrics(self) -> None:
-        rows = (
+        measured = (
             {"snapshot": it.id, "name": name, "value": None if math.isnan(value) else value, "noted": noted}
             for it in self._by_ulid.values()
             for name, (value, noted) in it.metrics.items()
         )
-        while some := list(islice(rows, ROWS_A_STATEMENT)):  # as dicts, all rows of a batch would take half a GiB
-            self._upsert(metrics, some)
+        described = (
+            {"snapshot": it.id, "name": name, "value": None, "text": value}
+            if isinstance(value, str)
+            else {"snapshot": it.id, "name": name, "value": None if math.isnan(value) else value, "text": None}
+            for it in self._by_ulid.values()
+            for name, value in it.attributes.items()
+        )
+        for table, rows in ((metrics, measured), (attributes, described)):
+            while some := list(islice(rows, ROWS_A_STATEMENT)):  # as dicts, all rows of a batch would take half a GiB
+                self._upsert(table, some)
 
     def _write_jobs(self, refs: set[str]) -> None:
         """Counts jobs with new puts again. Sums are floats, so that false sizes in a log cannot overflow."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from sqlalchemy import BigInteger, Column, Double, Index, Integer, MetaData, Table, Text
 
-VERSION: Final = 4
+VERSION: Final = 5
 """Raised with each change; a catalog of another version must be rebuilt."""
 
 PUT_BITS: Final = 13
@@ -27,8 +27,12 @@ def _key(name: str, kind: Any = BigInteger) -> "Column[Any]":
     return Column(name, kind, primary_key=True, autoincrement=False)
 
 
-def _required(name: str, kind: Any = BigInteger) -> "Column[Any]":
-    return Column(name, kind, nullable=False)
+def _numbers(*names: str) -> "list[Column[Any]]":
+    return [Column(name, BigInteger, nullable=False) for name in names]
+
+
+def _texts(*names: str) -> "list[Column[Any]]":
+    return [Column(name, _text(), nullable=False) for name in names]
 
 
 catalog_version: Final = Table("catalog_version", metadata, _key("version", Integer))
@@ -38,11 +42,10 @@ stores: Final = Table(
     metadata,
     Column("store_id", Integer, primary_key=True, autoincrement=True),
     Column("uuid", _text(), nullable=False, unique=True),
-    _required("url", _text()),
-    _required("log", _text()),
-    _required("head_n"),
-    _required("head_hash", _text()),
-    _required("synced_ns"),
+    *_texts("url", "log"),
+    *_numbers("head_n"),
+    *_texts("head_hash"),
+    *_numbers("synced_ns"),
 )
 
 jobs: Final = Table(
@@ -50,15 +53,11 @@ jobs: Final = Table(
     metadata,
     _key("store_id", Integer),
     _key("ref", _text()),
-    _required("job", _text()),
-    _required("puts"),
-    _required("processes"),
+    *_texts("job"),
+    *_numbers("puts", "processes"),
     Column("first_step", BigInteger),
     Column("last_step", BigInteger),
-    _required("first_time_ns"),
-    _required("last_time_ns"),
-    _required("logical_bytes"),
-    _required("new_bytes"),
+    *_numbers("first_time_ns", "last_time_ns", "logical_bytes", "new_bytes"),
 )
 """The snapshots of each branch. `logical_bytes` is that of the newest snapshot; `new_bytes` is the sum over all."""
 
@@ -66,21 +65,15 @@ snapshots: Final = Table(
     "snapshots",
     metadata,
     Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=False),
-    _required("store_id", Integer),
-    _required("ulid", _text()),
-    _required("root", _text()),
+    Column("store_id", Integer, nullable=False),
+    *_texts("ulid", "root"),
     Column("parent", _text()),
-    _required("ref", _text()),
-    _required("job", _text()),
+    *_texts("ref", "job"),
     Column("step", BigInteger),
-    _required("n"),
-    _required("time_ns"),
-    _required("actor", _text()),
-    _required("logical_bytes"),
-    _required("new_bytes"),
-    _required("mark", _text()),
-    _required("reason", _text()),
-    _required("state", _text()),
+    *_numbers("n", "time_ns"),
+    *_texts("actor"),
+    *_numbers("logical_bytes", "new_bytes"),
+    *_texts("mark", "reason", "state"),
     Column("freed_n", BigInteger),
     Column("duration_ns", BigInteger),
     Index("snapshots_ulid", "store_id", "ulid", unique=True),
@@ -99,23 +92,33 @@ metrics: Final = Table(
     _key("snapshot"),
     _key("name", _text()),
     Column("value", Double),
-    _required("noted", Integer),
+    Column("noted", Integer, nullable=False),
     Index("metrics_value", "name", "value", "snapshot"),
     sqlite_with_rowid=False,
 )
 """`snapshot`: its id. `value`: NULL for NaN, which SQLite cannot hold. `noted`: 1 if it was added after the save."""
+
+attributes: Final = Table(
+    "attributes",
+    metadata,
+    _key("snapshot"),
+    _key("name", _text()),
+    Column("value", Double),
+    Column("text", _text()),
+    Index("attributes_value", "name", "value", "snapshot"),
+    Index("attributes_text", "name", "text", "snapshot"),
+    sqlite_with_rowid=False,
+)
+"""`snapshot`: its id. `value`: NULL for NaN and for texts. With the epoch, the triggers and the duration of the save: `searchable`."""
 
 refs: Final = Table(
     "refs",
     metadata,
     _key("store_id", Integer),
     _key("name", _text()),
-    _required("ulid", _text()),
-    _required("root", _text()),
+    *_texts("ulid", "root"),
     Column("step", BigInteger),
-    _required("n"),
-    _required("time_ns"),
-    _required("moves"),
+    *_numbers("n", "time_ns", "moves"),
 )
 
 tags: Final = Table(
@@ -123,10 +126,8 @@ tags: Final = Table(
     metadata,
     _key("store_id", Integer),
     _key("name", _text()),
-    _required("ulid", _text()),
-    _required("root", _text()),
-    _required("n"),
-    _required("time_ns"),
+    *_texts("ulid", "root"),
+    *_numbers("n", "time_ns"),
     Index("tags_ulid", "store_id", "ulid"),
 )
 
@@ -136,10 +137,9 @@ pins: Final = Table(
     _key("store_id", Integer),
     _key("ulid", _text()),
     _key("owner", _text()),
-    _required("reason", _text()),
+    *_texts("reason"),
     Column("expires_ns", BigInteger),
-    _required("n"),
-    _required("time_ns"),
+    *_numbers("n", "time_ns"),
 )
 
 policies: Final = Table(
@@ -147,9 +147,8 @@ policies: Final = Table(
     metadata,
     _key("store_id", Integer),
     _key("glob", _text()),
-    _required("rules", _text()),
-    _required("n"),
-    _required("time_ns"),
+    *_texts("rules"),
+    *_numbers("n", "time_ns"),
 )
 """`rules`: as JSON."""
 
@@ -160,9 +159,7 @@ quotas: Final = Table(
     _key("glob", _text()),
     Column("warn_bytes", BigInteger),
     Column("refuse_bytes", BigInteger),
-    _required("used_bytes"),
-    _required("n"),
-    _required("time_ns"),
+    *_numbers("used_bytes", "n", "time_ns"),
 )
 
 events: Final = Table(
@@ -171,13 +168,12 @@ events: Final = Table(
     _key("store_id", Integer),
     _key("n"),
     _key("position", Integer),
-    _required("time_ns"),
-    _required("actor", _text()),
-    _required("op", _text()),
+    *_numbers("time_ns"),
+    *_texts("actor", "op"),
     Column("ref", _text()),
     Column("root", _text()),
     Column("ulid", _text()),
-    _required("detail", _text()),
+    *_texts("detail"),
     Index("events_time", "time_ns"),
     Index("events_store", "store_id", "time_ns"),
     Index("events_ref", "ref", "time_ns"),
@@ -190,11 +186,10 @@ gc_runs: Final = Table(
     metadata,
     _key("store_id", Integer),
     _key("n"),
-    _required("time_ns"),
-    _required("actor", _text()),
-    *(_required(f"{what}_{kind}") for what in ("condemned", "swept", "rescued") for kind in ("packs", "parts", "snapshots", "moved")),
-    _required("relocated_packs"),
-    _required("purged_windows"),
+    *_numbers("time_ns"),
+    *_texts("actor"),
+    *_numbers(*(f"{what}_{kind}" for what in ("condemned", "swept", "rescued") for kind in ("packs", "parts", "snapshots", "moved"))),
+    *_numbers("relocated_packs", "purged_windows"),
     Column("settled_n", BigInteger),
 )
 """The log entries of gc."""
@@ -205,16 +200,13 @@ reports: Final = Table(
     _key("store_id", Integer),
     _key("n"),
     _key("position", Integer),
-    _required("time_ns"),
-    _required("actor", _text()),
-    _required("run", _text()),
-    _required("outcome", _text()),
-    _required("duration_ns"),
-    _required("counts", _text()),
-    _required("message", _text()),
+    *_numbers("time_ns"),
+    *_texts("actor", "run", "outcome"),
+    *_numbers("duration_ns"),
+    *_texts("counts", "message"),
     Index("reports_run", "store_id", "run", "n"),
 )
-"""What each run of gc and fsck noted when it ended. `counts`: as JSON."""
+"""The outcome of each run of gc and fsck. `counts`: as JSON."""
 
 OF_STORES: Final = (jobs, snapshots, refs, tags, pins, policies, quotas, events, gc_runs, reports)
 """Every table with a `store_id`."""

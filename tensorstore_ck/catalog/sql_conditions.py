@@ -4,17 +4,28 @@ Every test is true or false. A missing value or NaN satisfies no comparison, so 
 """
 
 import operator
-import re
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
-from typing import Any, Final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from sqlalchemy import BigInteger, ColumnElement, Double, Select, Table, Text, and_, exists, false, literal, not_, or_, select
 
 from tensorstore_ck.catalog.current_refs import STATES
-from tensorstore_ck.catalog.schema import metrics, pins, snapshots, stores, tags
-from tensorstore_ck.common.conditions import FLIPPED, Condition, Joined, Name, NameTest, Value, parse
-from tensorstore_ck.common.units import parse_bytes, parse_seconds
+from tensorstore_ck.catalog.schema import attributes, metrics, pins, snapshots, stores, tags
+from tensorstore_ck.common.condition_values import (
+    BEFORE,
+    ORDERED,
+    TEXT_OPS,
+    bytes_of,
+    check_op,
+    date_ns_of,
+    named_values_of,
+    number_of,
+    roots_of,
+    seconds_of,
+    texts_of,
+    wrong_value,
+)
+from tensorstore_ck.common.conditions import FLIPPED, Condition, Joined, Name, NameTest, parse
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log.field_checks import MARKS
 
@@ -23,12 +34,17 @@ MAX_CHARS: Final = 10_000
 MAX_DEPTH: Final = 40
 MAX_TESTS: Final = 200
 """SQLite takes no expression that is 1,000 deep."""
-IsRare = Callable[[Select[Any]], bool]
-ORDERED: Final = ("=", "!=", "<", "<=", ">", ">=", "in", "between")
-_BEFORE: Final = ("<", "<=", ">", ">=", "between")
 _MAX_INT: Final = (1 << 63) - 1
-_ROOT: Final = re.compile(r"[0-9a-f]{1,64}")
 _CHOICES: Final = {"state": STATES, "mark": MARKS}
+
+
+class Known(NamedTuple):
+    """What a query knows of a catalog before it is built."""
+
+    is_rare: Callable[[Select[Any]], bool] = lambda _: True
+    """Whether a statement finds so few snapshots that a lookup by id is faster than a test of each snapshot."""
+    tables_of: Callable[[str], Collection[Table]] = lambda _: (metrics, attributes)
+    """Which of the tables have a name."""
 
 
 def parse_query(text: str) -> Condition:
@@ -45,22 +61,22 @@ def parse_query(text: str) -> Condition:
     return node
 
 
-def to_sql(node: Condition, now_ns: int, is_rare: IsRare) -> SqlCondition:
+def to_sql(node: Condition, now_ns: int, known: Known) -> SqlCondition:
     """The rows of `snapshots` for which `node` holds.
 
     Args:
         node: The tree.
         now_ns: The time from which ages count.
-        is_rare: Whether a statement finds so few snapshots that a lookup by id is faster than a test of each snapshot.
+        known: What the catalog has.
 
     Raises:
         InvalidOptionError: a comparison makes no sense.
     """
     if isinstance(node, Joined):
-        parts = [to_sql(part, now_ns, is_rare) for part in node.parts]
+        parts = [to_sql(part, now_ns, known) for part in node.parts]
         return not_(parts[0]) if node.how == "not" else and_(*parts) if node.how == "and" else or_(*parts)
     if isinstance(node, NameTest):
-        return _metric(node, is_rare) if is_metric(node.name) else FIELDS[node.name.text](node, now_ns)
+        return _named(node, known) if is_metric(node.name) else FIELDS[node.name.text](node, now_ns)
     raise TypeError("arithmetic has no SQL")
 
 
@@ -72,14 +88,16 @@ def names_of(node: Condition) -> list[Name]:
 
 
 def is_metric(name: Name) -> bool:
-    """Whether it is the name of a metric, not of a field."""
+    """Whether it is the name of a metric or an attribute, not of a field."""
     return name.is_metric or name.text not in FIELDS
 
 
-def has_metric(is_rare: IsRare, name: str, *conditions: SqlCondition) -> SqlCondition:
-    """The snapshots that have the metric, with a value for which `conditions` hold."""
-    those = select(metrics.c.snapshot).where(metrics.c.name == name, *conditions)
-    return snapshots.c.id.in_(those) if is_rare(those) else exists(those.where(metrics.c.snapshot == snapshots.c.id).correlate(snapshots))
+def has_named(known: Known, table: Table, name: str, *conditions: SqlCondition) -> SqlCondition:
+    """The snapshots that have the metric or attribute, with a value for which `conditions` hold."""
+    those = select(table.c.snapshot).where(table.c.name == name, *conditions)
+    return (
+        snapshots.c.id.in_(those) if known.is_rare(those) else exists(those.where(table.c.snapshot == snapshots.c.id).correlate(snapshots))
+    )
 
 
 def is_in_table(table: Table, *conditions: SqlCondition) -> SqlCondition:
@@ -92,38 +110,43 @@ def is_in_table(table: Table, *conditions: SqlCondition) -> SqlCondition:
 # --- the kinds of fields ----------------------------------------------------------------------------------------------
 
 
-def _metric(test: NameTest, is_rare: IsRare) -> SqlCondition:
-    name = test.name.text
+def _named(test: NameTest, known: Known) -> SqlCondition:
+    name, values, tables = test.name.text, named_values_of(test), known.tables_of(test.name.text)
+    if test.op in TEXT_OPS and values and isinstance(values[0], str):
+        if attributes not in tables:
+            raise wrong_value(test, test.values[0], "a number")
+        return has_named(known, attributes, name, _compared(attributes.c.text, test, [literal(value, Text) for value in values]))
     if test.op in ("null", "nan"):
-        condition = has_metric(is_rare, name, *(() if test.op == "null" else (metrics.c.value.is_(None),)))
+        nan = {metrics: (metrics.c.value.is_(None),), attributes: (attributes.c.value.is_(None), attributes.c.text.is_(None))}
+        condition = or_(*(has_named(known, table, name, *(() if test.op == "null" else nan[table])) for table in tables))
         return condition if (test.op == "nan") != test.negated else not_(condition)
-    _require(test, (*ORDERED, "null", "nan"), "a metric, so a number")
-    return has_metric(is_rare, name, _compared(metrics.c.value, test, [literal(_number(test, value), Double) for value in test.values]))
+    numbers = [literal(value, Double) for value in values]
+    return or_(*(has_named(known, table, name, _compared(table.c.value, test, numbers)) for table in tables))
 
 
 def _step(test: NameTest, _: int) -> SqlCondition:
     if test.op == "null":
         return snapshots.c.step.is_not(None) if test.negated else snapshots.c.step.is_(None)
-    _require(test, (*ORDERED, "null"), "a number")
-    return and_(snapshots.c.step.is_not(None), _compared(snapshots.c.step, test, [_whole(_number(test, value)) for value in test.values]))
+    check_op(test, (*ORDERED, "null"), "a number")
+    return and_(snapshots.c.step.is_not(None), _compared(snapshots.c.step, test, [_whole(number_of(test, value)) for value in test.values]))
 
 
 def _bytes(column: Any) -> "_Kind":
     def make(test: NameTest, _: int) -> SqlCondition:
-        _require(test, ORDERED, "a number of bytes")
-        return _compared(column, test, [_whole(_size(test, value)) for value in test.values])
+        check_op(test, ORDERED, "a number of bytes")
+        return _compared(column, test, [_whole(bytes_of(test, value)) for value in test.values])
 
     return make
 
 
 def _time(test: NameTest, _: int) -> SqlCondition:
-    _require(test, _BEFORE, "a time")
-    return _compared(snapshots.c.time_ns, test, [_whole(_date_ns(test, value)) for value in test.values])
+    check_op(test, BEFORE, "a time")
+    return _compared(snapshots.c.time_ns, test, [_whole(date_ns_of(test, value)) for value in test.values])
 
 
 def _age(test: NameTest, now_ns: int) -> SqlCondition:
-    _require(test, _BEFORE, "an age")
-    born = [now_ns - int(_seconds(test, value) * 1e9) for value in test.values]
+    check_op(test, BEFORE, "an age")
+    born = [now_ns - int(seconds_of(test, value) * 1e9) for value in test.values]
     turned = NameTest(test.name, FLIPPED.get(test.op, test.op), test.values, test.negated)
     return _compared(snapshots.c.time_ns, turned, [_whole(ns) for ns in reversed(born)])
 
@@ -134,13 +157,13 @@ def _text(column: Any) -> "_Kind":
         if test.op == "null" and is_mark:
             is_marked: SqlCondition = column != ""
             return is_marked if test.negated else not_(is_marked)
-        _require(test, ("=", "!=", "in", "like", *(("null",) if is_mark else ())), "a text")
+        check_op(test, ("=", "!=", "in", "like", *(("null",) if is_mark else ())), "a text")
         choices = _CHOICES.get(test.name.text)
         for value in test.values:
             if choices and test.op != "like" and value.text not in choices:
                 known = ", ".join(repr(choice) for choice in choices)
                 raise InvalidOptionError(f"there is no {test.name.text} {value.text!r}: use one of {known}", object_id=value.text)
-        return _compared(column, test, _texts(test))
+        return _compared(column, test, [literal(text, Text) for text in texts_of(test)])
 
     return make
 
@@ -150,23 +173,19 @@ def _store(test: NameTest, now_ns: int) -> SqlCondition:
 
 
 def _root(test: NameTest, _: int) -> SqlCondition:
-    _require(test, ("=", "!=", "in"), "a root")
-    begins = []
-    for value in test.values:
-        digits = value.text.lower()
-        if not _ROOT.fullmatch(digits):
-            raise InvalidOptionError(
-                f"root must be compared with the first digits of one, such as '9f86d081', not {value.text!r}", object_id="root"
-            )
-        begins.append(and_(snapshots.c.root >= digits, snapshots.c.root < digits + "g"))  # g sorts after all hex digits
+    begins = [
+        and_(snapshots.c.root >= digits, snapshots.c.root < digits + "g") for digits in roots_of(test)
+    ]  # g sorts after all hex digits
     return not_(or_(*begins)) if test.negated or test.op == "!=" else or_(*begins)
 
 
 def _tag(test: NameTest, _: int) -> SqlCondition:
     """True if one of the snapshot's tags satisfies the test; ``!=`` and ``not``: if none does."""
-    _require(test, ("=", "!=", "in", "like", "null"), "the name of a tag")
+    check_op(test, ("=", "!=", "in", "like", "null"), "the name of a tag")
     positive = NameTest(test.name, "=" if test.op == "!=" else test.op, test.values)
-    condition = is_in_table(tags, *(() if test.op == "null" else (_compared(tags.c.name, positive, _texts(test)),)))
+    condition = is_in_table(
+        tags, *(() if test.op == "null" else (_compared(tags.c.name, positive, [literal(text, Text) for text in texts_of(test)]),))
+    )
     return not_(condition) if (test.op == "!=") or (test.op == "null") != test.negated else condition
 
 
@@ -174,7 +193,7 @@ def _pinned(test: NameTest, _: int) -> SqlCondition:
     condition = is_in_table(pins)
     if test.op == "flag":
         return condition
-    _require(test, ("=", "!="), "true or false")
+    check_op(test, ("=", "!="), "true or false")
     if test.values[0].kind != "flag":
         raise InvalidOptionError(f"pinned is true or false, not {test.values[0].text!r}", object_id="pinned")
     return condition if (test.values[0].text.lower() == "true") == (test.op == "=") else not_(condition)
@@ -198,10 +217,10 @@ FIELDS: Final[dict[str, _Kind]] = {
     "pinned": _pinned,
     "actor": _text(snapshots.c.actor),
 }
-"""Any other name is a metric."""
+"""Any other name is a metric or an attribute."""
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+# --- comparisons ------------------------------------------------------------------------------------------------------
 
 
 _COMPARISONS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
@@ -228,59 +247,6 @@ def _compared(column: Any, test: NameTest, values: Sequence[Any]) -> SqlConditio
         case _:
             return false()
     return not_(condition) if test.negated else condition
-
-
-def _require(test: NameTest, ops: Sequence[str], what: str) -> None:
-    if test.op not in ops:
-        named = {"null": "is null", "nan": "is nan"}
-        known = ", ".join(named.get(op, op) for op in ops)
-        used = "nothing" if test.op == "flag" else repr(named.get(test.op, test.op))
-        raise InvalidOptionError(f"{test.name.text} is {what}: test it with {known}, not with {used}", object_id=test.name.text)
-
-
-def _wrong(test: NameTest, value: Value, wanted: str) -> InvalidOptionError:
-    return InvalidOptionError(f"{test.name.text} must be compared with {wanted}, not with {value.text!r}", object_id=test.name.text)
-
-
-def _number(test: NameTest, value: Value) -> float:
-    if value.kind != "number":
-        raise _wrong(test, value, "a number")
-    return value.number
-
-
-def _size(test: NameTest, value: Value) -> float:
-    if value.kind == "number":
-        return _number(test, value)
-    try:
-        return parse_bytes(value.text if value.kind != "flag" else "", "size")
-    except (InvalidOptionError, OverflowError):
-        raise _wrong(test, value, "a size like 500MB, 10GB or 1.5GiB") from None
-
-
-def _seconds(test: NameTest, value: Value) -> float:
-    try:
-        return parse_seconds(value.text if value.kind in ("quantity", "text") else None, "age")
-    except InvalidOptionError:
-        raise _wrong(test, value, "a duration like 90s, 10m, 12h or 7d") from None
-
-
-def _date_ns(test: NameTest, value: Value) -> int:
-    """A date without a time zone is in UTC."""
-    try:
-        date = datetime.fromisoformat(value.text if value.kind == "text" else "")
-        aware = date if date.tzinfo is not None else date.replace(tzinfo=UTC)
-        return int(aware.timestamp()) * 1_000_000_000 + aware.microsecond * 1000
-    except (ValueError, OverflowError, OSError):
-        raise _wrong(test, value, "a date like '2026-01-31' or '2026-01-31T12:00:00Z'") from None
-
-
-def _texts(test: NameTest) -> list[Any]:
-    for value in test.values:
-        if value.kind != "text":
-            raise _wrong(test, value, "a text in single quotes")
-        if test.op == "like" and len(value.text) - len(value.text.rstrip("\\")) & 1:
-            raise InvalidOptionError(rf"{value.text!r} ends with a backslash, which escapes what follows: write \\", object_id="like")
-    return [literal(value.text, Text) for value in test.values]
 
 
 def _whole(number: float) -> Any:

@@ -65,7 +65,7 @@ def bisect(
     too. An exit code above 127 ends the search. In a CONDITION, NaN satisfies no comparison: add `or loss is nan`. Snapshots that cannot
     be tested, that lack a metric, or that were freed are skipped: the answer may then be a range.
 
-    What may still be the answer is pinned until the search ends (--metric needs no pins).
+    Snapshots that may still be the answer are pinned until the search ends (--metric needs no pins).
     """
     if [program is not None, nan, text is not None].count(True) != 1:
         raise click.UsageError("Give one of --exec, --nan and --metric.")

@@ -122,11 +122,12 @@ def _wanted(opened: "Catalog", choice: StoreChoice, *, rebuild: bool) -> list[st
     "Find snapshots of all jobs by their metrics.",
     "tsck find \"val_loss < 2.1 and step > 5000 and job like 'gpt%'\"",
     "tsck find 'acc >= 0.7 and not tag is null' --sort acc --desc -n 10",
+    "tsck find \"lr < 1e-4 and config.dropout = 0.1 and code_version like '3f2a%'\"",
     "tsck find \"age < 7d and size > 10GB and mark = 'bad'\" --all",
 )
 @click.argument("condition", default="")
 @_db_option
-@click.option("--sort", metavar="NAME", help="By a metric or field, lowest first; default: newest first.")
+@click.option("--sort", metavar="NAME", help="By a metric, an attribute or a field, lowest first; default: newest first.")
 @click.option("--desc", is_flag=True, help="With --sort: highest first.")
 @click.option("-n", "--limit", type=click.IntRange(min=1), default=MAX_FOUND, show_default=True, metavar="N", help="At most N.")
 @click.option("--all", "everything", is_flag=True, help="Also forgotten and freed snapshots.")
@@ -135,9 +136,10 @@ def _wanted(opened: "Catalog", choice: StoreChoice, *, rebuild: bool) -> list[st
 def find(condition: str, *, db: str | None, sort: str | None, desc: bool, limit: int, everything: bool, as_json: bool) -> None:
     """Find snapshots that satisfy CONDITION in all stores of the catalog, as of their last sync.
 
-    Metrics by name ("val/acc" in double quotes if it is no word) against numbers; step, job (a branch's name without its first folder),
-    ref, store, root, actor, mark, state, tag, pinned; time < '2026-01-31', age < 7d, size > 10GB, new_bytes. With = != < <= > >=, in (...),
-    between ... and ..., like 'a%', is null, is nan; and, or, not, parentheses. A missing value or NaN satisfies no comparison.
+    Metrics and attributes (lr, config.dropout; see `tsck log`) by name ("val/acc" in double quotes if it is no word); step, job (a
+    branch's name without its first folder), ref, store, root, actor, mark, state, tag, pinned; time < '2026-01-31', age < 7d, size > 10GB,
+    new_bytes. With = != < <= > >=, in (...), between ... and ..., like 'a%', is null, is nan; and, or, not, parentheses. A missing value or
+    NaN satisfies no comparison.
     """
     if desc and sort is None:
         raise click.UsageError("--desc is for --sort.")
@@ -218,13 +220,14 @@ def _found_lines(snapshots: Sequence["FoundSnapshot"], names: Sequence[str], syn
 
 
 def _cells(snapshot: "FoundSnapshot", names: Sequence[str]) -> list[str]:
+    values = {**snapshot.attributes, **snapshot.metrics}
     return [
         printable(snapshot.ref),
         step_text(snapshot.step),
         iso_time(snapshot.time_ns),
         human_bytes(snapshot.logical_bytes),
         human_bytes(snapshot.new_bytes),
-        *(short_number(snapshot.metrics[name]) if name in snapshot.metrics else "-" for name in names),
+        *(short_number(values[name]) if name in values else "-" for name in names),
         short_root(snapshot.root),
         printable(", ".join(snapshot.tags)),
         "yes" if snapshot.pinned else "",

@@ -33,8 +33,8 @@ def completion(context: click.Context, shell: str, *, install: bool, as_json: bo
 
     bash and zsh take it by eval "$(tsck completion bash)" in ~/.bashrc or ~/.zshrc, or after --install.
 
-    Refs, steps and metrics are those of the store of -s, of TSCK_STORE or of the current folder. Of a remote store only what this host has
-    read is offered, so that Tab asks no server. --install changes no file but the one that it names.
+    Refs, steps and metrics are those of the store of -s, of TSCK_STORE or of the current folder. For a remote store, only names that this
+    host has read are offered, so that Tab asks no server. --install changes no file but the one that it names.
     """
     from tensorstore_ck.cli.shell_completion import script  # noqa: PLC0415 - only this command needs it
 
@@ -53,7 +53,7 @@ def completion(context: click.Context, shell: str, *, install: bool, as_json: bo
 
 
 def _place(shell: str) -> Path:
-    """Where the shell, or the packages that extend it, look for a user's completions."""
+    """The files in which the shell, or the packages that extend it, look for a user's completions."""
     if shell == "fish":
         return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "fish/completions/tsck.fish"
     data = platformdirs.user_data_path()

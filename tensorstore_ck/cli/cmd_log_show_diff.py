@@ -27,6 +27,7 @@ from tensorstore_ck.cli.pager import emit_paged, no_pager_option
 from tensorstore_ck.cli.plot import draw_png, draw_text
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.log.snapshot import GroupCost, SnapshotDetails
+from tensorstore_ck.log.snapshot_condition import names_in
 from tensorstore_ck.maintenance.describe import SnapshotDiff
 from tensorstore_ck.maintenance.metric_plot import metric_points
 
@@ -37,23 +38,52 @@ NO_SNAPSHOTS: Final = "no snapshots yet: `tsck put FILE --ref NAME` makes one"
 _CHANGES: Final = ("NAME", "CHANGE", "OLD", "NEW")
 
 
-@command("Show the history of a branch or tag.", "tsck log runs/gpt -n 10", "tsck log runs/gpt --plot val_loss")
+@command(
+    "Show the history of a branch or tag.",
+    "tsck log runs/gpt -n 10",
+    "tsck log runs/gpt --where 'lr < 1e-4 and config.dropout = 0.1' --sort val_loss",
+    "tsck log runs/gpt --plot val_loss",
+)
 @click.argument("ref", required=False, shell_complete=complete_address)
 @click.option("-n", "--limit", type=click.IntRange(min=1), metavar="N", help="Only the newest N.")
+@click.option("--where", metavar="CONDITION", help="Only those that satisfy it, as in `tsck find`: metrics, attributes, step, age ...")
+@click.option("--sort", metavar="NAME", help="By a metric, an attribute, step, size or age, lowest first; default: newest first.")
+@click.option("--desc", is_flag=True, help="With --sort: highest first.")
 @click.option("--plot", "metric", metavar="METRIC", shell_complete=complete_metric, help="Draw a metric over the snapshots instead.")
 @click.option("--output", metavar="FILE", type=click.Path(), help="With --plot: into a PNG.")
 @no_pager_option
 @store_options()
-def log(ref: str | None, limit: int | None, choice: StoreChoice, *, metric: str | None, output: str | None, as_json: bool) -> None:
+def log(
+    ref: str | None,
+    limit: int | None,
+    choice: StoreChoice,
+    *,
+    where: str | None,
+    sort: str | None,
+    desc: bool,
+    metric: str | None,
+    output: str | None,
+    as_json: bool,
+) -> None:
     """Show the history of a branch or tag, newest first; of all branches together without REF.
 
     KEPT BY lists the tags, pins and policy rules that keep a snapshot (see `tsck policy`).
+
+    --where and --sort name metrics; what TrainingState notes (lr, samples_seen, code_version ...); scalars of the metadata by their path;
+    epoch, triggers and save_seconds. `tsck find` asks the same of all stores of a catalog.
     """
+    if desc and sort is None:
+        raise click.UsageError("--desc is for --sort.")
     if output is not None and metric is None:
         raise click.UsageError("--output is for --plot.")
     with choice.look() as store:
-        snapshots = store.log(ref, limit=limit)
+        snapshots = store.log(ref, limit=None if where or sort else limit)
         kept_by = store.explain_retention(ref) if ref else {}
+    if where is not None:
+        snapshots = snapshots.where(where)
+    if sort is not None:
+        snapshots = snapshots.sorted_by(sort, descending=desc)
+    snapshots = snapshots[:limit]
     if metric is not None:
         points = metric_points(snapshots, metric)
         if output is not None:
@@ -61,7 +91,8 @@ def log(ref: str | None, limit: int | None, choice: StoreChoice, *, metric: str 
         emit_paged(points, draw_text(points, metric), as_json=as_json)
         return
     names = None if ref else [snapshot.ref for snapshot in snapshots]
-    lines = snapshot_table(snapshots, names, kept_by=kept_by) if snapshots else [choice.complete(NO_SNAPSHOTS)]
+    nothing = "no snapshot matches" if where is not None else choice.complete(NO_SNAPSHOTS)
+    lines = snapshot_table(snapshots, names, kept_by=kept_by, asked=names_in(where, sort)) if snapshots else [nothing]
     emit_paged(snapshots, lines, as_json=as_json)
 
 

@@ -118,7 +118,7 @@ def _forgotten_lines(snapshots: tuple[Forgotten, ...], verb: str) -> list[str]:
     return lines
 
 
-@command("Free the space of forgotten snapshots.", "tsck gc --dry-run", "tsck gc", "tsck gc --undo-window 0s --max-delete 100%")
+@command("Free the space of forgotten snapshots.", "tsck gc --dry-run", "tsck gc", "tsck gc --rate-limit 100MB")
 @click.option("--dry-run", is_flag=True, help="Only print what would be freed.")
 @click.option("--grace", type=seconds, default="0s", show_default=True, metavar="TIME", help="Free only objects condemned this long ago.")
 @click.option(

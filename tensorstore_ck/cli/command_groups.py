@@ -11,6 +11,7 @@ GROUPS: Final = {
         "put": "cmd_put_get",
         "get": "cmd_put_get",
         "watch": "cmd_watch",
+        "follow": "cmd_follow",
         "verify-resume": "cmd_verify_resume",
         "staging": "cmd_staging",
     }),
@@ -22,6 +23,7 @@ GROUPS: Final = {
         "bisect": "cmd_bisect",
         "usage": "cmd_usage",
         "advise": "cmd_advise",
+        "plan": "cmd_plan",
     }),
     "keep": ("Name snapshots, keep them, let them go", {
         "branch": "cmd_refs",

@@ -37,7 +37,7 @@ from tensorstore_ck.log import ROLLBACK, Rollback
 from tensorstore_ck.redaction import display_url, hidden_options
 
 if TYPE_CHECKING:
-    from tensorstore_ck.store import ReadOnlyStore, Store
+    from tensorstore_ck.store import OpenOptions, ReadOnlyStore, Store
 
 STORE_VARIABLE: Final = "TSCK_STORE"
 CACHE_VARIABLE: Final = "TSCK_CACHE_DIR"
@@ -138,11 +138,15 @@ class StoreChoice:
             )
         return replace(self, url=url, storage_options=self.storage_options if is_named else {})
 
-    def open_options(self) -> dict[str, Any]:
+    def open_options(self) -> "OpenOptions":
         """The arguments of `tensorstore_ck.open` that reach the store from a program, without secrets."""
-        options = {"storage_options": hidden_options(self.storage_options), "cache_dir": self.cache_dir, "state_dir": self.state_dir}
-        found = {name: value for name, value in options.items() if value}
-        return {**found, "places": list(self.allowed_places())} if self.allowed_places() else found
+        options = {
+            "storage_options": hidden_options(self.storage_options),
+            "cache_dir": self.cache_dir,
+            "state_dir": self.state_dir,
+            "places": list(self.allowed_places()),
+        }
+        return cast("OpenOptions", {name: value for name, value in options.items() if value})
 
     def portable(self, engine: Engine) -> Engine:
         """The engine with a backend that can be pickled, for workers on other hosts."""
@@ -263,6 +267,12 @@ allow_place_option: Final = click.option(
     metavar="URL",
     multiple=True,
     help="Allow packs that `tsck tier` moved there (repeatable). Not needed for buckets at the store's own endpoint.",
+)
+price_option: Final = click.option(
+    "--price",
+    multiple=True,
+    metavar="NAME=USD",
+    help="What a gigabyte costs a month where NAME begins the URL, or is its scheme (s3, file); or a file of such lines (repeatable).",
 )
 json_option: Final = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 

@@ -98,9 +98,9 @@ def step_text(step: int | None) -> str:
     return "-" if step is None else str(step)
 
 
-def short_number(value: float) -> str:
-    """A metric, in at most six digits."""
-    return f"{value:.6g}"
+def short_number(value: float | str) -> str:
+    """A metric, in at most six digits; or an attribute, which may be a text."""
+    return printable(value) if isinstance(value, str) else f"{value:.6g}"
 
 
 def counted(count: int, noun: str) -> str:
@@ -120,7 +120,7 @@ def printable(text: object) -> str:
     return one_line(str(text))
 
 
-def metrics_text(metrics: Mapping[str, float], width: int | None = None) -> str:
+def metrics_text(metrics: Mapping[str, float | str], width: int | None = None) -> str:
     """``name=number``, sorted by name. Metrics that do not fit into `width` are counted; losses come first then."""
     words = {name: f"{printable(name)}={short_number(value)}" for name, value in sorted(metrics.items())}
     text = " ".join(words.values())
@@ -203,13 +203,14 @@ def snapshot_table(
     names: Sequence[str] | None = None,
     title: str = "REF",
     kept_by: Mapping[str, Sequence[str]] | None = None,
+    asked: Sequence[str] = (),
 ) -> list[str]:
-    """A row for each snapshot, after a column of `names` if given; `kept_by`: id -> what keeps the snapshot.
+    """A row for each snapshot, after a column of `names` if given; `kept_by`: id -> what keeps the snapshot; `asked`: attributes to show.
 
     On a terminal, metrics that would make a row wider than it are counted instead.
     """
     header = ["ROOT", "STEP", "TIME (UTC)", "SIZE", "NEW", "STATE", "METRICS", "MARK"]
-    states = _states(snapshots)
+    states, metrics = _states(snapshots), [_with_attributes(snapshot, asked) for snapshot in snapshots]
     rows = [
         [
             short_root(snapshot.root),
@@ -218,10 +219,10 @@ def snapshot_table(
             human_bytes(snapshot.logical_bytes),
             human_bytes(snapshot.new_bytes),
             states.get(snapshot.id, ""),
-            metrics_text(snapshot.metrics),
+            metrics_text(values),
             mark_text(snapshot),
         ]
-        for snapshot in snapshots
+        for snapshot, values in zip(snapshots, metrics, strict=True)
     ]
     if kept_by:
         header.append("KEPT BY")
@@ -232,9 +233,18 @@ def snapshot_table(
         at = header.index("METRICS")
         others = max((len(click.unstyle(line)) for line in table(header, [[*row[:at], "", *row[at + 1 :]] for row in rows])), default=0)
         room = max(shutil.get_terminal_size().columns - others - 2, _LEAST_METRICS)
-        for row, snapshot in zip(rows, snapshots, strict=True):
-            row[at] = metrics_text(snapshot.metrics, room)
+        for row, values in zip(rows, metrics, strict=True):
+            row[at] = metrics_text(values, room)
     return table(header, rows, right={"STEP", "SIZE", "NEW"}, styles=[bad_if_marked(snapshot) for snapshot in snapshots])
+
+
+def _with_attributes(snapshot: "Snapshot", asked: Sequence[str]) -> Mapping[str, float | str]:
+    """The metrics of a snapshot, and the attributes that were asked for."""
+    if not asked:
+        return snapshot.metrics
+    from tensorstore_ck.log.snapshot import searchable  # noqa: PLC0415 - as below
+
+    return {**{name: value for name, value in searchable(snapshot).items() if name in asked}, **snapshot.metrics}
 
 
 def stdout_is_terminal() -> bool:
@@ -243,7 +253,7 @@ def stdout_is_terminal() -> bool:
 
 
 def _states(snapshots: "Sequence[Snapshot]") -> dict[str, str]:
-    """Id -> what a snapshot is to its branches, in a history."""
+    """Id -> the role of a snapshot for its branches, in a history."""
     from tensorstore_ck.log.snapshot_log import SnapshotLog  # noqa: PLC0415 - as above
 
     if not isinstance(snapshots, SnapshotLog):

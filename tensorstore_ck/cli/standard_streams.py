@@ -1,7 +1,7 @@
 """stdout and stderr of `tsck`, which may be closed, full, a pipe that nobody reads, or unable to show some characters.
 
-A command does its work whatever becomes of its output; where output was lost, it then exits with an error, quietly if a reader stopped. A
-closed stream wants none. What a stream cannot encode is escaped.
+A command does its work even if its output is lost; where output was lost, it then exits with an error, quietly if a reader stopped. A
+closed stream wants none. Characters that a stream cannot encode are escaped.
 """
 
 import io

@@ -4,6 +4,7 @@ batches.py           items in batches of up to a number of bytes
 buffers.py           bytes as callers pass them
 byte_cache.py        decoded objects in memory, up to a number of bytes
 changes.py           threads that wait for a change
+condition_values.py  the values that a test in a condition may compare with
 conditions.py        conditions on metrics and fields, parsed into a tree
 deprecation.py       old spellings of arguments and methods
 executor.py          long work, by threads of this process or a Dask cluster
@@ -16,6 +17,7 @@ host_memory.py       how much memory is free, and allocations that failed
 ids.py               ULIDs and BLAKE3 hashes
 metric_condition.py  conditions on metrics alone, as functions
 owned_files.py       whether files and folders are one user's alone
+prices.py            what a gigabyte costs a month at each location
 printed_commands.py  commands in messages name their store
 private_folder.py    a folder of this user alone
 processes.py         which process this is, and whether another one has ended

@@ -25,6 +25,14 @@ class ByteCache(Generic[K, V]):
         with self._lock:
             return self._kept.get(key)
 
+    def take(self, key: K) -> V | None:
+        """The object, if it is kept, which then is the caller's: it may change."""
+        with self._lock:
+            value = self._kept.pop(key, None)
+            if value is not None:
+                self._kept_bytes -= self._size_bytes(value)
+            return value
+
     def put(self, key: K, value: V) -> None:
         """Keeps an object, and drops the oldest ones that exceed the limit. Objects never change, so one that is kept stays."""
         with self._lock:

@@ -1,4 +1,4 @@
-"""Where long work on many objects runs: threads of this process, or an existing Dask cluster.
+"""Runs long work on many objects: threads of this process, or an existing Dask cluster.
 
 The pieces of work may run anywhere, more than once and in any order: each handles one pack, and writes only objects under new names.
 """

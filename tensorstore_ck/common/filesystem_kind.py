@@ -1,4 +1,4 @@
-"""What kind of filesystem a folder is on, and which kinds are reached over a network."""
+"""The kind of a folder's filesystem, and the kinds that are reached over a network."""
 
 import re
 from pathlib import Path

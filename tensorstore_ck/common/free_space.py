@@ -1,7 +1,7 @@
 """Checks free space before a write, so that a full disk leaves no incomplete object.
 
-Knows no backend, no format and no clock. A location of unknown size, such as an object store, passes. What a filesystem does not report
-(a user's quota) shows only when a write fails.
+Knows no backend, no format and no clock. A location of unknown size, such as an object store, passes. Limits that a filesystem does not
+report, such as a user's quota, show only when a write fails.
 """
 
 import errno
@@ -28,6 +28,8 @@ class Space(NamedTuple):
     free_bytes: int
     """Bytes that this user can still write."""
     total_bytes: int
+    free_inodes: int | None = None
+    """Files that this user can still make; None: unlimited or unknown."""
 
 
 class HasSpace(Protocol):
@@ -72,7 +74,7 @@ class MinFree:
 
 
 FOLDER_MIN_FREE: Final = MinFree(fraction=0.01, at_most_bytes=1 << 30)
-"""Of a store in a folder, by default: a disk that is full to the last byte cannot even note what is to be freed."""
+"""The default for a store in a folder: a disk that is full to the last byte cannot even note what is to be freed."""
 
 
 def require_free_space(target: HasSpace, min_free: MinFree, needed_bytes: int, what: str) -> int | None:
@@ -101,7 +103,7 @@ def require_free_space(target: HasSpace, min_free: MinFree, needed_bytes: int, w
 
 
 def mount_point(path: str) -> str:
-    """Where the disk is mounted that `path` is on, or will be."""
+    """The mount point of the disk that `path` is on, or will be on."""
     folder = os.path.abspath(path)
     while not os.path.ismount(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)

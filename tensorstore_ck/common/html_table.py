@@ -10,7 +10,7 @@ from tensorstore_ck.redaction import one_line
 MAX_ROWS: Final = 200
 """A notebook keeps what it shows."""
 GLANCE_ROWS: Final = 20
-"""Of what is opened rather than asked for, such as a store."""
+"""For an object that a notebook shows unasked, such as a store."""
 
 
 def html_table(caption: str, header: Sequence[str], rows: Iterable[Sequence[object]], max_rows: int = MAX_ROWS) -> str:

@@ -2,15 +2,10 @@
 
 import re
 import shlex
-from collections.abc import Callable
-from functools import wraps
-from types import FunctionType
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.redaction import redacted
-
-Kind = TypeVar("Kind", bound=type)
 
 COMMAND: Final = re.compile(r"`tsck ([a-z-]+)([^`]*)`")
 TAKE_URL: Final = frozenset({"init", "probe"})
@@ -69,23 +64,3 @@ def name_store(error: BaseException, url: str) -> None:
     """Completes the commands in an error of a store."""
     if isinstance(error, StoreError):
         error.args = (redacted(naming_store(str(error), url)),)
-
-
-def methods_name_store(kind: Kind) -> Kind:
-    """Completes the commands in the errors of all public methods of a class whose `url` is the store."""
-    for name, method in list(vars(kind).items()):
-        if isinstance(method, FunctionType) and not name.startswith("_"):
-            setattr(kind, name, _naming_store(method))
-    return kind
-
-
-def _naming_store(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except StoreError as exc:
-            name_store(exc, self.url)
-            raise
-
-    return call

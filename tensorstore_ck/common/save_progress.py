@@ -1,4 +1,4 @@
-"""Where the time and the bytes of one save go: `SaveMeter`, to which its threads add, and `Progress`, a snapshot of it for callers.
+"""Measures the time and the bytes of one save: `SaveMeter`, to which its threads add, and `Progress`, a snapshot of it for callers.
 
 Knows the names of the stages and a clock. A stage's seconds are those in which at least one thread worked on it, so that no stage takes
 longer than the save; stages overlap, so their seconds do not add up.
@@ -54,7 +54,7 @@ class _StageTotals:
     seconds: float = 0.0
     """Busy seconds until `busy_since`."""
     thread_seconds: float = 0.0
-    """Of all threads that have left the stage."""
+    """Summed over all threads that have left the stage."""
     done_bytes: int = 0
     total_bytes: int = 0
 

@@ -33,7 +33,7 @@ def cpu_threads() -> int:
 
 
 class Helper(threading.Thread):
-    """A daemon thread that either begins or never will, whatever interrupts its start.
+    """A daemon thread that either begins or never will, even if its start is interrupted.
 
     `threading.Thread.start` waits for a thread that died of too little memory without limit, and Ctrl-C in that wait can leave a lock
     locked that the new thread needs.
@@ -111,7 +111,7 @@ class _Started(threading.Event):
 def for_each(tasks: Iterable[Task], work: Callable[[Task], None], threads: int, *, failed: Flag | None = None) -> None:
     """Calls `work` on each task, from up to `threads` threads, and returns when all are done.
 
-    Where the system has fewer threads, it uses those. After the first error, or Ctrl-C, no further task begins; the error is raised when
+    If the system can start fewer threads, it uses those. After the first error, or Ctrl-C, no further task begins; the error is raised when
     the running tasks have ended. `failed` is set at once, so that they can stop waiting. Tasks are drawn lazily, under a lock.
     """
     queue = iter(tasks)
@@ -161,18 +161,7 @@ def shielded(call: Callable[[], T], *, finish: bool = False) -> T:
     """
     if threading.get_ident() != threading.main_thread().ident or _RUNS_HERE.get():
         return call()
-    outcome = SimpleQueue[tuple[bool, T | BaseException]]()
-    context = contextvars.copy_context()
-
-    def run() -> None:
-        try:
-            result = True, context.run(call)
-        except BaseException as exc:  # noqa: BLE001 - raised in the main thread
-            outcome.put((False, exc))
-        else:
-            outcome.put(result)
-
-    helper = Helper(run, "tsck-shielded")
+    helper, outcome = _in_helper(call, "tsck-shielded")
     try:
         try:
             helper.start()
@@ -185,8 +174,42 @@ def shielded(call: Callable[[], T], *, finish: bool = False) -> T:
         raise
 
 
+def within_seconds(seconds: float, call: Callable[[], T]) -> T:
+    """The result of `call`, which runs in another thread; if it takes longer than `seconds`, it goes on in the background.
+
+    Raises:
+        TimeoutError: it takes longer.
+    """
+    helper, outcome = _in_helper(call, "tsck-limited")
+    try:
+        helper.start()
+    except (RuntimeError, MemoryError):  # no thread: it may take longer
+        return call()
+    try:
+        is_result, result = outcome.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError(f"no answer within {seconds:.3g} s") from None
+    return result_or_raise(is_result, result)
+
+
+def _in_helper(call: Callable[[], T], name: str) -> "tuple[Helper, SimpleQueue[tuple[bool, T | BaseException]]]":
+    """A thread, not started, that calls `call`, and where it puts the result or the error."""
+    outcome = SimpleQueue[tuple[bool, T | BaseException]]()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            result = True, context.run(call)
+        except BaseException as exc:  # noqa: BLE001 - raised by the caller
+            outcome.put((False, exc))
+        else:
+            outcome.put(result)
+
+    return Helper(run, name), outcome
+
+
 def _unshielded(call: Callable[[], T]) -> T:
-    """The result of `call` in this thread, for want of another. What it shields itself runs here, too: this thread may hold its lock."""
+    """The result of `call` in this thread, for want of another. Nested shielded calls run here, too: this thread may hold its lock."""
     token = _RUNS_HERE.set(True)
     try:
         return call()

@@ -19,6 +19,7 @@ from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.backend.throttled import throttled_to, without_min_free
 from tensorstore_ck.common.byte_cache import ByteCache
 from tensorstore_ck.common.free_space import MinFree
+from tensorstore_ck.common.host_memory import free_bytes
 from tensorstore_ck.common.ids import Clock, Digest, IdSource, Ulid
 from tensorstore_ck.common.processes import Process
 from tensorstore_ck.common.rate_limit import RateLimit
@@ -42,6 +43,8 @@ MAX_CACHED_PARTS: Final = 4
 MAX_CACHED_RECORDS: Final = 8
 MAX_MOVED_BYTES: Final = 64 << 20
 """The memory for relocation maps: enough for thousands, unless blocks are tiny. All parts of all snapshots need the same maps."""
+KEPT_SHARE: Final = 0.25
+"""Of the host memory that is free when the store is opened, at most, for blocks of the last save; none unless saves store differences."""
 MOVED_OVERHEAD_BYTES: Final = 1 << 10
 """The memory of a relocation map without its rows."""
 
@@ -81,6 +84,8 @@ class Engine:
     """Identifies this process; returns None where that is impossible."""
     warned_quotas: set[tuple[str, str]] = field(default_factory=set)
     """(branch, glob) of each quota about which a save of this process has warned."""
+    kept_blocks: ByteCache[Digest, memoryview] = field(default_factory=lambda: ByteCache(int(free_bytes() * KEPT_SHARE), len))
+    """Blocks of the last save that changed little, the bases of the next one's differences: else each is read from the store, by links."""
     _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
     _records: "OrderedDict[Ulid, Record]" = field(default_factory=OrderedDict)
     _moved: ByteCache[Ulid, RelocationMap] = field(

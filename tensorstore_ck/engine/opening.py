@@ -13,10 +13,11 @@ from typing import Any, Final, cast
 
 import platformdirs
 
-from tensorstore_ck.backend import open_backend, probe_create
+from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.cold.allowed_locations import parse_allowed
 from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.cold.locations import LocationOpener
+from tensorstore_ck.backend.probe import create_problem
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.backend.reserve import fill_reserve
@@ -41,7 +42,7 @@ from tensorstore_ck.errors import (
     UnsafeBackendError,
 )
 from tensorstore_ck.events import logged_observers
-from tensorstore_ck.format.codec import CodecOption, CodecPolicy, DeltaOption
+from tensorstore_ck.format.codec import CodecOption, CodecPolicy, DeltaRules
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark, foreign_object, holds_snapshots
 from tensorstore_ck.log.block_index import BlockIndex, forget_packs
@@ -62,7 +63,7 @@ def open_engine(
     min_free: str | int | None = None,
     rate_limit: float | str | None = None,
     codec: CodecOption = "auto",
-    delta: DeltaOption = None,
+    delta: DeltaRules = None,
     read_only: bool = False,
     places: Sequence[str | os.PathLike[str]] = (),
     rollback: Rollback = "warn",
@@ -256,14 +257,14 @@ def init_store(
             f"Give the store a folder of its own, for example {backend.url}/store",
             object_id=backend.url,
         )
-    exclusive = probe_create(backend, unsynced=unsynced)
-    if not exclusive and not single_writer_unsafe:
+    problem = create_problem(backend, unsynced=unsynced)
+    if problem and not single_writer_unsafe:
         raise UnsafeBackendError(
-            f"{backend.url} lets two writers create the same object, so commits could be lost (see `tsck probe`): "
-            "use another backend, or single_writer_unsafe=True if only one process ever writes, without gc",
+            f"commits to {backend.url} could be lost: {problem} (`tsck probe` tries more). Use another backend; or, if this one ignores "
+            "the condition and only one process ever writes, without gc, single_writer_unsafe=True",
             object_id=backend.url,
         )
-    mine = new_config(exclusive_create=exclusive)
+    mine = new_config(exclusive_create=not problem)
     outcome = backend.create(CONFIG_NAME, mine.encode())
     config = read_config(backend)
     if config is None:

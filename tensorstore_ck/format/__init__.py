@@ -4,6 +4,7 @@ store_config.py        store.json
 folders.py             the names of objects in the store
 sealed.py              sealed objects: magic, msgpack body and hash
 record.py              snapshot records
+attributes.py          what a snapshot may be searched by, besides metrics
 part.py                parts: what one rank contributes to one snapshot
 part_index.py          finds the blocks of each tensor region in a part
 layout.py              layouts: the tensors of a state and its tree

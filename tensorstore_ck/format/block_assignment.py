@@ -64,7 +64,7 @@ class Region(NamedTuple):
         return sum(prod(box.sizes) for box in both if box is not None)
 
     def block_lengths(self, spec: TensorSpec, target_bytes: int) -> list[int]:
-        """The region's block lengths in bytes, in order. A region of up to half the target is one block, whatever its shape."""
+        """The region's block lengths in bytes, in order. A region of up to half the target is one block, independent of its shape."""
         size_bytes = prod(self.sizes) * spec.item_bytes
         if size_bytes <= target_bytes // 2:
             return [size_bytes]

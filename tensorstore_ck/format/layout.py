@@ -80,7 +80,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of the tensor in memory, in elements."""
+        """The strides of the tensor in memory, in elements."""
         return dense_strides(self.shape, self.order)
 
     @property

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from tensorstore_ck.common.ids import derived_hash
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import FormatVersionError
 
 RULE: Final = "blake3-v1"
 
 
+@short_errors
 @dataclass(frozen=True, slots=True)
 class Streams:
     """One rank's new random streams: ``torch.manual_seed(streams.seed("torch"))``. Make it with `Store.streams`."""

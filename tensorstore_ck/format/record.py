@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, TypeGuard
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ulid, derived_hash, split_ulids
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError
+from tensorstore_ck.format.attributes import Attributes, are_attributes, attributes_of
 from tensorstore_ck.format.folders import object_name
 from tensorstore_ck.format.sealed import pack_body, seal, take, take_count, take_digest, unpack_body, unseal
 
@@ -23,7 +24,7 @@ STORE_KEY: Final = "tsck"
 
 
 class SaveOrigin(NamedTuple):
-    """Why and when a snapshot was made. Retention uses it; the root does not cover it."""
+    """Why and when a snapshot was made, and what to search it by. The root does not cover it."""
 
     triggers: Sequence[str] = ()
     """The names of the triggers that caused the save."""
@@ -31,6 +32,7 @@ class SaveOrigin(NamedTuple):
     """How many epochs the training had completed."""
     made_ns: int | None = None
     """When the state was made, if it is older than the save, as an imported file is."""
+    attributes: Attributes | None = None
 
 
 class Record(NamedTuple):
@@ -55,6 +57,7 @@ class Record(NamedTuple):
     """With rank states: the rule by which other numbers of ranks derive random streams (`random_streams.RULE`)."""
     triggers: Sequence[str] = ()
     epoch: float | None = None
+    attributes: Attributes | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -71,8 +74,10 @@ class Record(NamedTuple):
         return Digest(self.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES])
 
     def origin_fields(self) -> dict[str, Any]:
-        """The optional fields that say why the snapshot was made, of a record and of a log entry."""
+        """The optional fields of a `SaveOrigin`, of a record and of a log entry."""
         fields: dict[str, Any] = {"triggers": list(self.triggers)} if self.triggers else {}
+        if self.attributes:
+            fields["attributes"] = dict(self.attributes)
         return fields if self.epoch is None else {**fields, "epoch": self.epoch}
 
     def encode(self) -> bytes:
@@ -123,6 +128,7 @@ def decode_record(data: bytes, name: str) -> Record:
             streams=take(body, "streams", str) if "streams" in body else "",
             triggers=triggers if are_triggers(triggers := body.get("triggers")) else (),
             epoch=epoch if is_epoch(epoch := body.get("epoch")) else None,
+            attributes=attributes if (attributes := body.get("attributes")) is not None and are_attributes(attributes) else None,
         )
         is_root = record.root() == body["root"]
     except (KeyError, TypeError, ValueError, struct.error) as exc:
@@ -143,11 +149,13 @@ def is_epoch(value: object) -> TypeGuard[float]:
     return type(value) is float and 0 <= value <= MAX_STEP  # not NaN
 
 
-def check_origin(triggers: object, epoch: object, made_ns: int | None) -> SaveOrigin:
-    """Why and when a snapshot was made, as users pass it.
+def check_origin(
+    triggers: object, epoch: object, made_ns: int | None, attributes: object = None, metadata: Mapping[str, object] | None = None
+) -> SaveOrigin:
+    """Why and when a snapshot was made, as users pass it, and its attributes.
 
     Raises:
-        InvalidOptionError: `triggers` is no list of names, or `epoch` no number from 0 on.
+        InvalidOptionError: `triggers` is no list of names, `epoch` no number from 0 on, or `attributes` no dict of numbers and texts.
     """
     named = list(triggers) if isinstance(triggers, list | tuple) else triggers
     if not are_triggers(named):
@@ -157,7 +165,10 @@ def check_origin(triggers: object, epoch: object, made_ns: int | None) -> SaveOr
     number = float(epoch) if isinstance(epoch, int | float) and not isinstance(epoch, bool) else epoch
     if number is not None and not is_epoch(number):
         raise InvalidOptionError(f"epoch must be a number from 0 on, not {epoch!r}", object_id="epoch")
-    return SaveOrigin(named, number, made_ns)
+    if not attributes and not metadata:
+        return SaveOrigin(named, number, made_ns)
+    searched = {key: value for key, value in (metadata or {}).items() if key != STORE_KEY}
+    return SaveOrigin(named, number, made_ns, attributes_of(attributes, searched))
 
 
 def _is_trigger(name: object) -> bool:

@@ -171,7 +171,7 @@ class _Gc:
         return [op for op in self._planner.ending(view) if tuple(op.fields.values()) in self._accepted] if self._accepted else []
 
     def _live_at(self, view: RefTable) -> LiveSet:
-        """What is needed at `view`, as if what is planned to end had ended."""
+        """The objects that are needed at `view` once the planned holds have ended."""
         ending = self._ending(view)
         self._planner.live.update(simulate(view, ending) if ending else view)
         return self._planner.live

@@ -1,5 +1,5 @@
-"""What the roots need at one log entry, and what was released within the undo window: a bit for each entry of each pack, and the small
-objects by name.
+"""The objects that the roots need at one log entry, and those that were released within the undo window: a bit for each entry of each pack,
+and the small objects by name.
 
 While no relocation begins or ends, an update only adds what new roots need. The set may then hold more than the newest roots need,
 so some objects are freed by the next run only.
@@ -24,7 +24,7 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.gc.mark import LiveBits, read_summaries
 from tensorstore_ck.gc.part_summary import PartSummary, SummaryCache
 from tensorstore_ck.gc.released import Released, Releases
-from tensorstore_ck.gc.roots import release_commands, roots
+from tensorstore_ck.gc.roots import how_to_release, roots
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 
 
@@ -160,7 +160,7 @@ class LiveSet(RootNeeds):
             assert info is not None
             raise UnreadableError(
                 f"cannot tell what snapshot {info.root.hex()[:16]} ({', '.join(labels)}) needs, so nothing may be freed: {exc}. "
-                f"`tsck fsck` says how to repair it; or release it with {release_commands(view, info)}",
+                f"`tsck fsck` says how to repair it; or {how_to_release(view, info)}",
                 object_id=exc.object_id,
             ) from exc
 

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError
 
 DAY_SECONDS: Final = 86_400.0
 
 
+@short_errors
 @renamed_argument(max_bytes_per_second="rate_limit", settle_seconds="tombstone_seconds")
 @dataclass(frozen=True, slots=True)
 class GcOptions:

@@ -64,7 +64,7 @@ class GcPlan(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """What is needed when some holds have ended."""
+    """The objects that are needed when some holds have ended."""
 
     why: str
     needs: RootNeeds

@@ -1,4 +1,5 @@
-"""What was released within the undo window, by the store's time: gc keeps it, whatever the log has said of it since.
+"""The snapshots and objects that were released within the undo window, by the store's time: gc keeps them, even if later log entries give
+them up.
 
 Anybody who may create objects can append an entry that releases a snapshot, ends its undo window, carries a time of long ago, or sweeps
 what is needed. So an entry counts as young until the store has had it for the undo window, and what young entries released stays, but for
@@ -28,7 +29,7 @@ _SEEN: Final = b"n/"
 
 
 class Released(NamedTuple):
-    """What young entries of others released, at one head."""
+    """The objects and snapshots that young entries of other writers released, at one head."""
 
     snapshots: tuple[SnapshotInfo, ...] = ()
     """Snapshots that nothing holds."""

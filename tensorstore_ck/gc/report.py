@@ -5,12 +5,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Final
 
 from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc.options import GcOptions
 
+_LOSSES: Final = {
+    "age": "",
+    "undo window": ": then no `tsck undo` brings it back",
+    "pins": ": then no pin and no `tsck undo` brings it back",
+}
+"""Why something is protected -> what its commands give up."""
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
 
@@ -30,8 +37,13 @@ class FreedLater:
     commands: tuple[str, ...]
     """Commands that free it now, in this order."""
 
-    def describe(self) -> str:
-        """One line for people."""
+    @property
+    def is_protected(self) -> bool:
+        """Whether its `commands` free what may be needed: by a running save, an undo, or whoever pinned it."""
+        return self.why in _LOSSES
+
+    def describe(self, *, early: bool = False) -> str:
+        """One line for people, with its commands if they give up no protection; `early`: even if they do, and what is lost then."""
         reason = {
             "grace": "condemned, until the grace period ends",
             "age": "young and in no snapshot, so it may belong to a running or staged save",
@@ -40,15 +52,18 @@ class FreedLater:
             "packs in use": "at least, in packs that are not sparse enough to rewrite",
         }[self.why]
         date = "" if self.due_ns is None else f"by {iso_time(self.due_ns)}: "
+        text = f"{human_bytes(self.bytes)} {'later, ' if date else ''}{date}{reason}"
+        if self.is_protected and not early:
+            return text
         shown = " && ".join(self.commands[-3:])
         more = f"{len(self.commands) - 3} more pins, which `tsck pin` lists, and " if len(self.commands) > 3 else ""
         caution = "; not while a save is running or staged" if "--min-age 0s" in self.commands[-1] else ""
-        return f"{human_bytes(self.bytes)} {'later, ' if date else ''}{date}{reason} ({more}`{shown}` frees it now{caution})"
+        return f"{text} ({more}`{shown}` frees it now{_LOSSES.get(self.why, '')}{caution})"
 
 
 @dataclass(frozen=True, slots=True)
 class Freeable:
-    """What gc can free, as reported by `gc`, `usage`, `fsck` and errors."""
+    """The bytes that gc can free, as reported by `gc`, `usage`, `fsck` and errors."""
 
     now_bytes: int
     command: str
@@ -57,11 +72,15 @@ class Freeable:
     forget: str = ""
     """If gc never frees anything unless a snapshot is forgotten: the command that forgets one."""
 
-    def describe(self) -> list[str]:
-        """For people: a line on what gc can free now, and one for each reason to free something later."""
+    def describe(self, *, is_full: bool = False) -> list[str]:
+        """For people: a line on what gc can free now, and one for each reason to free something later.
+
+        `is_full`: space is needed now, so if nothing else frees any, the commands that give up a protection are shown too.
+        """
+        early = is_full and self.now_bytes <= 0 and all(later.is_protected for later in self.later)
         now = f"{human_bytes(self.now_bytes)} now (`{self.command}` frees it)" if self.now_bytes > 0 else "nothing now"
         held = f"branches and tags hold all snapshots: forget some (`{self.forget}`), and gc frees what only they need"
-        return [f"gc can free: {now}", *(later.describe() for later in self.later), *([held] if self.forget else [])]
+        return [f"gc can free: {now}", *(later.describe(early=early) for later in self.later), *([held] if self.forget else [])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ def roots(view: RefTable) -> dict[Ulid, list[str]]:
     return held
 
 
-def release_commands(view: RefTable, info: SnapshotInfo) -> str:
-    """The commands that release a snapshot, in order."""
+def how_to_release(view: RefTable, info: SnapshotInfo) -> str:
+    """The commands that release a snapshot, in order, and what to wait for then."""
     root = info.root.hex()[:ROOT_DIGITS]
     commands = [f"unpin {root} --owner {quote(pin.owner)}" for pin in view.pins() if pin.ulid == info.ulid]
     going = [tag for tag in view.tags() if (row := view.tag_row(tag)) is not None and row.ulid == info.ulid]
@@ -56,5 +56,5 @@ def release_commands(view: RefTable, info: SnapshotInfo) -> str:
     going += [root] if is_behind else []
     commands += [f"forget {' '.join(going)}"] if going else []
     is_undoable = bool(going) or any(move.ulid == info.ulid for window in view.windows() for move in window.moves)
-    ends = ["`tsck gc --undo-window 0s`, which ends all undo windows"] if is_undoable else []
-    return " and ".join([*(f"`tsck {command}`" for command in commands), *ends])
+    released = [f"release it with {' and '.join(f'`tsck {command}`' for command in commands)}"] if commands else []
+    return " and ".join([*released, *(["wait until its undo window has ended"] if is_undoable else [])])

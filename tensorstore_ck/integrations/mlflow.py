@@ -9,6 +9,7 @@ import re
 from typing import Any, Final
 
 from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidNameError, InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.tracked_snapshots import (
     Pin,
@@ -40,6 +41,7 @@ FOLDER: Final = "snapshots"
 _ROOT: Final = re.compile("[0-9a-f]{64}")
 
 
+@short_errors
 def log_snapshot(store: Store | ReadOnlyStore, snapshot: str | Snapshot, *, run_id: str | None = None, pin: Pin = True) -> Snapshot:
     """Notes in a run of MLflow where a snapshot is. With several ranks, one of them calls this.
 
@@ -47,7 +49,7 @@ def log_snapshot(store: Store | ReadOnlyStore, snapshot: str | Snapshot, *, run_
         store: The store. Its URL is logged, without credentials.
         snapshot: What `Store.put_snapshot` returned, or an address.
         run_id: The run; by default the active one.
-        pin: Keeps the snapshot, whatever a policy or `Store.forget` drops, until ``store.unpin(root, owner="mlflow:RUN_ID")``; or for so
+        pin: Keeps the snapshot from policies and `Store.forget` until ``store.unpin(root, owner="mlflow:RUN_ID")``; or for so
             long, such as ``"30d"``. False: does not.
 
     Returns:
@@ -78,6 +80,7 @@ def log_snapshot(store: Store | ReadOnlyStore, snapshot: str | Snapshot, *, run_
     return published
 
 
+@short_errors
 def find_snapshot(run_id: str | None = None, address: str | None = None) -> TrackedSnapshot:
     """The snapshot that a run logged last; or at `address`.
 

@@ -83,6 +83,10 @@ class _Metrics:
         )
         self._in_flight = meter.create_gauge("tensorstore_ck.put.in_flight", unit="{put}", description="Saves in progress")
         self._memory = meter.create_gauge("tensorstore_ck.memory.usage", unit="By", description="Host memory held by saves in progress")
+        self._fetch = seconds("feed.fetch.duration", "From the look at the branch until a version was verified and staged")
+        self._pause = seconds("feed.pause", "How long a swap took")
+        self._feed_bytes = meter.create_counter("tensorstore_ck.feed.read", unit="By", description="Stored bytes that a follower read")
+        self._feed_age = meter.create_gauge("tensorstore_ck.feed.age", unit="s", description="Age of a version when it was swapped in")
         self._retries = meter.create_counter("tensorstore_ck.retries", unit="{retry}", description="Retried requests")
 
     def record(self, event: Event) -> None:
@@ -112,6 +116,12 @@ class _Metrics:
                 self._memory_wait.record(number("stall_seconds"), about)
             case "retried":
                 self._retries.add(1, about)
+            case "fetched":
+                self._fetch.record(number("fetch_seconds"), about)
+                self._feed_bytes.add(int(number("read_bytes")), about)
+            case "swapped":
+                self._pause.record(number("pause_seconds"), about)
+                self._feed_age.set(number("age_seconds"), about)
             case _:
                 pass
         if "memory_bytes" in event.fields:

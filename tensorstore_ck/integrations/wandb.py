@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidNameError, InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.tracked_snapshots import (
     Pin,
@@ -33,6 +34,7 @@ REFERENCE: Final = "snapshot"
 """The name of the reference in the artifact."""
 
 
+@short_errors
 def log_snapshot(
     store: Store | ReadOnlyStore,
     snapshot: str | Snapshot,
@@ -52,7 +54,7 @@ def log_snapshot(
         name: The artifact; by default the ref, with - in place of /.
         artifact_type: Its type.
         aliases: More aliases of this version, in addition to ``latest`` and ``step-N``.
-        pin: Keeps the snapshot, whatever a policy or `Store.forget` drops, until ``store.unpin(root, owner="wandb:RUN_PATH")``; or for so
+        pin: Keeps the snapshot from policies and `Store.forget` until ``store.unpin(root, owner="wandb:RUN_PATH")``; or for so
             long, such as ``"30d"``. False, and in a disabled run: does not.
 
     Returns:
@@ -86,6 +88,7 @@ def log_snapshot(
         raise InvalidOptionError(f"{exc} Pass an active run=", object_id="run") from exc
 
 
+@short_errors
 def find_snapshot(artifact: Any) -> TrackedSnapshot:
     """The snapshot that an artifact refers to, such as one from ``run.use_artifact("runs-gpt:latest")``.
 

@@ -10,12 +10,13 @@ ref_table.py                             typed reads of the table
 address.py                               how a user names a snapshot
 snapshot.py                              what users see of a snapshot
 snapshot_log.py                          what users see of a history
+snapshot_condition.py                    conditions on snapshots in memory, and the numbers to sort them by
 training_line.py                         which snapshots of a branch led to its last one
 maintenance_outcome.py                   what users see of a run of gc or fsck
 quota.py                                 quotas, and how much of them is used
 block_index.py                           where blocks lie, as far as this host knows
 checkpoint.py                            a dump of the table, so that no reader begins at the log's first entry
-contents.py                              what lies at a store's root, where other programs may keep their own
+store_folders.py                         the folders of a store, and what else lies at its root: other programs may keep their own there
 lost_log.py                              signs that a log which looks empty was lost
 entry_reader.py                          entries read from the backend
 watermark.py, head_file.py               the highest entry that was seen, to notice a log that goes back or forks
@@ -25,7 +26,6 @@ log.py                                   sync and append: the commit protocol
 """
 
 from tensorstore_ck.format.folders import FOLDERS
-from tensorstore_ck.log.contents import foreign_object, holds_snapshots, logs_in, store_folders, store_objects
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.entry_reader import EntryReader, chain_break
 from tensorstore_ck.log.entry_writer import Appended
@@ -37,6 +37,7 @@ from tensorstore_ck.log.object_set import ObjectKey, Objects, pieces
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.ref_table import BranchHead, BranchMove, Head, Pin, RefTable, Relocation, SnapshotInfo, TxnOutcome, UndoWindow
+from tensorstore_ck.log.store_folders import foreign_object, holds_snapshots, logs_in, store_folders, store_objects
 from tensorstore_ck.log.watermark import ROLLBACK, LogChangedWarning, Rollback, Watermark
 
 __all__ = [

@@ -4,9 +4,13 @@ runs/gpt          branch or tag          runs/gpt@1000     newest of step 1000 i
 9f86d081...       root, or a unique prefix of one: of 8 digits or more, or of 4 or more where no ref has that name
 runs/gpt~2        two before it, by parents
 runs/gpt^staged   the newest snapshot staged for it and not published yet; without one, the branch itself
+runs/gpt^best:val_loss       the one in the branch's history with the lowest value of a metric; runs/gpt^best:acc:max: the highest
 """
 
+import difflib
+import math
 import re
+import shlex
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest
@@ -14,6 +18,7 @@ from tensorstore_ck.errors import AmbiguousAddressError, InvalidNameError, NotFo
 from tensorstore_ck.log import RefTable, SnapshotInfo, validate_ref_name
 
 STAGED: Final = "^staged"
+BEST: Final = "^best:"
 _SUFFIX: Final = re.compile(r"(?P<base>[^@~]+)(?:@(?P<step>[0-9]{1,19}))?(?:~(?P<back>[0-9]{1,9}))?")
 _ROOT: Final = re.compile(r"[0-9a-f]{8,64}")
 _SHORT_ROOT: Final = re.compile(r"[0-9a-f]{4,7}")
@@ -44,10 +49,13 @@ def resolve(view: RefTable, address: str) -> Resolved:
     """
     if isinstance(address, str) and is_staged_address(address):
         return _staged(view, address.removesuffix(STAGED))
+    if isinstance(address, str) and BEST in address:
+        return _best(view, address)
     match = _SUFFIX.fullmatch(address) if isinstance(address, str) else None
     if match is None:
         raise InvalidNameError(
-            f"{address!r} is not an address: use a ref, ref@step, ref~n, or a root (4 or more hex digits)", object_id=str(address)
+            f"{address!r} is not an address: use a ref, ref@step, ref~n, ref^best:metric, or a root (4 or more hex digits)",
+            object_id=str(address),
         )
     base, step, back = match["base"], match["step"], int(match["back"] or 0)
     branch = None if _ROOT.fullmatch(base) else view.branch(base)
@@ -62,10 +70,11 @@ def resolve(view: RefTable, address: str) -> Resolved:
             raise NotFoundError(f"{base!r} is a snapshot of step {info.step}, not {step}", object_id=address)
     if info is None:
         raise NotFoundError(_nothing_at(view, base), object_id=address)
-    for _ in range(back):
+    for before in range(back):
         parent = view.by_root(info.parent) if info.parent else None
         if parent is None:
-            raise NotFoundError(f"{address!r}: {base!r} does not have that many ancestors", object_id=address)
+            known = ("no snapshot", "one snapshot", f"{before:,} snapshots")[min(before, 2)]
+            raise NotFoundError(f"{address!r}: {base!r} has {known} before it; see `tsck log {shlex.quote(base)}`", object_id=address)
         info = parent
     return Resolved(info, base if branch else None, branch.root if branch else None)
 
@@ -81,6 +90,25 @@ def _staged(view: RefTable, name: str) -> Resolved:
     if newest is None:
         return resolve(view, name)
     return Resolved(newest, name, branch.root if branch is not None else None)
+
+
+def _best(view: RefTable, address: str) -> Resolved:
+    """The best snapshot in a branch's history without a mark: of equal ones the newer, as `keep_best` keeps it."""
+    name, _, metric = address.partition(BEST)
+    highest = metric.endswith(":max")
+    metric = metric.removesuffix(":max") if highest else metric.removesuffix(":min")
+    validate_ref_name(name)
+    branch = view.branch(name)
+    if branch is None:
+        raise NotFoundError(f"{address!r} needs a branch: {_nothing_at(view, name)}", object_id=address)
+    infos = [info for info in view.history(name) if not info.mark]
+    measured = [info for info in infos if not math.isnan(info.metrics.get(metric, math.nan))]
+    if not measured:
+        known = sorted({name for info in infos for name in info.metrics})
+        listed = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
+        raise NotFoundError(f"no unmarked snapshot of {name!r} has a metric {metric!r} (metrics: {listed or 'none'})", object_id=address)
+    best = min(measured, key=lambda info: (-1 if highest else 1) * info.metrics[metric])  # the first of equal ones, so the newest
+    return Resolved(best, name, branch.root)
 
 
 def _tag_or_root(view: RefTable, base: str) -> SnapshotInfo | None:
@@ -99,5 +127,7 @@ def _tag_or_root(view: RefTable, base: str) -> SnapshotInfo | None:
 
 def _nothing_at(view: RefTable, base: str) -> str:
     names = [*view.branches(), *view.tags()]
-    known = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "") if names else "the store has no refs yet"
+    similar = difflib.get_close_matches(base, names, 3)
+    listed = [*similar, *sorted({*names} - {*similar})]
+    known = ", ".join(listed[:8]) + (", ..." if len(names) > 8 else "") if names else "the store has no refs yet"
     return f"there is no ref or snapshot {base!r} (refs: {known})"

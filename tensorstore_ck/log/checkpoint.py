@@ -24,6 +24,7 @@ MAX_TAIL_ENTRIES: Final = 2000
 _NUMBER: Final = re.compile(r"[0-9]{20}")
 _TAIL_KEY: Final = b"l/tail"
 _TAIL: Final = struct.Struct("<4Q")
+_KINDS: Final = {kind.prefix[len(PREFIX) :]: kind for kind in table_rows.IN_CHECKPOINTS}
 _SIZES: Final = ("key_sizes", "value_sizes")
 
 
@@ -126,7 +127,7 @@ def decode_checkpoint(data: bytes, name: str) -> Checkpoint:
         body["n"], body["entry_hash"], list(_pieces(body["keys"], key_sizes)), list(_pieces(body["values"], value_sizes))
     )
     ascending = all(before < after for before, after in pairwise(checkpoint.keys))
-    if not ascending or not all(map(table_rows.is_item, checkpoint.keys, checkpoint.values)):
+    if not ascending or not all(map(_is_row, checkpoint.keys, checkpoint.values)):
         raise CorruptObjectError(f"{name}: it has rows that are not of the ref table", object_id=name)
     return checkpoint
 
@@ -138,3 +139,14 @@ def _sizes(pieces: list[bytes]) -> bytes:
 def _pieces(joined: bytes, sizes: tuple[int, ...]) -> Iterator[bytes]:
     for size, end in zip(sizes, accumulate(sizes), strict=True):
         yield joined[end - size : end]
+
+
+def _is_row(key: bytes, value: bytes) -> bool:
+    kind = _KINDS.get(key[:1])
+    if kind is None or not kind.is_key(key[1:]):
+        return False
+    try:
+        kind.check(value)
+    except CorruptObjectError:
+        return False
+    return True

@@ -1,9 +1,10 @@
-"""What a field of an operation or of a row of the ref table may hold: data, which one function compares values with."""
+"""The valid values of a field of an operation or of a row of the ref table: data, which one function compares values with."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES
+from tensorstore_ck.format.attributes import MAX_ATTRIBUTES, are_attributes
 from tensorstore_ck.format.record import are_triggers, is_epoch
 from tensorstore_ck.log.object_set import is_ulids
 from tensorstore_ck.log.ref_names import MAX_REF_CHARS, is_ref_glob, is_ref_name
@@ -33,7 +34,7 @@ class Field(NamedTuple):
     high: int = MAX_INTEGER
     """The greatest one."""
     rule: Callable[[Any], bool] | None = None
-    """What else must hold of a value of that type and size."""
+    """A further condition on a value of that type and size."""
     may_be_nil: bool = False
 
     def accepts(self, value: object) -> bool:
@@ -109,4 +110,5 @@ COUNTS: Final = Field(dict, 0, MAX_COUNTS, _are_counts)
 MESSAGE: Final = Field(str, 0, MAX_MESSAGE_CHARS)
 TRIGGERS: Final = Field(list, rule=are_triggers)
 EPOCH: Final = Field(float, rule=is_epoch).or_nil()
+ATTRIBUTES: Final = Field(dict, 0, MAX_ATTRIBUTES, are_attributes).or_nil()
 ACTOR: Final = Field(str, 0, MAX_ACTOR_CHARS)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.log.table_rows import Head
 
 _MAX_BYTES: Final = 4096
@@ -40,7 +41,7 @@ class SeenHead(NamedTuple):
     log: str = "log"
     """The prefix of the log."""
     url: str = ""
-    """Where the store was when the entry was seen; empty: unknown."""
+    """The URL of the store when the entry was seen; empty: unknown."""
     identity: int = 0
     """Of the store's folder then; 0: unknown, or no folder."""
 
@@ -64,7 +65,7 @@ class HeadFile:
             with self._opened(make=False) as folder:
                 return self._read(folder)
         except NotOwnError as exc:
-            warnings.warn(f"{exc}: until then a log that goes back or forks is not noticed on this host", stacklevel=2)
+            warnings.warn(f"{exc}: until then a log that goes back or forks is not noticed on this host", stacklevel=user_stacklevel())
         except OSError:
             pass
         return None

@@ -79,7 +79,7 @@ class Log:
         self._followed_n = 0
         """The head of the last `sync` or `append`. A view that is older is not used."""
         self._kept = RowsAtHead(None)
-        """What views at the same head share."""
+        """Rows that views at the same head share."""
         self._readable: RefTable | None = None  # of a broken log, what this host's cache lacks: nothing may be written after it
         self._is_strict = False
         """Whether a table that was filled from a checkpoint is compared with the log before it is used: see `verify`."""

@@ -11,15 +11,16 @@ from typing import NamedTuple
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, parse_ulid
 from tensorstore_ck.common.printed_commands import naming_store
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import BrokenLogError, DamageError, FormatVersionError
 from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.log.checkpoint import checkpoint_folder
-from tensorstore_ck.log.contents import logs_in
 from tensorstore_ck.log.entry_reader import EntryReader
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_table import RefTable
+from tensorstore_ck.log.store_folders import logs_in
 from tensorstore_ck.log.watermark import Watermark
 
 
@@ -30,7 +31,7 @@ class BrokenLogWarning(UserWarning):
 def warn_of_broken_log(url: str, n: int, trouble: BrokenLogError) -> None:
     """Warns that readers go on with what the log says up to entry `n`."""
     message = f"{url}: snapshots are read as of log entry {n}, since a later one is unreadable, and nothing can be written: {trouble}"
-    warnings.warn(BrokenLogWarning(naming_store(message, url)), stacklevel=3)
+    warnings.warn(BrokenLogWarning(naming_store(message, url)), stacklevel=user_stacklevel())
 
 
 class ChildRecord(NamedTuple):
@@ -52,7 +53,7 @@ def child_records(backend: Backend, ulids: Collection[Ulid]) -> Iterator[ChildRe
 
 
 def sign_of_lost_log(backend: Backend, prefix: str, watermark: Watermark | None = None, ops: Sequence[Op] = ()) -> str | None:
-    """What shows that the empty log under `prefix` had entries; None without such a sign.
+    """The evidence that the empty log under `prefix` had entries; None without such a sign.
 
     Lists the records once. `watermark`: what this user has seen; `ops`: of the first entry, whose snapshots are no sign.
     """

@@ -1,8 +1,8 @@
-"""What users see of a run of gc or fsck: its outcome, as it was noted in the log."""
+"""The outcome of a run of gc or fsck, as noted in the log."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.log.ref_table import RefTable
@@ -34,6 +34,13 @@ class RunOutcome:
     entry: int
     """The log entry that notes it."""
 
+    @classmethod
+    def of(cls, run: str, row: Any, counts: Mapping[str, int]) -> "RunOutcome":
+        """From a row of the ref table or of a catalog."""
+        return cls(
+            run, row.outcome, row.time_ns, row.duration_ns / 1e9, counts=dict(counts), message=row.message, actor=row.actor, entry=row.n
+        )
+
     def __repr__(self) -> str:
         return f"RunOutcome({one_line(self.run)}: {one_line(self.outcome)}, {self.time_ns} ns, entry {self.entry})"
 
@@ -48,16 +55,4 @@ class RunOutcome:
 
 def last_runs(view: RefTable) -> dict[str, RunOutcome]:
     """``gc``, ``fsck`` -> the last run that the log has."""
-    return {
-        run: RunOutcome(
-            run=run,
-            outcome=row.outcome,
-            time_ns=row.time_ns,
-            duration_seconds=row.duration_ns / 1e9,
-            counts=dict(row.counts),
-            message=row.message,
-            actor=row.actor,
-            entry=row.n,
-        )
-        for run, row in view.reports().items()
-    }
+    return {run: RunOutcome.of(run, row, row.counts) for run, row in view.reports().items()}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from tensorstore_ck.common.units import human_bytes, typed_bytes
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import QuotaExceededError
 from tensorstore_ck.log.ref_table import RefTable
 from tensorstore_ck.log.table_rows import QuotaRow
@@ -74,8 +75,8 @@ def check_quotas(quotas: Sequence[Quota], ref: str) -> None:
         if quota.refuse_bytes is not None and quota.used_bytes >= quota.refuse_bytes:
             raise QuotaExceededError(
                 f"saves to {ref!r} are refused: the quota for {quota.glob!r} is {human_bytes(quota.refuse_bytes)}, and its snapshots use "
-                f"{human_bytes(quota.used_bytes)}. Forget some (`tsck forget`, `tsck policy apply`) and end their undo windows "
-                f"(`tsck gc --undo-window 0s`), or set a higher quota (`tsck quota set {shlex.quote(quota.glob)} --refuse SIZE`)",
+                f"{human_bytes(quota.used_bytes)}. Forget some (`tsck forget`, `tsck policy apply`): they count until `tsck gc` has "
+                f"ended their undo windows, a day later. Or set a higher quota (`tsck quota set {shlex.quote(quota.glob)} --refuse SIZE`)",
                 object_id=ref,
             )
 
@@ -91,7 +92,7 @@ def warn_of_quotas(url: str, quotas: Sequence[Quota], ref: str, new_bytes: int, 
                 f"the snapshots of {quota.glob!r} use {human_bytes(used_bytes)}, and their quota warns from "
                 f"{human_bytes(quota.warn_bytes)} on; {limit}: see `tsck quota -s {shlex.quote(url)}`",
                 QuotaWarning,
-                stacklevel=2,
+                stacklevel=user_stacklevel(),
             )
 
 

@@ -34,7 +34,7 @@ class Relocation(NamedTuple):
 
 
 class RowsAtHead:
-    """What views at one head have read first. The rows of a head do not change, so that later views at it need not read them again."""
+    """Rows that views at one head have read. The rows of a head do not change, so that later views at it need not read them again."""
 
     def __init__(self, head: Head | None) -> None:
         self.head = head

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -48,6 +48,10 @@ class Snapshot:
     """The names of the triggers that caused the save, such as ``every_steps``: see the policy `keep_triggers`."""
     epoch: float | None = None
     """How many epochs the training had completed, if the save said so."""
+    attributes: Mapping[str, float | str] = field(default_factory=dict)
+    """What conditions compare besides these fields and `metrics`: what the save passed as ``attributes=``, and scalars of its metadata."""
+    duration_ns: int | None = None
+    """How long the save took, by the clock of the host that published it."""
 
     def __repr__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
@@ -87,7 +91,26 @@ class Snapshot:
             arrived_ns=info.arrived_ns,
             triggers=tuple(info.triggers),
             epoch=info.epoch,
+            attributes=dict(info.attributes or {}),
+            duration_ns=info.duration_ns,
         )
+
+
+def job_of(ref: str) -> str:
+    """``gpt-7b`` of ``runs/gpt-7b``: a branch's name without its first folder."""
+    return ref.partition("/")[2] or ref
+
+
+def searchable(snapshot: Snapshot | SnapshotInfo) -> dict[str, float | str]:
+    """The values by name that a condition compares besides fields and metrics: attributes, and why and how fast it was saved."""
+    found = dict(snapshot.attributes or {})
+    if snapshot.triggers:
+        found["triggers"] = ",".join(snapshot.triggers)
+    if snapshot.epoch is not None:
+        found["epoch"] = snapshot.epoch
+    if snapshot.duration_ns is not None:
+        found["save_seconds"] = snapshot.duration_ns / 1e9
+    return found
 
 
 def refuse_marked(snapshot: Snapshot, address: str, advice: str) -> None:

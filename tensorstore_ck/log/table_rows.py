@@ -10,7 +10,8 @@ strictly, whether it comes from this host's cache or from a checkpoint.
     s name 00 step:8        seq                                           its newest move to a snapshot of that step
     q name                  seq                                           a removed branch: moves so far
     t name                  snapshot, root, n, time_ns                    a tag
-    u ulid:16               root, record, parent?, ref, step?, n, time_ns, metrics, logical_bytes, new_bytes, arrived_ns, triggers, epoch?
+    u ulid:16               root, record, parent?, ref, step?, n, time_ns, metrics, logical_bytes, new_bytes, arrived_ns, triggers, epoch?,
+                            attributes?, duration_ns?
     r root:32 ulid:16       n                                             the snapshots of that root, and their entries
     a root:32               metrics, mark, reason                         what was added to a root later
     x txn:16                put, n                                        how a transaction ended (put: bool), and where
@@ -36,12 +37,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
-from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.attributes import Attributes
 from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log.field_checks import (
     ACTOR,
+    ATTRIBUTES,
     COUNT,
     COUNTS,
     DATE,
@@ -67,9 +69,9 @@ from tensorstore_ck.log.field_checks import (
     URL,
 )
 from tensorstore_ck.log.object_set import ObjectKey
-from tensorstore_ck.log.row_kind import PREFIX, RowKind
+from tensorstore_ck.log.row_kind import RowKind
 
-FOLD_VERSION: Final = 8
+FOLD_VERSION: Final = 9
 """Incremented whenever `fold` handles another operation or field: the fold of an older build lacks its effect."""
 
 
@@ -146,6 +148,10 @@ class SnapshotInfo(NamedTuple):
     """The names of the triggers that caused the save."""
     epoch: float | None = None
     """How many epochs the training had completed."""
+    attributes: Attributes | None = None
+    """What conditions compare besides fields and metrics, if there is any."""
+    duration_ns: int | None = None
+    """How long the save took."""
     mark: str = ""
     reason: str = ""
 
@@ -153,15 +159,17 @@ class SnapshotInfo(NamedTuple):
     def of_op(cls, op: Mapping[str, Any], n: int, time_ns: int) -> "SnapshotInfo":
         """The snapshot that entry `n`, of that time, publishes or stages with the fields of an operation."""
         at = (op["snapshot"], op["root"], op["record"], op["parent"], op["ref"], op["step"], n)
-        optional: tuple[Any, ...] = (op.get("made_ns"), op.get("triggers"), op.get("epoch"))  # earlier builds wrote none
-        made_ns, triggers, epoch = optional
+        optional: tuple[Any, ...] = tuple(map(op.get, ("made_ns", "triggers", "epoch", "attributes", "duration_ns")))  # any may be missing
+        made_ns, triggers, epoch, attributes, duration_ns = optional
         return cls(
             *at,
             min(made_ns, time_ns) if COUNT.accepts(made_ns) else time_ns,
             *(op["metrics"], op["logical_bytes"], op["new_bytes"]),
             arrived_ns=time_ns,
-            triggers=triggers if TRIGGERS.accepts(triggers) else [],
-            epoch=epoch if EPOCH.accepts(epoch) else None,
+            triggers=triggers if triggers and TRIGGERS.accepts(triggers) else [],
+            epoch=epoch if epoch is not None and EPOCH.accepts(epoch) else None,
+            attributes=attributes if attributes and ATTRIBUTES.accepts(attributes) else None,
+            duration_ns=duration_ns if duration_ns is not None and COUNT.accepts(duration_ns) else None,
         )
 
     @classmethod
@@ -169,7 +177,8 @@ class SnapshotInfo(NamedTuple):
         """The snapshot of a record that no entry names; `sealed`: the record's bytes."""
         at = (ulid, record.root(), object_hash(sealed), record.parent, record.ref, record.step, 0, record.time_ns)
         sizes = (record.metrics, record.logical_bytes, record.new_bytes)
-        return cls(*at, *sizes, arrived_ns=record.time_ns, triggers=record.triggers, epoch=record.epoch)
+        made = cls(*at, *sizes, arrived_ns=record.time_ns)
+        return made._replace(triggers=record.triggers, epoch=record.epoch, attributes=record.attributes)
 
 
 class NoteRow(NamedTuple):
@@ -217,7 +226,7 @@ class PolicyRow(NamedTuple):
 
 
 class UndoWindow(NamedTuple):
-    """What one entry removed from a branch, or the tag that it removed."""
+    """The history that one entry removed from a branch, or the tag that it removed."""
 
     n: int
     """That entry."""
@@ -236,7 +245,7 @@ class ObjectRow(NamedTuple):
 
 
 class RelocationRow(NamedTuple):
-    """Where entries of a pack are now."""
+    """The present packs of a relocated pack's entries."""
 
     n: int
     hash: Digest
@@ -246,7 +255,7 @@ class RelocationRow(NamedTuple):
 
 
 class QuotaRow(NamedTuple):
-    """What the snapshots of some branches may add to the store."""
+    """The bytes that the snapshots of some branches may add to the store."""
 
     warn_bytes: int | None
     refuse_bytes: int | None
@@ -257,13 +266,13 @@ class QuotaRow(NamedTuple):
 
 
 class AddedRow(NamedTuple):
-    """What the held snapshots that were put to one branch added to the store."""
+    """The bytes that the held snapshots of one branch added to the store."""
 
     new_bytes: int
 
 
 class ReportRow(NamedTuple):
-    """What a run of gc or fsck reported last."""
+    """The last report of gc or fsck."""
 
     outcome: str
     duration_ns: int
@@ -340,7 +349,7 @@ def _is_numbered(key: bytes) -> bool:
 _KIND_BYTES: Final = {kind: {"pack": b"k", "part": b"p", "snapshot": b"s", "moved": b"m"}[kind] for kind in FOLDERS}
 _KINDS_BY_BYTE: Final = {byte: kind for kind, byte in _KIND_BYTES.items()}
 _MOVE: Final = (ULID, DIGEST, STEP, COUNT, COUNT, SHORT_TEXT)
-_SNAPSHOT: Final = (DIGEST, DIGEST, PARENT, REF, STEP, COUNT, COUNT, METRICS, COUNT, COUNT, COUNT, TRIGGERS, EPOCH)
+_SNAPSHOT: Final = (DIGEST, DIGEST, PARENT, REF, STEP, COUNT, COUNT, METRICS, COUNT, COUNT, COUNT, TRIGGERS, EPOCH, ATTRIBUTES, LIMIT)
 
 HEAD: Final = RowKind(b"h", Head, COUNT, DIGEST, COUNT, is_key=_has(0))
 BRANCHES: Final = RowKind(b"b", BranchHead, ULID, DIGEST, STEP, COUNT, COUNT, COUNT, is_key=_is_name, named_by_key=1)
@@ -375,22 +384,7 @@ REPORTS: Final = RowKind(
 HORIZON: Final = RowKind(b"z", EntryRow, COUNT, is_key=_has(0))
 STOP: Final = RowKind(b"f", StopRow, COUNT, SHORT_TEXT, is_key=_has(0))
 
-_IN_CHECKPOINTS: Final[Mapping[bytes, RowKind[Any]]] = {
-    kind.prefix[len(PREFIX) :]: kind
-    for kind in (
-        *(BRANCHES, MOVES, STEPS, LENGTHS, TAGS, SNAPSHOTS, ROOTS, NOTES, TXNS, STAGED, HOLDS, PINS, POLICIES, WINDOWS, FORGOTTEN),
-        *(OBJECTS, RELOCATIONS, MOVED, LOCATIONS, QUOTAS, ADDED, REPORTS, HORIZON, STOP),
-    )
-}
-
-
-def is_item(key: bytes, value: bytes) -> bool:
-    """Whether a checkpoint may contain this item."""
-    kind = _IN_CHECKPOINTS.get(key[:1])
-    if kind is None or not kind.is_key(key[1:]):
-        return False
-    try:
-        kind.check(value)
-    except CorruptObjectError:
-        return False
-    return True
+IN_CHECKPOINTS: Final[Sequence[RowKind[Any]]] = (
+    *(BRANCHES, MOVES, STEPS, LENGTHS, TAGS, SNAPSHOTS, ROOTS, NOTES, TXNS, STAGED, HOLDS, PINS, POLICIES, WINDOWS, FORGOTTEN),
+    *(OBJECTS, RELOCATIONS, MOVED, LOCATIONS, QUOTAS, ADDED, REPORTS, HORIZON, STOP),
+)

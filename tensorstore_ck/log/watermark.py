@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Final, Literal
 
 from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import InvalidOptionError, LogChangedError
 from tensorstore_ck.log.head_file import HeadFile, SeenHead
 from tensorstore_ck.log.table_rows import Head
@@ -66,7 +67,7 @@ class Watermark:
         self._lost: Head | None = None
         """An entry that was seen and that the log no longer has, until a user accepts that."""
         self._other_log: SeenHead | None = None
-        """What was seen of the store's former log, if store.json names another one now; until a user accepts that."""
+        """The entry that was seen of the store's former log, if store.json names another log now; until a user accepts that."""
         self._reported: Head | None = None
 
     @property
@@ -228,7 +229,7 @@ class Watermark:
             raise LogChangedError(message, object_id=object_id)
         if self._reported != head:
             self._reported = head
-            warnings.warn(LogChangedWarning(message), stacklevel=2)
+            warnings.warn(LogChangedWarning(message), stacklevel=user_stacklevel())
 
     @property
     def _known(self) -> SeenHead | None:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
@@ -121,7 +122,7 @@ def set_policy(engine: Engine, glob: str, policy: Policy | None) -> None:
 
 def _warn_of_unmatched(url: str, ref: str, own: Mapping[str, Policy], history: Sequence[SnapshotInfo]) -> None:
     for problem in unmatched_rules(url, ref, own, history):
-        warnings.warn(problem, UnmatchedRuleWarning, stacklevel=3)
+        warnings.warn(problem, UnmatchedRuleWarning, stacklevel=user_stacklevel())
 
 
 def set_rules(engine: Engine, glob: str, rules: Mapping[str, object]) -> Policy:
@@ -203,7 +204,7 @@ def retain(
 
     report = at_newest(engine.log, plan)
     for problem in problems:
-        warnings.warn(problem, UnmatchedRuleWarning, stacklevel=2)
+        warnings.warn(problem, UnmatchedRuleWarning, stacklevel=user_stacklevel())
     if not dry_run:
         engine.require_writable()
         engine.log.append(lambda head: [op for ref, going in planned.items() for op in expire(head, ref, going)])

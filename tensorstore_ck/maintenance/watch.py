@@ -12,6 +12,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import rescue_if_expired
 from tensorstore_ck.errors import BackendUnavailableError, NotFoundError, SnapshotExpiredError
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.snapshot import pinned_with_root
 
 POLL_SECONDS: Final = 2.0
@@ -32,6 +33,7 @@ def watch(
     until: Callable[[], bool] = lambda: False,
 ) -> Generator[SnapshotInfo]:
     """See `Store.watch`. `sleep` is for tests."""
+    validate_ref_name(ref)  # it need not exist, so that a name that cannot be would be waited for
     if pin_for is not None:
         engine.require_writable("watch() with pins (pin_for=None has none)")
     owner = owner or f"watch {ulid_text(engine.new_id())}"

@@ -228,7 +228,7 @@ class TensorAllocator:
             self.targets[number] = target_of(base, stored)
 
     def addresses(self) -> dict[int, int]:
-        """Where the bytes of each tensor that `targets` has begin, on the host."""
+        """The host address of the first byte of each tensor in `targets`."""
         bases = {number: self._bases[number] for number in self.targets}
         return {number: base.data_ptr() if isinstance(base, torch.Tensor) else address_of(base) for number, base in bases.items()}
 

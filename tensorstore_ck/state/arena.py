@@ -22,7 +22,7 @@ from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopies
 GRAIN_BYTES: Final = 2 << 20
 """Memory is allocated in whole huge pages, so that a state that grew a little still fits."""
 TOUCHED_BYTES: Final = 64 << 20
-"""What one thread touches at a time."""
+"""The bytes that one thread touches at a time."""
 PAGE_BYTES: Final = 4096
 _MADV_WIPEONFORK: Final = 18
 _REGISTER_PORTABLE: Final = 1

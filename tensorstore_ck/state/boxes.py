@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format import sharding
 from tensorstore_ck.state.plain_memory import PLAIN
@@ -19,6 +20,7 @@ CHECKPOINTABLE_MARK: Final = "global_shape"
 _PROTOCOL: Final = (CHECKPOINTABLE_MARK, "global_offsets", "local_offsets", "local_sizes")
 
 
+@short_errors
 @dataclass(frozen=True, slots=True, eq=False)
 class Box:
     """One box of a tensor that is spread over ranks in any way, such as Megatron's ``ShardedTensor`` describes.
@@ -62,6 +64,7 @@ class Box:
         object.__setattr__(self, "offsets", offsets)
 
 
+@short_errors
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
     """Several boxes of one tensor on one rank. (A list of `Box` means several tensors.)

@@ -1,7 +1,7 @@
 """Reads the bytes of tensors and arrays (`ByteSource`), and fills them with bytes (`ByteTarget`).
 
 Contiguous CPU memory is read and written in place, by its address, which works for every dtype. Anything else is copied range by range,
-so that no large tensor exists twice; from and to devices by `device/window_copies.py`.
+so that no large tensor exists twice; from and to devices by `device/waited_copies.py`.
 With `CopyTarget` a restore converts dtypes as the bytes arrive. Knows no states or trees.
 """
 
@@ -18,7 +18,7 @@ import torch
 from tensorstore_ck.engine.interfaces import ByteTarget
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import row_boxes
-from tensorstore_ck.state.device.window_copies import PieceCopy, copies_of, follow
+from tensorstore_ck.state.device.waited_copies import PieceCopy, copies_of, follow
 from tensorstore_ck.state.plain_memory import is_dense, require_reachable
 
 Array = npt.NDArray[Any]

@@ -22,7 +22,7 @@ from tensorstore_ck.state.aliasing import AreaOffset, CoveringArea, find_alias_c
 from tensorstore_ck.state.boxes import Box, Boxes, coverage_error, is_checkpointable
 from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, source_of
 from tensorstore_ck.state.device.device_blocks import device_blocks
-from tensorstore_ck.state.device.window_copies import follow_all
+from tensorstore_ck.state.device.waited_copies import follow_all
 from tensorstore_ck.state.memory_extents import area_of, extent_of
 from tensorstore_ck.state.memory_order import order_of
 from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
@@ -36,7 +36,6 @@ from tensorstore_ck.state.unsupported_types import advice_for
 
 _SHARES: Final = frozenset({Box, Boxes, RankShare})
 _INLINE: Final = frozenset({type(None), bool, float})
-_MIN_INTEGER: Final = -(1 << 63)
 _CONTAINERS: Final = frozenset({dict, list, tuple, OrderedDict, Counter, defaultdict})
 _FACTORY_NAMES: Final = {factory: name for name, factory in FACTORIES.items()}
 
@@ -146,7 +145,7 @@ class CaptureWalk:
         kind = type(value)
         if kind in PLAIN and not is_checkpointable(value):
             self._visit_tensor(value, path, nodes, position)
-        elif kind in _INLINE or (kind is int and _MIN_INTEGER <= value < -_MIN_INTEGER):  # as `encode` would return it
+        elif kind in _INLINE or (kind is int and -(1 << 63) <= value < 1 << 63):  # as `encode` would return it
             self._names.at(path)
             self._values.append(value)
         elif kind in PLAIN_TYPES:
@@ -261,7 +260,7 @@ class CaptureWalk:
         kinds = set(map(type, value))
         if kinds == {str} and all(map(str.isascii, value)):
             return list(value), list(map(path.__add__, value))  # as `encode` would return them
-        if kinds == {int} and min(value) >= _MIN_INTEGER and max(value) < -_MIN_INTEGER:
+        if kinds == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63:
             return list(value), list(map(path.__add__, map(str, value)))
         keys = [self._key(key, path) for key in value]
         return keys, [path + key_text(key) for key in keys]
@@ -386,8 +385,7 @@ def require_dense(tensor: torch.Tensor, name: str) -> str:
 
 
 def _form_of(extra: CoveringArea) -> TensorKind:
-    size = extra.stop - extra.start
-    return TensorKind("uint8", 1, (size,), size)
+    return TensorKind("uint8", 1, (extra.stop - extra.start,), extra.stop - extra.start)
 
 
 def _source_of(extra: CoveringArea, first: torch.Tensor | Array) -> ByteSource:

@@ -113,7 +113,7 @@ def _choose(members: list[FillTask]) -> tuple[FillTask, ByteTarget, list[FillTas
     targets = [(fill, _target(fill)) for fill in members if fill.leaf.kind == "tensor"]
     plain = [(fill, target) for fill, target in targets if isinstance(target, MemoryTarget)]
     for first, target in (plain or targets)[:1]:
-        rest = [fill for fill in members if fill is not first and not _is_alias(first, fill)]
+        rest = [fill for fill in members if fill is not first and not is_alias(first, fill)]
         if not rest or (plain and all(_can_be_viewed(first, fill) for fill in rest)):
             return first, target, rest
     return None
@@ -132,7 +132,7 @@ def _target(fill: FillTask) -> ByteTarget:
     return target_of(fill.target, dtype if isinstance(dtype, torch.dtype) else None)
 
 
-def _is_alias(first: FillTask, other: FillTask) -> bool:
+def is_alias(first: FillTask, other: FillTask) -> bool:
     """Whether filling `first` also fills `other`, because their relative position is that of the stored leaves."""
     a, b = extent_of(first.target), extent_of(other.target)
     if a.device != b.device or b.address != a.address + other.form.offset_bytes:

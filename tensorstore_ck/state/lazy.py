@@ -1,16 +1,17 @@
 """A stored state as a mapping of names to tensors, read when they are used. Thread-safe as far as its `SnapshotContent` is."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from math import prod
 from types import EllipsisType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from tensorstore_ck.common.html_table import GLANCE_ROWS, html_table
 from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.format.tree import Leaf, leaves, parse
@@ -33,12 +34,14 @@ class BadIndexError(InvalidOptionError, IndexError):
     """An index that does not fit a tensor."""
 
 
+@short_errors
 class LazyTensor:
     """One stored tensor or array: ``t[10:20]`` reads only the blocks that hold these rows; ``t[:]`` reads it all."""
 
-    def __init__(self, content: SnapshotContent, leaf: Leaf) -> None:
+    def __init__(self, content: SnapshotContent, leaf: Leaf, require_open: Callable[[], object]) -> None:
         self._content = content
         self._leaf = leaf
+        self._require_open = require_open
         self._form = form_of(content.layout, leaf)
 
     @property
@@ -80,6 +83,7 @@ class LazyTensor:
         Raises:
             BadIndexError: `index` does not fit.
         """
+        self._require_open()
         items = index if isinstance(index, tuple) else (index,)
         form, rest = self._narrow(list(items))
         elements = self._read(form)
@@ -126,13 +130,22 @@ class LazyTensor:
         return in_order(elements, tuple(dim - gone for dim in order if dim >= gone)) if order else elements
 
 
+@short_errors
 class LazySnapshot(Mapping[str, LazyTensor]):
     """The tensors of a snapshot by name; a tensor is read when it is indexed."""
 
-    def __init__(self, content: SnapshotContent) -> None:
+    def __init__(self, content: SnapshotContent, require_open: Callable[[], object] = lambda: None) -> None:
+        """`require_open` raises if the store was closed."""
         self._content = content
+        self._require_open = require_open
         self._tree = parse(content.layout, len(content.values))
         self._leaves = {leaf.path: leaf for leaf in leaves(self._tree)}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def __repr__(self) -> str:
         return f"LazySnapshot({len(self):,} tensors)"
@@ -150,7 +163,7 @@ class LazySnapshot(Mapping[str, LazyTensor]):
         if leaf is None or leaf.kind == "value":
             there = "a plain value: see .state_values" if leaf is not None else "not in the snapshot; see .names()"
             raise NoSuchTensorError(f"{name!r} is {there}", object_id=str(name))
-        return LazyTensor(self._content, leaf)
+        return LazyTensor(self._content, leaf, self._require_open)
 
     def __iter__(self) -> Iterator[str]:
         return (path for path, leaf in self._leaves.items() if leaf.kind != "value")
@@ -165,6 +178,7 @@ class LazySnapshot(Mapping[str, LazyTensor]):
     @cached_property
     def state_values(self) -> dict[str, Any]:
         """Path -> value, for everything that is not a tensor."""
+        self._require_open()
         content = self._content
         return {
             path: decode(content.values[leaf.index], decode_other=decode_torch, blob=content.blob, name=path)

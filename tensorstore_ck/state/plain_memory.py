@@ -20,7 +20,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a plain tensor holds its elements one after another, as they are."""
+    """Whether the memory of a plain tensor holds its elements one after another, unchanged."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import torch
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
 from tensorstore_ck.format.values import PLAIN_TYPES, numpy_dtype
@@ -55,6 +56,7 @@ class NamedState:
         self.state = state
 
 
+@short_errors
 def register_type(
     cls: type[T], name: str, to_state: Callable[[T], object] | None = None, from_state: Callable[[Any], T] | None = None
 ) -> None:

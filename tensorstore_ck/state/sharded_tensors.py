@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Placement, Shard, boxes, intervals, local_shape
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+@short_errors
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatShard:
     """A run of a flattened tensor's elements: FSDP1's flat parameters, ZeRO's partitions.

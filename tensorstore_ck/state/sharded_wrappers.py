@@ -53,7 +53,7 @@ class UnwrappedShards(NamedTuple):
 
     registered: RegisteredType
     state: dict[str, Any]
-    """What `wrapper_subclasses.flattened` returns for the whole tensor, with a `RankShare` for each inner tensor."""
+    """The result of `wrapper_subclasses.flattened` for the whole tensor, with a `RankShare` for each inner tensor."""
 
 
 def unwrap_shards(describer: SpreadDescriber, tensor: object, path: str) -> UnwrappedShards | None:

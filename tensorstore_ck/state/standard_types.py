@@ -1,7 +1,7 @@
 """Types of the standard library that training states hold, and a user's dataclasses and enums: stored as plain values, without pickle.
 
-What a store names is only looked up in this table: no class is imported or called because stored data names it. A dataclass comes back as
-the dict of its fields, and an enum member as its value, where no class of that name is registered, or in the target of a restore.
+Type names from a store are only looked up in this table: no class is imported or called because stored data names it. A dataclass comes
+back as the dict of its fields, and an enum member as its value, where no class of that name is registered, or in the target of a restore.
 """
 
 import dataclasses

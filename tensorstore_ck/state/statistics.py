@@ -53,7 +53,7 @@ class TensorStatistics:
     """The elements of one tensor. `nan` to `norm` are None for dtypes whose elements are no numbers: text, times, bits, int4, float4.
 
     float8 and all integers are numbers as they are stored: the scales of a quantized tensor are a tensor of their own. bool counts as 0
-    and 1. Of complex numbers there are counts and the norm, and no `min`, `max`, `mean` and `std`.
+    and 1. Complex numbers have counts and the norm, but no `min`, `max`, `mean` and `std`.
     """
 
     name: str
@@ -67,7 +67,7 @@ class TensorStatistics:
     zeros: int | None = None
     """Elements that are equal to 0, as -0.0 is."""
     min: float | None = None
-    """Of the finite elements, like all fields below; None without any."""
+    """Over the finite elements, like all fields below; None without any."""
     max: float | None = None
     mean: float | None = None
     std: float | None = None
@@ -163,7 +163,7 @@ class _Sums:
         self.low, self.high = math.inf, -math.inf
         self.mean = 0.0
         self.squares = 0.0
-        """Of the distances from the mean, so that nothing cancels out; of complex numbers, from 0."""
+        """Computed from the distances to the mean, so that nothing cancels out; of complex numbers, from 0."""
 
     @property
     def has_range(self) -> bool:

@@ -2,20 +2,38 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, TypedDict, overload
 
 from tensorstore_ck.backend.staging import Staging
 from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.opening import open_engine
-from tensorstore_ck.format.codec import CodecOption, DeltaOption
+from tensorstore_ck.format.codec import CodecOption, DeltaRules
 from tensorstore_ck.log import Rollback
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
 from tensorstore_ck.store.store import Store
 
-if TYPE_CHECKING:
-    pass
+
+class OpenOptions(TypedDict, total=False):
+    """The options of `open_store`, for what passes them on."""
+
+    create: bool
+    storage_options: Mapping[str, Any] | None
+    single_writer_unsafe: bool
+    no_sync: bool
+    cache_dir: str | os.PathLike[str] | None
+    rollback: Rollback
+    state_dir: str | os.PathLike[str] | None
+    host_memory_bytes: int | None
+    staging: str | os.PathLike[str] | Staging | None
+    min_free: str | int | None
+    rate_limit: float | str | None
+    codec: CodecOption
+    delta: DeltaRules
+    dead_after_seconds: float
+    read_only: bool
+    places: Sequence[str | os.PathLike[str]]
 
 
 @overload
@@ -46,7 +64,7 @@ def open_store(
     min_free: str | int | None = None,
     rate_limit: float | str | None = None,
     codec: CodecOption = "auto",
-    delta: DeltaOption = None,
+    delta: DeltaRules = None,
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
     read_only: Literal[False] = False,
     places: Sequence[str | os.PathLike[str]] = (),
@@ -68,7 +86,7 @@ def open_store(
     min_free: str | int | None = None,
     rate_limit: float | str | None = None,
     codec: CodecOption = "auto",
-    delta: DeltaOption = None,
+    delta: DeltaRules = None,
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
     read_only: bool = False,
     places: Sequence[str | os.PathLike[str]] = (),
@@ -98,7 +116,7 @@ def open_store(
             ``{"runs/*": "small"}``.
         delta: Whether blocks may be stored as differences to those of the snapshot before, which must then be read: by default with
             ``"small"``; if so, ``"auto"`` means ``"fast"``. A number: after this many snapshots, instead of 8, a block that changes
-            everywhere is stored in full again.
+            everywhere is stored in full again. Or a dict of globs over refs, as for `codec`: ``{"runs/rl": True}``.
         dead_after_seconds: With `group=`: how long a rank may be silent before it counts as dead, instead of the call's
             `timeout_seconds`. Each rank sends a sign of life every 10 s from the first call with a group, on a thread that needs the GIL:
             so this must be longer than one C call holds it. The value of rank 0 counts for all.

@@ -1,23 +1,22 @@
 """`ReadOnlyStore`: what restores from a store, or looks at it, and changes nothing."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.common.html_table import html_table
-from tensorstore_ck.common.printed_commands import methods_name_store
 from tensorstore_ck.common.units import parse_rate
-from tensorstore_ck.common.user_frames import short_errors
+from tensorstore_ck.common.user_frames import short_store_errors
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InputError, StoreError
+from tensorstore_ck.events import Callback
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log.maintenance_outcome import RunOutcome, last_runs
 from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails
 from tensorstore_ck.log.snapshot_log import SnapshotLog, SnapshotsByName
 from tensorstore_ck.maintenance import forget as forgetting
-from tensorstore_ck.maintenance import refs
+from tensorstore_ck.maintenance import list_refs
 from tensorstore_ck.session import restoring
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from tensorstore_ck.feed import Feed
     from tensorstore_ck.gc import GcOptions, GcReport
     from tensorstore_ck.gc.recode import RecodeReport
     from tensorstore_ck.gc.report import Progress as GcProgress
@@ -65,8 +65,7 @@ _HINTS: Final = {
 """Names that users of other libraries type -> what they mean."""
 
 
-@short_errors
-@methods_name_store
+@short_store_errors
 class ReadOnlyStore:
     """The methods of a store that was opened read-only; `Store` adds those that change a store.
 
@@ -98,7 +97,7 @@ class ReadOnlyStore:
         def __getattr__(self, name: str) -> object:
             missing = f"{type(self).__name__!r} object has no attribute {name!r}"
             if name in _HINTS:
-                raise AttributeError(f"{missing}: you may want {_HINTS[name]}")
+                raise AttributeError(f"{missing}: you may want {_HINTS[name]}", name="", obj=self)  # else Python guesses, too
             raise AttributeError(missing, name=name, obj=self)  # Python adds the name that is most like it
 
     def __dir__(self) -> list[str]:
@@ -160,7 +159,8 @@ class ReadOnlyStore:
         """Restores the snapshot at `address`, every block verified. Waits first for the asynchronous saves of this handle.
 
         Args:
-            address: A branch, tag, root, root prefix, ``ref@step``, ``ref~n``; or ``ref^staged``, for what these hosts have staged.
+            address: A branch, tag, root, root prefix, ``ref@step``, ``ref~n``, ``ref^best:val_loss`` (lowest; with ``:max``
+                highest); or ``ref^staged``, for what these hosts have staged.
             into: A state of the same form, whose tensors are filled in place without a second copy. Everything is checked
                 before anything is read; if reading then fails, its tensors are undefined.
             select: Globs over names such as ``model.*``; what matches none is left out (None inside lists and tuples).
@@ -270,9 +270,12 @@ class ReadOnlyStore:
         """
         return restoring.streams(self.session, address, group=group, timeout_seconds=timeout_seconds)
 
-    def open_snapshot(self, address: str) -> "AbstractContextManager[LazySnapshot]":
-        """A lazy mapping from tensor names to tensors: ``s["model.weight"][0:128]`` reads only the blocks that it needs."""
-        return restoring.open_lazily(self.session, address)
+    def open_snapshot(self, address: str) -> "LazySnapshot":
+        """A lazy mapping from tensor names to tensors: ``s["model.weight"][0:128]`` reads only the blocks that it needs.
+
+        It can be used with or without ``with``, until the store is closed.
+        """
+        return restoring.open_lazily(self.session, address, lambda: self.session)
 
     def finish_staged(
         self, address: str, group: "ProcessGroup | DeviceMesh | None" = None, *, timeout_seconds: float = TIMEOUT_SECONDS
@@ -304,6 +307,48 @@ class ReadOnlyStore:
         """
         return retrying(self.session.context, call, attempts=attempts, pause_seconds=pause_seconds)
 
+    def follow(
+        self,
+        ref: str,
+        *,
+        into: object,
+        select: Sequence[str] | str | None = None,
+        rename: Mapping[str, str] | Callable[[str], str | None] | None = None,
+        dtype: "torch.dtype | None" = None,
+        poll_seconds: float = 1.0,
+    ) -> "Feed":
+        """Keeps tensors at the newest snapshot of a branch, for inference; writes nothing, and needs no right to write.
+
+        ::
+
+            with store.follow("runs/rl", into=model, select="model.*") as feed:
+                while feed.wait() is not None:  # reads, verifies and stages the newest version
+                    feed.swap()  # between two generations; feed.version says which root the tensors are
+
+        Reads what differs from the tensors: nothing of equal blocks, and of a block that is stored as a difference (``delta=`` of the
+        saves) to one that the tensors hold, that difference. Versions in between are skipped.
+
+        Args:
+            ref: The branch; any other address of `checkout` works, too.
+            into: A module, or a dict of tensors, such as a state dict. Tensors alone are followed.
+            select: As in `checkout`.
+            rename: As in `checkout`. For a module the part that all selected names begin with, such as ``model.``, is removed by default.
+            dtype: As in `checkout`. Blocks of converted tensors are read whole when they change.
+            poll_seconds: How often `Feed.wait` looks.
+        """
+        from tensorstore_ck.feed import Feed  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.feed.match_tensors import Wanted  # noqa: PLC0415 - loads torch
+
+        return Feed(self.engine, ref, Wanted(into, select, rename, dtype), poll_seconds=poll_seconds)
+
+    def on_event(self, callback: Callback) -> Callable[[], None]:
+        """Calls ``callback(event)`` at each `Event` of this handle's saves and feeds; returns a function that unsubscribes.
+
+        An asynchronous save is ``captured`` on the caller's thread, and has its other events on threads of its own: if it is quick, these
+        may come first.
+        """
+        return self.engine.observers.subscribe(callback)
+
     # --- look ----------------------------------------------------------------------------------------------------------
 
     def resolve(self, address: str) -> Snapshot:
@@ -313,22 +358,23 @@ class ReadOnlyStore:
     def log(self, ref: str | None = None, *, limit: int | None = None) -> SnapshotLog:
         """The history of a branch (a tag: its one snapshot), newest first; of all branches together without `ref`.
 
-        The list has `to_pandas`, and notebooks show it as a table.
+        The list has `where` and `sorted_by` (``store.log("runs/gpt").where("lr < 1e-4").sorted_by("val_loss")``) and `to_pandas`, and
+        notebooks show it as a table.
         """
-        return refs.history(self.engine, ref, limit)
+        return list_refs.history(self.engine, ref, limit)
 
     def branches(self) -> SnapshotsByName:
         """Every branch, and where it is."""
-        return refs.branches(self.engine)
+        return list_refs.branches(self.engine)
 
     def tags(self) -> SnapshotsByName:
         """Every tag, and where it is."""
-        return refs.tags(self.engine)
+        return list_refs.tags(self.engine)
 
     def plot(self, metric: str, ref: str | None = None, *, axes: "Axes | None" = None) -> "Axes":
         """Draws a metric over the steps of a branch (of all branches without `ref`) with matplotlib, the extra ``plot``.
 
-        Where the metric is NaN or infinite, the line has a gap, and a red line from top to bottom.
+        At a NaN or infinite value, the line has a gap, and a red line goes from top to bottom.
 
         Args:
             metric: Its name, such as ``"loss"``.
@@ -464,7 +510,7 @@ class ReadOnlyStore:
             lag_seconds: From then until the snapshot is published; None: as `Checkpointer` noted, or 0.
             restart_seconds: From a failure until training continues; None: the restore time that `Checkpointer` noted, or five minutes.
             mtbf_seconds: Mean time between failures; None: by how often the run was resumed, or four hours.
-            bandwidth: Of the store, such as ``"1GB"`` a second, or bytes per second: the advice then says whether it is enough.
+            bandwidth: The store's bandwidth, such as ``"1GB"`` a second, or bytes per second: the advice then says whether it is enough.
             bytes_per_day: How much the store may grow.
         """
         from tensorstore_ck.maintenance.advise import advise  # noqa: PLC0415
@@ -498,7 +544,7 @@ class ReadOnlyStore:
 
     def pins(self) -> tuple[PinnedSnapshot, ...]:
         """Every pin."""
-        return refs.pins(self.engine)
+        return list_refs.pins(self.engine)
 
     def policies(self) -> "dict[str, Policy]":
         """Glob -> policy."""

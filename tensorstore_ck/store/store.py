@@ -6,18 +6,16 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tensorstore_ck.common.deprecation import renamed_argument, renamed_method
-from tensorstore_ck.common.printed_commands import methods_name_store
-from tensorstore_ck.common.user_frames import short_errors
+from tensorstore_ck.common.user_frames import short_store_errors
 from tensorstore_ck.engine.write.publish import AnyHead
 from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged
-from tensorstore_ck.events import Callback
 from tensorstore_ck.format.codec import CodecName, DeltaOption
 from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.maintenance import change_refs
 from tensorstore_ck.maintenance import forget as forgetting
-from tensorstore_ck.maintenance import refs
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
 from tensorstore_ck.session.save import DrainReport, OnFull, PendingSnapshot, Preemption
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
@@ -56,8 +54,7 @@ def _changes(method: Method) -> Method:
     return cast(Method, checked)
 
 
-@short_errors
-@methods_name_store
+@short_store_errors
 class Store(ReadOnlyStore):
     """An open store. Thread-safe; a context manager. Make one with `tensorstore_ck.open`.
 
@@ -77,6 +74,7 @@ class Store(ReadOnlyStore):
         metadata: Mapping[str, object] | None = None,
         triggers: Sequence[str] = (),
         epoch: float | None = None,
+        attributes: Mapping[str, float | str] | None = None,
         expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         group: "ProcessGroup | DeviceMesh | None" = None,
@@ -100,10 +98,12 @@ class Store(ReadOnlyStore):
             ref: The branch to move; made if it does not exist.
             step: The training step, for ``ref@step``.
             metrics: Numbers to rank by.
-            metadata: What the run knows: config, learning rate, git commit. At most 1 MiB; part of the root.
+            metadata: What the run knows: config, data set, author. At most 1 MiB; part of the root.
             triggers: Why it is saved, for retention (see `set_policy`): names of triggers. ``["at_steps"]`` makes it a milestone, which
                 policies keep by default. `Checkpointer` passes those that fired.
             epoch: The number of completed epochs, for the policy `keep_epochs`.
+            attributes: Numbers and short texts to search by (see `SnapshotLog.where`), at most 64 with those of `metadata`: its scalars can
+                be searched, too. Not part of the root; with `group`, those of the first rank count.
             expect: A root, `ANY`, or None for "the ref must not exist", instead of what this handle last saw.
             parent: The address of the snapshot that this one continues; None: none. By default what this handle last saved or restored on
                 the ref; for a ref that it has not seen, the head of its branch, if there is one. Part of the root.
@@ -146,6 +146,7 @@ class Store(ReadOnlyStore):
             metadata=metadata,
             triggers=triggers,
             epoch=epoch,
+            attributes=attributes,
             expect=expect,
             parent=parent,
             codec=codec,
@@ -165,6 +166,7 @@ class Store(ReadOnlyStore):
         metadata: Mapping[str, object] | None = None,
         triggers: Sequence[str] = (),
         epoch: float | None = None,
+        attributes: Mapping[str, float | str] | None = None,
         expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         group: "ProcessGroup | DeviceMesh | None" = None,
@@ -191,6 +193,7 @@ class Store(ReadOnlyStore):
             metadata: See `put_snapshot`.
             triggers: See `put_snapshot`.
             epoch: See `put_snapshot`.
+            attributes: See `put_snapshot`.
             expect: See `put_snapshot`.
             parent: See `put_snapshot`.
             group: See `put_snapshot`.
@@ -199,7 +202,7 @@ class Store(ReadOnlyStore):
             codec: See `put_snapshot`.
             delta: See `put_snapshot`.
             unchanged: See `put_snapshot`; checked on the thread that stores the state.
-            verify_capture: As in `put_snapshot`, but compares the copies, before this returns. Of larger tensors on CUDA devices the ids
+            verify_capture: As in `put_snapshot`, but compares the copies, before this returns. For larger tensors on CUDA devices, the ids
                 are computed at the call, and compared with those of all bytes that are written.
             on_full: What to do when the buffers of earlier saves leave no memory: ``block`` until there is; ``skip`` this save; or
                 ``replace`` the oldest save that waits in the queue. With `group`, rank 0 decides for all. The returned object, a
@@ -229,6 +232,7 @@ class Store(ReadOnlyStore):
             metadata=metadata,
             triggers=triggers,
             epoch=epoch,
+            attributes=attributes,
             expect=expect,
             parent=parent,
             codec=codec,
@@ -273,14 +277,6 @@ class Store(ReadOnlyStore):
         """Lets a signal such as ``signal.SIGTERM`` end the job in order: see `Preemption`. On the main thread only."""
         return Preemption(self.session.queue, signal_number, deadline_seconds=deadline_seconds)
 
-    def on_event(self, callback: Callback) -> Callable[[], None]:
-        """Calls ``callback(event)`` at each `Event` of this handle's saves; returns a function that unsubscribes.
-
-        An asynchronous save is ``captured`` on the caller's thread, and has its other events on threads of its own: if it is quick, these
-        may come first.
-        """
-        return self.engine.observers.subscribe(callback)
-
     @_changes
     def check(
         self,
@@ -306,32 +302,32 @@ class Store(ReadOnlyStore):
     @_changes
     def branch(self, name: str, at: str) -> Snapshot:
         """Makes branch `name` at a snapshot."""
-        return self.session.fence.note_moved(name, refs.branch(self.engine, name, at))
+        return self.session.fence.note_moved(name, change_refs.branch(self.engine, name, at))
 
     @_changes
     def reset(self, name: str, to: str) -> Snapshot:
         """Moves an existing branch to any snapshot; its history keeps where it was."""
-        return self.session.fence.note_moved(name, refs.reset(self.engine, name, to))
+        return self.session.fence.note_moved(name, change_refs.reset(self.engine, name, to))
 
     @_changes
     def tag(self, name: str, at: str) -> Snapshot:
         """Names a snapshot permanently: a tag never moves."""
-        return refs.tag(self.engine, name, at)
+        return change_refs.tag(self.engine, name, at)
 
     @_changes
     def untag(self, name: str) -> None:
         """Removes a tag; a snapshot that nothing else holds is treated as forgotten."""
-        refs.untag(self.engine, name)
+        change_refs.untag(self.engine, name)
 
     @_changes
     def annotate(self, address: str, metrics: Mapping[str, float]) -> Snapshot:
         """Adds metrics after the save; an existing name gets the new number."""
-        return refs.annotate(self.engine, address, metrics)
+        return change_refs.annotate(self.engine, address, metrics)
 
     @_changes
     def mark(self, address: str, mark: str = "bad", *, reason: str = "") -> Snapshot:
         """Marks a snapshot ``bad``, so that `checkout` refuses it; the empty mark removes the mark."""
-        return refs.mark(self.engine, address, mark, reason)
+        return change_refs.mark(self.engine, address, mark, reason)
 
     # --- what stays, and what goes -------------------------------------------------------------------------------------
 
@@ -344,7 +340,7 @@ class Store(ReadOnlyStore):
         Raises:
             NotFoundError: nothing was saved to `ref`.
         """
-        return refs.finish(self.engine, ref)
+        return change_refs.finish(self.engine, ref)
 
     @_changes
     def pin(self, address: str, *, reason: str = "", owner: str | None = None, expires: "str | float | None" = None) -> Snapshot:
@@ -356,12 +352,12 @@ class Store(ReadOnlyStore):
             owner: Who holds it; by default this user.
             expires: How long the pin lasts: ``"30d"``, or seconds.
         """
-        return refs.pin(self.engine, address, reason=reason, owner=owner, expires=expires)
+        return change_refs.pin(self.engine, address, reason=reason, owner=owner, expires=expires)
 
     @_changes
     def unpin(self, address: str, *, owner: str | None = None) -> None:
         """Removes this user's pin, or `owner`'s, from a snapshot, and from any other one that has the same root."""
-        refs.unpin(self.engine, address, owner)
+        change_refs.unpin(self.engine, address, owner)
 
     def watch(
         self,
@@ -447,7 +443,7 @@ class Store(ReadOnlyStore):
             rules: ``keep_last=5``; ``keep_best=(3, "val_loss", "min")``, or several of these; ``keep_every=1000`` steps: the first at or
                 after each multiple; ``keep_every_seconds="6h"``; ``keep_steps=[1000, 5000]``; ``keep_first=True``; ``keep_younger="7d"``;
                 ``keep_epochs=5``, as `keep_every`; ``keep_triggers=["every_epochs"]``: what these triggers saved.
-                What `at_steps` and `at_fraction` saved is kept, too, without ``keep_milestones=False``.
+                Snapshots that `at_steps` and `at_fraction` saved are kept, too, without ``keep_milestones=False``.
                 Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, oldest first (by `apply_policies` only).
                 Age, by `tier`: ``recode_after="7d"``; ``move_after=("30d", "s3://cold/ckpt")``, or several of these.
 

@@ -9,9 +9,10 @@ model_state.py         parameters and buffers by these names
 gradients.py           gradients in the middle of a step
 buffers.py             buffers that ranks may hold differently
 extras.py              objects and plain values that the user adds
-rng.py                 random number generators
+random_generators.py   states and seeds of random number generators
+noted_attributes.py    what each save notes to be searched by: learning rates, positions, the commit of the code
 shared_state.py        what the ranks share: models, optimizers, schedules, what the user adds
-rank_own_state.py      what each rank has for itself: generators, loader positions, its own buffers and values
+per_rank_state.py      what each rank has for itself: generators (seeded again for another number of ranks), positions, buffers, values
 rank_agreement.py      what ranks must know of each other before the first save
 rank_group.py          this process's rank and group, and what the first rank answers
 stored_training.py     reads a snapshot of a TrainingState as plain dicts

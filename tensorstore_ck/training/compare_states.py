@@ -31,7 +31,7 @@ class Difference:
     """Elements of a tensor."""
     elements: int = 0
     max_difference: float | None = None
-    """Of the elements that are not NaN either time."""
+    """Over the elements that are not NaN either time."""
 
 
 def leaves_of(state: object, path: str = "") -> Leaves:

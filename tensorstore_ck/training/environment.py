@@ -1,4 +1,4 @@
-"""What else decides whether a job resumes bit for bit: versions, devices, switches, and the job's layout.
+"""The environment that decides whether a job resumes bit for bit: versions, devices, switches, and the job's layout.
 
 Plain values, by name; a name that only one side has is ignored. Reads the few environment variables that libraries obey, but no host name,
 path or user.
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tensorstore_ck.training.rng import has_cuda
+from tensorstore_ck.training.random_generators import has_cuda
 
 _KERNELS: Final = "kernels, and the order in which they add, differ between versions"
 _DEVICES: Final = "devices differ in their kernels, and in how they split a sum"

@@ -1,6 +1,6 @@
-"""What a user adds to the state: stateful objects, and plain values, which are restored into the user's dict.
+"""Objects and values that a user adds to the state: stateful objects, and plain values, which are restored into the user's dict.
 
-Knows no store. Generators among them are a rank's own; see `rng`.
+Knows no store. Generators among them are a rank's own; see `random_generators`.
 """
 
 from collections.abc import Mapping

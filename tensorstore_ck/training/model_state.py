@@ -17,7 +17,7 @@ def get_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
 
 
 def state_dict_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What `get_state` returned, of this model or of the same one in other wrappers, by the names of ``model.state_dict()``."""
+    """The result of `get_state` by the names of ``model.state_dict()``; the state may come from the same model in other wrappers."""
     keys = {_own_name(model, key): key for key in model.state_dict()}
     return {keys.get(name, name): value for name, value in state.items()}
 

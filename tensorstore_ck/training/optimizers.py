@@ -99,7 +99,7 @@ def get_full_state(path: str, optimizer: torch.optim.Optimizer, names: Parameter
 
 
 def get_target(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, stored: Iterable[str]) -> State:
-    """What a snapshot with `stored` paths is restored into: existing tensors, and None for the others.
+    """The target of a restore from a snapshot with `stored` paths: existing tensors, and None for the others.
 
     Sharded states need existing tensors; unsharded ones are created from the snapshot.
     """

@@ -15,6 +15,7 @@ from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.save_progress import Progress
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.events import Event, Observed, event_text
 from tensorstore_ck.redaction import one_line
 
@@ -45,6 +46,7 @@ class ObservedStore(Observed, Protocol):
         """The saves in flight, oldest first."""
 
 
+@short_errors
 class ProgressLine:
     """Shows the saves of `store` on a terminal. A context manager around the training; use it on one rank.
 

@@ -1,4 +1,4 @@
-"""What the ranks of a group learn about each other before their first common save. Knows no models and no tensors.
+"""The facts that the ranks of a group exchange before their first common save. Knows no models and no tensors.
 
 Later saves reuse the result. All ranks still meet before each save to confirm that they have it: a rank that lost the connection may lack
 it, and if it alone asked, the ranks would stay out of step.

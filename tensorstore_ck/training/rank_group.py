@@ -22,7 +22,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def position_among_ranks() -> float:
-    """Where this rank is among all ranks, from 0 to 1: `position` of a `SnapshotReader`, which otherwise begins with the part of rank 0."""
+    """The position of this rank among all ranks, from 0 to 1, for a `SnapshotReader`, which otherwise begins with the part of rank 0."""
     rank, ranks = rank_and_world_size()
     return (rank + 0.5) / ranks
 
@@ -46,7 +46,7 @@ def ask_first_rank(
     *,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> bytes:
-    """What the first rank answers, on all ranks; its error, if it has one.
+    """The first rank's answer, on all ranks; its error, if it has one.
 
     Args:
         store: The store.

@@ -64,7 +64,7 @@ class ResumeSearch:
             store: The store.
             address: A branch or any other address.
             group: The ranks.
-            advice: What the user does to accept a snapshot whose replicas had drifted apart, with ``{}`` for its address in quotes.
+            advice: The advice how to accept a snapshot whose replicas had drifted apart, with ``{}`` for its address in quotes.
             missing: The error's text if there is nothing at the address; empty: a branch or tag may not exist yet.
             drift: See `Checkpointer.resume`.
             allow_marked: See `Store.checkout`.
@@ -84,7 +84,7 @@ class ResumeSearch:
         store.finish_staged(address, group, timeout_seconds=timeout_seconds)
 
     def restore(self, restore: Callable[[str], T]) -> T | None:
-        """What `restore` returns for the first snapshot that it can restore; None if there is no such branch or tag yet.
+        """The result of `restore` for the first snapshot that it can restore; None if there is no such branch or tag yet.
 
         Args:
             restore: Restores the snapshot at an address, on all ranks or on none.

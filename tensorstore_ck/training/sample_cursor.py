@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.training.seeded_loader import seeded_loader
 from tensorstore_ck.training.stateful_parts import StatefulPart
@@ -33,6 +34,7 @@ _Numbers = npt.NDArray[np.uint64]
 _MIX: Final = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
 
 
+@short_errors
 class SampleCursor:
     """A job's position in its dataset. All ranks create the same one, advance it at each batch, and save it in the shared state.
 
@@ -84,6 +86,11 @@ class SampleCursor:
     def position(self) -> int:
         """The number of samples of this epoch that all ranks together have consumed."""
         return self._position
+
+    @property
+    def samples_seen(self) -> int:
+        """The number of samples that all ranks together have consumed in all epochs, if `batch_size` was always the present one."""
+        return self._epoch * (self._size - self._size % self._batch_size * self._drop_last) + self._position
 
     def advance(self) -> None:
         """Call it when all ranks have consumed a batch. After the last batch of an epoch the next epoch begins."""

@@ -13,7 +13,7 @@ from blake3 import blake3
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.training import rng
+from tensorstore_ck.training import random_generators
 
 if TYPE_CHECKING:
     from tensorstore_ck.training.sample_cursor import RankBatches
@@ -56,7 +56,7 @@ class _SeededSamples(Dataset[Any]):
         """The samples of a batch. In a worker, what `collate_fn` draws continues from the last sample's seed."""
         if get_worker_info() is not None:
             return self._read(keys)
-        with rng.preserved_on_host():
+        with random_generators.preserved_on_host():
             return self._read(keys)
 
     def _read(self, keys: list[_Key]) -> Any:
@@ -72,4 +72,4 @@ class _SeededSamples(Dataset[Any]):
 
     def _seed_generators(self, key: _Key) -> None:
         drawn = blake3(struct.pack("<QQQ", self._seed, *key), derive_key_context=_CONTEXT).digest(length=8)
-        rng.seed_host(int.from_bytes(drawn, "little"))
+        random_generators.seed_host(int.from_bytes(drawn, "little"))

@@ -1,4 +1,4 @@
-"""What the ranks of a job share: models, optimizers, schedules, scalers, sample cursors, and what the user adds.
+"""The state that the ranks of a job share: models, optimizers, schedules, scalers, sample cursors, and what the user adds.
 
 It fits any number of ranks. Knows no ranks and no store.
 """
@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tensorstore_ck.training import extras, gradients, model_state, optimizers, rng
+from tensorstore_ck.training import extras, gradients, model_state, optimizers, random_generators
+from tensorstore_ck.training.noted_attributes import noted_attributes
 from tensorstore_ck.training.parameter_names import MODEL, ParameterNames, without_wrappers
 from tensorstore_ck.training.stateful_parts import StatefulPart, load
 
@@ -62,6 +63,11 @@ class SharedState:
         """The optimizers that call hooks when they begin a step."""
         given = self._optimizers.objects.values()
         return [one for one in given if isinstance(one, torch.optim.Optimizer) and hasattr(one, "_optimizer_step_pre_hooks")]
+
+    def attributes(self) -> dict[str, float | str]:
+        """What each save notes: see `noted_attributes`."""
+        parts = {"optimizers": "optimizer", "schedulers": "scheduler", "loaders": "dataloader", "extra": "extra"}
+        return noted_attributes(**{argument: self.objects(part) for argument, part in parts.items()})
 
     def names(self) -> ParameterNames:
         """The names of the models' parameters."""
@@ -140,4 +146,4 @@ class SharedState:
 
     def _plain_extra(self) -> StatefulPart:
         """The user's additions without generators, which are a rank's own."""
-        return StatefulPart.of("extra", self._extra).matching(lambda value: not rng.is_generator(value))
+        return StatefulPart.of("extra", self._extra).matching(lambda value: not random_generators.is_generator(value))

@@ -14,8 +14,8 @@ from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.session.save.ranks import UnpreparedState
 from tensorstore_ck.training import environment, optimizers
+from tensorstore_ck.training.per_rank_state import GENERATORS, LOADER_GENERATORS, VALUES, PerRankState, own_states
 from tensorstore_ck.training.rank_agreement import SINGLE, Agreement, Agreements, RankReport
-from tensorstore_ck.training.rank_own_state import GENERATORS, LOADER_GENERATORS, VALUES, RankOwnState, own_states
 from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
 from tensorstore_ck.training.stateful_parts import StatefulPart
 
@@ -33,9 +33,9 @@ State = dict[str, Any]
 
 
 class StateSides:
-    """What all ranks share, and what is this rank's own."""
+    """The shared state, and this rank's own."""
 
-    def __init__(self, shared: SharedState, own: RankOwnState, loaders: StatefulPart) -> None:
+    def __init__(self, shared: SharedState, own: PerRankState, loaders: StatefulPart) -> None:
         """`loaders`: data loaders that have a position for each rank."""
         self.shared, self.own = shared, own
         self.parts: Collection[str] = PARTS

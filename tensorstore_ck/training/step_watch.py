@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from tensorstore_ck.training import rng
-from tensorstore_ck.training.rank_own_state import VALUES, RankOwnState
+from tensorstore_ck.training import random_generators
+from tensorstore_ck.training.per_rank_state import VALUES, PerRankState
 from tensorstore_ck.training.sample_cursor import SampleCursor
 from tensorstore_ck.training.shared_state import SharedState
 from tensorstore_ck.training.stateful_parts import is_stateful
@@ -42,7 +42,7 @@ class _Noted(NamedTuple):
 class StepWatch:
     """Watches one `TrainingState` in one process: call `note` after each step, and `state` when the job ends unexpectedly."""
 
-    def __init__(self, shared: SharedState, own: RankOwnState, captured: Callable[[], State], own_key: str) -> None:
+    def __init__(self, shared: SharedState, own: PerRankState, captured: Callable[[], State], own_key: str) -> None:
         """`captured`: see `TrainingState.captured`; `own_key`: where it has the rank's own state."""
         self._shared, self._own, self._captured, self._own_key = shared, own, captured, own_key
         self._noted: _Noted | None = None
@@ -104,7 +104,7 @@ class StepWatch:
         parts = {name: self._shared.objects(name) for name in ("scheduler", "extra")}
         for name, objects in {**parts, "dataloader": self._own.loaders, VALUES: self._own.values}.items():
             for key, value in objects.items():
-                known = isinstance(value, _SMALL) or rng.is_generator(value) or (name == "extra" and _is_module(value))
+                known = isinstance(value, _SMALL) or random_generators.is_generator(value) or (name == "extra" and _is_module(value))
                 if is_stateful(value) and not known:
                     kind = type(value).__qualname__
                     raise UnknownStateError(f"{name}{key and '.'}{key} is a {kind}, whose state at the end of a step is not known later")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.restoring import Restoring
-from tensorstore_ck.training.rank_own_state import VALUES, own_states
+from tensorstore_ck.training.per_rank_state import VALUES, own_states
 from tensorstore_ck.training.state_sides import OWN
 
 if TYPE_CHECKING:

@@ -24,10 +24,11 @@ from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save import OnFull, PendingSnapshot
 from tensorstore_ck.store import LAST_SEEN, Store
+from tensorstore_ck.store.internals import require_opened
 from tensorstore_ck.training import opaque_state, optimizers
 from tensorstore_ck.training.parameter_names import require_supported
+from tensorstore_ck.training.per_rank_state import GENERATORS, Merge, PerRankState
 from tensorstore_ck.training.rank_group import rank_and_world_size, require_group
-from tensorstore_ck.training.rank_own_state import GENERATORS, Merge, RankOwnState
 from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.sample_cursor import SampleCursor, require_one_position
 from tensorstore_ck.training.shared_state import SharedState
@@ -112,14 +113,14 @@ class TrainingState:
         own_loaders = loaders.matching(lambda part: not isinstance(part, SampleCursor))
         require_one_position(own_loaders)
         extra, rank_values = {} if extra is None else extra, {} if rank_values is None else rank_values
-        own = RankOwnState(model=models, loaders=own_loaders, extra=extra, values=rank_values, merge=rank_merge)
+        own = PerRankState(model=models, loaders=own_loaders, extra=extra, values=rank_values, merge=rank_merge)
         self._sides = StateSides(SharedState(models, trained_by, others, extra), own, own_loaders)
         self._frozen = frozen
         require_supported(models.objects)
         self._sides.shared.capture()  # raises now what a save would raise
 
     @classmethod
-    def over(cls, shared: SharedState, own: RankOwnState) -> Self:
+    def over(cls, shared: SharedState, own: PerRankState) -> Self:
         """For an adapter whose trainer keeps its state in another way than modules and torch optimizers."""
         state = cls.__new__(cls)
         state._sides, state._frozen = StateSides(shared, own, StatefulPart.of("dataloader", None)), ()
@@ -145,6 +146,7 @@ class TrainingState:
         metadata: Mapping[str, object] | None = None,
         triggers: Sequence[str] = (),
         epoch: float | None = None,
+        attributes: Mapping[str, float | str] | None = None,
         expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         unchanged: Unchanged = "warn",
@@ -164,12 +166,16 @@ class TrainingState:
             metadata: Anything to note about the run.
             triggers: See `Store.put_snapshot`.
             epoch: See `Store.put_snapshot`.
+            attributes: See `Store.put_snapshot`. Without being asked, a save notes learning rates (``lr``), the scheduler's position
+                (``scheduler_step``), ``epoch`` and ``samples_seen`` of a `SampleCursor`, plain values of `extra` (as
+                ``extra.tokens_seen``) and the commit that git has checked out (``code_version``).
             expect: See `Store.put_snapshot`.
             parent: See `Store.put_snapshot`.
             unchanged: See `Store.put_snapshot`.
             verify_capture: See `Store.put_snapshot`.
             timeout_seconds: With `group`: how long to wait for the other ranks.
         """
+        require_opened(store)
         group = require_group(group)
         state, rank_state = self._sides.for_save(store, group, timeout_seconds, with_gradients=gradients)
         return store.put_snapshot(
@@ -180,6 +186,7 @@ class TrainingState:
             metadata=metadata,
             triggers=triggers,
             epoch=epoch,
+            attributes={**self._sides.shared.attributes(), **(attributes or {})},
             expect=expect,
             parent=parent,
             unchanged=unchanged,
@@ -202,6 +209,7 @@ class TrainingState:
         metadata: Mapping[str, object] | None = None,
         triggers: Sequence[str] = (),
         epoch: float | None = None,
+        attributes: Mapping[str, float | str] | None = None,
         expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         frozen: Sequence[str] | None = None,
@@ -218,6 +226,7 @@ class TrainingState:
         `frozen`: instead of what this object was made with. `changed_by`: by default the optimizers, so that what they update on CUDA
         devices is copied while the next forward and backward passes run.
         """
+        require_opened(store)
         group = require_group(group)
         state, rank_state = self._sides.for_save(store, group, timeout_seconds, with_gradients=gradients)
         return store.put_snapshot_async(
@@ -228,6 +237,7 @@ class TrainingState:
             metadata=metadata,
             triggers=triggers,
             epoch=epoch,
+            attributes={**self._sides.shared.attributes(), **(attributes or {})},
             expect=expect,
             parent=parent,
             group=group,
@@ -290,6 +300,7 @@ class TrainingState:
             RetryableError: it cannot be read now.
             InvalidOptionError: there is no such part.
         """
+        require_opened(store)
         group = require_group(group)
         sides = self._sides if parts is None else self._sides.only(parts)
         ranks = 1 if group is None else group.size()

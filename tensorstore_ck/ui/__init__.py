@@ -9,7 +9,7 @@ security.py           who may ask: host, token, cookie, methods; headers of ever
 sources.py            the stores and their catalog; threads that read new entries of their logs
 background.py         reads that take long, each in a thread of its own
 overview.py           the page of all stores and branches
-runs.py               metrics of several branches over each other
+compare_runs.py       the page of several branches: their metrics over each other
 find.py               snapshots of all stores for which a condition holds
 activity.py           the operations in the logs
 ref.py                the page of a branch: charts, graph, saves
@@ -22,13 +22,13 @@ health.py             last runs, a check on request, marks, and where packs lie
 what_if.py            what a policy would keep and free
 snapshot.py           the page of one snapshot
 catalog_snapshots.py  a snapshot by its address, and what the catalog knows of it
-contents.py           the content of a snapshot: its tables, read once
+snapshot_content.py   the content of a snapshot: its tables, read once
 tensor_tree.py        tensors as a tree of groups
 snapshot_kept.py      why a snapshot is kept
 snapshot_tensors.py   groups, tensors and values of a snapshot, piece by piece
 tensor_statistics.py  statistics and histograms of tensors
 snapshot_code.py      code that opens a snapshot, to copy
-compare.py            the page of two snapshots
+compare_snapshots.py  the page of two snapshots
 differences.py        what differs between two, and by how much tensors changed
 addresses.py          addresses that complete what was typed
 text.py               bytes, ages, times and numbers as people read them

@@ -1,8 +1,8 @@
 """The application: all pages, and what an error looks like."""
 
 import socket
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
 from starlette.applications import Starlette
@@ -13,18 +13,19 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
+from tensorstore_ck.common.prices import NO_PRICES, Prices
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.ui import (
     actions,
     activity,
     addresses,
-    compare,
+    compare_runs,
+    compare_snapshots,
     find,
     forgotten,
     health,
     overview,
     ref,
-    runs,
     series,
     snapshot,
     snapshot_kept,
@@ -36,11 +37,14 @@ from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.security import Access, Guard
 from tensorstore_ck.ui.sources import Sources
 
+if TYPE_CHECKING:
+    from tensorstore_ck.store import OpenOptions
+
 Page = Callable[[Pages, Request], Response]
 
 OF_ALL: Final[dict[str, Page]] = {
     "": overview.page,
-    "runs": runs.page,
+    "runs": compare_runs.page,
     "find": find.page,
     "activity": activity.page,
 }
@@ -49,9 +53,9 @@ OF_A_STORE: Final[dict[str, Page]] = {
     "ref": ref.page,
     "ref/series": series.answer,
     "addresses": addresses.page,
-    "compare": compare.page,
-    "compare/changes": compare.changes_page,
-    "compare/tensors": compare.tensors_page,
+    "compare": compare_snapshots.page,
+    "compare/changes": compare_snapshots.changes_page,
+    "compare/tensors": compare_snapshots.tensors_page,
     "snapshot": snapshot.page,
     "snapshot/kept": snapshot_kept.page,
     "snapshot/statistics": tensor_statistics.page,
@@ -66,10 +70,14 @@ OF_A_STORE: Final[dict[str, Page]] = {
 
 
 def make_app(
-    sources: Sources, access: Access, complete: Callable[[str], str] = str, open_options: Mapping[str, Any] | None = None
+    sources: Sources,
+    access: Access,
+    complete: Callable[[str], str] = str,
+    open_options: "OpenOptions | None" = None,
+    prices: Prices = NO_PRICES,
 ) -> ASGIApp:
-    """The pages of `sources`, for users with the token of `access`. `complete`, `open_options`: see `Pages`."""
-    pages = Pages(sources, access, complete, open_options)
+    """The pages of `sources`, for users with the token of `access`. `complete`, `open_options`, `prices`: see `Pages`."""
+    pages = Pages(sources, access, complete, open_options, prices)
 
     def route(path: str, page: Page) -> BaseRoute:
         def answer(request: Request) -> Response:  # not a coroutine: Starlette runs it in a thread

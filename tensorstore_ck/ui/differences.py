@@ -12,8 +12,8 @@ from tensorstore_ck.maintenance.describe import SnapshotDiff, TensorChange
 from tensorstore_ck.store.internals import diff_snapshots, open_content
 from tensorstore_ck.ui.background import Progress, Read
 from tensorstore_ck.ui.catalog_snapshots import CatalogSnapshot
-from tensorstore_ck.ui.contents import info_of
 from tensorstore_ck.ui.pages import Pages
+from tensorstore_ck.ui.snapshot_content import info_of
 from tensorstore_ck.ui.sources import StoreKey
 from tensorstore_ck.ui.tensor_statistics import STEP_BYTES, size_of
 

@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -12,12 +12,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from tensorstore_ck.common.prices import NO_PRICES, Prices, usd_text
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.ui.notices import Notices
 from tensorstore_ck.ui.security import Access
 from tensorstore_ck.ui.sources import Sources, StoreKey
 from tensorstore_ck.ui.text import commands_html, count_text, duration_text, number_text, root_text, time_text
+
+if TYPE_CHECKING:
+    from tensorstore_ck.store import OpenOptions
 
 MAX_PAGE_DIGITS: Final = 9
 _COMMAND: Final = re.compile(r"`(tsck (?:(?! -s )[^`])*)`")
@@ -28,16 +32,23 @@ class Pages:
     """Renders pages of `sources`. A page of one store has its uuid in the path parameter ``store``."""
 
     def __init__(
-        self, sources: Sources, access: Access, complete: Callable[[str], str] = str, open_options: Mapping[str, Any] | None = None
+        self,
+        sources: Sources,
+        access: Access,
+        complete: Callable[[str], str] = str,
+        open_options: "OpenOptions | None" = None,
+        prices: Prices = NO_PRICES,
     ) -> None:
         """Args:
         sources: The stores.
         access: Who may see them.
         complete: Adds the options that a command in a text needs to reach its store.
         open_options: What `tensorstore_ck.open` needs to reach the stores, without secrets.
+        prices: What the locations of stores cost.
         """
+        self.prices = prices
         self.sources = sources
-        self.open_options = dict(open_options or {})
+        self.open_options: OpenOptions = open_options or {}
         self.access = access
         self.notices = Notices()
         self._complete = complete
@@ -48,6 +59,7 @@ class Pages:
             "bytes": human_bytes,
             "commands": commands_html,
             "count": count_text,
+            "usd": usd_text,
             "duration": duration_text,
             "number": number_text,
             "root": root_text,

@@ -8,6 +8,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, func, select
 
 from tensorstore_ck.catalog.schema import metrics, snapshots
+from tensorstore_ck.ui.catalog_snapshots import CatalogSnapshot
 from tensorstore_ck.ui.graph import Label
 from tensorstore_ck.ui.lineage import Lineage
 
@@ -29,16 +30,7 @@ class Wanted:
 class SaveRow:
     """A snapshot that was saved to the branch."""
 
-    ulid: str
-    root: str
-    step: int | None
-    time_ns: int
-    actor: str
-    logical_bytes: int
-    new_bytes: int
-    mark: str
-    reason: str
-    state: str
+    snapshot: CatalogSnapshot
     is_abandoned: bool
     metrics: Mapping[str, float]
     labels: tuple[Label, ...]
@@ -78,16 +70,7 @@ def read_saves(
     rows = connection.execute(select(snapshots).where(snapshots.c.id.in_(ids)).order_by(snapshots.c.id.desc()))
     save_rows = tuple(
         SaveRow(
-            ulid=row.ulid,
-            root=row.root,
-            step=row.step,
-            time_ns=row.time_ns,
-            actor=row.actor,
-            logical_bytes=row.logical_bytes,
-            new_bytes=row.new_bytes,
-            mark=row.mark,
-            reason=row.reason,
-            state=row.state,
+            snapshot=CatalogSnapshot.of(row),
             is_abandoned=row.id in abandoned,
             metrics=values.get(row.id, {}),
             labels=tuple(label for label in labels.get(row.ulid, ()) if label.kind != "mark"),

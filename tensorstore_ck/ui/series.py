@@ -132,7 +132,7 @@ def _restarts(lineage: Lineage) -> list[Json]:
 
 
 def _went_back(lineage: Lineage) -> list[Json]:
-    """Where the branch was reset, and where a save has no higher step than the branch had reached."""
+    """Notes at resets of the branch, and at saves whose step is not higher than the branch had reached."""
     by_root = {save.root: save for save in _in_order(lineage)}
     notes: list[Json] = []
     at: Save | None = None

@@ -8,9 +8,9 @@ from starlette.responses import Response
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.ui.background import Read
 from tensorstore_ck.ui.catalog_snapshots import find_snapshot, read_facts
-from tensorstore_ck.ui.contents import Contents, patience_of, read_contents
 from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.snapshot_code import code_of
+from tensorstore_ck.ui.snapshot_content import Contents, patience_of, read_contents
 from tensorstore_ck.ui.snapshot_tensors import MAX_SHOWN, entries_of, key_of, values_of
 from tensorstore_ck.ui.tensor_tree import codecs_text
 

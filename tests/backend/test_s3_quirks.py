@@ -6,6 +6,7 @@ import pytest
 
 from tensorstore_ck.backend import Created
 from tensorstore_ck.backend.s3 import S3Backend
+from tensorstore_ck.engine.opening import init_store
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, PermissionDeniedError, StoreError, UnsafeBackendError
 from tests.backend.chaos import ChaosProxy, Fault, Request
 from tests.backend.conftest import connect
@@ -46,6 +47,7 @@ def test_without_batches_objects_are_deleted_one_by_one(backend: S3Backend, prox
 CHECKSUM_REFUSALS = [
     (501, "NotImplemented", "Header 'x-amz-checksum-crc32' with value '***' not implemented"),
     (400, "InvalidArgument", "Unsupported header 'x-amz-sdk-checksum-algorithm' received for this API call."),
+    (501, "NotImplemented", "A header you provided implies functionality that is not implemented"),
 ]
 
 
@@ -78,6 +80,8 @@ def test_without_the_condition_no_commit_is_made_but_packs_are(
     answer(proxy, status, code, message, has_header("if-none-match"))
     with pytest.raises(UnsafeBackendError, match="does not support conditional writes"):
         backend.create("log/one", b"mine")
+    with pytest.raises(UnsafeBackendError, match=r"could be lost: .* does not support conditional writes"):
+        init_store(backend)
     backend.put("packs/a", b"data")
     assert [info.name for info in backend.list("")] == ["packs/a"]
 

@@ -49,7 +49,9 @@ def dump(catalog: Catalog, store: Store) -> Dump:
             if name == "catalog_version":
                 continue
             its = (
-                table.c.snapshot.between(snapshot_id(at, 0, 0), snapshot_id(at + 1, 0, 0)) if name == "metrics" else table.c.store_id == at
+                table.c.snapshot.between(snapshot_id(at, 0, 0), snapshot_id(at + 1, 0, 0))
+                if name in ("metrics", "attributes")
+                else table.c.store_id == at
             )
             rows = [row._asdict() for row in connection.execute(select(table).where(its))]
             found[name] = sorted((tuple(_value(*item) for item in row.items() if item[0] not in NOT_OF_THE_LOG) for row in rows), key=repr)

@@ -214,7 +214,7 @@ def test_another_version(url: str) -> None:
         with catalog._database.writing() as connection:
             connection.exec_driver_sql("UPDATE catalog_version SET version = 7")
         for ask in (catalog.find, catalog.stores, lambda: catalog.sync(stores[0])):
-            with pytest.raises(FormatVersionError, match=r"version 7.*`tsck catalog rebuild --db .*`"):
+            with pytest.raises(FormatVersionError, match=r"version 7.*`tsck catalog rebuild STORE --db .*`"):
                 ask()
         catalog.rebuild(stores[0])
         assert len(catalog.stores()) == 1

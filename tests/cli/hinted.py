@@ -1,16 +1,23 @@
 """The states in which commands are printed, and what each printed command does there, for `test_hints`."""
 
+import contextlib
 import os
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
+from click.testing import CliRunner
 
 import tensorstore_ck as tsck
+from tensorstore_ck.backend.cold.owner_marker import MARKER_NAME
 from tensorstore_ck.backend.local import TEMPORARY_PREFIX
+from tensorstore_ck.cli import main
+from tensorstore_ck.format.sealed import seal
 from tensorstore_ck.integrations.trainer.saves import require_own_ref
+from tensorstore_ck.log.entry import entry_name
 
 
 class Home(Protocol):
@@ -197,6 +204,59 @@ def stale_upload(home: Home) -> None:
     os.utime(path, (time.time() - 200_000,) * 2)
 
 
+def type_there(home: Home, *words: str) -> None:
+    """Runs a command on the store, which must succeed."""
+    result = CliRunner().invoke(main, [*words, "-s", home.url], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+def on_another_disk(home: Home) -> None:
+    """All packs were moved to a location, which has lost its marker."""
+    history(home)
+    cold = home.folder / "a cold disk"
+    type_there(home, "policy", "set", "runs/*", f"move_after=0.001s:{cold}")
+    type_there(home, "tier")
+    type_there(home, "gc", "--min-age", "0s", "--undo-window", "0s", "--max-delete", "100%")
+    next(path for path in cold.rglob(MARKER_NAME)).unlink()
+
+
+def entry_of_a_newer_build(home: Home) -> None:
+    """The log ends with an operation that this build does not know."""
+    history(home)
+    with open_store(home) as store:
+        head = store.engine.log.view().head()
+    assert head is not None
+    body = {
+        "n": head.n + 1,
+        "prev": head.hash,
+        "write_id": bytes(16),
+        "time_ns": 1,
+        "actor": "newer",
+        "ops": [{"op": "x", "critical": True}],
+    }
+    home.write(entry_name("log", head.n + 1), seal("log", {**body, "signatures": []}))
+
+
+def lost_end_of_a_branch(home: Home) -> None:
+    """Of a branch that was forgotten then."""
+    history(home)
+    save(home, "runs/other", range(1, 3))
+    with open_store(home) as store:
+        store.forget("runs/other")
+        store.gc(tsck.GcOptions(undo_window_seconds=0, min_age_seconds=0, max_delete=1.0, grace_seconds=3600))
+        store.put_snapshot({"w": 1}, ref="runs/new", step=1)
+    mirror(home)
+    home.delete(ordered(home, "log/")[-3])
+
+
+def old_catalog(home: Home) -> None:
+    """A catalog that another build has made."""
+    history(home)
+    type_there(home, "catalog", "sync", "--db", "a catalog")
+    with contextlib.closing(sqlite3.connect(home.folder / "a catalog")) as connection, connection:
+        connection.execute("UPDATE catalog_version SET version = 0")
+
+
 def save_as_another_job(store: tsck.Store) -> object:
     return store.put_snapshot({"w": torch.ones(3)}, ref="runs/gpt", step=9)
 
@@ -206,6 +266,8 @@ def save_staged_apart(store: tsck.Store) -> object:
     return None
 
 
+STORE: Final = {"STORE": "the store"}
+"""It is replaced by the store's URL."""
 MIRROR: Final = {"OTHER_STORE": "a mirror"}
 FROM_MIRROR: Final = Hint(cures=True, filled=MIRROR)
 FINDS: Final = Hint(40)
@@ -248,13 +310,14 @@ CASES: Final[dict[str, Case]] = {
     "a damaged pack, in Python": Case(damaged("packs/"), lambda store: store.checkout("runs/gpt"), 41, {"fsck --read-data": FINDS}),
     "a lost pack, says fsck": Case(without("packs/"), "fsck", 40, {"fsck --repair": FROM_MIRROR}),
     "a damaged pack, says fsck": Case(damaged("packs/"), "fsck --read-data", 40, {"fsck --read-data --repair": FROM_MIRROR}),
+    "a lost pack": Case(without("packs/"), "get runs/gpt out.pt", 42, {"fsck": FINDS}),
+    "a lost pack, in Python": Case(without("packs/"), lambda store: store.checkout("runs/gpt"), 42, {"fsck": FINDS}),
+    "a lost part": Case(without("parts/"), "show runs/gpt", 42, {"fsck": FINDS}),
     "a damaged part": Case(damaged("parts/"), "show runs/gpt", 41, {"fsck": FINDS}),
     "a damaged part, in Python": Case(damaged("parts/"), lambda store: store.checkout("runs/gpt"), 41, {"fsck": FINDS}),
     "a damaged part, says fsck": Case(damaged("parts/"), "fsck", 40, {"fsck --repair": FROM_MIRROR}),
     "a damaged record, says fsck": Case(damaged("snapshots/"), "fsck", 40, {"fsck --repair": FROM_MIRROR}),
-    "gc with a damaged part": Case(
-        damaged("parts/", 0), "gc", 45, {"fsck": FINDS, "forget": Hint(), "gc --undo-window 0s": Hint(cures=True, after="forget")}
-    ),
+    "gc with a damaged part": Case(damaged("parts/", 0), "gc", 45, {"fsck": FINDS, "forget": Hint()}),
     "an unfinished write": Case(stale_upload, "fsck", 0, {"fsck --abort-uploads": Hint(cures=True)}, only_folders=True),
     "the branch was moved": Case(history, save_as_another_job, 11, {"branch": Hint()}),
     "a trainer's branch": Case(history, save_staged_apart, 11, {"forget": Hint(cures=True)}),
@@ -262,6 +325,13 @@ CASES: Final[dict[str, Case]] = {
     "a tag in place of a branch": Case(a_tag_there, "copy STORE 'a target'", 11, {"untag": Hint(cures=True)}),
     "a tag elsewhere": Case(tagged_apart, "copy STORE 'a target'", 11, {"untag": Hint(cures=True)}),
     "a copy of the files": Case(history, "copy STORE 'a mirror'", 22, {"init": Hint(filled={"URL": "a third"}), "adopt": Hint(cures=True)}),
+    "a location without its marker": Case(
+        on_another_disk, "get runs/gpt out.pt", 17, {"tier --claim-locations": Hint(cures=True)}, only_folders=True
+    ),
+    "an entry of a newer build": Case(entry_of_a_newer_build, "salvage", 31, {"salvage --leave-out-unknown": Hint(cures=True)}),
+    "a branch whose end is lost": Case(lost_end_of_a_branch, "salvage", 0, {"undo": Hint()}),
+    "no catalog": Case(history, "find --db 'a catalog'", 25, {"catalog sync": Hint(cures=True, filled=STORE)}),
+    "a catalog of another build": Case(old_catalog, "find --db 'a catalog'", 31, {"catalog rebuild": Hint(cures=True, filled=STORE)}),
     "a rule without its metric": Case(
         history,
         "policy set 'runs/*' keep_best=1:los:min",
@@ -270,24 +340,20 @@ CASES: Final[dict[str, Case]] = {
     ),
 }
 
+PROSE: Final = "named, not advised"
 ELSEWHERE: Final = {
     "X": "inserted where it is printed",
     "XX XX": "the same",
-    "catalog rebuild --db X": "tests/catalog",
-    "catalog sync": "tests/catalog",
-    "copy": "what another command may do",
-    "export": "the same",
-    "export --to hf": "the same",
-    "exporter": "the same",
-    "import": "the same",
-    "show": "the same",
-    "ui": "the same",
-    "ui --allow": "the same",
-    "probe": "tests/cli/test_errors.py",
-    "staging resume --accept-owner UID --staging X": "tests/cli/test_staging.py",
-    "tier --claim-locations": "tests/backend/cold",
-    "help KIND": "in every error",
-    "salvage --leave-out-unknown": "tests/maintenance/salvage",
-    "undo": "what salvage says of a forgotten branch",
+    "copy": PROSE,
+    "export": PROSE,
+    "exporter": PROSE,
+    "import": PROSE,
+    "show": PROSE,
+    "ui": PROSE,
+    "ui --allow": PROSE,
+    "export --to hf": "tests/integrations/hf/test_adapters.py",
+    "help KIND": "tests/cli/test_guidance.py",
+    "probe": "tests/cli/test_errors.py: a server that ignores conditions",
+    "staging resume --accept-owner UID --staging X": "tests/cli/test_staging.py: two users",
 }
-"""Commands in messages that no case prints, and where they are tried."""
+"""Commands in messages that no case prints, and where they are run as they are printed."""

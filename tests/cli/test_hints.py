@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 import tensorstore_ck as tsck
 from tensorstore_ck.cli import main
+from tensorstore_ck.common.printed_commands import TAKE_STORE
 from tensorstore_ck.errors import StoreError
 from tests.cli.hinted import CASES, ELSEWHERE, Case, Hint, Home
 from tests.cli.test_guidance import PACKAGE, commands_in, texts_of
@@ -85,7 +86,7 @@ class Shell:
         self._home = home
         self._names_store = names_store
         os.environ["XDG_CACHE_HOME"], os.environ["XDG_STATE_HOME"] = str(home.folder / "cache"), str(home.folder / "state")
-        os.environ["XDG_DATA_HOME"] = str(home.folder / "data")
+        os.environ["XDG_DATA_HOME"], os.environ["XDG_CONFIG_HOME"] = str(home.folder / "data"), str(home.folder / "config")
 
     def type(self, line: str) -> tuple[int, str]:
         """What a user does at a shell: the exit code, and what is printed."""
@@ -98,7 +99,8 @@ class Shell:
         """What prints the commands."""
         if isinstance(tried, str):
             line = f"tsck {tried}".replace("STORE", shlex.quote(self._home.url))
-            return self.type(line if "STORE" in tried or not self._names_store else f"{line} -s {shlex.quote(self._home.url)}")
+            takes_store = "STORE" not in tried and tried.split()[0] in TAKE_STORE
+            return self.type(f"{line} -s {shlex.quote(self._home.url)}" if takes_store and self._names_store else line)
         try:
             with tsck.open(self._home.url) as store:
                 tried(store)
@@ -113,10 +115,10 @@ def beginning_of(case: Case, printed: str) -> str:
     return max(beginnings, key=len)
 
 
-def filled(printed: str, hint: Hint) -> str:
+def filled(printed: str, hint: Hint, url: str) -> str:
     for placeholder, value in hint.filled.items():
         assert placeholder in printed, f"there is no {placeholder} in {printed}"
-        printed = printed.replace(placeholder, shlex.quote(value))
+        printed = printed.replace(placeholder, shlex.quote(url if placeholder == "STORE" else value))
     return printed
 
 
@@ -142,7 +144,7 @@ def follow_each(case: Case, make_home: Callable[[str], Home], *, names_store: bo
             for earlier in printed:
                 if hint.after and earlier.startswith(f"tsck {hint.after}"):
                     assert follower.type(earlier)[0] == 0
-            line = filled(printed[number], hint)
+            line = filled(printed[number], hint, home.url)
             done, said = follower.type(line)
             assert done == hint.code, (line, said)
             if hint.cures:
@@ -165,7 +167,7 @@ def params() -> Iterator[Any]:
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("TSCK_") or name == "PYTHONWARNINGS"]:
         monkeypatch.delenv(name)
-    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME"):
+    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(name, "")
 
 

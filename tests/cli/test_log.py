@@ -93,3 +93,36 @@ def test_a_missing_argument_is_one_line(tsck: Tsck) -> None:
 def test_the_package_is_a_program(tsck: Tsck) -> None:
     done = subprocess.run([sys.executable, "-m", "tensorstore_ck", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == tsck("--version").out
+
+
+@pytest.fixture
+def trained(tsck: Tsck, tmp_path: Path) -> Tsck:
+    """`tsck` on a store whose branch runs/a has three steps with a falling rate."""
+    with tsck_package.open(tmp_path / "ck", create=True, cache_dir=tmp_path / "cache") as store:
+        for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
+            attributes: dict[str, float | str] = {"lr": 10.0**-step, "who": f"ada\x1b{step}"}
+            config = {"config": {"dropout": 0.1}}
+            store.put_snapshot({"w": step}, ref="runs/a", step=step, metrics={"loss": loss}, metadata=config, attributes=attributes)
+    return tsck
+
+
+def test_a_history_is_searched_and_sorted(trained: Tsck) -> None:
+    def steps(*options: str) -> list[int]:
+        found: list[int] = [row["step"] for row in trained("log", "runs/a", *options, "--json").json]
+        return found
+
+    assert steps("--where", "lr < 0.05 and config.dropout = 0.1") == [3, 2]
+    assert steps("--sort", "loss") == [2, 1, 3]
+    assert steps("--sort", "loss", "--desc", "-n", "1") == [3]
+    assert steps("--where", "loss < 0.7", "-n", "1") == [2], "the limit counts what was found"
+    shown = trained("log", "--where", "lr < 0.05", "--sort", "who").out
+    assert r"loss=0.25 lr=0.01 who=ada\x1b2" in shown
+    assert trained("show", "runs/a^best:loss", "--json").json["snapshot"]["step"] == 2
+
+
+def test_a_search_that_finds_nothing_or_is_wrong(trained: Tsck) -> None:
+    assert trained("log", "--where", "loss < 0").out == "no snapshot matches\n"
+    assert "did you mean loss" in trained("log", "--where", "los < 0").err
+    assert "near 'AND" not in trained("log", "--where", "loss < 1 AND loss > 0").out
+    assert "--desc is for --sort" in trained("log", "--desc").err
+    assert "ends too early" in trained("log", "--where", "loss <").err

@@ -2,6 +2,8 @@
 
 import atexit
 import fcntl
+import re
+import shlex
 import shutil
 import socket
 from collections.abc import Callable
@@ -212,7 +214,8 @@ def test_what_another_user_staged_is_refused(staged: Tsck, theirs: Users, action
 
 def test_root_publishes_for_another_user(staged: Tsck, theirs: Users, tmp_path: Path) -> None:
     assert len(staged("staging", *ACCEPTED, "--json").json) == 2
-    done = staged("staging", "resume", *ACCEPTED)
+    printed = re.findall("`tsck ([^`]+)`", staged("staging", *DISK).err)
+    done = staged(*shlex.split(printed[0].replace("UID", str(OTHER))))
     assert (done.code, steps(staged), files(tmp_path)) == (0, [2, 1, 0], [])
     assert theirs.owners(folder_of(tmp_path)) == {OTHER}, "it was given back, with the copies that were made"
     assert staged("fsck", "--read-data").code == 0

@@ -153,7 +153,7 @@ def test_fsck_reports_and_repairs_modes(folder: Path) -> None:
     os.chown(folder / "store.json", ANN.uid, STRANGER.gid)
     (finding,) = store.fsck().findings
     assert (finding.kind, finding.severity, finding.object) == ("mode", "notice", f"packs/{pack.parent.name}")
-    assert finding.message.startswith("3 files and folders, this one first,")
+    assert finding.message.startswith("this and 2 more files and folders lack the mode")
     assert "drwxrwsr-x, group 3000" in finding.message
     report = store.repair()
     assert [(each.object, each.how) for each in report.mended] == [(finding.object, "3 modes and groups set to those of the root folder")]

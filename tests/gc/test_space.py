@@ -189,7 +189,7 @@ def test_what_runs_out_waits_for_the_grace_period_after_that() -> None:
     store.gc(options)
     clock.advance(600)
     assert store.gc(options).freed_bytes == later.bytes
-    assert "not while a save is running or staged" in later.describe()
+    assert "not while a save is running or staged" in later.describe(early=True)
 
 
 def test_dead_blocks_of_packs_in_use_are_never_freed_unless_asked_for() -> None:
@@ -264,9 +264,12 @@ def test_each_printed_command_frees_what_it_says(tmp_path: Path, only: str) -> N
     printed = run(f"tsck usage -s '{url}'", cache)
     assert run(f"tsck gc --dry-run -s '{url}'", cache).splitlines()[-3:] == printed.splitlines()[-3:]
     assert run(f"tsck gc -s '{url}'", cache).splitlines()[-3:] == printed.splitlines()[-3:], "nothing was freed, and it says why"
+    assert not [option for option in ("--undo-window", "--min-age", "unpin") if option in printed], "nobody is talked out of a protection"
+    with tsck.open(url, cache_dir=cache) as store:
+        urgent = " ".join(said(store).describe(is_full=True))
     before = total(backend)
     for command in by_reason[only]["commands"]:
-        assert command in printed
+        assert command in urgent
         run(command, cache)
     counted = [*by_reason][: [*by_reason].index(only) + 1]  # these commands go on from those before
     assert before - total(backend) == sum(by_reason[why]["bytes"] for why in counted)
@@ -283,7 +286,7 @@ def test_no_space_says_what_gc_can_free(tmp_path: Path) -> None:
             store.put_snapshot(state(2), ref="kept", step=2)
         freeable = said(store)
         assert freeable.later[0].bytes > 5000
-        assert str(refused.value).endswith(". ".join(freeable.describe()))
+        assert str(refused.value).endswith(". ".join(freeable.describe(is_full=True)))
         assert freeable.later[0].commands == (f"tsck gc --min-age 0s -s {tmp_path / 'ck'}",)
 
 

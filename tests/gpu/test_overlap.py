@@ -10,7 +10,7 @@ from torch import nn
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import CaptureChangedError
 from tensorstore_ck.state.device.kernel import hasher_of
-from tensorstore_ck.state.device.step_gates import StepGate
+from tensorstore_ck.state.device.optimizer_step_gates import StepGate
 
 REF = "runs/overlap"
 WIDTH = 4096

@@ -1,6 +1,7 @@
 """What is no store, no ref and no policy is refused when an adapter is made, not at the first save."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import transformers
 
 import tensorstore_ck as tsck
-from tensorstore_ck import InvalidNameError, InvalidOptionError, InvalidUrlError
+from tensorstore_ck import InvalidNameError, InvalidOptionError, InvalidUrlError, MissingExtraError
+from tests.long_errors import long_errors
 
 pytestmark = pytest.mark.slow
 
@@ -66,3 +68,16 @@ def test_what_is_no_trainer(tmp_path: Path) -> None:
         tsck.hf.attach(5, store=tmp_path, ref="runs/x")
     with pytest.raises(InvalidOptionError, match=r"attach an accelerate.Accelerator, not 5"):
         tsck.accelerate.attach(5, store=tmp_path, ref="runs/x")
+
+
+@pytest.mark.parametrize(
+    "name", ["accelerate", "dcp", "deepspeed", "hf", "lightning", "megatron", "mlflow", "nvrx", "ray", "titan", "wandb"]
+)
+def test_errors_of_what_an_adapter_offers_are_short(name: str) -> None:
+    try:
+        adapter = import_module(f"tensorstore_ck.integrations.{name}")
+    except MissingExtraError as exc:
+        pytest.skip(str(exc))
+    public = [getattr(adapter, each) for each in vars(adapter).get("__all__", ("log_snapshot", "find_snapshot"))]
+    assert public
+    assert long_errors(public) == []

@@ -130,6 +130,18 @@ def test_what_went_wrong_is_counted_by_its_kind(seen: Seen) -> None:
     assert seen.points("tensorstore_ck.retries")[0][2].value == 1
 
 
+def test_metrics_of_a_follower(seen: Seen) -> None:
+    seen.store.tell("fetched", fetch_seconds=0.5, read_bytes=700, age_seconds=1)
+    seen.store.tell("swapped", pause_seconds=0.25, age_seconds=2.5)
+    assert [point.sum for _, _, point in seen.points("tensorstore_ck.feed.fetch.duration")] == [0.5]
+    assert [point.sum for _, _, point in seen.points("tensorstore_ck.feed.pause")] == [0.25]
+    ((unit, about, read),) = seen.points("tensorstore_ck.feed.read")
+    assert (unit, about, read.value) == ("By", ABOUT, 700)
+    ((unit, about, age),) = seen.points("tensorstore_ck.feed.age")
+    assert (unit, about, age.value) == ("s", ABOUT, 2.5)
+    assert not seen.spans()
+
+
 def test_a_span_per_save_with_its_stages_inside(seen: Seen) -> None:
     publish(seen.store)
     spans = seen.spans()

@@ -63,7 +63,7 @@ def test_a_save_that_finds_it_used_up_is_refused_and_writes_nothing() -> None:
     ]
     for save in saves:
         with pytest.raises(
-            QuotaExceededError, match=r"quota for 'runs/\*' is 11.7 KiB.*tsck gc --undo-window 0s.*tsck quota set"
+            QuotaExceededError, match=r"quota for 'runs/\*' is 11.7 KiB.*until `tsck gc.*` has ended their undo windows.*tsck quota set"
         ) as refused:
             save()
         assert (refused.value.kind, refused.value.retry) == ("quota_exceeded", "never")

@@ -1,5 +1,6 @@
 """`tensorstore_ck` loads each public name when it is first used."""
 
+import inspect
 import pickle
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 
 import tensorstore_ck
 import tensorstore_ck as tsck
+from tensorstore_ck.store import OpenOptions
 from tests.effort import PATIENCE_SECONDS
 
 
@@ -83,3 +85,8 @@ def test_public_classes_are_the_same_as_in_their_modules() -> None:
     for name in tsck.__all__:
         if isinstance(found := getattr(tsck, name), type):
             assert pickle.loads(pickle.dumps(found)) is found
+
+
+def test_what_passes_options_on_knows_those_of_open() -> None:
+    parameters = inspect.signature(tsck.open).parameters.values()
+    assert {each.name for each in parameters if each.kind is each.KEYWORD_ONLY} == OpenOptions.__annotations__.keys()

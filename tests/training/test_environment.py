@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.training import EnvironmentChangedWarning, TrainingState, environment, rng
+from tensorstore_ck.training import EnvironmentChangedWarning, TrainingState, environment, random_generators
 
 
 def training() -> TrainingState:
@@ -110,11 +110,11 @@ def test_the_tracker_of_dtensor(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("torch.distributed.tensor._random")
     module._rng_tracker = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.distributed.tensor._random", module)
-    assert "dtensor" not in rng.get_process_states()
+    assert "dtensor" not in random_generators.get_process_states()
     module._rng_tracker = tracker = Tracker()  # type: ignore[attr-defined]
-    states = rng.get_process_states()
+    states = random_generators.get_process_states()
     tracker.distribute_region_enabled, tracker.rng_states = False, {}
-    rng.set_process_states(states, None)
+    random_generators.set_process_states(states, None)
     assert tracker.distribute_region_enabled
     assert tracker.rng_states["parallel-rng"].tolist() == list(range(16))
 

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 import tensorstore_ck as tsck
 from tensorstore_ck.store import ReadOnlyStore, Store
-from tensorstore_ck.ui import Access, Sources, background, contents, make_app, parse_allow, serve
+from tensorstore_ck.ui import Access, Sources, background, make_app, parse_allow, serve, snapshot_content
 from tests.effort import PATIENCE_SECONDS
 
 BASE = "http://127.0.0.1:8080"
@@ -28,8 +28,8 @@ def patient() -> Iterator[None]:
     """A page waits for its reads, however slow the machine is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(background, "PATIENCE_SECONDS", PATIENCE_SECONDS)
-        patch.setattr(contents, "PATIENCE_SECONDS", PATIENCE_SECONDS)
-        patch.setattr(contents, "FIRST_SECONDS", PATIENCE_SECONDS)
+        patch.setattr(snapshot_content, "PATIENCE_SECONDS", PATIENCE_SECONDS)
+        patch.setattr(snapshot_content, "FIRST_SECONDS", PATIENCE_SECONDS)
         yield
 
 

@@ -57,7 +57,7 @@ def test_an_error_is_at_its_input_and_says_where(client: Client, store: Store) -
     assert re.search(r'name="q"[^>]*aria-invalid="true" aria-describedby="q-error"', text)
     assert "<mark> </mark>" in found(browser, q="loss <")[0]
     text, _ = found(browser, q="lozz < 2")
-    assert "a metric &#39;lozz&#39;: there are loss" in text.split('id="q-error"')[1]
+    assert "a metric or an attribute &#39;lozz&#39;: there are loss" in text.split('id="q-error"')[1]
     text, _ = found(browser, q="loss < 2", order="tag")
     assert 'id="q-error"' not in text
     assert "cannot order by tag" in text.split('id="order-error"')[1]

@@ -171,8 +171,8 @@ def test_the_code_works_as_it_is_printed(
         root = store.put_snapshot({**STATE, "epoch": 4}, ref="runs/gpt", step=2).root
         if marked:
             store.mark("runs/gpt")
-        options = {"cache_dir": str(tmp_path / "cache2")}
-        browser = enter(TestClient(make_app(sources(store.url), ACCESS, open_options=options), base_url=BASE))
+        app = make_app(sources(store.url), ACCESS, open_options={"cache_dir": str(tmp_path / "cache2")})
+        browser = enter(TestClient(app, base_url=BASE))
         page, _, _ = browser.get(url_of(store, at=root)).text.partition('id="actions"')
         tensor = read(browser, url_of(store, "snapshot/statistics", at=root, tensor="odd.a[0]*"))
     blocks = [

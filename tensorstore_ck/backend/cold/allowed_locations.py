@@ -74,7 +74,7 @@ def is_in_same_bucket(url: str, other: str) -> bool:
 
 
 def is_allowed(url: str, store_url: str, allowed: Iterable[str]) -> bool:
-    """Whether a host that allows `allowed` uses the location at `url`. Accesses no path whose name is not inside one of them."""
+    """Whether a host that allows `allowed` uses the location at `url`. Accesses only paths whose names are inside one of them."""
     return is_at_store_endpoint(url, store_url) or any(is_inside(url, location) for location in (*allowed, *_around(store_url)))
 
 

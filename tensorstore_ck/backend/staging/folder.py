@@ -1,4 +1,4 @@
-"""One host's staging folder of one store: what lies where, how large it may be, and what is evicted when it is full.
+"""One host's staging folder of one store: its layout, its size limit, and the order of eviction when it is full.
 
 ```
 unsent/<name>   objects that are not published yet: durable, never evicted

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.backend.staging.unsent_file import OpenVerifier
 from tensorstore_ck.common.free_space import MinFree
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError
 
 
+@short_errors
 @dataclass(frozen=True, slots=True)
 class Staging:
     """A disk of this host where snapshots are durable before they are uploaded. A path alone means the defaults."""

@@ -1,8 +1,8 @@
 """Another user's staging folder, made root's for a while, so that root can publish what that user's ended job staged.
 
-A checked file must not change before it is used, whatever that user does meanwhile. So first the folders become root's, from the top
-down, then their files, which nobody else can replace any more; and no process may have one open for writing. At the end everything is
-given back, from the bottom up. A process that dies in between leaves the folder to root.
+A checked file must not change before it is used, even if that user writes to the folder meanwhile. So first the folders become root's, from
+the top down, then their files, which nobody else can replace any more; and no process may have one open for writing. At the end everything
+is given back, from the bottom up. A process that dies in between leaves the folder to root.
 """
 
 import errno

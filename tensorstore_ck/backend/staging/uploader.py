@@ -3,7 +3,7 @@
 The journal is written before the first byte of an object is sent, and when the object is complete. A store with resumable uploads
 reports which pieces it has; in any other one an object appears whole or not at all. One process at a time uploads a file, but another one
 may have published it: nothing in the store is deleted or replaced.
-What leaves the disk is verified first (`unsent_file`): the pieces that the store has were verified by the process that sent them.
+Bytes are verified before they leave the disk (`unsent_file`): the pieces that the store has were verified by the process that sent them.
 """
 
 import time

@@ -105,11 +105,13 @@ def read_unpublished(engine: Engine, wanted: Sequence[WantedBlock]) -> None:
     Raises:
         DamageError: a block is missing or is not what its id says.
     """
-    _read_at_places(engine, list(wanted))
+    read_at_places(engine, list(wanted))
 
 
-def read_blocks(engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock]) -> None:
-    """Reads blocks of a snapshot; follows those that gc moved since the snapshot was opened.
+def read_blocks(
+    engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock], read: "Callable[[Engine, list[WantedBlock]], None] | None" = None
+) -> None:
+    """Reads blocks of a snapshot; follows those that gc moved since the snapshot was opened. `read`: by default `read_at_places`.
 
     Raises:
         DamageError: a block is missing or is not what its id says.
@@ -117,7 +119,7 @@ def read_blocks(engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock
     """
     while wanted:
         try:
-            _read_at_places(engine, list(wanted))
+            (read or read_at_places)(engine, list(wanted))
         except DamageError as exc:
             view = raise_if_expired(engine.log, info, exc)
             _logger.debug("the blocks of %s@%s, root %s, are located again: %s", info.ref, info.step, info.root.hex(), exc)
@@ -140,7 +142,12 @@ def _where_it_is_now(block: WantedBlock) -> WantedBlock:
     return block._replace(pack=places.packs[pack], offset=offset, stored=stored, codec=codec)
 
 
-def _read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
+def read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
+    """Reads blocks from where their extents say that they are.
+
+    Raises:
+        DamageError: a block is missing or is not what its id says.
+    """
     local = engine.backend.is_local
     threads = cpu_threads() + DISK_QUEUE if local else REMOTE_THREADS
     wanted.sort(key=attrgetter("pack", "offset"))

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, block_id
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
 from tensorstore_ck.engine.part_extents import chain_of, location_of
 from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.engine.read.block_reader import decode_at
@@ -47,22 +48,12 @@ class PartKey(NamedTuple):
     regions: bytes
 
 
-class TensorBlock(NamedTuple):
-    """A block that a rank stores."""
-
-    row: int
-    """Among the tensors' blocks."""
-    tensor: int
-    start: int
-    """Where it begins in the tensor's source."""
-    stop: int
-
-
 class ParentBlocks:
     """The tensors' blocks of the same part of the snapshot before."""
 
     def __init__(self, engine: Engine, part: Part, places: BlockLocations, anchor_every: int) -> None:
         self._backend = engine.backend
+        self._kept = engine.kept_blocks
         self._view = engine.log.view()
         self._part = part
         self._places = places
@@ -92,9 +83,15 @@ class ParentBlocks:
         raw = self._read(base.block, base.location)
         return None if raw is None else DeltaBase(base, age, raw)
 
+    def keep(self, block: Digest, raw: Buffer, base: DeltaBase) -> None:
+        """Keeps a block that changed a little in the memory of its base: it is the base of the next difference. The base is gone then."""
+        base.raw[:] = raw
+        self._kept.put(block, base.raw)
+
     def _read(self, block: Digest, place: Location) -> memoryview | None:
+        raw = self._kept.take(block)
         try:
-            raw = decode_at(self._backend, place)
+            raw = decode_at(self._backend, place) if raw is None else raw
         except DamageError:
             return None
         return raw if block_id(raw) == block else None

@@ -96,6 +96,7 @@ def record_of(engine: Engine, request: SaveRequest, ranks: Sequence[RankParts], 
         streams=streams,
         triggers=request.origin.triggers,
         epoch=request.origin.epoch,
+        attributes=request.origin.attributes,
     )
 
 

@@ -61,6 +61,7 @@ class SaveArguments(TypedDict, total=False):
     verify_capture: object
     triggers: object
     epoch: object
+    attributes: object
     made_ns: int | None
     any_step: bool
 
@@ -80,6 +81,7 @@ def check_options(
     verify_capture: object = SAMPLE_SHARE,
     triggers: object = (),
     epoch: object = None,
+    attributes: object = None,
     made_ns: int | None = None,
     any_step: bool = False,
 ) -> SaveOptions:
@@ -88,9 +90,10 @@ def check_options(
     Raises:
         InvalidOptionError, InvalidNameError: an argument is not what it must be.
     """
-    checks, origin = require_checks(unchanged, verify_capture), check_origin(triggers, epoch, made_ns)
+    checks = require_checks(unchanged, verify_capture)
     validate_ref_name(ref)
     packed_metadata, checked_metrics = encode_metadata(metadata), check_metrics(metrics)
+    origin = check_origin(triggers, epoch, made_ns, attributes, metadata)
     if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
         raise InvalidOptionError(f"step must be an integer, not {step!r}", object_id="step")
     number = None if step is None else step.__index__()

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
 from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.sampled_checks import Finiteness
 from tensorstore_ck.errors import InvalidOptionError, StoreError, SuspiciousSaveError
@@ -149,7 +150,11 @@ def judge(engine: Engine, view: RefTable, findings: SaveFindings, checks: SaveCh
         )
     address = ref if step is None else f"{ref}@{step}"
     if doubts:
-        warnings.warn(f"{address}: {doubts} (unchanged='ok' is for saves that are meant to be so)", SuspiciousSaveWarning, stacklevel=2)
+        warnings.warn(
+            f"{address}: {doubts} (unchanged='ok' is for saves that are meant to be so)",
+            SuspiciousSaveWarning,
+            stacklevel=user_stacklevel(),
+        )
     if before is None or not findings.non_finite_moved:
         return
     moved, share = findings.non_finite_moved / findings.elements, findings.finiteness.share
@@ -159,7 +164,7 @@ def judge(engine: Engine, view: RefTable, findings: SaveFindings, checks: SaveCh
             f"{address}: {share:.2%} of the floating numbers that were sampled are NaN or infinite, and {known:.2%} were in the save "
             f"before{_at(before)}: the training has likely diverged, and no save from here on may be worth resuming from",
             SuspiciousSaveWarning,
-            stacklevel=2,
+            stacklevel=user_stacklevel(),
         )
 
 

@@ -13,15 +13,18 @@ The measure is the time to write a byte divided by the time to hash it: busy cor
 from collections import deque
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Final, Literal, NamedTuple, cast, get_args
+from typing import Final, Literal, NamedTuple, TypeVar, cast, get_args
 
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.codec.encoder import Mode
+
+T = TypeVar("T")
 
 CodecName = Literal["auto", "raw", "fast", "small"]
 CodecOption = CodecName | Mapping[str, CodecName]
 
 DeltaOption = bool | int | None
+DeltaRules = DeltaOption | Mapping[str, DeltaOption]
 
 ANCHOR_EVERY: Final = 8
 """Differences over 50 steps are about 3 % larger than over 10: docs/decisions/009-bounded-delta-chains.md."""
@@ -45,21 +48,22 @@ class Coding(NamedTuple):
 class CodecPolicy:
     """The codec options and measurements of one store handle. Thread-safe."""
 
-    def __init__(self, option: CodecOption = "auto", delta: DeltaOption = None) -> None:
-        """`option`: a codec name, or names by globs over refs (the first match counts). `delta`: see `check_delta`.
+    def __init__(self, option: CodecOption = "auto", delta: DeltaRules = None) -> None:
+        """`option`: a codec name, or names by globs over refs (the first match counts). `delta`: see `check_delta`; also by globs.
 
         Raises:
             InvalidOptionError: an option is invalid.
         """
-        self._delta = check_delta(delta)
+        deltas = delta if isinstance(delta, Mapping) else {"*": delta}
+        self._deltas = {str(glob): check_delta(wanted) for glob, wanted in deltas.items()}
         rules = option if isinstance(option, Mapping) else {"*": option}
         self._rules = {str(glob): check_codec_name(name) for glob, name in rules.items()}
         self._paces: deque[float] = deque(maxlen=JUDGED_PUTS)
 
     def coding(self, ref: str, own: CodecName | None = None, delta: DeltaOption = None) -> Coding:
         """The coding of a save to `ref`; `own` and `delta` are the save's own options. With differences, `auto` means `fast`."""
-        name = own if own is not None else self._name_of(ref)
-        wanted = delta if delta is not None else self._delta
+        name = own if own is not None else _first_match(self._rules, ref) or "auto"
+        wanted = delta if delta is not None else _first_match(self._deltas, ref)
         mode = name if name != "auto" else "fast" if wanted or self._is_slow() else "raw"
         if wanted is None:
             wanted = mode == "small"
@@ -73,11 +77,12 @@ class CodecPolicy:
     def _is_slow(self) -> bool:
         return min(self._paces.copy(), default=0.0) >= SLOW_PACE
 
-    def _name_of(self, ref: str) -> CodecName:
-        for glob, name in self._rules.items():
-            if fnmatchcase(ref, glob):
-                return name
-        return "auto"
+
+def _first_match(rules: Mapping[str, T], ref: str) -> T | None:
+    for glob, value in rules.items():
+        if fnmatchcase(ref, glob):
+            return value
+    return None
 
 
 def check_delta(delta: object) -> DeltaOption:

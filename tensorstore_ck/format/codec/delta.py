@@ -101,7 +101,11 @@ def elements_of_delta(stored: Buffer) -> Elements:
 
 
 def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: str) -> None:
-    """Decodes the raw bytes into `into`. Raises `CorruptObjectError` if `stored` is malformed, or does not fit `base` or `into`."""
+    """Decodes the raw bytes into `into`, which may be `base` itself: the sparse form then writes only the words that differ.
+
+    Raises:
+        CorruptObjectError: `stored` is malformed, or does not fit `base` or `into`.
+    """
     try:
         form, order, item_bytes, changed, first = _HEADER.unpack_from(stored)
     except struct.error as exc:
@@ -129,7 +133,8 @@ def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: s
             add_differences(words_of(base, item_bytes), differences, words_of(into, item_bytes), is_float=is_float)
         return
     if not changed:
-        into[:] = base
+        if into is not base:
+            into[:] = base
         return
     gaps, values = np.empty(changed, "<u4"), np.empty(changed, dtype)
     decode_planes(rest[:first], bytes_of(gaps), name)
@@ -137,11 +142,12 @@ def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: s
     positions: npt.NDArray[Any] = np.cumsum(gaps, dtype=np.int64) - 1
     if int(gaps.min()) == 0 or int(positions[-1]) >= whole // item_bytes:
         raise _misfit(name)
-    words = words_of(base, item_bytes).copy()
+    words = words_of(base, item_bytes) if into is base else words_of(base, item_bytes).copy()
     picked = np.empty(changed, dtype)
     add_differences(words[positions], values, picked, is_float=is_float)
     words[positions] = picked
-    into[:] = bytes_of(words)  # each word once: see `merge`
+    if into is not base:
+        into[:] = bytes_of(words)  # each word once: see `merge`
 
 
 def _misfit(name: str) -> CorruptObjectError:

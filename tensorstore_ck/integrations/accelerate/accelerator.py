@@ -16,6 +16,7 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch import nn
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.accelerate import data_order
@@ -30,7 +31,7 @@ from tensorstore_ck.integrations.trainer_names import ACCELERATOR_STEP, CUSTOM, 
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
-from tensorstore_ck.training import TrainingState, rng
+from tensorstore_ck.training import TrainingState, random_generators
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.parameter_names import ParameterNames
 from tensorstore_ck.training.resume_search import ResumeSearch
@@ -42,6 +43,7 @@ REFUSED: Final = {
 }
 
 
+@short_errors
 class SnapshotMixin:
     """Mixed into the class of an `accelerate.Accelerator`: see `attach`."""
 
@@ -333,7 +335,7 @@ class SnapshotMixin:
         native = self._native
         with held_engine.partitioned(self._engine):
             snapshot = self._training().restore(self._store, address, group=self._group)
-        with rng.preserved():  # the hooks may draw from the generators
+        with random_generators.preserved():  # the hooks may draw from the generators
             self._call_load_hooks(given)
         native.step = self._values[ACCELERATOR_STEP]
         native.project_configuration.iteration = self._values[SAVE_ITERATION] + 1
@@ -342,6 +344,7 @@ class SnapshotMixin:
         return snapshot
 
 
+@short_errors
 def attach(accelerator: accelerate.Accelerator, *, store: Store | str | os.PathLike[str], ref: str, asynchronous: bool = True) -> None:
     """Makes `save_state` and `load_state` of an Accelerator use a store. Call it before `prepare`, on all processes.
 

@@ -1,4 +1,4 @@
-"""`Reader`: lets ``dcp.load`` read any snapshot, whatever saved it.
+"""`Reader`: lets ``dcp.load`` read any snapshot, however it was saved.
 
 DCP plans its reads from metadata that is made from the layout: one box per tensor, however it was sharded, which keeps plans small. The
 layout gives the blocks of each box, as in any restore.
@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.errors import ConflictError, MismatchError, StoreError
 from tensorstore_ck.format.sealed import pack_body
@@ -43,13 +44,14 @@ from tensorstore_ck.state.plain_memory import require_plain
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.registered_types import decode_torch
 from tensorstore_ck.state.wrapper_subclasses import OUTER_KEY
-from tensorstore_ck.store import ReadOnlyStore
+from tensorstore_ck.store import OpenOptions, ReadOnlyStore
 from tensorstore_ck.store.internals import log_of, note_restored, open_content
 from tensorstore_ck.training.rank_group import position_among_ranks
 
 _CPU: Final = torch.device("cpu")
 
 
+@short_errors
 @renamed_argument(allow_bad="allow_marked")
 class Reader(StorageReader):
     """A `StorageReader` over a store: ``dcp.load(state, storage_reader=Reader("./ckpt", "runs/gpt@1000"))``.
@@ -60,7 +62,12 @@ class Reader(StorageReader):
     """
 
     def __init__(
-        self, store: str | os.PathLike[str] | ReadOnlyStore, address: str | None = None, *, allow_marked: bool = False, **open_options: Any
+        self,
+        store: str | os.PathLike[str] | ReadOnlyStore,
+        address: str | None = None,
+        *,
+        allow_marked: bool = False,
+        **open_options: Unpack[OpenOptions],
     ) -> None:
         """Opens nothing yet.
 

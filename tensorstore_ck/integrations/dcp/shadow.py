@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tensorstore_ck.common.ids import block_id
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.write.part_writer import places_of
 from tensorstore_ck.integrations.dcp.byte_items import decode_item
 from tensorstore_ck.integrations.dcp.dcp_save import Begun
@@ -76,6 +77,7 @@ class _ShadowReport(NamedTuple):
     problem: str
 
 
+@short_errors
 class ShadowWriter(StorageWriter):
     """Writes with both: ``dcp.save(state, storage_writer=ShadowWriter(FileSystemWriter(path), Writer("./store", ref="runs/gpt")))``.
 

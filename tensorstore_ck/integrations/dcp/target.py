@@ -2,11 +2,10 @@
 
 import os
 import re
-from collections.abc import Mapping
 from typing import Any, Final
 
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.store import ReadOnlyStore, open_store
+from tensorstore_ck.store import OpenOptions, ReadOnlyStore, open_store
 
 CheckpointId = str | os.PathLike[str] | None
 _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
@@ -15,11 +14,11 @@ _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
 class DcpTarget:
     """A store, opened on first use, and a ref or address in it. Picklable if the store was given by URL."""
 
-    def __init__(self, store: str | os.PathLike[str] | ReadOnlyStore, name: str | None, options: Mapping[str, Any]) -> None:
+    def __init__(self, store: str | os.PathLike[str] | ReadOnlyStore, name: str | None, options: OpenOptions) -> None:
         if options and not isinstance(store, str | os.PathLike):
             raise InvalidOptionError(f"the store is already open, so {', '.join(options)} has no effect", object_id=next(iter(options)))
         self._url = os.fspath(store) if isinstance(store, str | os.PathLike) else None
-        self._options = dict(options)
+        self._options = options
         self._store = None if isinstance(store, str | os.PathLike) else store
         self._name = name
 
@@ -37,7 +36,7 @@ class DcpTarget:
         """The open store."""
         if self._store is None:
             assert self._url is not None
-            self._store = open_store(self._url, **self._options)
+            self._store = open_store(self._url, **self._options)  # type: ignore[call-overload]  # read_only may be either
         return self._store
 
     @property

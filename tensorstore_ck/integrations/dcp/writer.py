@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tensorstore_ck.common.save_progress import SaveMeter
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, turn_of
@@ -33,7 +34,7 @@ from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.queued_save import QueuedSave
 from tensorstore_ck.state.opaque_item import OpaqueItem
-from tensorstore_ck.store import Store
+from tensorstore_ck.store import OpenOptions, Store
 from tensorstore_ck.store.internals import save_context, save_queue
 
 T = TypeVar("T")
@@ -56,12 +57,13 @@ class _Saving(threading.local):
         """The same, for the save queue."""
 
 
+@short_errors
 class Writer(StorageWriter):
     """A `StorageWriter` over a store: ``dcp.save(state, storage_writer=Writer("./ckpt", ref="runs/gpt"), checkpoint_id="step-1000")``.
 
     The result is a snapshot like any other: when ``dcp.save`` returns it is durable and published; after a failure nothing is visible.
 
-    Of plain tensors and values that several ranks have under one name, DCP saves one rank's copy. If the copies differ, a
+    If several ranks have a plain tensor or value under one name, DCP saves one rank's copy. If the copies differ, a
     `SuspiciousSaveWarning` names them, their ranks and the saved one before anything is published. A writer's first save compares all;
     later saves compare values, tensors up to 4 KiB, and about one in as many of the others as there are ranks. A broken tie cannot be seen
     here: where torch makes two parameters of an embedding and its head (`parallelize_module` before `fully_shard`), both are saved as they
@@ -78,7 +80,7 @@ class Writer(StorageWriter):
         metadata: Mapping[str, object] | None = None,
         unchanged: Unchanged = "warn",
         verify_capture: float = SAMPLE_SHARE,
-        **open_options: Any,
+        **open_options: Unpack[OpenOptions],
     ) -> None:
         """Opens nothing yet.
 

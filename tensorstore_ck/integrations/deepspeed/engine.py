@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.deepspeed.compatibility import require_supported
 from tensorstore_ck.integrations.deepspeed.engine_training import partitioned, training_of
@@ -26,11 +27,12 @@ from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.checkpointing import Checkpointer
+from tensorstore_ck.training.per_rank_state import GENERATORS, VALUES
 from tensorstore_ck.training.rank_group import ask_first_rank
-from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES
 from tensorstore_ck.training.resume_search import ResumeSearch
 
 
+@short_errors
 class SnapshotMixin:
     """Mixed into the class of a `DeepSpeedEngine`: see `attach`."""
 
@@ -252,6 +254,7 @@ class _Snapshots:
         return json.dumps({"tag": note["tag"]} if isinstance(note, dict) and "tag" in note else {}).encode()
 
 
+@short_errors
 def attach(
     engine: DeepSpeedEngine,
     store: Store | str | os.PathLike[str],

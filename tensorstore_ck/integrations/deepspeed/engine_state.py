@@ -18,6 +18,7 @@ from tensorstore_ck.integrations.deepspeed_names import COUNTERS, MASTER, MICRO_
 from tensorstore_ck.training import optimizers
 from tensorstore_ck.training.buffers import plain_buffers
 from tensorstore_ck.training.gradients import Gradients
+from tensorstore_ck.training.noted_attributes import noted_attributes
 from tensorstore_ck.training.parameter_names import MODEL, ParameterNames, walk
 from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
 from tensorstore_ck.training.stateful_parts import StatefulPart
@@ -56,6 +57,11 @@ class EngineState(SharedState):
     def names(self) -> ParameterNames:
         """The names of the model's parameters, without those of DeepSpeed's wrappers."""
         return ParameterNames({"": self.module})
+
+    def attributes(self) -> dict[str, float | str]:
+        """What each save notes, with the learning rates of the engine's optimizer."""
+        rates = noted_attributes(optimizers={"": self._engine.optimizer}, schedulers={}, loaders={}, extra={})
+        return {**super().attributes(), **rates}
 
     def optimizer_members(self) -> list[list[list[str]]]:
         """The names of parameters in each group."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from tensorstore_ck.integrations.deepspeed.engine_state import PARTS, EngineState
 from tensorstore_ck.training import TrainingState
-from tensorstore_ck.training.rank_own_state import RankOwnState
+from tensorstore_ck.training.per_rank_state import PerRankState
 from tensorstore_ck.training.stateful_parts import StatefulPart
 
 
@@ -26,7 +26,7 @@ def training_of(
     extra = {} if extra is None else extra
     shared = EngineState(engine, parts, schedulers=schedulers, extra=extra)
     model, none = StatefulPart.of("model", shared.module), StatefulPart.of("dataloader", None)
-    return TrainingState.over(shared, RankOwnState(model=model, loaders=none, extra=extra, values=values, merge=None)), shared
+    return TrainingState.over(shared, PerRankState(model=model, loaders=none, extra=extra, values=values, merge=None)), shared
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Where the elements of each parameter lie on this rank: in the model, and in the flat tensors that DeepSpeed's optimizers update.
+"""The position of each parameter's elements on this rank: in the model, and in the flat tensors that DeepSpeed's optimizers update.
 
 ZeRO flattens the parameters of a group into one tensor, pads it, and cuts it by ranks; each of its optimizers has other names for that.
 Here all of them are one thing: a run of a parameter's elements. Padding is left out, so a saved state fits any stage and number of ranks.

@@ -1,6 +1,7 @@
 """Exports snapshots as files of other programs: streamed within bounded memory, read back and compared, atomic.
 
 export_snapshot.py      `export_snapshot`, and its report
+followed_folder.py      `FollowedFolder`: the newest version of a branch as safetensors
 job.py                  the input and the result of a format's writer
 torch_file.py           the format of torch.save
 safetensors_files.py    the safetensors format
@@ -25,5 +26,6 @@ from tensorstore_ck.integrations.exporting.export_snapshot import (
     Format,
     export_snapshot,
 )
+from tensorstore_ck.integrations.exporting.followed_folder import FollowedFolder
 
-__all__ = ["FORMATS", "MAX_FILE_BYTES", "ExportReport", "ExportedFile", "Format", "export_snapshot"]
+__all__ = ["FORMATS", "MAX_FILE_BYTES", "ExportReport", "ExportedFile", "FollowedFolder", "Format", "export_snapshot"]

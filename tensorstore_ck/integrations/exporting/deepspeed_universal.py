@@ -27,7 +27,7 @@ from tensorstore_ck.integrations.exporting.meta_state import MetaState
 from tensorstore_ck.integrations.exporting.torch_file import TorchOutput
 from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, build_template
 from tensorstore_ck.state.select import listed
-from tensorstore_ck.training.rank_own_state import VALUES, own_states
+from tensorstore_ck.training.per_rank_state import VALUES, own_states
 from tensorstore_ck.training.state_sides import OWN
 
 LATEST: Final = "latest_universal"

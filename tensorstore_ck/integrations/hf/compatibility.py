@@ -24,7 +24,7 @@ REPLACED: Final = {
 }
 """Method -> the parameters that it must have."""
 EXTENDED: Final = ("_inner_training_loop", "get_batch_samples", "_maybe_log_save_evaluate")
-"""Methods that are called with whatever parameters they have."""
+"""Methods that are called with all parameters that they got."""
 LOSSES: Final = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
 """Attributes that the training loop sets, and a resume restores."""
 

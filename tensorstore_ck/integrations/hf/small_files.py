@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.exporting.try_model_folder import quiet_transformers
 from tensorstore_ck.integrations.model_file_names import ADAPTER_NAMES, MAX_FILE_BYTES, MODEL_FILES, is_model_file
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
+@short_errors
 def model_files(model: Any, processing_class: Any = None) -> dict[str, bytes]:
     """The files that `save_pretrained` writes next to the weights: name -> content.
 

@@ -16,6 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, rotate_checkpoints
 
 from tensorstore_ck.common.replace_file import replace_file
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
@@ -35,12 +36,13 @@ from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
-from tensorstore_ck.training.rank_own_state import VALUES
+from tensorstore_ck.training.per_rank_state import VALUES
 
 NOT_WEIGHTS: Final = ("optimizer", "scheduler", "scaler", "rank_values")
 """Restored together with the weights; the generators come last."""
 
 
+@short_errors
 class SnapshotMixin(ExceptionSaveMixin):
     """Makes a subclass of transformers' Trainer save into a store: ``class MyTrainer(SnapshotMixin, transformers.Trainer)``."""
 
@@ -266,7 +268,9 @@ class SnapshotMixin(ExceptionSaveMixin):
         if self._frozen_base is not None:
             self._frozen[:] = self._frozen_base.names(native.model)
         metrics = trainer_values.step_metrics(state, self._store, self._group)
-        metadata = {} if self._reference is None else self._reference.metadata()
+        metadata: dict[str, object] = {} if self._reference is None else {**self._reference.metadata()}
+        if state.num_input_tokens_seen:
+            metadata["tokens_seen"] = state.num_input_tokens_seen
         with held_engine.partitioned(self._engine):
             saved = self._checkpointer.step(state.global_step, metrics, epoch=state.epoch, metadata=metadata)
         self._named.finish()
@@ -351,6 +355,7 @@ class Trainer(SnapshotMixin, transformers.Trainer):  # type: ignore[misc]
     """transformers' Trainer, which saves into a store: see `SnapshotMixin`."""
 
 
+@short_errors
 def attach(
     trainer: transformers.Trainer,
     *,

@@ -16,7 +16,7 @@ GROUP: Final = "tensorstore_ck.importers"
 
 @dataclass(frozen=True, slots=True)
 class ForeignCheckpoint:
-    """What an importer of another package found at a path."""
+    """The result of another package's importer for a path."""
 
     state: Any
     """Any nesting of dicts, lists and tuples with tensors, numpy arrays and plain values."""

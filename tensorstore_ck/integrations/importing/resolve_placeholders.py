@@ -52,7 +52,7 @@ def resolve_placeholders(
         unknown: Names in pickles that are not allowed -> the file. Each must occur in the state, for a message with its path.
         origin: The name of the checkpoint in messages.
         parsed_bytes: The size of its pickles and headers.
-        dropped: What was left out while they were read, in which names may occur, too.
+        dropped: Names in objects that were left out while the pickles were read.
 
     Raises:
         UnsupportedValueError: it holds objects that only their own code could create, or is nested too deep or too large.

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.integrations.lightning.compatibility import is_sharded, require_supported_fabric
 from tensorstore_ck.integrations.lightning.lightning_state import numbered, require_whole
@@ -37,6 +38,7 @@ STEPS: Final = ("global_step", "step", "iteration", "iter", "iter_num", "step_co
 OBJECTS: Final = ("model", "optimizer")
 
 
+@short_errors
 def attach(
     fabric: Any, *, store: Store | str | os.PathLike[str], ref: str, step: str | None = None, keep: Mapping[str, object] | None = None
 ) -> None:
@@ -64,6 +66,7 @@ def attach(
     strategy.save_checkpoint, strategy.load_checkpoint = snapshots.save_checkpoint, snapshots.load_checkpoint
 
 
+@short_errors
 class FabricSnapshots:
     """The methods that a Strategy of Fabric calls in place of its own."""
 

@@ -1,7 +1,8 @@
 """The state of a Trainer in a snapshot, and the checkpoint dict that Lightning loads from it.
 
-Weights and optimizers are stored by parameter name, as by every adapter, so that another strategy can restore them. What else Lightning
-dumps is each rank's own, and so is what it loses: positions of loaders and logged values. Generators are part of every `TrainingState`.
+Weights and optimizers are stored by parameter name, as by every adapter, so that another strategy can restore them. The rest of Lightning's
+dump is each rank's own, and so is the state that Lightning loses: positions of loaders and logged values. Generators are part of every
+`TrainingState`.
 """
 
 from collections.abc import Iterable, Mapping

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.integrations.lightning.lightning_state import OWN, WEIGHTS
 from tensorstore_ck.integrations.lightning.pointer_files import read_pointer
@@ -16,6 +17,7 @@ from tensorstore_ck.training.stored_training import read_training
 Module = TypeVar("Module")
 
 
+@short_errors
 def load_from_checkpoint(
     kind: type[Module], path: str | os.PathLike[str], *, store: ReadOnlyStore | str | os.PathLike[str] | None = None, **options: Any
 ) -> Module:

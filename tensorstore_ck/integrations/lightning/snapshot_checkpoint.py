@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.integrations.lightning.compatibility import require_supported
 from tensorstore_ck.integrations.lightning.lightning_state import require_storable, training_state
@@ -77,6 +78,7 @@ def epoch_of(trainer: Any) -> float:
 FIT: Final = "fit"
 
 
+@short_errors
 class SnapshotMixin:
     """Makes a subclass of ModelCheckpoint save into a store.
 
@@ -336,5 +338,6 @@ class SnapshotMixin:
             self._named.finish()
 
 
+@short_errors
 class SnapshotCheckpoint(SnapshotMixin, ModelCheckpoint):  # type: ignore[misc]
     """ModelCheckpoint of `lightning.pytorch`, which saves into a store: see `SnapshotMixin`."""

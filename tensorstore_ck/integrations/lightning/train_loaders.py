@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tensorstore_ck.integrations.trainer import persistent_workers
-from tensorstore_ck.training import rng
+from tensorstore_ck.training import random_generators
 
 LOADERS: Final = "_tsck_train_loaders"
 """Attribute of a Strategy."""
@@ -50,7 +50,7 @@ def has_ended(loop: Any) -> bool:
 
 
 class LoaderPosition:
-    """Where one loader is in its present iteration."""
+    """The position of one loader in its present iteration."""
 
     def __init__(self, trainer: Any, loader: Any, stored: State | None) -> None:
         self._trainer, self._loader, self._stored = trainer, loader, stored
@@ -128,12 +128,13 @@ class LoaderPosition:
 
     def _generators(self) -> State:
         """The states of the process's generators, and of those that the loader and its samplers hold."""
-        return {"process": rng.get_process_states(), "own": [rng.get_state(generator) for generator in self._own_generators()]}
+        own = [random_generators.get_state(generator) for generator in self._own_generators()]
+        return {"process": random_generators.get_process_states(), "own": own}
 
     def _set_generators(self, states: State) -> None:
-        rng.set_process_states(states["process"], None)
+        random_generators.set_process_states(states["process"], None)
         for generator, state in zip(self._own_generators(), states["own"], strict=False):
-            rng.set_state(generator, state)
+            random_generators.set_state(generator, state)
 
     def _own_generators(self) -> list[torch.Generator]:
         """Also those below Lightning's wrapper of a sampler, which shows nothing of its state."""
@@ -222,8 +223,9 @@ class TrainLoaders:
         """The states of generators that loaders hold."""
         loop = self._trainer.fit_loop
         loaders = loop._combined_loader.flattened if loop._combined_loader is not None else ()
-        positions = [getattr(loader, POSITION, None) for loader in loaders]
-        return [[] if position is None else [rng.get_state(one) for one in position._own_generators()] for position in positions]
+        positions: list[LoaderPosition | None] = [getattr(loader, POSITION, None) for loader in loaders]
+        held = [[] if position is None else position._own_generators() for position in positions]
+        return [[random_generators.get_state(generator) for generator in generators] for generators in held]
 
     def set_generators(self, states: list[Any]) -> None:
         """Restores them."""
@@ -231,7 +233,7 @@ class TrainLoaders:
         for loader, own in zip(loaders, states, strict=False):
             position: LoaderPosition | None = getattr(loader, POSITION, None)
             for generator, state in zip([] if position is None else position._own_generators(), own, strict=False):
-                rng.set_state(generator, state)
+                random_generators.set_state(generator, state)
 
     def _positioned(self, loader: Any) -> Any:
         if not self._trainer.training or not isinstance(loader, DataLoader):

@@ -6,6 +6,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedObject, ShardedTensor
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.integrations.megatron.compatibility import LoadBase
 from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, other_backend, version_of
@@ -22,6 +23,7 @@ class UnpublishedError(NotFoundError, CheckpointingException):  # type: ignore[m
     """A checkpoint folder names no snapshot that can be loaded."""
 
 
+@short_errors
 class LoadStrategy(LoadBase):  # type: ignore[misc]
     """Loads sharded tensors and objects; each rank reads its own pieces."""
 

@@ -82,7 +82,7 @@ def _is_just_named(folder: Any) -> bool:
 
 
 def _save_config(given: dict[str, Any]) -> None:
-    """Megatron's wrapper for saves has the name of Megatron's own backend, whatever it wraps."""
+    """Megatron's wrapper for saves has the name of Megatron's own backend, even if it wraps another one."""
     save_config(CheckpointingConfig(BACKEND, VERSION), given["checkpoint_dir"])
 
 

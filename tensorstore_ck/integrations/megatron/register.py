@@ -2,8 +2,11 @@
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.integrations.megatron.compatibility import require_supported
 from tensorstore_ck.integrations.megatron.load_strategy import LoadStrategy
 from tensorstore_ck.integrations.megatron.safe_types import register_safe_types
@@ -20,6 +23,7 @@ else:
     from tensorstore_ck.integrations.megatron import redirected_calls as _versions  # type: ignore[no-redef]
 
 
+@short_errors
 class Strategies(NamedTuple):
     """The strategies that `register` has added; `close`, or the end of a with statement, waits for saves and closes the store."""
 
@@ -29,6 +33,16 @@ class Strategies(NamedTuple):
     """The strategy that ``dist_checkpointing.load`` takes for a folder that `save` wrote."""
     store: Store
     ref: str
+
+    def changed_by(self, optimizer: Any) -> None:
+        """Names the optimizer that alone changes its parameters and state, in ``step``; a later call replaces it.
+
+        Then asynchronous saves copy those on CUDA devices while the next passes run: see `Store.put_snapshot_async`.
+
+        Args:
+            optimizer: Megatron's, or one of torch.
+        """
+        self.save.changed_by = torch_optimizers(optimizer)
 
     def write_folder(self, parent: str | os.PathLike[str], address: str | None = None) -> Path | None:
         """Writes a folder that names a snapshot, ``iter_0001000``, and Megatron-LM's file that names the iteration to load; on all ranks.
@@ -61,6 +75,15 @@ class Strategies(NamedTuple):
         self.close()
 
 
+def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers of torch in an optimizer of Megatron."""
+    if hasattr(optimizer, "chained_optimizers"):
+        return [inner for one in optimizer.chained_optimizers for inner in torch_optimizers(one)]
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return [inner] if isinstance(inner, torch.optim.Optimizer) else []
+
+
+@short_errors
 def register(store: Store | str | os.PathLike[str], *, ref: str) -> Strategies:
     """Lets Megatron save into a store and load from it.
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import StoreError, UnsupportedValueError
 from tensorstore_ck.integrations.megatron.compatibility import SaveBase, request_class
 from tensorstore_ck.integrations.megatron.sharded_state import state_of
@@ -46,6 +47,7 @@ from tensorstore_ck.training.rank_group import ask_first_rank
 _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
 
 
+@short_errors
 class SaveStrategy(SaveBase):  # type: ignore[misc]
     """Saves sharded tensors and objects, and the common state, into a store."""
 
@@ -55,6 +57,8 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
     def __init__(self, store: Store, ref: str) -> None:
         super().__init__(BACKEND, VERSION)
         self._store, self._ref, self._is_first = store, ref, True
+        self.changed_by: list[torch.optim.Optimizer] = []
+        """See `Strategies.changed_by`."""
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -87,17 +91,19 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
             StoreError: see `Store.put_snapshot_async`.
         """
         make_request = request_class(async_strategy)
-        pending = self._store.put_snapshot_async(**self._options(sharded_state_dict, checkpoint_dir))
+        pending = self._store.put_snapshot_async(**self._options(sharded_state_dict, checkpoint_dir), changed_by=self.changed_by)
         finish = partial(self._finish, Path(checkpoint_dir), pending)
         return make_request(wait_until_unlocked, (_locked_until_settled(pending),), [finish], {})
 
     def _options(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> dict[str, Any]:
         """The arguments of a save; its step is the number at the end of the folder's name."""
         state: dict[str, Any] | UnpreparedState
+        attributes = {}
         try:
             state = state_of(sharded_state_dict)
             if dist.get_rank() == 0:
                 state[COMMON] = _common_state(state, Path(checkpoint_dir) / COMMON_STATE_FNAME)
+                attributes = _attributes(state[COMMON])
                 end_other_checkpoint(checkpoint_dir)
         except Exception as exc:  # noqa: BLE001 - the save raises it; the other ranks would wait for this one
             state = UnpreparedState(exc)
@@ -105,7 +111,8 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
             self._is_first = False
             self._continue_ref(Path(checkpoint_dir), state)
         number = _NUMBER.search(str(checkpoint_dir))
-        return {"state": state, "ref": self._ref, "step": None if number is None else int(number[1]), "group": dist.group.WORLD}
+        step = None if number is None else int(number[1])
+        return {"state": state, "ref": self._ref, "step": step, "attributes": attributes, "group": dist.group.WORLD}
 
     def _continue_ref(self, checkpoint_dir: Path, state: dict[str, Any] | UnpreparedState) -> None:
         """At the first save: see `head_before_local_checkpoint`. The first rank decides."""
@@ -139,6 +146,13 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
         is_named = str(Path(folder)) in cls._named
         cls._named.discard(str(Path(folder)))
         return is_named
+
+
+def _attributes(common_state: Any) -> dict[str, float]:
+    """What to search snapshots by, of the arguments that Megatron-LM keeps in the common state."""
+    arguments = common_state.get("args") if isinstance(common_state, dict) else None
+    samples = getattr(arguments, "consumed_train_samples", None)
+    return {"samples_seen": float(samples)} if isinstance(samples, int) else {}
 
 
 def _common_state(state: dict[str, Any], path: Path) -> Any:

@@ -16,6 +16,7 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import
 from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import ExchangePlan, GroupWrapper
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import NoReplicasAvailableError, ReplicationStrategy
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import DamageError, InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations.nvrx.rank_store import RankStore
 from tensorstore_ck.integrations.trainer.versions import Package, changed_functions
@@ -57,6 +58,7 @@ class LocalCheckpointUnavailableError(NotFoundError, CheckpointingException):  #
     """The local checkpoint that `find_latest` found cannot be loaded on some rank, and nobody has another replica."""
 
 
+@short_errors
 class LocalCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     """Replaces NVRx's `LocalCheckpointManager`, with its arguments; `save`, `find_latest` and `load` keep their meaning::
 
@@ -101,7 +103,7 @@ class LocalCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return self._opened
 
     def load(self) -> tuple[TensorAwareStateDict, CkptID]:
-        """Loads what `find_latest` found; on all ranks. Where a copy is damaged, another rank's replica is taken.
+        """Loads what `find_latest` found; on all ranks. If a copy is damaged, another rank's replica is used.
 
         Returns:
             This rank's state dict, and its id.

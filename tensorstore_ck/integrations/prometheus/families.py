@@ -44,10 +44,10 @@ RUN_OUTCOME: Final = Kind(
     "other, if this build does not know it",
     ("store", "run", "outcome"),
 )
-FINDINGS: Final = Kind("tsck_fsck_findings", "What the last fsck found, by severity: error, notice", ("store", "severity"))
+FINDINGS: Final = Kind("tsck_fsck_findings", "The findings of the last fsck, by severity: error, notice", ("store", "severity"))
 FREED_BYTES: Final = Kind("tsck_last_gc_freed_bytes", "By how much the last gc made the store smaller")
 
-QUOTA_USED: Final = Kind("tsck_quota_used_bytes", "What the branches of a quota have added to the store", ("store", "glob"))
+QUOTA_USED: Final = Kind("tsck_quota_used_bytes", "Bytes that the branches of a quota have added to the store", ("store", "glob"))
 QUOTA_WARN: Final = Kind("tsck_quota_warn_bytes", "From how many bytes on saves warn", ("store", "glob"))
 QUOTA_REFUSE: Final = Kind("tsck_quota_refuse_bytes", "From how many bytes on saves are refused", ("store", "glob"))
 
@@ -71,6 +71,10 @@ STORED_BYTES: Final = Kind(
 )
 UNREFERENCED_BYTES: Final = Kind("tsck_unreferenced_bytes", "Bytes that nothing holds: young and garbage")
 FREEABLE_BYTES: Final = Kind("tsck_freeable_bytes", "Bytes that gc would free now")
+FREE_BYTES: Final = Kind("tsck_free_bytes", "Bytes that are free where the store is; absent if that location does not report it")
+FREE_INODES: Final = Kind("tsck_free_inodes", "Files that can still be made where the store is; absent without a limit")
+GROWTH: Final = Kind("tsck_growth_bytes_per_day", "What the saves of the last 7 days added and something still holds, a day")
+FULL_IN_DAYS: Final = Kind("tsck_full_in_days", "Days until the location is full at that pace; absent if it does not grow")
 MEASURED: Final = Kind("tsck_usage_timestamp_seconds", "When the bytes by state were measured")
 MEASURE_SECONDS: Final = Kind("tsck_usage_duration_seconds", "How long the last measurement of the bytes by state took")
 MEASURE_ERRORS: Final = Kind("tsck_usage_errors_total", "Measurements of the bytes by state that failed, since the exporter started")

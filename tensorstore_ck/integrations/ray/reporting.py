@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import ray.train
 import torch.distributed as dist
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InputError, InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations.ray.compatibility import num_to_keep
 from tensorstore_ck.integrations.ray.kept_checkpoints import follow_ray, pin_reported
@@ -36,6 +37,7 @@ DROPPED: Final = 4
 """The store frees dropped snapshots when there are at least this many."""
 
 
+@short_errors
 def report(metrics: Mapping[str, Any], state: object, *, store: Store, ref: str, step: int, **options: Any) -> Snapshot:
     """Replaces `ray.train.report`, on all workers: saves a snapshot of `state`, and reports a checkpoint that names it.
 
@@ -93,6 +95,7 @@ def report(metrics: Mapping[str, Any], state: object, *, store: Store, ref: str,
     return snapshot
 
 
+@short_errors
 def restore(state: object, *, store: Store, ref: str) -> Snapshot | None:
     """Restores `state` on all workers, on any number of them: from `ray.train.get_checkpoint()`; if Ray has none, from the ref's newest
     snapshot that is intact.

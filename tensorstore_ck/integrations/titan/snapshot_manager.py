@@ -18,6 +18,7 @@ from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, TRA
 from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import logger
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.titan.weights import weights_of
 from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
@@ -47,6 +48,7 @@ class _Restored:
         return {}
 
 
+@short_errors
 class SnapshotManager(CheckpointManager):  # type: ignore[misc]
     """For ``checkpoint=SnapshotManager.Config(...)`` in a `torchtitan.trainer.Trainer.Config`."""
 

@@ -8,14 +8,15 @@ import os
 import re
 import shlex
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.torch_checkpointing import rank_items
 from tensorstore_ck.integrations.torch_checkpointing.item_specs import ItemSpecs, UnfitItemsError, require_id
@@ -36,6 +37,7 @@ from tensorstore_ck.training.resume_search import ResumeSearch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
 
 NOTE: Final = "torch_checkpointing"
 """Key in a snapshot's metadata."""
@@ -56,6 +58,7 @@ class ClosedManagerError(InvalidOptionError, RuntimeError):
     """The manager is closed; torch_checkpointing raises the built-in error."""
 
 
+@short_errors
 class CheckpointManager:
     """Replaces `torch_checkpointing.CheckpointManager`::
 
@@ -73,6 +76,7 @@ class CheckpointManager:
         store: Store | str | os.PathLike[str],
         ref: str,
         keep: Mapping[str, object] | None = None,
+        changed_by: "Optimizer | Sequence[Optimizer]" = (),
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         """All ranks create one with the same arguments.
@@ -80,10 +84,11 @@ class CheckpointManager:
         Args:
             config: A `CheckpointManager.Config` of torch_checkpointing. Used are the items' ``required`` and ``resharder``, ``default``,
                 and whether saves are asynchronous; whatever concerns its files and its process is ignored. An item with a resharder must be
-                equal on all ranks, but for what is spread over them. None: any items, asynchronous.
+                equal on all ranks, except for tensors that are spread over them. None: any items, asynchronous.
             store: The store; or its URL or path, where it is created if there is none, and closed by `close`.
             ref: The branch for all checkpoints.
             keep: The retention policy of the ref, as in `Store.set_policy`; what it drops is freed while the job runs.
+            changed_by: The optimizers of the items: see `Store.put_snapshot_async`.
             timeout_seconds: How long to wait for the other ranks.
 
         Raises:
@@ -95,7 +100,7 @@ class CheckpointManager:
         validate_ref_name(ref)
         self._owns_store = not isinstance(store, Store)
         self._store = opened(store)
-        self._ref, self._timeout_seconds = ref, timeout_seconds
+        self._ref, self._timeout_seconds, self._changed_by = ref, timeout_seconds, changed_by
         self._pending: PendingSnapshot | None = None
         self._closed = False
         is_first = self._group is None or self._group.rank() == 0
@@ -119,7 +124,7 @@ class CheckpointManager:
     def save(self, checkpoint_id: str, checkpoint: Mapping[str, Any]) -> "Future[Snapshot] | None":
         """Saves a payload, after the previous save has ended. All ranks call it, each with its own side.
 
-        The payload may be changed when it returns. Of several saves with one id, `load` finds the newest.
+        The payload may be changed when it returns. If several saves have one id, `load` finds the newest.
 
         Args:
             checkpoint_id: Any text, such as ``"step_1000"`` or a path.
@@ -151,7 +156,7 @@ class CheckpointManager:
             self._store.put_snapshot(state, **options)
             self._note_save()
             return None
-        self._pending = self._store.put_snapshot_async(state, **options)
+        self._pending = self._store.put_snapshot_async(state, changed_by=self._changed_by, **options)
         self._note_save()
         return future_of(self._pending)
 
@@ -280,7 +285,7 @@ class CheckpointManager:
         return loaded
 
     def _address_of(self, checkpoint_id: str) -> str:
-        """Where the newest checkpoint with this id is; through the ref, if possible, so that the next save may follow it."""
+        """The address of the newest checkpoint with this id; through the ref, if possible, so that the next save may follow it."""
         number = _NUMBER.search(checkpoint_id)
         steps = (None,) if number is None else (int(number[1]), None)
         try:
@@ -341,13 +346,17 @@ class CheckpointManager:
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
-        """Checks a payload. The buffers for background saves are allocated at the first one, and reused.
+        """Checks a payload; a process that saves alone also allocates memory for background saves: see `Store.prepare`.
 
         Raises:
             UnfitItemsError: an item is missing or not allowed.
         """
         self._require_open("prewarm staging")
         self._specs.require_fitting(checkpoint)
+        group = self._group
+        if self._specs.asynchronous and (group is None or group.size() == 1):
+            with suppress(StoreError):  # what cannot be saved is an error of the save
+                self._store.prepare({**checkpoint}, group=group, changed_by=self._changed_by)
 
     def lock(self) -> AbstractContextManager[None]:
         """For ``with manager.lock(): optimizer.step()``: does nothing, since `save` has captured the payload when it returns."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from tensorstore_ck.training import rng
+from tensorstore_ck.training import random_generators
 
 INNER: Final = ("sampler", "batch_sampler")
 
@@ -24,11 +24,11 @@ def begin(loader: Any) -> None:
     if not _is_persistent(loader) or native._iterator is not None:
         return
     held = list({id(generator): generator for generator in _generators(native)}.values())
-    states = [rng.get_state(generator) for generator in held]
-    with rng.preserved():
+    states = [random_generators.get_state(generator) for generator in held]
+    with random_generators.preserved():
         native._iterator = native._get_iterator()
     for generator, state in zip(held, states, strict=True):
-        rng.set_state(generator, state)
+        random_generators.set_state(generator, state)
 
 
 def _is_persistent(loader: Any) -> bool:

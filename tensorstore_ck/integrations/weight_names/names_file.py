@@ -13,7 +13,7 @@
     [gate_up]
     "decoder.layers.{i}.mlp.linear_fc1.weight" = ["...gate_proj.weight", "...up_proj.weight"]
 
-``{i}`` stands for a number between dots. Where only the right side has it, the tensor of Megatron has one more axis, in front, for it.
+``{i}`` stands for a number between dots. If only the right side has it, the tensor of Megatron has one more axis for it, in front.
 """
 
 import os

@@ -6,12 +6,12 @@ the block index.
 
 protocol.py           what the log and the block index need of a table
 open_cache.py         where a host keeps its cache
-lmdb_table.py         a handle on a table in LMDB
-lmdb_environment.py   one LMDB environment of this process
-lmdb_view.py          its rows, with their checksums, and a read view of them
+lmdb_handle.py        one handle of several on an environment: counted, reopened, refused in a forked child
+lmdb_environment.py   the environment: opens, checks and grows LMDB's files, and writes batches
+lmdb_rows.py          its rows, with their checksums, and a read view of them
 batch_lock.py         the lock of a batch against other processes
 memory_table.py       a table in memory
-failover_table.py     a table on disk, replaced by one in memory when it fails
+failover_table.py     goes from a table on disk that fails or is locked to one in memory, and back
 """
 
 from tensorstore_ck.log.cache.failover_table import FailoverReader, FailoverTable

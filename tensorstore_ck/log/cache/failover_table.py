@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from tensorstore_ck.common.threads import ProcessLock
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.log.cache.memory_table import MemoryTable
 from tensorstore_ck.log.cache.protocol import Batch, CacheWarning, Item, Reader, Table, TableBusyError, TableError
 
@@ -168,7 +169,7 @@ class FailoverTable(FailoverReader):
         if not self._warned:
             self._warned = True
             try:
-                warnings.warn(CacheWarning(message), stacklevel=2)
+                warnings.warn(CacheWarning(message), stacklevel=user_stacklevel())
             except CacheWarning:  # warnings are errors: raised here, it would make a published save look like a failed one
                 _logger.warning("%s", message)
 

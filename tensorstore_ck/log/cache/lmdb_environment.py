@@ -1,7 +1,7 @@
 """One LMDB environment of this process, shared by all handles on its folder.
 
 Nothing else opens LMDB's files. py-lmdb refuses a second open of a path in one process (closing one would drop the
-other's file locks), so `lmdb_table` counts handles in a process-wide registry. Invariants: a forked child never uses an
+other's file locks), so `lmdb_handle` counts handles in a process-wide registry. Invariants: a forked child never uses an
 environment; `set_mapsize` never runs while a transaction of this process is open (`_map_lock`, and `_write_lock` before it; views
 copy their rows first); a batch holds `batch.lock` in the folder from start to end, so that it can begin again in a larger map
 without any other process's batch in between; an environment that failed is not used again, and stays open until it is closed, as
@@ -23,8 +23,17 @@ from zlib import crc32
 import lmdb
 
 from tensorstore_ck.log.cache.batch_lock import BatchLock
-from tensorstore_ck.log.cache.lmdb_view import CRC_BYTES, LmdbView, get_row, get_rows, read_page
-from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, TableError, bad_key, scan_pages
+from tensorstore_ck.log.cache.lmdb_rows import CRC_BYTES, LmdbView, get_row, get_rows, read_page
+from tensorstore_ck.log.cache.protocol import (
+    PAGE_ITEMS,
+    Batch,
+    Item,
+    TableBusyError,
+    TableDamagedError,
+    TableError,
+    bad_key,
+    scan_pages,
+)
 
 with suppress(ImportError):  # some versions import it at the first `lmdb.open`: a child forked during that would hang
     import_module("lmdb._envid")

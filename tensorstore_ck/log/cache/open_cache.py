@@ -20,6 +20,7 @@ import platformdirs
 
 from tensorstore_ck.common.filesystem_kind import NETWORK_FILESYSTEM, filesystem_of
 from tensorstore_ck.common.owned_files import FOLDER_MODE, open_own_folder, require_safe_parent
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import PermissionDeniedError
 from tensorstore_ck.log.cache.memory_table import MemoryTable
 from tensorstore_ck.log.cache.protocol import CacheWarning, Table
@@ -39,7 +40,7 @@ def open_table(cache_dir: Path | None, key: str) -> Table:
         try:
             import lmdb  # noqa: PLC0415 - costs nothing where memory is used
 
-            from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table  # noqa: PLC0415
+            from tensorstore_ck.log.cache.lmdb_handle import open_lmdb_table  # noqa: PLC0415
         except ImportError as exc:
             reasons.append(str(exc))
             break
@@ -55,7 +56,7 @@ def open_table(cache_dir: Path | None, key: str) -> Table:
             f"no cache on a local disk ({'; '.join(reasons)}); using memory, so that every process reads the log again. "
             "Give a private folder on a local filesystem as cache_dir"
         ),
-        stacklevel=2,
+        stacklevel=user_stacklevel(),
     )
     return MemoryTable()
 

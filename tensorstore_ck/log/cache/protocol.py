@@ -1,4 +1,4 @@
-"""What the log and the block index need of the host's cache: an ordered map of bytes with atomic batches.
+"""The interface of the host's cache for the log and the block index: an ordered map of bytes with atomic batches.
 
 A table on disk may fail at any call: `TableDamagedError` means that this process can no longer use it, `TableBusyError` that
 another process holds its lock. It never returns bytes that were not put. `FailoverTable` replaces it by a table in memory, so

@@ -1,4 +1,4 @@
-"""Where snapshots should lie as they age, and how they are encoded, by their policies. Pure: no clock, no store."""
+"""The location and the encoding that policies ask for as snapshots age. Pure: no clock, no store."""
 
 from collections.abc import Iterable
 from typing import Final, NamedTuple, Self

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.retention.keep_rules import KeepCandidate, Verdict, choose, reasons_despite_policy, unmatched
@@ -44,7 +45,7 @@ def verdicts(
     coming: SnapshotInfo | None = None,
     added_bytes: Callable[[SnapshotInfo], int] | None = None,
 ) -> list[Verdict]:
-    """What happens to each snapshot of a branch, oldest first. `coming`: the snapshot that the next entry will publish."""
+    """The fate of each snapshot of a branch, oldest first. `coming`: the snapshot that the next entry will publish."""
     return choose(candidates(view, ref, coming), list(policies), now_ns, added_bytes)
 
 
@@ -96,7 +97,7 @@ def expire_at_save(view: RefTable, put: Op, now_ns: int, url: str) -> list[Op]:
         return []
     judged = verdicts(view, ref, policies.values(), now_ns, coming=SnapshotInfo.of_op(put.fields, 0, now_ns))
     for problem in unmatched_rules(url, ref, policies, [verdict.info for verdict in judged]):
-        warnings.warn(problem, UnmatchedRuleWarning, stacklevel=2)
+        warnings.warn(problem, UnmatchedRuleWarning, stacklevel=user_stacklevel())
     going = [verdict.info.ulid for verdict in judged if not verdict.stays]
     return [Op.expire(ref, going)] if going else []
 

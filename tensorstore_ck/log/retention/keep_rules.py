@@ -34,7 +34,7 @@ class Verdict(NamedTuple):
 def choose(
     history: Sequence[KeepCandidate], policies: Sequence[Policy], now_ns: int, added_bytes: Callable[[SnapshotInfo], int] | None = None
 ) -> list[Verdict]:
-    """What happens to each snapshot of a branch.
+    """The fate of each snapshot of a branch.
 
     Args:
         history: Oldest first, each snapshot once; the last one is the branch's head.
@@ -77,7 +77,7 @@ def reasons_despite_policy(history: Sequence[KeepCandidate]) -> dict[Ulid, list[
 
 
 def _kept(history: Sequence[KeepCandidate], policy: Policy, now_ns: int) -> dict[Ulid, list[str]]:
-    """What the rules of a policy keep, before its limits."""
+    """The snapshots that the rules of a policy keep, before its limits."""
     reasons: dict[Ulid, list[str]] = {}
 
     def keep(infos: Iterable[SnapshotInfo], why: str) -> None:

@@ -41,6 +41,8 @@ class LogProblem(NamedTuple):
     is_error: bool = True
     is_repairable: bool = False
     """From the log and this host alone."""
+    advice: str = ""
+    """What to do about it, where nobody does it yet."""
 
 
 @dataclass(slots=True)
@@ -192,8 +194,8 @@ class _LogChecker:
         first, last = self._chain.name(numbers[0]), self._chain.name(numbers[-1])
         if not reported:
             these = f"log entry {first} is" if len(numbers) == 1 else f"log entries {first} to {last} are"
-            message = f"{these} missing: {_FROM_COPY}; without one, `tsck salvage` makes a new log from what is left"
-            self._note("broken_log", first, message)
+            advice = f"{_FROM_COPY}; without one, `tsck salvage` makes a new log from what is left"
+            self._check.problems.append(LogProblem("broken_log", first, f"{these} missing", advice=advice))
         check.lost.append(numbers)
         self._fold_instead(numbers)
         self._prev = check.last_hash = None
@@ -309,12 +311,11 @@ def host_saw_more(check: LogCheck, head: Head, chain: EntryReader, elsewhere: st
         message = f"this store's log is another one from here on than that of the store {elsewhere}: one is a copy of the other's files; "
         message += "if both are used, give this one an identity of its own with `tsck adopt`, else accept its log with `tsck accept-log`"
         return LogProblem("log_changed", name, message, is_error=False)
-    message = (
-        f"this host read log entry {name} earlier, and it is gone now: if the store was restored from a copy, accept that with "
-        f"`tsck accept-log`; if not, entries were destroyed or replaced: {_FROM_COPY}; without one, `tsck salvage` makes a new log with "
-        "every complete snapshot"
+    advice = (
+        "if the store was restored from a copy, accept that with `tsck accept-log`; if not, entries were destroyed or replaced: "
+        f"{_FROM_COPY}; without one, `tsck salvage` makes a new log with every complete snapshot"
     )
-    return LogProblem("broken_log", name, message)
+    return LogProblem("broken_log", name, f"this host read log entry {name} earlier, and it is gone now", advice=advice)
 
 
 def cache_problem(check: LogCheck, log: Log) -> LogProblem | None:

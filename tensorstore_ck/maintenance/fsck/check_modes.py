@@ -7,7 +7,7 @@ from typing import Final
 from tensorstore_ck.backend.local_modes import files_unlike_root
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.format.store_config import CONFIG_NAME
-from tensorstore_ck.log.contents import store_folders
+from tensorstore_ck.log.store_folders import store_folders
 from tensorstore_ck.maintenance.fsck.findings import Findings
 from tensorstore_ck.maintenance.fsck.repairable import repair_command
 
@@ -19,11 +19,12 @@ def check_modes(backend: Backend, findings: Findings) -> None:
     """Adds one finding for all files and folders, named by the first."""
     names = _unlike_root(backend)
     if names:
-        root = os.stat(backend.url)
+        root, more = os.stat(backend.url), len(names) - 1
+        which = f"this and {more:,} more files and folders lack" if more else "this file or folder lacks"
         findings.add(
             MODE,
             names[0],
-            f"{len(names):,} files and folders, this one first, do not have the mode and group of {backend.url} "
+            f"{which} the mode and group of {backend.url} "
             f"({stat.filemode(root.st_mode)}, group {root.st_gid}), so not the same users may use them: {repair_command()}, run by root or "
             "by each owner, changes that",
             severity="notice",

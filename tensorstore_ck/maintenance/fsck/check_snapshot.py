@@ -160,6 +160,7 @@ def rebuilt_record(info: SnapshotInfo, record: Record, parts: Sequence[Ulid]) ->
         time_ns=info.arrived_ns,
         triggers=(),
         epoch=None,
+        attributes=None,
         parts=list(parts),
         logical_bytes=info.logical_bytes,
         new_bytes=info.new_bytes,

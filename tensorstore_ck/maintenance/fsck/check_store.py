@@ -208,7 +208,8 @@ class Fsck:
             more += [self._lost_log()] if not log.last and not self._found.names(CONFIG_NAME) else []
         for problem in [*log.problems, *(problem for problem in more if problem)]:
             severity: Severity = "error" if problem.is_error else "notice"
-            self._found.add(problem.kind, problem.object, problem.message, severity=severity, repairable=problem.is_repairable)
+            message = f"{problem.message}: {problem.advice}" if problem.advice else problem.message
+            self._found.add(problem.kind, problem.object, message, severity=severity, repairable=problem.is_repairable)
             if problem.kind == "broken_log":
                 self._broken.append(problem.object)
 

@@ -1,6 +1,6 @@
 """A backend that notes failed reads which do not prove damage, even if a caller handles the error: after one, a repair marks nothing.
 
-A source of a lost object that cannot be read may be good, wherever the repair met it.
+An unreadable source of a lost object may still be good.
 """
 
 from collections.abc import Callable

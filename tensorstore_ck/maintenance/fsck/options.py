@@ -4,12 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, total bytes)."""
 
 
+@short_errors
 @renamed_argument(max_bytes_per_second="rate_limit")
 @dataclass(frozen=True, slots=True)
 class FsckOptions:
@@ -20,7 +22,7 @@ class FsckOptions:
     sample_fraction: float | None = None
     """Read this share of all packs' bytes: first the packs that were never verified, then those verified longest ago."""
     max_seconds: float | None = None
-    """Read in that order until this time is over; the next such run continues there."""
+    """Read data in that order until this time is over; the next such run continues there."""
     progress: Progress | None = None
     rate_limit: float | None = None
     """Limit of reads, and of repair's writes, so that jobs keep their bandwidth; None: no limit."""

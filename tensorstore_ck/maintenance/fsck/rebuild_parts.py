@@ -220,7 +220,7 @@ class PartRebuilder:
         return ulid
 
     def _locations(self, part: Part) -> Mapping[Digest, Location]:
-        """Where the part's distinct blocks are, in the order of its extents."""
+        """The positions of the part's distinct blocks, in the order of its extents."""
         ids = list(dict.fromkeys(part.block_id(row) for row in range(part.block_count)))
         known = find_copies(self._packs, ids, unless={})
         safe = {

@@ -5,7 +5,7 @@ It replays the effects of the old entries, in their order and with their times: 
 because it was forgotten permanently: one entry puts and releases each, and later entries hold it again. An `expire` of a whole branch
 is followed by an `undo` of the moves that had stayed.
 
-Invariant: every kept snapshot is held at the end, whatever the old entries were.
+Invariant: every kept snapshot is held at the end, even if old entries had removed it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -369,7 +369,7 @@ class _Salvage:
 
 
 def _unknown_in(log: LogCheck, config: StoreConfig) -> list[str]:
-    """What a newer build, or somebody who forges entries, wrote to the log."""
+    """The operations that a newer build, or a forger of entries, wrote to the log."""
     unknown = [problem.message for problem in log.problems if problem.kind == FormatVersionError.kind]
     stop = log.view.stop()
     if stop is not None:

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Ulid, derived_hash
 from tensorstore_ck.common.save_progress import SaveMeter
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
@@ -173,6 +174,8 @@ class RankSave:
             arrived_ns=take_count(outcome, "arrived_ns"),
             triggers=list(request.origin.triggers),
             epoch=request.origin.epoch,
+            attributes=outcome.get("attributes"),
+            duration_ns=outcome.get("duration_ns"),
         )
 
     def keep(self, info: SnapshotInfo, outcome: Body) -> None:
@@ -189,7 +192,7 @@ class RankSave:
         if self._group.rank == 0 and any(rank for rank, _ in pairs):
             replica_drift.warn_of_drift(pairs, info)
         if self._differing_copies:
-            warnings.warn(f"the snapshot of step {info.step} is marked as drift: {self._differing_copies}", stacklevel=2)
+            warnings.warn(f"the snapshot of step {info.step} is marked as drift: {self._differing_copies}", stacklevel=user_stacklevel())
 
     def _write(self) -> "RankResult":
         engine, rank, ranks, own = self._destination.engine, self._group.rank, self._group.ranks, self._captured.own
@@ -298,7 +301,8 @@ class RankSave:
         entry = next(self._engine.log.entries(n))
         op = next(op for op in entry.ops if op.name in ("put", "staged") and op.fields["txn"] == self._txn)
         info = SnapshotInfo.of_op(op.fields, n, entry.time_ns)
-        return {key: op.fields[key] for key in REPORTED} | {"n": n, "time_ns": info.time_ns, "arrived_ns": info.arrived_ns}
+        noted = {"attributes": info.attributes, "duration_ns": info.duration_ns}
+        return {key: op.fields[key] for key in REPORTED} | {"n": n, "time_ns": info.time_ns, "arrived_ns": info.arrived_ns, **noted}
 
     def _difference(self, results: Sequence[RankResult]) -> str:
         """The ranks that differ though they should hold the same data, in words; empty if none do."""

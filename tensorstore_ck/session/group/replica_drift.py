@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
 from tensorstore_ck.engine.write.part_writer import PartSlot, source_offsets
@@ -121,7 +122,7 @@ def keep_copy(engine: Engine, captured: CapturedState, slot: PartSlot, info: Sna
     warnings.warn(
         f"rank {slot.rank} no longer has the values of rank {owner}{' in ' + shown if names else ''}, which should be equal: the "
         f"snapshot has those of rank {owner}, and {kept}. Look for operations that are not deterministic, and for failing hardware",
-        stacklevel=2,
+        stacklevel=user_stacklevel(),
     )
 
 
@@ -231,7 +232,7 @@ def warn_of_drift(pairs: Sequence[tuple[int, int]], info: SnapshotInfo) -> None:
     warnings.warn(
         f"the snapshot{step} on {info.ref!r} is marked drift: {reason(pairs, info.ref)}. Replicas that should be equal are not: "
         "training may go on with a corrupted rank. Look for operations that are not deterministic, and for failing hardware",
-        stacklevel=2,
+        stacklevel=user_stacklevel(),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from tensorstore_ck.backend.staging import StagingFolder
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import Helper
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.session.peers.exchange import Exchange
 from tensorstore_ck.session.peers.held_copies import HeldCopies
@@ -58,7 +59,7 @@ class Replicator:
             warnings.warn(
                 f"replicate_to_peers={copies} needs {copies + 1} hosts, and the job has {possible + 1}: what is staged has "
                 f"{possible or 'no'} copies on other hosts; ranks with the same staging folder count as one host",
-                stacklevel=2,
+                stacklevel=user_stacklevel(),
             )
 
     def exchange(

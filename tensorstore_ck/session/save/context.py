@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from tensorstore_ck.session.peers import Replicator
-    from tensorstore_ck.state.device.step_gates import StepGate, StepGates
+    from tensorstore_ck.state.device.kept_tensors import StoredTensors
+    from tensorstore_ck.state.device.optimizer_step_gates import StepGate, StepGates
 
 T = TypeVar("T")
 
@@ -57,17 +58,28 @@ class SaveContext:
     step_gates: "StepGates | None" = None
     """The gates of optimizers whose tensors are copied from devices until the next step; made at the first such save."""
 
+    known_tensors: "StoredTensors | None" = None
+    """Tensors on devices that the next save need not copy; made at the first asynchronous save of such tensors."""
+
     def is_store_gone(self) -> bool:
-        """Whether the store does not answer, and all saves that wait for it are safe on the staging disk."""
+        """Whether the store answers nothing or takes no upload, and all saves that wait for it are safe on the staging disk."""
         return self.engine.tier is not None and self.contact.is_gone(partial(self.engine.backend.size, CONFIG_NAME))
 
     def gates_of(self, optimizers: "Sequence[Optimizer]") -> "list[StepGate]":
         """The gates of these optimizers' steps."""
-        from tensorstore_ck.state.device.step_gates import StepGates  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.state.device.optimizer_step_gates import StepGates  # noqa: PLC0415 - loads torch
 
         if self.step_gates is None:
             self.step_gates = StepGates()
         return self.step_gates.of(optimizers)
+
+    def stored_tensors(self) -> "StoredTensors":
+        """The tensors on devices that the next save need not copy."""
+        from tensorstore_ck.state.device.kept_tensors import StoredTensors  # noqa: PLC0415 - loads torch
+
+        if self.known_tensors is None:
+            self.known_tensors = StoredTensors()
+        return self.known_tensors
 
     def note_speed(self, status: SaveStatus) -> None:
         """Notes how long the store took to write a save, so that the next ones can choose a codec.
@@ -125,7 +137,7 @@ class SaveContext:
         from tensorstore_ck.gc.plan import plan_gc  # noqa: PLC0415 - only for a full disk
 
         try:
-            return plan_gc(self.engine.of_store()).freeable.describe()
+            return plan_gc(self.engine.of_store()).freeable.describe(is_full=True)
         except (StoreError, OSError):  # the cache may be full, too
             return []
 
@@ -133,17 +145,21 @@ class SaveContext:
         """Calls `action` until the backend answers, or the save is asked to give up; returns the result."""
         for attempt in range(1_000_000):
             try:
-                return action()
+                result = action()
             except (BackendUnavailableError, UndecidedError) as exc:
                 if isinstance(exc, UndecidedError) and self.engine.single_writer:
                     raise  # without exclusive creates, nothing may be retried before a person has looked
                 delay = next_delay(attempt, 0.5, LONGEST_PAUSE_SECONDS, least=0.5)
                 self.retried(status, what, exc, delay)
                 status.pause(delay)
+            else:
+                self.contact.upload_moved()
+                return result
         raise AssertionError("unreachable")
 
     def retried(self, status: SaveStatus, what: str, error: Exception, delay_seconds: float) -> None:
-        """Emits an event for a transient error."""
+        """Emits an event for a transient error, and notes that the store did not take what was sent."""
+        self.contact.upload_failed()
         fields: dict[str, float | str] = {"what": what, "error": str(error), "delay_seconds": delay_seconds}
         self.engine.observers.emit(Event("retried", status.id, status.ref, status.step, status.rank, time.time_ns(), fields))
 

@@ -183,7 +183,8 @@ class SaveQueue:
     def drain(self, seconds: float | None = None, *, give_up_seconds: float = GIVE_UP_SECONDS, may_leave: bool = False) -> DrainReport:
         """Waits for the saves in progress; after `seconds` asks the unpublished ones to give up, for up to `give_up_seconds`.
 
-        With `may_leave` it does not wait for a store that does not answer. In a callback of a save it returns a report at once.
+        With `may_leave` it does not wait for a store that answers nothing or takes no upload. In a callback of a save it returns a report
+        at once.
         """
         self._enter()
         saves = self._queued()
@@ -310,7 +311,7 @@ class SaveQueue:
         return all(queued.status.dropped == "abandoned" for queued in self._queued())
 
     def _is_done_or_left(self) -> bool:
-        """Whether they are done, or all are safe on the staging disk and the store does not answer."""
+        """Whether they are done, or all are safe on the staging disk and the store answers nothing or takes no upload."""
         is_safe = all(queued.status.has_reached(SaveMilestone.STAGED) for queued in self._queued())
         return self._is_done() or (is_safe and self._stays.is_store_gone())
 

@@ -157,6 +157,7 @@ class StagedSave:
             _logger.info("published %s, which was staged before %s", own, later)
 
     def _publish_one(self, status: SaveStatus) -> SnapshotInfo:
+        self._context.contact.upload_moved()
         outcome = self._publisher.publish(status)
         published = outcome if isinstance(outcome, SnapshotInfo) else None
         self._end(status, published)

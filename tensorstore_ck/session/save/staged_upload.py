@@ -60,11 +60,17 @@ class StagedUpload:
         if is_renewed:
             head = engine.log.view().head()
             self._anchors[rank] = head.n if head is not None else 0
+
+        def count(size: int) -> None:
+            meter.count("upload", size)
+            if size > 0:
+                self._context.contact.upload_moved()
+
         upload = partial(
             self.tier.uploader.upload,
             [name for name in manifest.names if not is_renewed or name.startswith("packs/")],
             stop=stop,
-            on_bytes=lambda size: meter.count("upload", size),
+            on_bytes=count,
             on_retry=lambda exc, seconds: self._context.retried(status, "an upload", exc, seconds),
         )
         with meter.timed("upload"):

@@ -223,4 +223,4 @@ def staged_info(txn: Ulid, record: Record) -> SnapshotInfo:
     sealed = object_hash(record.encode())
     at = (txn, record.root(), sealed, record.parent, record.ref, record.step, 0, record.time_ns)
     sizes = (record.logical_bytes, record.new_bytes)
-    return SnapshotInfo(*at, record.metrics, *sizes, record.time_ns, record.triggers, record.epoch)
+    return SnapshotInfo(*at, record.metrics, *sizes, record.time_ns, record.triggers, record.epoch, record.attributes)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 PATIENCE_SECONDS: Final = 5.0
 """How long a save waits for one answer. Without an answer the save also stages blocks that the store has."""
 GONE_SECONDS: Final = 60.0
-"""A process that ends does not wait for a store that has answered nothing for this time."""
+"""A process that ends does not wait for a store that has answered nothing, or taken no byte of an upload, for this time."""
 
 
 class StoreContact:
@@ -33,6 +33,10 @@ class StoreContact:
         self._answered_at = float("-inf")
         self._asked_since: float | None = None
         """When the first call since the last answer began."""
+        self._moved_at = self._clock()
+        """When the store last took a byte of an upload, or an upload began."""
+        self._has_refused = False
+        """Whether an upload has failed since."""
 
     def ask(self, call: Callable[[], T]) -> T:
         """The result of `call`, which goes on in the background if this raises that it takes too long.
@@ -56,7 +60,9 @@ class StoreContact:
         return result_or_raise(is_result, result)
 
     def is_gone(self, probe: Callable[[], object]) -> bool:
-        """Whether the store has answered nothing for `GONE_SECONDS`. Asks it by `probe`, in the background."""
+        """Whether the store has answered nothing, or taken nothing, for `GONE_SECONDS`. Asks it by `probe`, in the background."""
+        if self._has_refused and self._clock() - self._moved_at >= GONE_SECONDS:
+            return True
         if not self._is_asked() and self._clock() - self._answered_at >= self._patience_seconds:
             try:
                 self._begin(lambda: self._answer(probe))
@@ -64,6 +70,14 @@ class StoreContact:
                 return False
         since = self._asked_since
         return since is not None and self._clock() - since >= GONE_SECONDS
+
+    def upload_moved(self) -> None:
+        """Notes that an upload begins, or that the store took a part of it."""
+        self._moved_at, self._has_refused = self._clock(), False
+
+    def upload_failed(self) -> None:
+        """Notes that a request of an upload failed, for now."""
+        self._has_refused = True
 
     def _is_asked(self) -> bool:
         """Whether a call is not answered yet."""

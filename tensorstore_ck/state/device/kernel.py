@@ -16,6 +16,7 @@ import torch
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, block_id
 from tensorstore_ck.common.threads import Helper
+from tensorstore_ck.common.user_frames import user_stacklevel
 
 GROUP_BYTES: Final = 128 << 10
 """Bytes that one CTA of the kernel hashes."""
@@ -175,6 +176,6 @@ def hasher_of(device: torch.device) -> BlockHasher | None:
         hasher = CudaHasher(device)
         require_known_ids(hasher, device)
     except (RuntimeError, OSError, AttributeError, ImportError) as exc:
-        warnings.warn(f"blocks on {device} are hashed by the host: {exc}", stacklevel=2)
+        warnings.warn(f"blocks on {device} are hashed by the host: {exc}", stacklevel=user_stacklevel())
         return None
     return hasher

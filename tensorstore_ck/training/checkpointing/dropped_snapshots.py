@@ -6,6 +6,7 @@ import warnings
 from typing import Final
 
 from tensorstore_ck.common.threads import Helper
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.store import Store
 
@@ -44,5 +45,5 @@ class DroppedSnapshots:
             warnings.warn(
                 f"the snapshots that the policy of {self._ref!r} dropped still take space: {exc}; a later save tries again, and "
                 f"`tsck gc -s {shlex.quote(self._store.url)}` frees them after their undo window",
-                stacklevel=2,
+                stacklevel=user_stacklevel(),
             )

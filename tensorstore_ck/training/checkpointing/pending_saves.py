@@ -89,7 +89,10 @@ class PendingSaves:
         try:
             self._store.finish(self._ref)
         except StoreError as exc:
-            warnings.warn(f"the end of the run on {self._ref!r} is not in the log, so its next save counts as late: {exc}", stacklevel=5)
+            warnings.warn(
+                f"the end of the run on {self._ref!r} is not in the log, so its next save counts as late: {exc}",
+                stacklevel=user_stacklevel(),
+            )
 
     # --- failures ----------------------------------------------------------------------------------------------------
 

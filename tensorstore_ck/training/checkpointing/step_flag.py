@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import SnapshotAbortedError
 from tensorstore_ck.session.group.channel import KeyValue, StoreRunner
 from tensorstore_ck.training.checkpointing.triggers import DecidedTrigger
@@ -92,11 +93,11 @@ def poll_triggers(flag: StepFlag | None, triggers: Sequence[DecidedTrigger], sav
         try:
             trigger.since = flag.poll(f"{number}/{saves}", step, wants=wants)
         except SnapshotAbortedError as exc:
-            warnings.warn(str(exc), stacklevel=3)
+            warnings.warn(str(exc), stacklevel=user_stacklevel())
             continue
         if trigger.since is not None and trigger.since < step:
             warnings.warn(
                 f"this rank is at step {step}, past step {trigger.since}, from which rank 0 wanted to save: make lead_steps larger than "
                 "the distance between ranks",
-                stacklevel=3,
+                stacklevel=user_stacklevel(),
             )

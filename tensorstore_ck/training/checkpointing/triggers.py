@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.metric_condition import condition
 from tensorstore_ck.common.units import parse_seconds
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, SaveCosts, best, require_costs
 
@@ -38,12 +39,13 @@ class TriggerContext(NamedTuple):
     previous_epoch: float | None = None
 
 
+@short_errors
 class Trigger(ABC):
     """Decides whether to save."""
 
     @property
     def name(self) -> str:
-        """What the snapshot and retention rules call it; empty: nothing."""
+        """Its name in snapshots and retention rules; empty: nothing."""
         return type(self).__name__
 
     @abstractmethod
@@ -146,12 +148,14 @@ def require_count(value: object, what: str) -> int:
     raise InvalidOptionError(f"{what} must be a whole number from 1 on, not {value!r}", object_id=what)
 
 
+@short_errors
 def every_steps(steps: int) -> Trigger:
     """At each multiple of `steps`; if a call covers several steps, as soon as one is passed."""
     count = require_count(steps, "steps")
     return _Pure("every_steps", lambda moment: moment.step // count > (moment.previous_step or 0) // count)
 
 
+@short_errors
 def at_steps(steps: Collection[int]) -> Trigger:
     """At these steps."""
     if not all(type(step) is int for step in steps):
@@ -160,6 +164,7 @@ def at_steps(steps: Collection[int]) -> Trigger:
     return _Pure("at_steps", lambda moment: moment.step in chosen)
 
 
+@short_errors
 def every_epochs(epochs: float) -> Trigger:
     """At each multiple of `epochs`; needs ``epoch=`` in `Checkpointer.step`."""
     if not (isinstance(epochs, int | float) and not isinstance(epochs, bool) and math.isfinite(epochs) and epochs > 0):
@@ -173,6 +178,7 @@ def every_epochs(epochs: float) -> Trigger:
     return _Pure("every_epochs", holds)
 
 
+@short_errors
 def at_fraction(fraction: float | Collection[float]) -> Trigger:
     """Each time that a fraction of the training has passed: ``at_fraction(0.1)`` fires ten times. Or once at each fraction of a list.
 
@@ -195,16 +201,19 @@ def at_fraction(fraction: float | Collection[float]) -> Trigger:
     return _Pure("at_fraction", holds)
 
 
+@short_errors
 def first() -> Trigger:
     """At the first step of a run that resumes no snapshot."""
     return _Pure("first", lambda moment: moment.is_first)
 
 
+@short_errors
 def last() -> Trigger:
     """At ``Checkpointer.step(last=True)``, or at `total_steps`."""
     return _Pure("last", lambda moment: moment.is_last or moment.step == moment.total_steps)
 
 
+@short_errors
 class on_improvement(Trigger):  # noqa: N801 - reads like the functions next to it
     """When a metric improves on its best value in this run by more than `min_delta`. All ranks must pass the same value."""
 
@@ -226,6 +235,7 @@ class on_improvement(Trigger):  # noqa: N801 - reads like the functions next to 
         return True
 
 
+@short_errors
 def on_metric(holds: str | Callable[[Mapping[str, float]], bool]) -> Trigger:
     """When a condition becomes true: ``"val_loss < 2.1 and step > 5000"``, or a function of the metrics."""
     if isinstance(holds, str):
@@ -248,6 +258,7 @@ class _Rising(Trigger):
         return self._held and not before
 
 
+@short_errors
 class every_seconds(DecidedTrigger):  # noqa: N801 - see `on_improvement`
     """When this time has passed since the last snapshot, by the clock of rank 0: seconds, or ``"15m"``."""
 
@@ -268,6 +279,7 @@ class every_seconds(DecidedTrigger):  # noqa: N801 - see `on_improvement`
         return self._clock() - self._began >= self.seconds
 
 
+@short_errors
 class auto(every_seconds):  # noqa: N801 - see `on_improvement`
     """At the interval that loses the least time, given the measured costs of this run; see `optimal_interval.best`."""
 
@@ -282,6 +294,7 @@ class auto(every_seconds):  # noqa: N801 - see `on_improvement`
         self.seconds = best(require_costs(SaveCosts(stall, lag, restart, mtbf)))
 
 
+@short_errors
 class on_preemption(DecidedTrigger):  # noqa: N801 - see `on_improvement`
     """When any rank gets a signal that its machine will go away: SIGTERM, or those given. See `Checkpointer.preempted`."""
 

@@ -99,6 +99,15 @@ def test_who_asks_for_fewer_bytes_gets_them_at_once(time: Time) -> None:
             assert codecs_of(store, 1, **options) == [{codec}]
 
 
+def test_differences_of_one_branch() -> None:
+    codecs = CodecPolicy("auto", {"runs/rl*": 16, "*": None})
+    assert codecs.coding("runs/rl") == ("fast", 16)
+    assert codecs.coding("runs/rl", delta=False) == ("raw", 0)
+    assert codecs.coding("runs/gpt") == ("raw", 0)
+    with pytest.raises(tsck.errors.InvalidOptionError, match="delta must be"):
+        CodecPolicy("auto", {"*": "yes"})  # type: ignore[dict-item]
+
+
 def test_one_slow_save_does_not_outweigh_fast_ones() -> None:
     raw: tuple[list[float], ...] = ([], [FAST, SLOW], [SLOW, SLOW, FAST], [FAST, SLOW, SLOW])
     for mode, histories in (("raw", raw), ("fast", ([SLOW], [FAST, SLOW, SLOW, SLOW]))):

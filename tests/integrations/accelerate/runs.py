@@ -77,6 +77,7 @@ def train(
     *,
     resume: Any = None,
     kill_after: int | None = None,
+    stop_after: int | None = None,
     save_every: int = SAVE_EVERY,
     seed: int = 1,
     config: dict[str, Any] | None = None,
@@ -143,6 +144,10 @@ def train(
             on_step(step)
             if step == kill_after:
                 raise Killed
+            if step == stop_after:
+                break
+        if step == stop_after:
+            break
     weights = whole_weights(model)
     accelerator.end_training()
     is_sharded = any(isinstance(each, DTensor) for each in model.parameters())

@@ -18,10 +18,30 @@ import tensorstore_ck as tsck
 from tensorstore_ck.training.checkpointing.saving_run import saved_by
 from tests.effort import effort
 from tests.integrations.accelerate import runs
+from tests.integrations.conformance import AdapterConformance, Trained
 from tests.integrations.conftest import has_finished
-from tests.training.resume_rule import ALL, check_door
 
 pytestmark = pytest.mark.slow
+
+
+class TestConformance(AdapterConformance):
+    ref = runs.REF
+    first_step = 0  # accelerate counts saves
+    continuing = r"pass load_state\(\) to continue it"
+
+    def train(self, folder: Path, store: tsck.Store, steps: int, *, resume: str | bool) -> Trained:
+        given = resume if isinstance(resume, str) else None if resume and self.ref in store.branches() else False
+        begun: list[int] = []
+        run = runs.train(
+            folder,
+            store,
+            resume=given,
+            stop_after=steps,
+            save_every=1,
+            attach={"asynchronous": False},
+            on_step=lambda step: begun.append(step - 1),
+        )
+        return Trained(None if given is False else begun[0] - 1, run.weights)
 
 
 def assert_continues(resumed: runs.Run, whole: runs.Run, done: int) -> None:
@@ -158,29 +178,6 @@ def test_a_folder_of_accelerates_own_is_not_deleted(tmp_path: Path, store: tsck.
     assert names == ["checkpoint_0", "checkpoint_1", "checkpoint_8", "checkpoint_9"]
     with pytest.raises(tsck.errors.InvalidOptionError, match="that accelerate wrote"):
         runs.train(tmp_path / "out", tsck.open(tmp_path / "new", create=True), resume=False)
-
-
-@pytest.mark.parametrize("case", ALL)
-def test_which_snapshot_a_resume_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    def end(step: int) -> None:
-        raise runs.Killed(step)
-
-    def save(store: tsck.Store) -> None:
-        with pytest.raises(runs.Killed):
-            runs.train(tmp_path / "out", store, resume=False, kill_after=10, attach={"asynchronous": False})
-
-    def resume(store: tsck.Store, address: str | None) -> int:
-        with pytest.raises(runs.Killed) as ended:
-            runs.train(tmp_path / "out", store, resume=address, on_step=end)
-        return (int(ended.value.args[0]) - 1) // runs.SAVE_EVERY - 1
-
-    check_door(case, tmp_path, monkeypatch, runs.REF, save=save, resume=resume)
-
-
-def test_a_ref_of_another_run_is_refused(tmp_path: Path, store: tsck.Store) -> None:
-    runs.train(tmp_path / "out", store, resume=False)
-    with tsck.open(store.url) as other, pytest.raises(tsck.errors.ConflictError, match=r"pass load_state\(\) to continue it"):
-        runs.train(tmp_path / "new", other, resume=False)
 
 
 def test_nothing_to_load(tmp_path: Path, store: tsck.Store) -> None:

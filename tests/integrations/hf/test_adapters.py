@@ -1,14 +1,18 @@
 """Adapters of peft: snapshots hold the adapter, and refer to the base by name and hash, or store it where the user says so."""
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2LMHeadModel, TrainerCallback
 
 import tensorstore_ck as tsck
+from tensorstore_ck.cli import main
 from tensorstore_ck.integrations import hf
 from tests.integrations.hf import runs
 
@@ -99,9 +103,13 @@ def test_a_resume_on_another_base_is_an_error(tmp_path: Path, store: tsck.Store,
         given["model"].get_parameter("base_model.model.transformer.ln_f.weight")[3] += 0.5
     before = {name: each.clone() for name, each in given["model"].state_dict().items()}
     trainer = hf.Trainer(**given, store=store, ref=runs.REF, save_base=save_base)
-    with pytest.raises(tsck.MismatchError, match="holds an adapter of another base"):
+    with pytest.raises(tsck.MismatchError, match="holds an adapter of another base") as caught:
         trainer.train(resume_from_checkpoint="auto")
     runs.assert_equal(runs.weights(trainer), before)
+    (printed,) = re.findall("`tsck (export [^`]+)`", str(caught.value))
+    exported = tmp_path / "exported"
+    assert CliRunner().invoke(main, shlex.split(printed.replace("DIR", str(exported)))).exit_code == 0
+    assert (exported / "adapter_config.json").exists()
 
 
 def test_runs_that_store_the_base_and_runs_that_refer_to_it_continue_each_other(tmp_path: Path, store: tsck.Store) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tensorstore_ck.log.cache import Table, TableBusyError, TableDamagedError, batch_lock
 from tensorstore_ck.log.cache import lmdb_environment as environment_module
-from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table
+from tensorstore_ck.log.cache.lmdb_handle import open_lmdb_table
 from tests.effort import PATIENCE_SECONDS
 
 
@@ -27,7 +27,7 @@ def fill(table: Table, count: int, prefix: bytes = b"k") -> None:
 
 
 def in_another_process(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    program = "import sys; from pathlib import Path; from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table\n"
+    program = "import sys; from pathlib import Path; from tensorstore_ck.log.cache.lmdb_handle import open_lmdb_table\n"
     program += f"table = open_lmdb_table(Path({str(folder)!r}))\n" + textwrap.dedent(code)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.run(

@@ -10,7 +10,7 @@ import pytest
 
 from tensorstore_ck.common.filesystem_kind import filesystem_of
 from tensorstore_ck.log.cache import CacheWarning, MemoryTable, open_cache, open_table
-from tensorstore_ck.log.cache.lmdb_table import LmdbTable
+from tensorstore_ck.log.cache.lmdb_handle import LmdbHandle
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def only_folder(base: Path) -> str:
 
 def test_it_lies_in_the_users_cache_directory_and_is_private(tmp_path: Path) -> None:
     table = open_table(None, "store-1")
-    assert isinstance(table, LmdbTable)
+    assert isinstance(table, LmdbHandle)
     base = tmp_path / "home" / "cache" / "tensorstore_ck"
     assert only_folder(base).startswith(f"store-1-{os.getuid()}-")
     for folder in (base, base / only_folder(base)):
@@ -45,7 +45,7 @@ def test_it_lies_in_the_users_cache_directory_and_is_private(tmp_path: Path) -> 
 
 def test_a_folder_of_the_callers_choice(tmp_path: Path) -> None:
     table = open_table(tmp_path / "deep" / "chosen", "store-1")
-    assert isinstance(table, LmdbTable)
+    assert isinstance(table, LmdbHandle)
     assert only_folder(tmp_path / "deep" / "chosen").startswith("store-1-")
     assert not (tmp_path / "home").exists()
     table.close()
@@ -71,7 +71,7 @@ def test_two_containers_and_two_boots_never_share(monkeypatch: pytest.MonkeyPatc
 def test_never_on_a_network_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     pretend(monkeypatch, {tmp_path / "home": kind})
     table = open_table(None, "store")
-    assert isinstance(table, LmdbTable)
+    assert isinstance(table, LmdbHandle)
     assert only_folder(tmp_path / "tmp" / f"tensorstore_ck-{os.getuid()}").startswith("store-")
     table.close()
 
@@ -80,7 +80,7 @@ def test_never_on_a_network_filesystem(tmp_path: Path, monkeypatch: pytest.Monke
 def test_local_filesystems_are_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     pretend(monkeypatch, {tmp_path: kind})
     table = open_table(None, "store")
-    assert isinstance(table, LmdbTable)
+    assert isinstance(table, LmdbHandle)
     table.close()
     assert not list((tmp_path / "tmp").iterdir())
 

@@ -1,7 +1,7 @@
 """The store does not answer: staging goes on, and all is published in order when it is back; or by the next process."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -90,6 +90,42 @@ def test_a_server_that_hangs_keeps_no_job_from_ending(
     with process(server, path) as job:
         job.store.finish_staged("job")
     require_all_well(server, path, [0, 1])
+
+
+def test_a_server_that_answers_but_takes_no_upload_keeps_no_process_from_ending(
+    server: PieceStore, path: Path, connection: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[Callable[[], object]] = []
+    monkeypatch.setattr(threading, "_register_atexit", ends.append)
+    minutes, failed = count(), threading.Event()
+    job = Process(server, path, store_faults=connection)
+    job.put(0).wait(SECONDS)
+    job.store._session.context.contact = StoreContact(clock=lambda: 60.0 * next(minutes))
+    job.store.on_event(lambda event: failed.set() if event.kind == "retried" else None)
+    connection.refuse(*UPLOADS)
+    job.stage(1)
+    assert failed.wait(SECONDS)
+    ends[-1]()
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "staged on this host: job@1; `tsck staging resume" in message
+    job.store.close()
+    connection.refuse()
+    with process(server, path) as job:
+        job.store.finish_staged("job")
+    require_all_well(server, path, [0, 1])
+
+
+def test_an_upload_that_moves_is_waited_for() -> None:
+    now = 0.0
+    contact = StoreContact(clock=lambda: now)
+    for has_failed, seconds, is_gone in ((False, 999.0, False), (True, 59.0, False), (True, 60.0, True)):
+        contact.upload_moved()
+        if has_failed:
+            contact.upload_failed()
+        now += seconds
+        assert contact.is_gone(lambda: None) == is_gone
+    contact.upload_moved()
+    assert not contact.is_gone(lambda: None)
 
 
 def test_what_is_asked_after_an_answer_is_waited_for_again() -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tensorstore_ck.state.byte_sources import pieces
-from tensorstore_ck.state.device import side_streams, window_copies
+from tensorstore_ck.state.device import side_streams, waited_copies
+from tensorstore_ck.state.device.pinned_windows import MAX_SLABS, OUT_BYTES, SLAB_BYTES, Window, Windows, view_of
 from tensorstore_ck.state.device.side_streams import DeviceCopy, SideStreams
-from tensorstore_ck.state.device.window_copies import SMALL_BYTES, PieceCopy, WindowCopies
-from tensorstore_ck.state.device.windows import MAX_SLABS, OUT_BYTES, SLAB_BYTES, Window, Windows, view_of
+from tensorstore_ck.state.device.waited_copies import SMALL_BYTES, PieceCopy, WaitedCopies
 from tests.state.samples import tensor
 
 CPU = torch.device("cpu")
@@ -122,11 +122,11 @@ def test_what_is_fetched_is_complete(streams: Streams, number: int) -> None:
     expected = found.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if found.numel() else b""
     for windows in (Windows(OUT_BYTES, Slabs()), NoWindows()):
         several = [PieceCopy(found[index], count * found.itemsize) for index, count in pieces(tuple(found.shape), 0, found.numel())]
-        assert bytes(WindowCopies(CPU, windows, windows).fetch(several)) == expected
+        assert bytes(WaitedCopies(CPU, windows, windows).fetch(several)) == expected
 
 
 def test_a_window_is_not_lent_again_while_its_bytes_are_used(streams: Streams) -> None:
-    copies = WindowCopies(CPU, Windows(OUT_BYTES, Slabs()), NoWindows())
+    copies = WaitedCopies(CPU, Windows(OUT_BYTES, Slabs()), NoWindows())
     sources = [torch.full((SMALL_BYTES,), number, dtype=torch.uint8) for number in range(2 * COUNT)]
     fetched = [copies.fetch([PieceCopy(source, source.nbytes)]) for source in sources]
     assert all(set(bytes(view)) == {number} for number, view in enumerate(fetched))
@@ -137,13 +137,13 @@ def test_what_is_filled_is_complete_and_converted(streams: Streams, stored: torc
     elements = torch.arange(1000, dtype=stored)
     dense, strided = torch.zeros(10, 100), torch.zeros(1000, 2)[:, 0]
     for target in (dense, strided):
-        WindowCopies(CPU, Windows(OUT_BYTES, Slabs()), NoWindows()).fill(target, elements)
+        WaitedCopies(CPU, Windows(OUT_BYTES, Slabs()), NoWindows()).fill(target, elements)
     elements.zero_()
     assert [dense.view(-1).tolist(), strided.tolist()] == [list(range(1000))] * 2
 
 
 def test_copies_follow_work_that_is_queued(streams: Streams) -> None:
-    copies = WindowCopies(CPU, Windows(OUT_BYTES, Slabs()), NoWindows())
+    copies = WaitedCopies(CPU, Windows(OUT_BYTES, Slabs()), NoWindows())
     copies.follow()
     assert streams.log == []
     streams.is_busy = True
@@ -174,6 +174,6 @@ def test_background_copies_gather_pieces(streams: Streams, monkeypatch: pytest.M
 
 
 def test_follow_takes_tensors_of_the_host() -> None:
-    window_copies.follow(torch.ones(1))
-    window_copies.follow(np.ones(1))
-    window_copies.follow_all([None, CPU, torch.device("meta")])
+    waited_copies.follow(torch.ones(1))
+    waited_copies.follow(np.ones(1))
+    waited_copies.follow_all([None, CPU, torch.device("meta")])

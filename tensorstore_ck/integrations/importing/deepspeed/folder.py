@@ -52,7 +52,7 @@ from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.trainer.pointers import POINTER
 from tensorstore_ck.state.sourced_tensor import ElementRun, SourcedTensor, tensor_of_runs
-from tensorstore_ck.training.rank_own_state import VALUES
+from tensorstore_ck.training.per_rank_state import VALUES
 from tensorstore_ck.training.state_sides import OWN
 
 LATEST_UNIVERSAL: Final = "latest_universal"

@@ -1,4 +1,4 @@
-"""Where the elements of each parameter lie in the flat tensors of DeepSpeed's files.
+"""The position of each parameter's elements in the flat tensors of DeepSpeed's files.
 
 ZeRO 1 and 2, and the optimizer for bfloat16, flatten the parameters of a group in the order of ``param_shapes``, and cut that into equal
 parts by ranks; the last ends with padding. ZeRO 3 cuts each parameter into equal parts by ranks, which end with padding; a rank's

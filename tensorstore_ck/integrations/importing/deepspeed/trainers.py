@@ -1,7 +1,7 @@
 """Imports folders that transformers' Trainer or accelerate wrote with DeepSpeed: each holds a folder of DeepSpeed, and the trainer's files.
 
 They become the snapshots that `tensorstore_ck.hf` and `tensorstore_ck.accelerate` save with DeepSpeed, with the generators of all ranks.
-The weights are DeepSpeed's. What neither trainer reads when it resumes is skipped, with the reason.
+The weights are DeepSpeed's. Files that neither trainer reads when it resumes are skipped, with the reason.
 """
 
 import os
@@ -36,7 +36,7 @@ from tensorstore_ck.integrations.trainer_names import (
     TRAINER_STATE,
 )
 from tensorstore_ck.state.sourced_tensor import SourcedTensor
-from tensorstore_ck.training.rank_own_state import GENERATORS, VALUES
+from tensorstore_ck.training.per_rank_state import GENERATORS, VALUES
 from tensorstore_ck.training.state_sides import OWN
 
 _OF_ACCELERATE: Final = re.compile(

@@ -56,7 +56,7 @@ def page(pages: Pages, request: Request) -> Response:
         return pages.link("runs", **{"run": [run.name for run in runs], "metric": wanted, **changed})
 
     return pages.render(
-        "runs.html",
+        "compare_runs.html",
         "runs",
         at=at,
         runs=runs,

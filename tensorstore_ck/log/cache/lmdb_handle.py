@@ -53,13 +53,13 @@ def open_lmdb_table(folder: Path, *, map_bytes: int = INITIAL_MAP_BYTES, patienc
     with registry.lock:
         if registry.has_inherited(folder):
             return MemoryTable()
-    table = LmdbTable(folder, map_bytes, patience_seconds)
+    table = LmdbHandle(folder, map_bytes, patience_seconds)
     with suppress(TableBusyError):  # opened later, when the lock is free
         table.open(wait=True)
     return table
 
 
-class LmdbTable:
+class LmdbHandle:
     """A `Table` on local disk, shared with the other processes of this host."""
 
     def __init__(self, folder: Path, map_bytes: int, patience_seconds: float) -> None:

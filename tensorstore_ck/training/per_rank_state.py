@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.random_streams import Streams
-from tensorstore_ck.training import buffers, extras, rng
+from tensorstore_ck.training import buffers, extras, random_generators
 from tensorstore_ck.training.rank_agreement import Agreement
 from tensorstore_ck.training.stateful_parts import StatefulPart, load
 
@@ -46,7 +46,7 @@ class _Module(NamedTuple):
         return _SIDES[self.part]
 
 
-class RankOwnState:
+class PerRankState:
     """The part of a `TrainingState` that belongs to each rank alone."""
 
     def __init__(
@@ -62,10 +62,10 @@ class RankOwnState:
         """Path of each buffer that ranks may hold differently -> its digest for a `RankReport`."""
         return {f"{module.path}.{name}": buffers.digest(buffer) for module in self._modules() for name, buffer in module.buffers.items()}
 
-    def only(self, parts: Collection[str]) -> "RankOwnState":
+    def only(self, parts: Collection[str]) -> "PerRankState":
         """The same objects, of which only `parts` are restored."""
         extra, values = (self._extra if "extra" in parts else {}), (self._values if VALUES in parts else {})
-        return RankOwnState(model=self._model.only(parts), loaders=self._loaders.only(parts), extra=extra, values=values, merge=self.merge)
+        return PerRankState(model=self._model.only(parts), loaders=self._loaders.only(parts), extra=extra, values=values, merge=self.merge)
 
     # --- captured ---------------------------------------------------------------------------------------------------------
 
@@ -81,10 +81,10 @@ class RankOwnState:
     def capture_values(self) -> State:
         """The rank's own state without buffers, not copied."""
         return {
-            GENERATORS: rng.get_process_states(),
+            GENERATORS: random_generators.get_process_states(),
             **self._loaders.states(lambda _, loader: loader.state_dict()),
             **self._loader_generators(),
-            **self._generators("extra").states(lambda _, generator: rng.get_state(generator)),
+            **self._generators("extra").states(lambda _, generator: random_generators.get_state(generator)),
             **self._part(VALUES).states(_get_value),
         }
 
@@ -117,9 +117,9 @@ class RankOwnState:
         self._load_values(own)
         for name in ("extra", VALUES):
             for key, generator in self._generators(name).objects.items():
-                load(f"{name}.{key}", partial(rng.set_state, generator), own[name][key])
+                load(f"{name}.{key}", partial(random_generators.set_state, generator), own[name][key])
         if GENERATORS in own:
-            load(GENERATORS, lambda state: rng.set_process_states(state, mesh), own[GENERATORS])
+            load(GENERATORS, lambda state: random_generators.set_process_states(state, mesh), own[GENERATORS])
 
     # --- restored on another number of ranks ------------------------------------------------------------------------------
 
@@ -149,9 +149,9 @@ class RankOwnState:
         self._load_values(taken)
         for name in ("extra", VALUES):
             for key, generator in self._generators(name).objects.items():
-                rng.seed(generator, streams.seed(f"{name}.{key}"))
+                random_generators.seed(generator, streams.seed(f"{name}.{key}"))
         if seeds_process:
-            rng.seed_process(streams.seed)
+            random_generators.seed_process(streams.seed)
 
     def describe_taken(self, old: State) -> str:
         """Words for a warning; `old`: the first rank's stored state."""
@@ -170,7 +170,7 @@ class RankOwnState:
         """Buffers without a stored own value keep the shared one."""
         for module in self._modules():
             load(module.path, partial(buffers.restore, module.buffers), _of(own, module))
-        plain = self._part(VALUES).matching(lambda value: not rng.is_generator(value))
+        plain = self._part(VALUES).matching(lambda value: not random_generators.is_generator(value))
         if plain.objects:
             extras.put_back(self._values, plain, {VALUES: {key: own[VALUES][key] for key in plain.objects}})
 
@@ -184,7 +184,7 @@ class RankOwnState:
         return StatefulPart.of(name, self._extra if name == "extra" else self._values)
 
     def _generators(self, name: str) -> StatefulPart:
-        return self._part(name).matching(rng.is_generator)
+        return self._part(name).matching(random_generators.is_generator)
 
     def _modules(self) -> Iterator[_Module]:
         for key, model in self._model.objects.items():
@@ -220,4 +220,4 @@ def _of(own: State, module: _Module) -> dict[str, Any]:
 
 
 def _get_value(path: str, value: Any) -> Any:
-    return rng.get_state(value) if rng.is_generator(value) else extras.get_state(path, value)
+    return random_generators.get_state(value) if random_generators.is_generator(value) else extras.get_state(path, value)

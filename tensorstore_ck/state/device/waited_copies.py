@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from tensorstore_ck.state.device.windows import IN_BYTES, OUT_BYTES, Windows, view_of
+from tensorstore_ck.state.device.pinned_windows import IN_BYTES, OUT_BYTES, Windows, view_of
 
 SMALL_BYTES: Final = 64 << 10
 """Smaller copies use no window: many small tensors would use all windows."""
@@ -23,7 +23,7 @@ class PieceCopy(NamedTuple):
     size_bytes: int
 
 
-class WindowCopies:
+class WaitedCopies:
     """Copies from and to one device. Thread-safe."""
 
     def __init__(self, device: torch.device, out_windows: Windows, in_windows: Windows) -> None:
@@ -91,9 +91,9 @@ def _windows(window_bytes: int) -> Windows:
 
 
 @cache
-def copies_of(device: torch.device) -> WindowCopies:
+def copies_of(device: torch.device) -> WaitedCopies:
     """The copies of a device. Pinned memory belongs to the process, so all stores that it has open share the windows."""
-    return WindowCopies(device, _windows(OUT_BYTES), _windows(IN_BYTES))
+    return WaitedCopies(device, _windows(OUT_BYTES), _windows(IN_BYTES))
 
 
 def out_stream_of(device: torch.device) -> torch.cuda.Stream:
@@ -102,13 +102,13 @@ def out_stream_of(device: torch.device) -> torch.cuda.Stream:
 
 
 def follow(tensor: Any) -> None:
-    """If it is on a CUDA device: `WindowCopies.follow` for that device."""
+    """If it is on a CUDA device: `WaitedCopies.follow` for that device."""
     if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
         copies_of(tensor.device).follow()
 
 
 def follow_all(devices: Iterable[object]) -> None:
-    """`WindowCopies.follow` for each CUDA device among these."""
+    """`WaitedCopies.follow` for each CUDA device among these."""
     for device in set(devices):
         if isinstance(device, torch.device) and device.type == "cuda":
             copies_of(device).follow()

@@ -1,4 +1,4 @@
-"""What lies at the root of a store, where other programs may keep their own: only the store's folders are listed, whatever else is there.
+"""The folders of a store. Other programs may keep folders of their own beside them, which are never listed.
 
 `lost+found` and `.snapshot` need not be readable, and a bucket's root may hold millions of objects.
 """

@@ -15,10 +15,10 @@ from tensorstore_ck.catalog.schema import metrics
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.ui.background import Read
 from tensorstore_ck.ui.catalog_snapshots import CatalogSnapshot, find_snapshot
-from tensorstore_ck.ui.contents import patience_of
 from tensorstore_ck.ui.differences import Changes, Differences, Pair, read_changes, read_differences
 from tensorstore_ck.ui.pages import Pages, asked
 from tensorstore_ck.ui.ref import usual_metrics
+from tensorstore_ck.ui.snapshot_content import patience_of
 from tensorstore_ck.ui.snapshot_tensors import key_of, number_of, value_text
 from tensorstore_ck.ui.sources import StoreKey
 
@@ -86,7 +86,7 @@ def page(pages: Pages, request: Request) -> Response:
     measured = read_metrics(pages, pair) if pair is not None else []
     drawn = usual_metrics({item.name: item.has_old + item.has_new for item in measured})
     return pages.render(
-        "compare.html",
+        "compare_snapshots.html",
         "compare",
         404 if errors else 200,
         store=store,

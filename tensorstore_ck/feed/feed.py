@@ -1,0 +1,236 @@
+"""`Feed`: keeps tensors at the newest snapshot of a branch. Writes nothing to the store."""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Self
+
+import torch
+
+from tensorstore_ck.common.host_memory import memory_errors, require_memory
+from tensorstore_ck.common.ids import Clock, Digest
+from tensorstore_ck.common.threads import cpu_threads, for_each, shielded
+from tensorstore_ck.common.user_frames import short_errors
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import WantedBox
+from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
+from tensorstore_ck.errors import BackendUnavailableError, InputError, InvalidOptionError, SnapshotExpiredError
+from tensorstore_ck.events import Event, Kind
+from tensorstore_ck.feed.followed_tensor import Change, FollowedTensor
+from tensorstore_ck.feed.held_blocks import HeldBlocks, Place, place_of
+from tensorstore_ck.feed.match_tensors import Wanted, match_tensors
+from tensorstore_ck.feed.read_changes import ChangesReader
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log.address import resolve
+from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
+
+POLL_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class FeedVersion:
+    """A snapshot that a feed staged, or that its tensors are."""
+
+    root: str
+    """As in `Snapshot`; so are `step` and `time_ns`."""
+    step: int | None
+    time_ns: int
+    clock: Clock = field(default=time.time_ns, repr=False, compare=False)
+
+    @property
+    def age_seconds(self) -> float:
+        """Since it was made, by the clocks of this host and of the one that saved it."""
+        return (self.clock() - self.time_ns) / 1e9
+
+
+class _Staged(NamedTuple):
+    """A version, and what makes the tensors that version."""
+
+    version: FeedVersion
+    tensors: Sequence[FollowedTensor]
+    changes: Sequence[Change]
+    ids: dict[Place, Digest]
+
+
+@short_errors
+class Feed:
+    """Keeps tensors at the newest snapshot of a branch: see `Store.follow`. Thread-safe.
+
+    `poll` reads and verifies a new version, and stages what it changes in host memory; `swap` copies that into the tensors. Whatever
+    fails, the tensors are one version, and `version` says which.
+    """
+
+    def __init__(self, engine: Engine, ref: str, wanted: Wanted, *, poll_seconds: float = POLL_SECONDS) -> None:
+        """See `Store.follow`."""
+        if not poll_seconds > 0:
+            raise InvalidOptionError(f"poll_seconds must be above 0, not {poll_seconds}", object_id="poll_seconds")
+        self._engine, self._ref, self._wanted, self._poll_seconds = engine, ref, wanted, poll_seconds
+        self._polling = threading.Lock()
+        """One thread at a time looks for a version."""
+        self._lock = threading.Lock()
+        """Held while tensors change."""
+        self._is_staging = False
+        self._closed = threading.Event()
+        self._staged: _Staged | None = None
+        self._ids: dict[Place, Digest] = {}
+        """The blocks of `version`."""
+        self._version: FeedVersion | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drops what is staged, and ends a `wait` of another thread. The tensors stay as they are."""
+        self._closed.set()
+        with self._polling, self._lock:
+            self._staged = None
+
+    @property
+    def version(self) -> FeedVersion | None:
+        """The version that the tensors are; None before the first swap."""
+        return self._version
+
+    def poll(self, address: str | None = None, *, verify: bool = False) -> FeedVersion | None:
+        """Stages the newest version of the branch; returns it, or None if the tensors are that version.
+
+        After a reset or a rollback of the branch that is an older snapshot. Reads what differs from the tensors, and verifies all of it.
+        The tensors must not change until `swap`.
+
+        Args:
+            address: Another snapshot to stage, such as the root that several processes have agreed on.
+            verify: Hash all tensors first, and stage also what somebody changed in them since the last swap.
+
+        Raises:
+            NotFoundError: the branch does not exist, or was removed.
+            MismatchError: the snapshot does not fit the tensors.
+            SnapshotMarkedBadError: the snapshot is marked ``bad`` or ``damaged``.
+            DamageError: stored data is damaged.
+            NoSpaceError: what changes does not fit into the memory that is free.
+            BackendUnavailableError: the store cannot be read now.
+        """
+        with self._polling:
+            try:
+                with self._lock:
+                    self._is_staging = True
+                return self._poll(self._ref if address is None else address, verify=verify)
+            finally:
+                self._is_staging = False
+
+    def _poll(self, address: str, *, verify: bool) -> FeedVersion | None:
+        if self._closed.is_set():
+            raise InputError(f"the feed of {self._ref!r} was closed: call follow again", object_id=self._ref)
+        info = self._find(address)
+        current, self._staged = self._staged, None
+        if verify:
+            self._ids = {}
+        elif self._version is not None and self._version.root == info.root.hex():
+            return None
+        elif current is not None and current.version.root == info.root.hex():
+            self._staged = current
+            return current.version
+        del current  # its memory is for the next one
+        with memory_errors(f"staging {self._ref!r}"):
+            try:
+                self._staged = self._stage(info)
+            except SnapshotExpiredError:
+                newest = self._find(address)
+                if newest.ulid == info.ulid:
+                    raise
+                self._staged = self._stage(newest)
+        return self._staged.version
+
+    def wait(self, timeout_seconds: float | None = None) -> FeedVersion | None:
+        """Polls until a version is staged, and returns it; None if there is none within `timeout_seconds`, or the feed was closed.
+
+        Goes on while the store does not answer.
+
+        Raises:
+            BackendUnavailableError: the store did not answer the last poll before the timeout.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            trouble: BackendUnavailableError | None = None
+            try:
+                version = self.poll()
+            except BackendUnavailableError as exc:
+                version, trouble = None, exc
+            if version is not None:
+                return version
+            left = self._poll_seconds if deadline is None else min(self._poll_seconds, deadline - time.monotonic())
+            if left <= 0:
+                if trouble is not None:
+                    raise trouble
+                return None
+            if self._closed.wait(left):
+                return None
+
+    def swap(self) -> FeedVersion | None:
+        """Makes the tensors the staged version, and returns it; None if nothing is staged, or another thread is in `poll`.
+
+        Only copies in memory: call it between two uses of the tensors. All tensors change, or none: after an error they are the version
+        that they were.
+        """
+        with self._lock:
+            staged = None if self._is_staging else self._staged
+            return None if staged is None else shielded(lambda: self._apply(staged), finish=True)
+
+    def _apply(self, staged: _Staged) -> FeedVersion:
+        started = time.perf_counter()
+        begun: list[Change] = []
+
+        def apply(change: Change) -> None:
+            begun.append(change)
+            change.apply()
+
+        try:
+            for_each(staged.changes, apply, min(cpu_threads(), len(staged.changes)))
+            changed = [tensor.tensor for tensor in staged.tensors if tensor.changes and not tensor.tensor.is_inference()]
+            torch.autograd.graph.increment_version(changed)
+        except BaseException:
+            for change in begun:
+                change.undo()
+            raise
+        self._version, self._ids, self._staged = staged.version, staged.ids, None
+        self._emit("swapped", staged.version, pause_seconds=time.perf_counter() - started)
+        return staged.version
+
+    def _find(self, address: str) -> SnapshotInfo:
+        info = resolve(self._engine.log.readable_view(), address).info
+        refuse_marked(Snapshot.from_info(info), address, "move the branch to it")
+        return info
+
+    def _stage(self, info: SnapshotInfo) -> _Staged:
+        started = time.perf_counter()
+        content = open_snapshot(self._engine, info)
+        what = f"{self._ref}, step {info.step}, root {info.root.hex()[:16]}"
+        tensors, targets = match_tensors(content, self._wanted, what)
+        specs = content.layout.tensors
+        blocks = content.blocks_of(WantedBox(number, specs[number].whole, target) for number, target in targets.items())
+        held = HeldBlocks(self._ids, blocks)
+        missing = held.missing(blocks)
+        size_bytes = sum(block.raw for block in missing)
+        if not self._ids:
+            require_memory(size_bytes, f"staging {what}", "load the weights of a nearby version first, or follow less of it (select=)")
+        read = ChangesReader(held)
+        read(self._engine, info, missing)
+        changes = [change for tensor in tensors for change in tensor.changes]
+        version = FeedVersion(info.root.hex(), info.step, info.time_ns, self._engine.clock)
+        self._emit(
+            "fetched",
+            version,
+            fetch_seconds=time.perf_counter() - started,
+            read_bytes=read.read_bytes,
+            changed_bytes=size_bytes,
+            staged_bytes=sum(change.size_bytes for change in changes),
+        )
+        return _Staged(version, tensors, changes, {place_of(block): block.source.part.block_id(block.row) for block in blocks})
+
+    def _emit(self, kind: Kind, version: FeedVersion, **fields: float) -> None:
+        about: dict[str, float | str] = {"root": version.root, "age_seconds": version.age_seconds}
+        self._engine.observers.emit(
+            Event(kind, "", self._ref, version.step, rank=0, time_ns=self._engine.clock(), fields={**about, **fields})
+        )

@@ -1,0 +1,174 @@
+"""A tensor of the follower, and the changes that are staged for it.
+
+Bytes of a new version are compared with the tensor as they arrive. Few changed elements are staged as positions and values, so that a swap
+writes these alone; otherwise the whole range is staged.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tensorstore_ck.engine.interfaces import ByteTarget
+from tensorstore_ck.state.byte_sources import bits_of, memory_at, source_of, target_of
+from tensorstore_ck.state.plain_memory import span_of
+
+FEW: Final = 1 / 8
+"""Up to this share of changed elements, writing single elements is faster than copying all."""
+_WORDS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+Array = npt.NDArray[Any]
+
+
+class Change(Protocol):
+    """What a swap does to a range of a tensor, and how it is undone."""
+
+    size_bytes: int
+    """Host memory that it takes."""
+
+    def apply(self) -> None:
+        """Writes the new elements."""
+
+    def undo(self) -> None:
+        """Restores the elements as they were before `apply`, however far that came."""
+
+
+class ChangedElements:
+    """Single elements of a tensor in host memory."""
+
+    def __init__(self, tensor: torch.Tensor, positions: Array, new: Array, old: Array) -> None:
+        """`positions`: in elements of memory from the tensor's first one."""
+        self._memory = np.frombuffer(memory_at(tensor.data_ptr(), span_of(tensor)), new.dtype)
+        self._owner = tensor
+        self._positions, self._new, self._old = positions, new, old
+        self.size_bytes = positions.nbytes + new.nbytes + old.nbytes
+
+    def apply(self) -> None:
+        """Writes the new elements."""
+        self._memory[self._positions] = self._new
+
+    def undo(self) -> None:
+        """Writes the old elements."""
+        self._memory[self._positions] = self._old
+
+
+class ChangedDeviceElements:
+    """Single elements of a tensor on a device, with positions and values in its memory."""
+
+    def __init__(self, tensor: torch.Tensor, positions: Array, new: Array, old: Array) -> None:
+        """See `ChangedElements`."""
+        bits = bits_of(tensor)
+        self._memory = bits.as_strided((span_of(tensor) // tensor.itemsize,), (1,))
+        self._positions = torch.from_numpy(positions).to(tensor.device)
+        self._new, self._old = (
+            torch.from_numpy(words.view(f"i{words.itemsize}" if words.itemsize > 1 else "u1")).to(tensor.device) for words in (new, old)
+        )
+        self.size_bytes = 0
+
+    def apply(self) -> None:
+        """Writes the new elements."""
+        self._memory.index_copy_(0, self._positions, self._new)
+
+    def undo(self) -> None:
+        """Writes the old elements."""
+        self._memory.index_copy_(0, self._positions, self._old)
+
+
+class ChangedRange:
+    """Consecutive elements of a tensor, row-major."""
+
+    def __init__(self, tensor: torch.Tensor, start: int, new: bytes) -> None:
+        """`start`: in bytes of the tensor."""
+        self._tensor, self._start, self._new = tensor, start, new
+        self._old: bytes | None = None
+        self.size_bytes = len(new)
+
+    def apply(self) -> None:
+        """Writes the new elements, and keeps the old ones."""
+        self._old = bytes(source_of(self._tensor).read(self._start, self._start + len(self._new)))
+        target_of(self._tensor).write(self._start, memoryview(self._new))
+
+    def undo(self) -> None:
+        """Writes the old elements."""
+        if self._old is not None:
+            target_of(self._tensor).write(self._start, memoryview(self._old))
+
+
+class FollowedTensor(ByteTarget):
+    """A tensor of the follower. As a `ByteTarget` it takes the verified bytes of a new version aside. Thread-safe."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, stored: torch.dtype) -> None:
+        """`stored`: the dtype in the snapshot, which may be another one."""
+        self.name = name
+        self.tensor = tensor.detach()
+        self._stored = stored
+        self._lock = threading.Lock()
+        self._changes: dict[int, Sequence[Change]] = {}
+        """By the first byte, as a range may be read twice."""
+
+    @property
+    def changes(self) -> list[Change]:
+        """What makes the tensor that of the new version."""
+        return [change for several in self._changes.values() for change in several]
+
+    def holds(self, start: int, stop: int) -> memoryview | None:
+        """Bytes [start, stop) of the tensor as they are stored; None if that is in another dtype."""
+        return source_of(self.tensor).read(start, stop) if self._stored == self.tensor.dtype else None
+
+    def memory(self) -> None:
+        """None: bytes must come through `write`."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Stages what `data` changes."""
+        item_bytes = self.tensor.itemsize
+        first = start // self._stored.itemsize
+        new = _words(data if self._stored == self.tensor.dtype else self._converted(data), item_bytes)
+        old = _words(source_of(self.tensor).read(first * item_bytes, (first + len(new)) * item_bytes), item_bytes)
+        changed = np.flatnonzero(new != old)
+        staged: list[Change] = []
+        if len(changed) > FEW * len(new):
+            staged = [ChangedRange(self.tensor, first * item_bytes, new.tobytes())]
+        elif len(changed):
+            kind = ChangedElements if self.tensor.is_cpu else ChangedDeviceElements
+            staged = [kind(self.tensor, self._in_memory(first + changed), new[changed], old[changed])]
+        with self._lock:
+            self._changes[start] = staged
+
+    def _converted(self, data: memoryview) -> memoryview:
+        converted = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(self._stored).to(self.tensor.dtype)
+        return memoryview(converted.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+    def _in_memory(self, elements: Array) -> Array:
+        """Row-major positions of elements -> their positions in memory, from the first element on."""
+        if self.tensor.is_contiguous():
+            return elements
+        steps = zip(np.unravel_index(elements, tuple(self.tensor.shape)), self.tensor.stride(), strict=True)
+        return np.asarray(sum(along * step for along, step in steps))
+
+
+class SeveralTensors(ByteTarget):
+    """Several tensors of the follower that are one stored tensor, as weights that were tied in the training."""
+
+    def __init__(self, tensors: Sequence[FollowedTensor]) -> None:
+        self.name = tensors[0].name
+        self._tensors = tensors
+
+    def holds(self, start: int, stop: int) -> memoryview | None:
+        """As `FollowedTensor.holds`, if all hold the same bytes."""
+        held = [tensor.holds(start, stop) for tensor in self._tensors]
+        return held[0] if None not in held and all(other == held[0] for other in held[1:]) else None
+
+    def memory(self) -> None:
+        """None: bytes must come through `write`."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Stages what `data` changes in each."""
+        for tensor in self._tensors:
+            tensor.write(start, data)
+
+
+def _words(data: memoryview, item_bytes: int) -> Array:
+    return np.frombuffer(data, _WORDS.get(item_bytes, np.dtype((np.void, item_bytes))))

@@ -1,0 +1,159 @@
+"""Reads what changed: of a block that is a difference to one that the follower holds, the difference alone.
+
+The stored bytes of all links of all chains are read in merged ranges, then each block is put together: a held block or the first stored
+one, and differences in place. Each block is verified as a whole. What does not match, because somebody changed the tensors or the bytes
+came wrong, is left to `read_at_places`, which takes everything from the store.
+"""
+
+import threading
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final, NamedTuple
+
+from tensorstore_ck.common.batches import batches
+from tensorstore_ck.common.ids import Digest, Ulid, block_id
+from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.part_extents import location_of
+from tensorstore_ck.engine.read.block_reader import MAX_GAP_BYTES, MERGE_BYTES, WantedBlock, deliver, read_at_places, read_blocks
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.feed.held_blocks import HeldBlocks
+from tensorstore_ck.format.codec import Codec, decode
+from tensorstore_ck.format.pack import pack_name
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log.block_index import Location
+
+BATCH_BYTES: Final = 256 << 20
+"""Stored bytes of chains in memory at a time."""
+
+
+class Chain(NamedTuple):
+    """How a block is put together."""
+
+    block: WantedBlock
+    base: Digest | None
+    """A block that the follower holds; None: the last of `links` is whole."""
+    links: Sequence[Location]
+    """The block itself, what it is a difference to, and so on."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all links."""
+        return sum(link.stored for link in self.links)
+
+
+class Range(NamedTuple):
+    """Bytes of a pack that are read by one request."""
+
+    pack: Ulid
+    start: int
+    stop: int
+
+
+class ChangesReader:
+    """`ReadBlocks` for a follower."""
+
+    def __init__(self, held: HeldBlocks) -> None:
+        self._held = held
+        self._scratch = threading.local()
+        self.read_bytes = 0
+        """Stored bytes of the blocks that were read."""
+
+    def __call__(self, engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock]) -> None:
+        """See `read_blocks`."""
+        read_blocks(engine, info, wanted, self._read)
+
+    def _read(self, engine: Engine, wanted: list[WantedBlock]) -> None:
+        whole = [block for block in wanted if block.codec != Codec.DELTA]
+        chains = [self._chain(block) for block in wanted if block.codec == Codec.DELTA]
+        for batch in batches(chains, lambda chain: chain.stored_bytes, BATCH_BYTES):
+            whole += self._put_together(engine, batch)
+        self.read_bytes += sum(block.stored for block in whole)
+        read_at_places(engine, whole)
+
+    def _chain(self, block: WantedBlock) -> Chain:
+        places = block.source.places
+        links = [location_of(block.source.part, places.packs, places.extents, block.row)]
+        while links[-1].codec == Codec.DELTA:
+            (base,) = links[-1].bases
+            if base.block in self._held:
+                return Chain(block, base.block, links)
+            assert base.location is not None  # of a part: its extents have the closure
+            links.append(base.location)
+        return Chain(block, None, links)
+
+    def _put_together(self, engine: Engine, chains: Sequence[Chain]) -> list[WantedBlock]:
+        """Reads the chains' blocks and delivers them; returns those that are to be read in another way."""
+        stored = self._fetch(engine, [link for chain in chains for link in chain.links])
+        failed: list[WantedBlock] = []
+
+        def build(chain: Chain) -> None:
+            raw = self._decoded(chain, stored)
+            if raw is None:
+                failed.append(chain.block)
+            else:
+                deliver(chain.block.target, chain.block.start, raw)
+
+        for_each(chains, build, min(cpu_threads(), len(chains)))
+        return failed
+
+    def _decoded(self, chain: Chain, stored: dict[tuple[Ulid, int], memoryview]) -> memoryview | None:
+        """The verified bytes of a block; None if they are not what its id says."""
+        links, block = list(chain.links), chain.block
+        raw = self._memory(block.raw)
+        try:
+            if chain.base is not None:
+                held = self._held.read(chain.base)
+                if held is None or len(held) != len(raw):
+                    return None
+                raw[:] = held
+            else:
+                first = links.pop()
+                if first.raw != block.raw or first.codec == Codec.CAST:
+                    return None
+                raw[:] = decode(first.codec, stored[first.pack, first.offset], first.raw, pack_name(first.pack))
+            for link in reversed(links):
+                decode(link.codec, stored[link.pack, link.offset], block.raw, pack_name(link.pack), into=raw, bases=[raw])
+        except CorruptObjectError:
+            return None
+        return raw if block_id(raw) == block.source.part.block_id(block.row) else None
+
+    def _memory(self, size_bytes: int) -> memoryview:
+        """Memory of this thread, until it asks again: fresh pages take as long as hashing."""
+        memory: memoryview | None = getattr(self._scratch, "memory", None)
+        if memory is None or len(memory) < size_bytes:
+            memory = self._scratch.memory = memoryview(bytearray(size_bytes))
+        return memory[:size_bytes]
+
+    def _fetch(self, engine: Engine, places: Sequence[Location]) -> dict[tuple[Ulid, int], memoryview]:
+        """The stored bytes of blocks, by pack and offset."""
+        stored: dict[tuple[Ulid, int], memoryview] = {}
+        local = engine.backend.is_local
+        by_place = sorted({(place.pack, place.offset): place for place in places}.values(), key=attrgetter("pack", "offset"))
+
+        def fetch(task: tuple[Range, list[Location]]) -> None:
+            read, members = task
+            data = memoryview(bytearray(read.stop - read.start))
+            engine.backend.read_into(pack_name(read.pack), read.start, data)
+            for place in members:
+                stored[place.pack, place.offset] = data[place.offset - read.start : place.offset - read.start + place.stored]
+
+        ranges = list(_merged(by_place, max_gap_bytes=0 if local else MAX_GAP_BYTES))
+        self.read_bytes += sum(read.stop - read.start for read, _ in ranges)
+        for_each(ranges, fetch, min(cpu_threads() if local else REMOTE_THREADS, len(ranges)))
+        return stored
+
+
+def _merged(places: Sequence[Location], max_gap_bytes: int) -> list[tuple[Range, list[Location]]]:
+    """Groups sorted places that are worth reading together."""
+    merged: list[tuple[Range, list[Location]]] = []
+    for place in places:
+        stop = place.offset + place.stored
+        if merged:
+            last, members = merged[-1]
+            if place.pack == last.pack and place.offset - last.stop <= max_gap_bytes and stop - last.start <= MERGE_BYTES:
+                members.append(place)
+                merged[-1] = last._replace(stop=max(last.stop, stop)), members
+                continue
+        merged.append((Range(place.pack, place.offset, stop), [place]))
+    return merged

@@ -1,0 +1,69 @@
+"""Lists refs, pins and the history of branches. Functions of the engine: they know no session."""
+
+from collections.abc import Mapping
+from functools import cache
+
+from tensorstore_ck.common.ids import Ulid, ulid_text
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.log import BranchMove, RefTable, SnapshotInfo
+from tensorstore_ck.log.address import resolve
+from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, pinned_snapshots
+from tensorstore_ck.log.snapshot_log import SnapshotLog, SnapshotsByName
+from tensorstore_ck.log.training_line import training_line
+
+
+def history(engine: Engine, ref: str | None, limit: int | None) -> SnapshotLog:
+    """See `Store.log`."""
+    view = engine.log.readable_view()
+    if ref is not None and view.branch(ref) is None:
+        return SnapshotLog([Snapshot.from_info(resolve(view, ref).info)])
+    since, heads, lines = dict[Ulid, int](), set[Ulid](), set[Ulid]()
+    visits, found = list[SnapshotInfo](), cache(view.snapshot)
+    for name in view.branches() if ref is None else [ref]:
+        moves = _newest_moves(view, name, limit) if ref is None else list(view.moves(name, limit=limit))
+        infos = [info for move in moves if (info := found(move.ulid)) is not None]
+        for move in moves:
+            since[move.ulid] = max(move.n if move.op == "reset" else 0, since.get(move.ulid, 0))
+        visits += infos
+        heads |= {info.ulid for info in infos[:1]}
+        lines |= {info.ulid for info in training_line(reversed(infos))}
+    if ref is None:
+        visits = sorted({info.ulid: info for info in visits}.values(), key=lambda info: -max(info.n, since[info.ulid]))
+    abandoned = {info.ulid for info in visits} - lines
+    return SnapshotLog(map(Snapshot.from_info, visits[:limit]), heads=map(ulid_text, heads), abandoned=map(ulid_text, abandoned))
+
+
+def _newest_moves(view: RefTable, branch: str, limit: int | None) -> list[BranchMove]:
+    """The newest moves of a branch, until they lead to `limit` snapshots."""
+    moves, seen = list[BranchMove](), set[Ulid]()
+    for move in view.moves(branch):
+        if move.ulid not in seen and len(seen) == limit:
+            break
+        seen.add(move.ulid)
+        moves.append(move)
+    return moves
+
+
+def branches(engine: Engine) -> SnapshotsByName:
+    """Every branch, and where it is."""
+    view = engine.log.readable_view()
+    rows = ((name, view.branch(name)) for name in view.branches())
+    return _by_name(view, {name: row.ulid for name, row in rows if row is not None})
+
+
+def tags(engine: Engine) -> SnapshotsByName:
+    """Every tag, and where it is."""
+    view = engine.log.readable_view()
+    rows = ((name, view.tag_row(name)) for name in view.tags())
+    return _by_name(view, {name: row.ulid for name, row in rows if row is not None})
+
+
+def _by_name(view: RefTable, ulids: Mapping[str, Ulid]) -> SnapshotsByName:
+    """The snapshots; one for all names that lead to it, as anybody can make thousands of branches of one with a thousand metrics."""
+    made = {ulid: Snapshot.from_info(info) for ulid in {*ulids.values()} if (info := view.snapshot(ulid)) is not None}
+    return SnapshotsByName({name: made[ulid] for name, ulid in ulids.items() if ulid in made})
+
+
+def pins(engine: Engine) -> tuple[PinnedSnapshot, ...]:
+    """Every pin."""
+    return pinned_snapshots(engine.log.readable_view())

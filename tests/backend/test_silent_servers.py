@@ -1,0 +1,76 @@
+"""A server of Google Cloud Storage or Azure that takes connections and never answers: an error within the patience, whatever is asked.
+
+S3's requests are in `test_s3_requests`.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import pytest
+from fsspec.asyn import get_loop
+
+from tensorstore_ck.backend import Created, fsspec_backend, open_backend
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.errors import BackendUnavailableError
+from tests.backend.chaos import silent_server
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # gcsfs and adlfs do
+SHORT_SECONDS: Final = 0.05
+
+
+def write(backend: Backend, size_bytes: int) -> None:
+    writer = backend.open_writer("a/b")
+    try:
+        writer.append([bytes(size_bytes)])
+        writer.close()
+    finally:
+        writer.abort()
+
+
+CALLS: Final[dict[str, Callable[[Backend], object]]] = {
+    "get": lambda backend: backend.get("a/b", max_bytes=1),
+    "read": lambda backend: backend.read_into("a/b", 0, memoryview(bytearray(9))),
+    "size": lambda backend: backend.size("a/b"),
+    "list": lambda backend: list(backend.list("a/")),
+    "folders": lambda backend: backend.folders("a"),
+    "put": lambda backend: backend.put("a/b", b"body"),
+    "a body that is not taken": lambda backend: backend.put("a/b", bytes(16 << 20)),
+    "replace": lambda backend: backend.replace("a/b", b"body"),
+    "delete": lambda backend: backend.delete(["a/b"]),
+    "write": lambda backend: write(backend, 1),
+    "write pieces": lambda backend: write(backend, 6 << 20),
+}
+
+
+def gcs_options(endpoint: str) -> dict[str, Any]:
+    return {"endpoint_url": endpoint, "token": "anon"}
+
+
+def azure_options(endpoint: str) -> dict[str, Any]:
+    return {"connection_string": f"DefaultEndpointsProtocol=http;AccountName=a;AccountKey=a2V5;BlobEndpoint={endpoint}/a;"}
+
+
+@pytest.fixture(params=[("gs", "gcsfs", gcs_options), ("az", "adlfs", azure_options)], ids=["gcs", "azure"])
+def silent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    protocol, library, options_of = request.param
+    pytest.importorskip(library)
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    monkeypatch.setattr(fsspec_backend, "PATIENCE_SECONDS", SHORT_SECONDS)
+    monkeypatch.setattr(fsspec_backend, "LISTING_PATIENCE", 1)
+    monkeypatch.setattr(fsspec_backend, "SLOWEST_BYTES_PER_SECOND", 1 << 40)
+    with silent_server() as endpoint:
+        yield open_backend(f"{protocol}://bucket/x", options_of(endpoint))
+        for task in asyncio.all_tasks(get_loop()):
+            get_loop().call_soon_threadsafe(task.cancel)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_ends(silent: Backend, call: str) -> None:
+    with pytest.raises(BackendUnavailableError, match=r"no answer within 0.05 s \(TimeoutError\); check the connection") as caught:
+        CALLS[call](silent)
+    assert silent.url in str(caught.value)
+
+
+def test_a_create_is_undecided(silent: Backend) -> None:
+    assert silent.create("a/b", b"body") is Created.UNKNOWN

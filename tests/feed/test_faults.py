@@ -1,0 +1,183 @@
+"""Whatever fails at any call of a poll or a swap, the tensors are one version, whole, and `version` says which."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import tensorstore_ck as tsck
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.feed.feed import Feed
+from tensorstore_ck.feed.followed_tensor import ChangedElements, ChangedRange
+from tests.effort import PATIENCE_SECONDS
+from tests.end_to_end.crash.faulty import Death
+from tests.feed.versions import REF, NotedFaults, State, copy_of, equal, first_state, follower, save, step_of, train, update, zeros
+from tests.gc.stores import AT_ONCE, copied, open_store
+
+Made = tuple[MemoryBackend, State, State]
+
+
+@pytest.fixture(scope="module")
+def made() -> Made:
+    """A store with version 0, that version, and the next one, which is not saved: some tensors change a little, one in full."""
+    backend, state = MemoryBackend(), first_state()
+    save(open_store(backend), state, 0)
+    old = copy_of(state)
+    train(state, 1)
+    state["model"]["layers.2"] += 1
+    return backend, old, state
+
+
+class Following:
+    """A trainer that has saved version 1, and a follower that is at version 0."""
+
+    def __init__(self, made: Made) -> None:
+        backend, self.old, self.new = made
+        self.backend, self.faults = copied(backend), NotedFaults()
+        self.trainer = open_store(self.backend)
+        self.trainer.checkout(REF)
+        self.mine = zeros(self.old)
+        self.feed = follower(self.backend, self.faults).follow(REF, into=self.mine)
+        update(self.feed)
+        save(self.trainer, self.new, 1)
+        self.faults.calls, self.faults.noted[:] = 0, []
+
+    def require(self, step: int) -> None:
+        """The tensors are that version, and the feed says so."""
+        assert equal(self.mine, [self.old, self.new][step])
+        assert step_of(self.feed) == step
+
+
+def calls_of_poll(made: Made) -> int:
+    following = Following(made)
+    following.feed.poll()
+    calls = following.faults.calls
+    following.feed.swap()
+    assert following.faults.calls == calls, "a swap asks the store for nothing"
+    return calls
+
+
+@pytest.mark.race
+@pytest.mark.parametrize("mode", ["unavailable", "die-before"])
+def test_every_call_of_a_poll_fails_or_is_the_last(made: Made, mode: str) -> None:
+    calls = calls_of_poll(made)
+    assert calls >= 4
+    for at in range(1, calls + 1):
+        following = Following(made)
+        following.faults.mode, following.faults.at = mode, at
+        with pytest.raises((tsck.StoreError, Death)):
+            following.feed.poll()
+        assert following.feed.swap() is None
+        following.require(0)
+        following.faults.mode, following.faults.dead = "", False
+        update(following.feed)
+        following.require(1)
+
+
+@pytest.mark.race
+@pytest.mark.slow
+def test_a_version_vanishes_at_every_call_of_a_poll(made: Made) -> None:
+    newest = copy_of(made[2])
+    train(newest, 2, 1.0)
+    for at in range(1, calls_of_poll(made) + 1):
+        following = Following(made)
+        following.trainer.set_policy(REF, keep_last=1)
+
+        def call(what: str, effect: Any, tear: Any = None, *, create: bool = False, at: int = at, following: Following = following) -> Any:
+            following.faults.calls += 1
+            if following.faults.calls == at:
+                save(following.trainer, newest, 2)
+                following.trainer.gc(AT_ONCE)
+            return effect()
+
+        following.faults.call = call  # type: ignore[method-assign]
+        version = following.feed.poll()
+        assert version is not None
+        following.feed.swap()
+        assert equal(following.mine, following.new if version.step == 1 else newest)
+        assert following.feed.version == version
+        update(following.feed)
+        assert equal(following.mine, newest)
+
+
+def changes_of(feed: Feed) -> list[Any]:
+    staged = feed._staged
+    assert staged is not None
+    return list(staged.changes)
+
+
+@pytest.mark.parametrize("applied", [False, True])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_every_copy_of_a_swap_fails(made: Made, applied: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = Following(made)
+    probe.feed.poll()
+    assert {type(change) for change in changes_of(probe.feed)} == {ChangedElements, ChangedRange}
+    for failing in range(len(changes_of(probe.feed))):
+        following = Following(made)
+        following.feed.poll()
+        change = changes_of(following.feed)[failing]
+        with monkeypatch.context() as patched:
+            apply = change.apply
+
+            def fail(apply: Callable[[], None] = apply) -> None:
+                if applied:
+                    apply()
+                raise error
+
+            patched.setattr(change, "apply", fail)
+            with pytest.raises(error):
+                following.feed.swap()
+        following.require(0)
+        following.feed.swap()
+        following.require(1)
+
+
+def test_no_swap_while_a_version_is_staged(made: Made) -> None:
+    following = Following(made)
+    following.feed.poll()
+    arrived, goes_on = threading.Event(), threading.Event()
+    save(following.trainer, copy_of(following.old), 2)
+
+    def call(what: str, effect: Any, tear: Any = None, *, create: bool = False) -> Any:
+        arrived.set()
+        goes_on.wait(PATIENCE_SECONDS)
+        return effect()
+
+    following.faults.call = call  # type: ignore[method-assign]
+    polling = threading.Thread(target=following.feed.poll)
+    polling.start()
+    assert arrived.wait(PATIENCE_SECONDS)
+    assert following.feed.swap() is None
+    following.require(0)
+    goes_on.set()
+    polling.join(PATIENCE_SECONDS)
+    version = following.feed.swap()
+    assert version is not None
+    assert version.step == 2
+    assert equal(following.mine, following.old)
+
+
+def test_wrong_bytes_of_a_difference_are_read_again_then_reported(made: Made) -> None:
+    following = Following(made)
+    reads = 0
+
+    def read(name: str, offset: int, target: memoryview) -> None:
+        nonlocal reads
+        following.backend.read_into(name, offset, target)
+        if name.startswith("packs/"):
+            reads += 1
+            if is_damaged or reads == 1:
+                target[len(target) // 2] ^= 1
+
+    following.feed._engine.backend.read_into = read  # type: ignore[method-assign]
+    is_damaged = False
+    update(following.feed)
+    following.require(1)
+    train(following.new, 2)
+    save(following.trainer, following.new, 2)
+    before = copy_of(following.mine)
+    is_damaged = True
+    with pytest.raises(tsck.errors.DamageError):
+        following.feed.poll()
+    assert equal(following.mine, before)
