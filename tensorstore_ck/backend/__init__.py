@@ -36,7 +36,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.backend.probe import ProbeResult, create_problem, probe, probe_create
+from tensorstore_ck.backend.probe import ProbeResult, probe, probe_create
 from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.extras import missing_extra
@@ -44,18 +44,7 @@ from tensorstore_ck.errors import InvalidOptionError, InvalidUrlError, MissingEx
 from tensorstore_ck.events import Callback, log_event
 from tensorstore_ck.redaction import clean_error, display_url, secret_values
 
-__all__ = [
-    "Backend",
-    "Buffer",
-    "Created",
-    "ObjectInfo",
-    "ObjectWriter",
-    "ProbeResult",
-    "create_problem",
-    "open_backend",
-    "probe",
-    "probe_create",
-]
+__all__ = ["Backend", "Buffer", "Created", "ObjectInfo", "ObjectWriter", "ProbeResult", "open_backend", "probe", "probe_create"]
 
 _URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 _CUT_URL = re.compile(r"(?:s3a?|gs|gcs|az|abfss?|memory|file|local|https?):", re.IGNORECASE)

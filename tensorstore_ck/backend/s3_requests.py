@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from typing import Any, BinaryIO, Final, Generic, NamedTuple, TypeVar
 
-from tensorstore_ck.backend.remote_errors import PASSING_CODES, PASSING_STATUSES, error_code, http_status, remote_errors
-from tensorstore_ck.backend.s3_quirks import drop_checksums, refuses_checksums
+from tensorstore_ck.backend.remote_errors import FINAL_STATUSES, PASSING_CODES, PASSING_STATUSES, error_code, http_status, remote_errors
+from tensorstore_ck.backend.s3_quirks import drop_checksums, may_refuse_checksums, refuses_checksums
 from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.retry import JITTER, next_delay
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, MissingObjectError, StoreError
@@ -34,7 +34,6 @@ POLL_SECONDS: Final = 1.0
 """How often to check the progress of a request's body."""
 CANCEL_SECONDS: Final = 1.0
 
-_FINAL_STATUSES: Final = {501, 505}
 _PASSING_BOTOCORE_ERRORS: Final = {"HTTPClientError", "ConnectionError", "IncompleteReadError", "ChecksumError", "FlexibleChecksumError"}
 """botocore's other errors concern options, credentials and arguments."""
 _NOT_THE_SERVER: Final = (ValueError, TypeError, AttributeError, LookupError, AssertionError, RuntimeError)
@@ -78,7 +77,7 @@ def is_passing(error: StoreError) -> bool:
     status = http_status(cause)
     if status in PASSING_STATUSES or not status or error_code(cause) in PASSING_CODES:
         return True
-    return status >= 500 and status not in _FINAL_STATUSES
+    return status >= 500 and status not in FINAL_STATUSES
 
 
 def wait(future: "Future[Any]", seconds: float) -> bool:
@@ -208,7 +207,8 @@ class Operation:
         try:
             return self._try(request)
         except StoreError as exc:
-            if not refuses_checksums(exc) or not drop_checksums(self._requests.filesystem()):
+            is_refused = may_refuse_checksums(exc) if request.body is not None else refuses_checksums(exc)
+            if not is_refused or not drop_checksums(self._requests.filesystem()):
                 raise
         return self._try(request)
 

@@ -101,7 +101,7 @@ def finish_at_exit(queue: SaveQueue) -> None:
         if queue is None or os.getpid() != pid:  # a forked child has neither the saves nor usable locks
             return
         report = queue.end()
-        if report.dropped or report.under_way:
+        if report.staged or report.dropped or report.under_way:
             _logger.error("the process ends with saves in progress: %s", report)
 
     # Not atexit: its callbacks run when executors accept no work, and backends use those.
