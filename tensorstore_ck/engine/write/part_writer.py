@@ -4,7 +4,6 @@ Knows neither refs nor the log, and no torch.
 """
 
 import logging
-from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple, Protocol
@@ -18,10 +17,10 @@ from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid
 from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
 from tensorstore_ck.engine.part_extents import extents_of, with_bases
 from tensorstore_ck.engine.reachability import BlockLocations
-from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, DeltaBase, Fp32Masters, ParentBlocks, PartKey, TensorBlock, earlier_part
+from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, DeltaBase, Fp32Masters, ParentBlocks, PartKey, earlier_part
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
 from tensorstore_ck.engine.write.parse_budget import require_readable
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Inline, Sampling, require_unchanged
@@ -272,7 +271,8 @@ def write_tensors(
             assert earlier is not None
             earlier.keep(ids[run[number].row], buffers[number], base)
 
-    masters = Fp32Masters(captured, blocks) if coding.mode != "raw" else None
+    fresh = {block.tensor for block in blocks if ids[block.row] is ZERO_DIGEST}  # others are not read: they may stay on a device
+    masters = Fp32Masters(captured, [block for block in blocks if block.tensor in fresh]) if coding.mode != "raw" else None
     weights, threads = masters.of if masters is not None else {}, cpu_threads() + 1
     for later in (False, True):  # weights after their masters
         unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in weights) == later]
@@ -319,7 +319,7 @@ def store_part(
         UnsupportedValueError: too many objects take almost no bytes in the store.
     """
     ids = [*blobs.ids, *tensors.ids]
-    places = ChainMap(*(known for writer in packs for known in (writer.added, writer.found)))
+    places = {block: place for writer in packs for known in (writer.found, writer.added) for block, place in known.items()}
     extents = extents_of(ids, places)
     part = Part(
         layout_id=layout_id(captured.layout.encode()),

@@ -1,5 +1,6 @@
 """The rules of a policy: what each keeps, the limits, and what happens to snapshots as they age. Pure."""
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -97,7 +98,9 @@ class Policy:
         """
         known = {field.name for field in fields(cls)}
         for name in rules.keys() - known:
-            raise InvalidOptionError(f"there is no rule {name!r}: there are {', '.join(sorted(known))}", object_id=str(name))
+            similar = [f"did you mean {each}? " for each in difflib.get_close_matches(str(name), known, 1)]
+            advice = f"{''.join(similar)}There are {', '.join(sorted(known))}"
+            raise InvalidOptionError(f"there is no rule {name!r}: {advice}", object_id=str(name))
         parsed: dict[str, Any] = {name: _PARSERS[name](value, name) for name, value in rules.items() if value is not None}
         policy = cls(**parsed)
         if not policy.keeps and (policy.expire_after or policy.max_bytes or not policy.ages):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from tensorstore_ck.session.peers import Replicator
+    from tensorstore_ck.state.device.kept_tensors import StoredTensors
     from tensorstore_ck.state.device.optimizer_step_gates import StepGate, StepGates
 
 T = TypeVar("T")
@@ -57,6 +58,9 @@ class SaveContext:
     step_gates: "StepGates | None" = None
     """Of optimizers whose tensors are copied from devices until the next step; made at the first such save."""
 
+    known_tensors: "StoredTensors | None" = None
+    """Tensors on devices that the next save need not copy; made at the first asynchronous save of such tensors."""
+
     def is_store_gone(self) -> bool:
         """Whether the store answers nothing or takes no upload, and keeps only saves waiting that are safe on the staging disk."""
         return self.engine.tier is not None and self.contact.is_gone(partial(self.engine.backend.size, CONFIG_NAME))
@@ -68,6 +72,14 @@ class SaveContext:
         if self.step_gates is None:
             self.step_gates = StepGates()
         return self.step_gates.of(optimizers)
+
+    def stored_tensors(self) -> "StoredTensors":
+        """The tensors on devices that the next save need not copy."""
+        from tensorstore_ck.state.device.kept_tensors import StoredTensors  # noqa: PLC0415 - loads torch
+
+        if self.known_tensors is None:
+            self.known_tensors = StoredTensors()
+        return self.known_tensors
 
     def note_speed(self, status: SaveStatus) -> None:
         """Notes how long the store took to write a save, so that the next ones can choose a codec.
