@@ -57,7 +57,7 @@ MOST_LINES = {
     "log": 6800,
     "maintenance": 7500,
     "redaction": 200,
-    "session": 10700,
+    "session": 10800,
     "state": 6800,
     "store": 1700,
     "training": 5000,
