@@ -57,8 +57,13 @@ MOST_LINES = {
     "log": 6800,
     "maintenance": 7500,
     "redaction": 200,
+<<<<<<< HEAD
     "session": 10700,
     "state": 6_950,
+=======
+    "session": 10800,
+    "state": 6800,
+>>>>>>> req45
     "store": 1700,
     "training": 5000,
     "ui": 4100,
