@@ -23,6 +23,8 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.redaction import clean_error, shown_cause, without
 
 PASSING_STATUSES: Final = {408, 409, 425, 429}
+FINAL_STATUSES: Final = {501, 505}
+"""Of those from 500 on, the replies that would be the same the next time."""
 PASSING_CODES: Final = {
     "BadDigest",
     "IncompleteBody",
@@ -147,4 +149,4 @@ def store_error(exc: Exception, what: str, name: str, secrets: Sequence[str]) ->
 
 def _is_refusal(status: int, code: str) -> bool:
     """Whether the server understood the request and did not carry it out, for a reason that stays."""
-    return 400 <= status < 500 and status not in PASSING_STATUSES | {412} and code not in PASSING_CODES
+    return status in FINAL_STATUSES or (400 <= status < 500 and status not in PASSING_STATUSES | {412} and code not in PASSING_CODES)

@@ -1,6 +1,7 @@
 """Features that some S3 servers lack, and the refusals by which they say so.
 
-A refusal that names no feature (501 of any request) counts as a refusal of the condition, without which no commit is safe.
+A refusal that names no feature (501) counts as one of checksums, as long as they are sent; then of the condition, without which no commit
+is safe.
 """
 
 import logging
@@ -9,7 +10,8 @@ from typing import Any, Final
 from tensorstore_ck.backend.remote_errors import PASSING_CODES, error_code, http_status
 from tensorstore_ck.errors import StoreError
 
-_NOT_SUPPORTED: Final = {405, 501}
+_NOT_IMPLEMENTED: Final = 501
+_NOT_SUPPORTED: Final = {405, _NOT_IMPLEMENTED}
 _NOT_SUPPORTED_CODES: Final = {"NotImplemented", "MethodNotAllowed"}
 _CHECKSUM_WORDS: Final = ("x-amz-checksum", "x-amz-sdk-checksum", "x-amz-trailer", "aws-chunked", "unsigned-payload-trailer")
 _CONDITION_WORDS: Final = ("if-none-match", "conditional")
@@ -31,6 +33,13 @@ def refuses_checksums(error: StoreError) -> bool:
     """Whether the server does not support the checksums that botocore sends by itself since 1.36."""
     status, _, text = _refusal(error)
     return status in (400, 501) and any(word in text for word in _CHECKSUM_WORDS)
+
+
+def may_refuse_checksums(error: StoreError) -> bool:
+    """Whether the server may take the same body without checksums: it says so, or says of nothing that it is not supported."""
+    status, code, text = _refusal(error)
+    is_unnamed = status == _NOT_IMPLEMENTED and code == "NotImplemented" and not any(word in text for word in _CONDITION_WORDS)
+    return is_unnamed or refuses_checksums(error)
 
 
 def refuses_batches(error: StoreError) -> bool:

@@ -23,6 +23,7 @@ GROUPS: Final = {
         "bisect": "cmd_bisect",
         "usage": "cmd_usage",
         "advise": "cmd_advise",
+        "plan": "cmd_plan",
     }),
     "keep": ("Name snapshots, keep them, let them go", {
         "branch": "cmd_refs",

@@ -66,7 +66,11 @@ class Feed:
         if not poll_seconds > 0:
             raise InvalidOptionError(f"poll_seconds must be above 0, not {poll_seconds}", object_id="poll_seconds")
         self._engine, self._ref, self._wanted, self._poll_seconds = engine, ref, wanted, poll_seconds
+        self._polling = threading.Lock()
+        """One thread at a time looks for a version."""
         self._lock = threading.Lock()
+        """Held while tensors change."""
+        self._is_staging = False
         self._closed = threading.Event()
         self._staged: _Staged | None = None
         self._ids: dict[Place, Digest] = {}
@@ -82,7 +86,7 @@ class Feed:
     def close(self) -> None:
         """Drops what is staged, and ends a `wait` of another thread. The tensors stay as they are."""
         self._closed.set()
-        with self._lock:
+        with self._polling, self._lock:
             self._staged = None
 
     @property
@@ -90,11 +94,15 @@ class Feed:
         """The version that the tensors are; None before the first swap."""
         return self._version
 
-    def poll(self) -> FeedVersion | None:
+    def poll(self, address: str | None = None, *, verify: bool = False) -> FeedVersion | None:
         """Stages the newest version of the branch; returns it, or None if the tensors are that version.
 
         After a reset or a rollback of the branch that is an older snapshot. Reads what differs from the tensors, and verifies all of it.
         The tensors must not change until `swap`.
+
+        Args:
+            address: Another snapshot to stage, such as the root that several processes have agreed on.
+            verify: Hash all tensors first, and stage also what somebody changed in them since the last swap.
 
         Raises:
             NotFoundError: the branch does not exist, or was removed.
@@ -104,25 +112,36 @@ class Feed:
             NoSpaceError: what changes does not fit into the memory that is free.
             BackendUnavailableError: the store cannot be read now.
         """
-        with self._lock:
-            self._require_open()
-            info = self._newest()
-            current, self._staged = self._staged, None
-            if self._version is not None and self._version.root == info.root.hex():
-                return None
-            if current is not None and current.version.root == info.root.hex():
-                self._staged = current
-                return current.version
-            del current  # its memory is for the next one
-            with memory_errors(f"staging {self._ref!r}"):
-                try:
-                    self._staged = self._stage(info)
-                except SnapshotExpiredError:
-                    newest = self._newest()
-                    if newest.ulid == info.ulid:
-                        raise
-                    self._staged = self._stage(newest)
-            return self._staged.version
+        with self._polling:
+            try:
+                with self._lock:
+                    self._is_staging = True
+                return self._poll(self._ref if address is None else address, verify=verify)
+            finally:
+                self._is_staging = False
+
+    def _poll(self, address: str, *, verify: bool) -> FeedVersion | None:
+        if self._closed.is_set():
+            raise InputError(f"the feed of {self._ref!r} was closed: call follow again", object_id=self._ref)
+        info = self._find(address)
+        current, self._staged = self._staged, None
+        if verify:
+            self._ids = {}
+        elif self._version is not None and self._version.root == info.root.hex():
+            return None
+        elif current is not None and current.version.root == info.root.hex():
+            self._staged = current
+            return current.version
+        del current  # its memory is for the next one
+        with memory_errors(f"staging {self._ref!r}"):
+            try:
+                self._staged = self._stage(info)
+            except SnapshotExpiredError:
+                newest = self._find(address)
+                if newest.ulid == info.ulid:
+                    raise
+                self._staged = self._stage(newest)
+        return self._staged.version
 
     def wait(self, timeout_seconds: float | None = None) -> FeedVersion | None:
         """Polls until a version is staged, and returns it; None if there is none within `timeout_seconds`, or the feed was closed.
@@ -155,13 +174,9 @@ class Feed:
         Only copies in memory: call it between two uses of the tensors. All tensors change, or none: after an error they are the version
         that they were.
         """
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            staged = self._staged
+        with self._lock:
+            staged = None if self._is_staging else self._staged
             return None if staged is None else shielded(lambda: self._apply(staged), finish=True)
-        finally:
-            self._lock.release()
 
     def _apply(self, staged: _Staged) -> FeedVersion:
         started = time.perf_counter()
@@ -183,9 +198,9 @@ class Feed:
         self._emit("swapped", staged.version, pause_seconds=time.perf_counter() - started)
         return staged.version
 
-    def _newest(self) -> SnapshotInfo:
-        info = resolve(self._engine.log.readable_view(), self._ref).info
-        refuse_marked(Snapshot.from_info(info), self._ref, "move the branch to it")
+    def _find(self, address: str) -> SnapshotInfo:
+        info = resolve(self._engine.log.readable_view(), address).info
+        refuse_marked(Snapshot.from_info(info), address, "move the branch to it")
         return info
 
     def _stage(self, info: SnapshotInfo) -> _Staged:
@@ -216,8 +231,6 @@ class Feed:
 
     def _emit(self, kind: Kind, version: FeedVersion, **fields: float) -> None:
         about: dict[str, float | str] = {"root": version.root, "age_seconds": version.age_seconds}
-        self._engine.observers.emit(Event(kind, "", self._ref, version.step, 0, self._engine.clock(), {**about, **fields}))
-
-    def _require_open(self) -> None:
-        if self._closed.is_set():
-            raise InputError(f"the feed of {self._ref!r} was closed: call follow again", object_id=self._ref)
+        self._engine.observers.emit(
+            Event(kind, "", self._ref, version.step, rank=0, time_ns=self._engine.clock(), fields={**about, **fields})
+        )

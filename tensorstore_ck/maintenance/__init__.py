@@ -13,6 +13,8 @@ bisect_history.py    the first bad snapshot of a branch
 quotas.py            sets and shows quotas
 watch.py             yields new snapshots of a branch, each pinned meanwhile
 advise.py            advises how often to save
+plan_training.py     what the snapshots of a training will take
+count_parameters.py  how many parameters a config or an index describes
 metric_plot.py       a metric over snapshots, as points and drawn by matplotlib
 optimal_interval.py  the formulas of Young and Daly, and ETTR
 """

@@ -47,6 +47,7 @@ def test_without_batches_objects_are_deleted_one_by_one(backend: S3Backend, prox
 CHECKSUM_REFUSALS = [
     (501, "NotImplemented", "Header 'x-amz-checksum-crc32' with value '***' not implemented"),
     (400, "InvalidArgument", "Unsupported header 'x-amz-sdk-checksum-algorithm' received for this API call."),
+    (501, "NotImplemented", "A header you provided implies functionality that is not implemented"),
 ]
 
 

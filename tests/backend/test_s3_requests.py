@@ -14,7 +14,6 @@ from tensorstore_ck.backend import Created, open_backend
 from tensorstore_ck.backend.s3 import S3Backend
 from tensorstore_ck.backend.s3_requests import (
     LONGEST_PAUSE_SECONDS,
-    NOTICE_SECONDS,
     RETRY_SECONDS,
     OnProgress,
     Request,
@@ -22,18 +21,23 @@ from tensorstore_ck.backend.s3_requests import (
     S3Requests,
     without_retries,
 )
+from tensorstore_ck.backend.wait_notices import NOTICE_SECONDS
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, StoreError
 from tensorstore_ck.events import Event, event_text
 from tests.backend.chaos import silent_server
 from tests.backend.conftest import connect
 from tests.servers import BUCKET, refusing_port, storage_options
 
-SHORT_SECONDS = 0.2
+SHORT_SECONDS = 0.1
 """The timeout where no request is answered."""
 
 
 SILENT: dict[str, Callable[[S3Backend], object]] = {
     "get": lambda backend: backend.get("a/b", max_bytes=1),
+    "read": lambda backend: backend.read_into("a/b", 0, memoryview(bytearray(9))),
+    "size": lambda backend: backend.size("a/b"),
+    "list": lambda backend: [*backend.list("a/")],
+    "delete": lambda backend: backend.delete(["a/b"]),
     "put": lambda backend: backend.put("a/b", b"body"),
     "put large": lambda backend: backend.put("a/b", bytes(20 << 20)),
     "create": lambda backend: backend.create("a/b", b"body"),
@@ -55,8 +59,9 @@ def test_a_silent_server_is_an_error_in_the_end_and_said_before(kind: str, silen
     if kind == "create":
         assert SILENT[kind](backend) is Created.UNKNOWN
     else:
-        with pytest.raises(BackendUnavailableError):
+        with pytest.raises(BackendUnavailableError, match="check the connection") as caught:
             SILENT[kind](backend)
+        assert backend.url in str(caught.value)
     assert {event.kind for event in events} == {"waiting"}
     assert events[0].fields["try_number"] == 1
     assert all(backend.url in str(event.fields["what"]) for event in events)

@@ -28,6 +28,7 @@ RUNS: Final[dict[str, list[list[str]]]] = {
     "mark": [["mark", "runs/gpt", "--reason", "it is bad"]],
     "usage": [["usage"]],
     "advise": [["advise", "runs/gpt", "--stall", "1s"]],
+    "plan": [["plan", "--params", "7B", "--gbps", "1"]],
     "watch": [["watch", "runs/gpt", "--count", "1", "--since-step", "0"]],
     "follow": [["follow", "runs/gpt", "--to", "served", "--count", "1"]],
     "catalog": [["catalog", "sync", "--db", "catalog.sqlite"], ["catalog", "show", "--db", "catalog.sqlite"]],

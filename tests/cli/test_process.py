@@ -86,7 +86,10 @@ def test_a_closed_pipe_is_quiet(history: Tsck, tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
-@pytest.mark.parametrize(("stdout", "code", "said"), [("/dev/full", 34, "cannot write the output: No space left"), (None, 0, "")])
+@pytest.mark.parametrize(
+    ("stdout", "code", "said"),
+    [("/dev/full", 34, "the command has done its work, but its output is lost: No space left on device"), (None, 0, "")],
+)
 def test_what_becomes_of_the_output_stops_no_work(history: Tsck, tmp_path: Path, stdout: str | None, code: int, said: str) -> None:
     target = "1>&-" if stdout is None else f">{stdout}"
     line = f"exec {shlex.quote(sys.executable)} -m tensorstore_ck.cli tag after runs/gpt {target}"

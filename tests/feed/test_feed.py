@@ -85,6 +85,11 @@ def test_what_somebody_changed_is_noticed_at_the_next_difference_and_read_whole(
     save(trainer, state, 1)
     update(feed)
     assert equal(mine, state)
+    mine["model"]["layers.2"].zero_()
+    assert feed.poll() is None
+    assert feed.poll(verify=True) == feed.version
+    feed.swap()
+    assert equal(mine, state)
 
 
 def test_transposed_converted_and_tied_tensors(backend: MemoryBackend) -> None:
@@ -246,6 +251,23 @@ def test_followers_write_nothing_and_are_told_apart(backend: MemoryBackend) -> N
     assert not equal(one, state)
     update(first)
     assert equal(one, state)
+
+
+def test_several_processes_agree_on_a_version(backend: MemoryBackend) -> None:
+    trainer, state = open_store(backend), first_state()
+    roots = []
+    versions = []
+    for step in range(3):
+        roots.append(save(trainer, state, step).root)
+        versions.append(copy_of(state))
+        train(state, step)
+    mine = zeros(state)
+    feed = follower(backend).follow(REF, into=mine)
+    for number in (1, 0, 2):
+        feed.poll(roots[number])
+        feed.swap()
+        assert equal(mine, versions[number])
+        assert step_of(feed) == number
 
 
 def test_wait_and_close(backend: MemoryBackend) -> None:

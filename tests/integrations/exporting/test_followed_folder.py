@@ -88,6 +88,30 @@ def test_a_rewound_branch_and_another_architecture(backend: MemoryBackend, tmp_p
     assert equal(read(tmp_path), other)
 
 
+@pytest.mark.slow
+def test_transformers_loads_each_version(backend: MemoryBackend, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+    trained = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=True))
+    trained.save_pretrained(tmp_path / "first")
+    trainer, faults = open_store(backend), NotedFaults()
+    followed = FollowedFolder(follower(backend, faults), REF, str(tmp_path / "served"), config_from=str(tmp_path / "first"))
+    served = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=True))
+    feed = follower(backend).follow(REF, into=served)
+    for step in range(3):
+        trainer.put_snapshot({"model": trained.state_dict()}, ref=REF, step=step, delta=True)
+        followed.update()
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "served" / "current")
+        feed.poll()
+        feed.swap()
+        for model in (loaded, served):
+            assert model.state_dict().keys() == trained.state_dict().keys()
+            assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in trained.state_dict().items())
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.view(-1)[:: 97 + step] += 0.5
+
+
 def test_what_lies_there_already_is_refused(backend: MemoryBackend, tmp_path: Path) -> None:
     (tmp_path / "current").mkdir()
     with pytest.raises(tsck.errors.AlreadyExistsError, match="no link"):

@@ -1,0 +1,37 @@
+"""The bases of differences of blocks that change little stay in memory: only the first such save reads them from the store."""
+
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.common.byte_cache import ByteCache
+from tests.feed.versions import REF, NotedFaults, copy_of, equal, first_state, follower, save, train
+
+
+def test_a_save_of_few_changes_reads_no_block_but_the_first_time() -> None:
+    faults, state = NotedFaults(), first_state()
+    store = follower(MemoryBackend(), faults)
+    reads, sizes = list[int](), list[int]()
+    for step in range(5):
+        faults.noted.clear()
+        sizes.append(save(store, state, step).new_bytes)
+        reads.append(sum(what.startswith("read packs/") for what in faults.noted))
+        last = copy_of(state)
+        train(state, step, 0.01 if step != 2 else 1.0)  # what changed everywhere is not kept
+        assert equal(store.checkout(REF), last)
+    assert reads[1] >= 3
+    assert reads[2] == 0
+    assert reads[4] >= 3
+    assert sizes[2] < sizes[0] / 5
+
+
+def test_what_is_kept_is_bounded_and_verified_before_it_is_used() -> None:
+    faults, state = NotedFaults(), first_state()
+    store = follower(MemoryBackend(), faults)
+    store.engine.kept_blocks = ByteCache(1, len)
+    for step in range(3):
+        faults.noted.clear()
+        save(store, state, step)
+        train(state, step)
+    assert sum(what.startswith("read packs/") for what in faults.noted) >= 2
+    (kept,) = store.engine.kept_blocks._kept.values()
+    kept[0] ^= 1
+    save(store, state, 3)
+    assert equal(store.checkout(REF), state)

@@ -1,0 +1,60 @@
+"""The extension of vLLM's worker gives the model runner each version whole, once; a stub stands for the runner of vLLM 0.33."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from examples.vllm_follower import Follower
+from tests.feed.versions import REF, State, equal, first_state, save, train
+
+
+class ModelRunner:
+    """`GPUModelRunner.reload_weights`, as far as the extension calls it."""
+
+    def __init__(self) -> None:
+        self.loads: list[State] = []
+        self.fails = False
+
+    def reload_weights(
+        self,
+        weights_iterator: Iterable[tuple[str, torch.Tensor]] | None = None,
+        weights_path: str | None = None,
+        is_checkpoint_format: bool = True,
+    ) -> None:
+        assert weights_iterator is not None
+        assert weights_path is None
+        assert is_checkpoint_format
+        if self.fails:
+            raise RuntimeError("out of memory")
+        self.loads.append({"model": {name: tensor.clone() for name, tensor in weights_iterator}})
+
+
+def test_each_version_is_loaded_once_and_again_where_it_failed(tmp_path: Path) -> None:
+    state, workers = first_state(), [Follower(), Follower()]
+    with tsck.open(tmp_path, create=True) as trainer:
+        roots = [save(trainer, state, 0).root]
+        for worker in workers:
+            worker.model_runner = ModelRunner()
+            worker.follow(str(tmp_path), REF, "model.")
+        for step in (0, 1):
+            for worker in workers:
+                worker.stage(roots[step])
+                assert worker.swap() == step
+                assert worker.swap() == step
+                assert len(worker.model_runner.loads) == step + 1
+                assert equal(worker.model_runner.loads[-1], state)
+            train(state, step)
+            roots.append(save(trainer, state, step + 1).root)
+        worker = workers[0]
+        worker.stage(roots[2])
+        worker.model_runner.fails = True
+        with pytest.raises(RuntimeError, match="out of memory"):
+            worker.swap()
+        worker.model_runner.fails = False
+        assert worker.swap() == 2
+        assert equal(worker.model_runner.loads[-1], state)
+    for worker in workers:
+        worker.store.close()
