@@ -12,7 +12,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.end_to_end.walks.walk import Walk
 from tests.servers import BUCKET, KEY, SECRET, S3Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.s3]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.s3,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft
+]
 
 TRAIN = """
 import sys
