@@ -99,7 +99,7 @@ class LocalBackend:
             status = os.statvfs(folder)
         except OSError as exc:
             raise store_error(exc, "look at the free space of", self.url) from exc
-        return Space(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize)
+        return Space(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize, status.f_favail if status.f_files else None)
 
     # --- write ---
 

@@ -9,8 +9,9 @@ import click
 from tensorstore_ck.backend.cold.allowed_locations import can_allow, is_allowed
 from tensorstore_ck.cli.allowed_locations import note_places, read_places
 from tensorstore_ck.cli.complete_names import complete_ref
-from tensorstore_ck.cli.options import StoreChoice, command, store_options
-from tensorstore_ck.cli.output import counted, emit, printable, short_root, shortened_table, step_text, table
+from tensorstore_ck.cli.options import StoreChoice, command, price_option, store_options
+from tensorstore_ck.cli.output import counted, emit, fields_of, printable, short_root, shortened_table, step_text, table
+from tensorstore_ck.common.prices import GB, NO_PRICES, Prices, usd_text
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.log.retention import Policy, parse_rule
 from tensorstore_ck.maintenance.apply_policies import RetentionReport
@@ -33,8 +34,18 @@ MAX_SHOWN: Final = 60
 @click.argument("target", required=False, shell_complete=complete_ref, metavar="[GLOB|REF]")
 @click.argument("rules", nargs=-1, metavar="[RULE=VALUE]...")
 @click.option("--dry-run", is_flag=True, help="With apply: only print why each snapshot stays or goes.")
+@price_option
 @store_options(writes=True)
-def policy(action: str, target: str | None, rules: tuple[str, ...], choice: StoreChoice, *, dry_run: bool, as_json: bool) -> None:
+def policy(
+    action: str,
+    target: str | None,
+    rules: tuple[str, ...],
+    choice: StoreChoice,
+    *,
+    dry_run: bool,
+    price: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Set retention rules for branches; each save applies those of its branch, and `apply` those of all branches or of each REF.
 
     Rules: keep_last=5, keep_best=3:val_loss:min (more metrics, joined by ','), keep_every=1000 (steps), keep_every_seconds=6h,
@@ -46,8 +57,11 @@ def policy(action: str, target: str | None, rules: tuple[str, ...], choice: Stor
     """
     if dry_run and action != "apply":
         raise click.UsageError("--dry-run is for apply.")
+    if price and not dry_run and action != "test":
+        raise click.UsageError("--price is for test and for apply --dry-run.")
+    prices = Prices.parse(price)
     if action == "apply":
-        apply_policies(choice, rules if target is None else (target, *rules), dry_run=dry_run, as_json=as_json)
+        apply_policies(choice, rules if target is None else (target, *rules), dry_run=dry_run, prices=prices, as_json=as_json)
         return
     if (target is None) != (action == "show"):
         raise click.UsageError("`show` lists all policies; `set`, `test` and `remove` need a GLOB or REF.")
@@ -66,17 +80,24 @@ def policy(action: str, target: str | None, rules: tuple[str, ...], choice: Stor
             emit({"removed": target}, [f"removed the policy for {printable(str(target))}"], as_json=as_json)
         elif action == "test":
             report = store.apply_policies(str(target), dry_run=True, rules=values or None)
-            emit(report, map(choice.complete, _verdict_lines(report)), as_json=as_json)
+            _emit_report(report, choice, prices.of(store.url), as_json=as_json)
         else:
             policies = store.policies()
             emit({glob: own.encode() for glob, own in policies.items()}, map(choice.complete, _policy_lines(policies)), as_json=as_json)
 
 
-def apply_policies(choice: StoreChoice, refs: Sequence[str], *, dry_run: bool, as_json: bool) -> None:
+def apply_policies(choice: StoreChoice, refs: Sequence[str], *, dry_run: bool, as_json: bool, prices: Prices = NO_PRICES) -> None:
     """Forgets what the policies no longer keep, and prints the reasons."""
     with choice.open(read_only=dry_run) as store:
         report = store.apply_policies(*refs, dry_run=dry_run)
-    emit(report, map(choice.complete, _verdict_lines(report)), as_json=as_json)
+        _emit_report(report, choice, prices.of(store.url), as_json=as_json)
+
+
+def _emit_report(report: RetentionReport, choice: StoreChoice, usd_per_gb: float | None, *, as_json: bool) -> None:
+    """`usd_per_gb`: the price of the store's own location, at which what goes is counted."""
+    saved = None if usd_per_gb is None or report.frees_bytes is None else report.frees_bytes / GB * usd_per_gb
+    lines = [*map(choice.complete, _verdict_lines(report)), *([] if saved is None else [f"that saves {usd_text(saved)} a month"])]
+    emit({**fields_of(report), "saves_usd_per_month": saved}, lines, as_json=as_json)
 
 
 def _rules(words: tuple[str, ...]) -> dict[str, object]:

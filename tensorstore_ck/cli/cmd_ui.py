@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from tensorstore_ck.cli.options import StoreChoice, command, store_options
+from tensorstore_ck.cli.options import StoreChoice, command, price_option, store_options
 from tensorstore_ck.cli.output import emit_line, printable, say
+from tensorstore_ck.common.prices import Prices
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.store_config import CONFIG_NAME
 
@@ -32,9 +33,19 @@ _LOOPBACK: Final = "127.0.0.1"
 @click.option("--no-browser", is_flag=True, help="Only print the URL.")
 @click.option("--base-url", default="", metavar="PATH", help="Where a proxy offers the pages: a path, or a URL if its host is another one.")
 @click.option("--allow", default="", metavar="LIST", help="What pages may change: tag,annotate,mark,pin,undo; default: nothing.")
+@price_option
 @store_options()
 def ui(
-    urls: tuple[str, ...], choice: StoreChoice, *, db: str | None, port: int, no_browser: bool, base_url: str, allow: str, as_json: bool
+    urls: tuple[str, ...],
+    choice: StoreChoice,
+    *,
+    db: str | None,
+    port: int,
+    no_browser: bool,
+    base_url: str,
+    allow: str,
+    price: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Show stores in a browser, until interrupted. The server listens on 127.0.0.1, and changes nothing in a store without --allow.
 
@@ -42,7 +53,7 @@ def ui(
     """
     from tensorstore_ck.ui import Access, Sources, make_app, parse_allow, private_catalog, serve  # noqa: PLC0415 - may not be installed
 
-    allowed = parse_allow(allow)
+    allowed, prices = parse_allow(allow), Prices.parse(price)
 
     wanted = list(dict.fromkeys([*urls, *([choice.url] if choice.url else [])]))
     if not wanted and db is None:
@@ -69,7 +80,7 @@ def ui(
         emit_line({"url": url}) if as_json else say(printable(f"{url}  (Ctrl-C ends it)"))
         if not no_browser:
             webbrowser.open(url)
-        serve(make_app(sources, access, choice.complete, choice.open_options()), listening)
+        serve(make_app(sources, access, choice.complete, choice.open_options(), prices=prices), listening)
 
 
 def _listen(port: int) -> socket.socket:

@@ -5,14 +5,17 @@ from typing import Final
 
 import click
 
-from tensorstore_ck.cli.options import StoreChoice, command, store_options
+from tensorstore_ck.cli.options import StoreChoice, command, price_option, store_options
 from tensorstore_ck.cli.output import counted, emit, fields_of, iso_time, printable, short_root, step_text, table
+from tensorstore_ck.common.prices import Prices, usd_text
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc.usage import CodecUsage, PackUsage, SnapshotUsage, Usage
+from tensorstore_ck.gc.usage_costs import usage_costs
 from tensorstore_ck.log.maintenance_outcome import FINDINGS, RunOutcome
 
 SIZES: Final = ("LOGICAL", "UNIQUE", "STORED", "SHARED", "EXCLUSIVE")
 MAX_PACKS: Final = 40
+MAX_PRICED: Final = 10
 
 
 @command("Show how many bytes refs use.", "tsck usage", "tsck usage --snapshots", "tsck usage --jobs", "tsck usage --codecs")
@@ -20,13 +23,15 @@ MAX_PACKS: Final = 40
 @click.option("--jobs", is_flag=True, help="Each job: the refs whose names are equal up to the last '/'.")
 @click.option("--packs", is_flag=True, help=f"The {MAX_PACKS} packs with the smallest live share.")
 @click.option("--codecs", is_flag=True, help="How the blocks are encoded.")
+@price_option
 @store_options()
-def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, codecs: bool, as_json: bool) -> None:
+def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, codecs: bool, price: tuple[str, ...], as_json: bool) -> None:
     """Show how many bytes each branch and tag uses.
 
     LOGICAL counts all bytes that were saved, UNIQUE each block once, STORED the bytes on disk, SHARED those that another ref holds too,
     and EXCLUSIVE those that forgetting it frees when the undo window has ended. The last lines say when gc and fsck ran last.
     """
+    prices = Prices.parse(price)
     with choice.look() as store:
         usage, runs = store.usage(per_snapshot=snapshots), store.last_runs()
     if snapshots:
@@ -51,10 +56,12 @@ def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, code
         *lines,
         "",
         *map(choice.complete, _store_lines(usage)),
+        *filter(None, [usage.space.describe()]),
+        *_price_lines(usage, prices),
         *choice.advice_lines(usage.freeable.describe()),
         *map(_run_line, runs.values()),
     ]
-    emit({**fields_of(usage), "last_runs": runs}, lines, as_json=as_json)
+    emit({**fields_of(usage), "last_runs": runs, "usd_per_month": usage_costs(usage, prices)}, lines, as_json=as_json)
 
 
 def _sizes(held: object) -> list[str]:
@@ -116,6 +123,20 @@ def _store_lines(usage: Usage) -> list[str]:
         parts += [f"{human_bytes(size)} {what}"] if size else []
     parts += [f"{human_bytes(place.bytes)} at {printable(place.url)}" for place in usage.places]
     return [", ".join(parts)] if parts else []
+
+
+def _price_lines(usage: Usage, prices: Prices) -> Iterable[str]:
+    if not prices.by_name:
+        return
+    costs = usage_costs(usage, prices)
+    if costs is None:
+        unpriced = [url for url, size in usage.by_location.items() if size and prices.of(url) is None]
+        yield f"no price was given for {', '.join(map(printable, unpriced))}: add --price '{printable(unpriced[0])}=USD'"
+        return
+    where = ", ".join(f"{usd_text(usd)} at {printable(url)}" for url, usd in costs.locations.items())
+    yield f"{usd_text(costs.total)} a month: {where}"
+    dearest = sorted(costs.refs.items(), key=lambda item: -item[1])[:MAX_PRICED]
+    yield from (f"  {printable(ref)}: {usd_text(usd)}" for ref, usd in dearest)
 
 
 def _run_line(run: RunOutcome) -> str:

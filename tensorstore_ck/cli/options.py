@@ -268,6 +268,12 @@ allow_place_option: Final = click.option(
     multiple=True,
     help="Allow packs that `tsck tier` moved there (repeatable). Not needed for buckets at the store's own endpoint.",
 )
+price_option: Final = click.option(
+    "--price",
+    multiple=True,
+    metavar="NAME=USD",
+    help="What a gigabyte costs a month where NAME begins the URL, or is its scheme (s3, file); or a file of such lines (repeatable).",
+)
 json_option: Final = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 
 

@@ -17,6 +17,7 @@ host_memory.py       how much memory is free, and allocations that failed
 ids.py               ULIDs and BLAKE3 hashes
 metric_condition.py  conditions on metrics alone, as functions
 owned_files.py       whether files and folders are one user's alone
+prices.py            what a gigabyte costs a month at each location
 printed_commands.py  commands in messages name their store
 private_folder.py    a folder of this user alone
 processes.py         which process this is, and whether another one has ended

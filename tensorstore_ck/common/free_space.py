@@ -28,6 +28,8 @@ class Space(NamedTuple):
     free_bytes: int
     """Bytes that this user can still write."""
     total_bytes: int
+    free_inodes: int | None = None
+    """Files that this user can still make; None: unlimited or unknown."""
 
 
 class HasSpace(Protocol):

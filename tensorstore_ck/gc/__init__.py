@@ -20,6 +20,8 @@ repack.py           rewrites packs smaller, or at another location
 recode.py           encodes the packs of chosen snapshots smaller
 tiering.py          re-encodes and moves packs as retention policies ask
 usage.py            bytes per ref, job, snapshot and pack
+usage_costs.py      what they cost a month
+space_forecast.py   the space that is left, the growth, and when the store will be full
 byte_sums.py        sums of bytes per set of holders
 exclusive_bytes.py  bytes that each snapshot adds to those before it
 """

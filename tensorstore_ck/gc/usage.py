@@ -29,6 +29,7 @@ from tensorstore_ck.gc.part_summary import SummaryCache, summarize
 from tensorstore_ck.gc.plan import plan_gc
 from tensorstore_ck.gc.report import Freeable, Progress, ProgressSum, ignore_progress
 from tensorstore_ck.gc.roots import UNDO, roots
+from tensorstore_ck.gc.space_forecast import SpaceForecast, forecast
 from tensorstore_ck.log import FOLDERS, ObjectKey, RefTable, store_objects
 
 _FOLDERS: Final = tuple(f"{folder}/" for folder in FOLDERS.values())
@@ -142,6 +143,16 @@ class Usage(HeldBytes):
     """Bytes in packs, parts, records and relocation maps that nothing holds, without the overhead of held blocks."""
     freeable: Freeable
     """The bytes that gc frees now, and those that it frees later, with the reason."""
+    url: str
+    """The store's own location."""
+    space: SpaceForecast
+    """What is left there, and for how long."""
+
+    @property
+    def by_location(self) -> dict[str, int]:
+        """All bytes of the store by URL, its own location first."""
+        cold = {place.url: place.bytes for place in self.places}
+        return {self.url: self.objects_bytes - sum(cold.values()), **cold}
 
     @property
     def by_state(self) -> dict[str, int]:
@@ -270,7 +281,14 @@ class _Measurement:
             objects_bytes=sum(self._sizes.values()),
             unreferenced_bytes=max(0, kept_bytes - held.stored_bytes - overhead),
             freeable=plan_gc(self._engine, GcOptions(), self._progress).freeable,
+            url=self._engine.backend.url,
+            space=self._forecast(),
         )
+
+    def _forecast(self) -> SpaceForecast:
+        held = (info for ulid in self._held if (info := self._view.snapshot(ulid)) is not None)
+        sizes, engine = self._sizes.values(), self._engine
+        return forecast(held, space=engine.backend.space(), objects=len(sizes), objects_bytes=sum(sizes), now_ns=engine.clock())
 
     def _ref_sums(self, group: int, every: int, undo: int) -> dict[str, int]:
         """Sums for some refs among all refs."""

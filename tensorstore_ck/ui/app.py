@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
+from tensorstore_ck.common.prices import NO_PRICES, Prices
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.ui import (
     actions,
@@ -68,9 +69,15 @@ OF_A_STORE: Final[dict[str, Page]] = {
 """Path below ``/stores/UUID/`` -> page."""
 
 
-def make_app(sources: Sources, access: Access, complete: Callable[[str], str] = str, open_options: "OpenOptions | None" = None) -> ASGIApp:
-    """The pages of `sources`, for users with the token of `access`. `complete`, `open_options`: see `Pages`."""
-    pages = Pages(sources, access, complete, open_options)
+def make_app(
+    sources: Sources,
+    access: Access,
+    complete: Callable[[str], str] = str,
+    open_options: "OpenOptions | None" = None,
+    prices: Prices = NO_PRICES,
+) -> ASGIApp:
+    """The pages of `sources`, for users with the token of `access`. `complete`, `open_options`, `prices`: see `Pages`."""
+    pages = Pages(sources, access, complete, open_options, prices=prices)
 
     def route(path: str, page: Page) -> BaseRoute:
         def answer(request: Request) -> Response:  # not a coroutine: Starlette runs it in a thread

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from tensorstore_ck.common.prices import NO_PRICES, Prices, usd_text
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.ui.notices import Notices
@@ -31,14 +32,21 @@ class Pages:
     """Renders pages of `sources`. A page of one store has its uuid in the path parameter ``store``."""
 
     def __init__(
-        self, sources: Sources, access: Access, complete: Callable[[str], str] = str, open_options: "OpenOptions | None" = None
+        self,
+        sources: Sources,
+        access: Access,
+        complete: Callable[[str], str] = str,
+        open_options: "OpenOptions | None" = None,
+        prices: Prices = NO_PRICES,
     ) -> None:
         """Args:
         sources: The stores.
         access: Who may see them.
         complete: Adds the options that a command in a text needs to reach its store.
         open_options: What `tensorstore_ck.open` needs to reach the stores, without secrets.
+        prices: What the locations of stores cost.
         """
+        self.prices = prices
         self.sources = sources
         self.open_options: OpenOptions = open_options or {}
         self.access = access
@@ -51,6 +59,7 @@ class Pages:
             "bytes": human_bytes,
             "commands": commands_html,
             "count": count_text,
+            "usd": usd_text,
             "duration": duration_text,
             "number": number_text,
             "root": root_text,

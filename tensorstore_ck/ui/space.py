@@ -10,11 +10,13 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from tensorstore_ck.catalog.schema import policies, snapshots
+from tensorstore_ck.common.prices import GB
 from tensorstore_ck.gc.usage import Usage
+from tensorstore_ck.gc.usage_costs import usage_costs
 from tensorstore_ck.ui.background import Progress
 from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.sources import StoreKey
-from tensorstore_ck.ui.what_if import try_rules
+from tensorstore_ck.ui.what_if import Trial, try_rules
 
 KIND: Final = "usage"
 """The kind of the background read."""
@@ -81,6 +83,7 @@ def page(pages: Pages, request: Request) -> Response:
     usage = read.result if isinstance(read.result, Usage) else None
     with pages.sources.catalog.reading() as connection:
         growth, globs = read_growth(connection, store), read_globs(connection, store)
+    trial = try_rules(pages, store, request.query_params)
     refs = sorted(usage.refs, key=lambda ref: -ref.stored_bytes) if usage is not None else []
     return pages.render(
         "space.html",
@@ -94,8 +97,16 @@ def page(pages: Pages, request: Request) -> Response:
         more_refs=len(refs[MAX_REFS:]),
         growth=growth,
         globs=globs,
-        trial=try_rules(pages, store, request.query_params),
+        costs=usage_costs(usage, pages.prices) if usage is not None else None,
+        saves_usd=_saved(pages, store, trial),
+        trial=trial,
     )
+
+
+def _saved(pages: Pages, store: StoreKey, trial: Trial) -> float | None:
+    """What the policy that is tried saves a month, at the price of the store's own location."""
+    price, freed = pages.prices.of(store.url), trial.report.frees_bytes if trial.report is not None else None
+    return None if price is None or freed is None else freed / GB * price
 
 
 def states_of(usage: Usage) -> tuple[State, ...]:

@@ -1,5 +1,6 @@
 """pin, unpin, forget, undo and gc, as a user runs them."""
 
+import re
 import warnings
 from pathlib import Path
 
@@ -129,3 +130,18 @@ def test_apply_prints_each_snapshot_that_goes(tsck: Tsck, tmp_path: Path) -> Non
     assert [line.split()[1] for line in lines if " goes " in line] == [str(step) for step in range(63, 0, -1)]
     assert lines[-1].startswith("63 snapshots went; `tsck undo")
     assert tsck("policy", "apply").out.splitlines()[-1] == "0 snapshots went"
+
+
+def test_money_in_usage_and_policies(history: Tsck) -> None:
+    shown = history("usage", "--price", "file=1e9").out
+    assert re.search(r"^[\d,.]+ USD a month: [\d,.]+ USD at /", shown, re.M)
+    assert re.search(r"^  runs/gpt: [\d,.]+ USD$", shown, re.M)
+    assert "no price was given for /" in history("usage", "--price", "s3=1").out
+    assert "USD" not in history("usage").out
+    document = history("usage", "--price", "file=1e9", "--json").json
+    assert document["usd_per_month"]["refs"]["runs/gpt"] > 0
+    tried = history("policy", "test", "runs/gpt", "keep_last=1", "--price", "file=1e9")
+    assert re.search(r"^that saves [\d,.]+ USD a month$", tried.out, re.M)
+    assert "saves" not in history("policy", "test", "runs/gpt", "keep_last=1").out
+    assert history("policy", "show", "--price", "file=1").code != 0
+    assert "a price is NAME=USD" in history("usage", "--price", "x=y").err

@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 
 from tensorstore_ck.cli import main
 from tensorstore_ck.common.ids import new_ulid
+from tensorstore_ck.common.prices import Prices
 from tensorstore_ck.log import ObjectKey
 from tensorstore_ck.store import Store
 from tensorstore_ck.ui import Sources, make_app, space
@@ -227,3 +228,18 @@ def test_space_in_a_browser(open_page: Open, store: Store) -> None:
     page.get_by_role("button", name="Try").click()
     page.get_by_role("alert").wait_for()
     assert "keep_last must be a whole number" in (page.get_by_role("alert").text_content() or "")
+
+
+def test_space_that_is_left_and_what_it_costs(sources: Callable[..., Sources], store: Store) -> None:
+    put(store, "runs/a", 1, SIZES["live"])
+    put(store, "runs/a", 2, SIZES["live"])
+    put(store, "runs/a", 3, SIZES["live"])
+    made = {
+        words: enter(TestClient(make_app(sources(), ACCESS, prices=Prices.parse(words)), base_url=BASE)) for words in ((), ("file=1e6",))
+    }
+    for words, client in made.items():
+        client.get(page_of(store, query="?measure=yes"))
+        text = client.get(page_of(store, query="?branches=runs/a&keep_last=1")).text
+        assert "Free where the store is" in text
+        assert ("Costs a month" in text, "A month" in text, "Saves a month" in text) == (bool(words),) * 3
+        assert len(rows_of(text, "Bytes by branch and tag")["runs/a"]) == 7 + len(words)

@@ -75,6 +75,13 @@ def _add_watched(families: Families, watched: WatchedStore) -> None:
             families.add(of.STORED_BYTES, count, store, state)
         families.add(of.UNREFERENCED_BYTES, measured.unreferenced_bytes, store)
         families.add(of.FREEABLE_BYTES, measured.freeable_bytes, store)
+        for kind, value in (
+            (of.FREE_BYTES, measured.space.free_bytes),
+            (of.FREE_INODES, measured.space.free_inodes),
+            (of.GROWTH, measured.space.growth_bytes_per_day),
+            (of.FULL_IN_DAYS, measured.space.full_in_days),
+        ):
+            families.add(kind, value, store)
         families.add(of.MEASURED, _seconds(measured.time_ns), store)
         families.add(of.MEASURE_SECONDS, measured.seconds, store)
 

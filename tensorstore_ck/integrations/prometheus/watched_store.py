@@ -10,6 +10,7 @@ from tensorstore_ck.catalog.sync_stores import OpenStore
 from tensorstore_ck.catalog.synced_store import SyncedStore
 from tensorstore_ck.common.ids import Clock
 from tensorstore_ck.errors import StoreError
+from tensorstore_ck.gc.space_forecast import SpaceForecast
 from tensorstore_ck.redaction import display_url, one_line, redacted
 
 OVERDUE: Final = 3
@@ -28,6 +29,7 @@ class Measured:
     """The bytes that gc frees now."""
     time_ns: int
     seconds: float
+    space: SpaceForecast
 
 
 class WatchedStore:
@@ -91,7 +93,7 @@ class WatchedStore:
             begun, time_ns = self._monotonic(), self._clock()
             usage = store.usage()
             sums = usage.by_state, usage.unreferenced_bytes, usage.freeable.now_bytes
-            self.measured = Measured(*sums, time_ns, self._monotonic() - begun)
+            self.measured = Measured(*sums, time_ns, self._monotonic() - begun, usage.space)
         except Exception as exc:  # noqa: BLE001 - as above
             self.measure_errors += 1
             error = exc

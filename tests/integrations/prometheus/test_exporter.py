@@ -227,6 +227,8 @@ def test_bytes_by_state_are_all_bytes_of_the_store(serve: Serve, make_store: Mak
     assert states["live"] == usage.stored_bytes - usage.pinned_bytes - usage.undo_bytes > 80_000
     assert found["tsck_unreferenced_bytes", store.url] == states["young"] + states["garbage"] == usage.unreferenced_bytes
     assert found["tsck_freeable_bytes", store.url] == usage.freeable.now_bytes
+    assert 0 < found["tsck_free_bytes", store.url] < (usage.space.total_bytes or 0)
+    assert found.get(("tsck_growth_bytes_per_day", store.url)) == usage.space.growth_bytes_per_day
     assert found["tsck_usage_timestamp_seconds", store.url] <= store.engine.clock() / 1e9
     leftover = tmp_path / "ck" / "packs" / "AA" / "01AAAAAAAAAAAAAAAAAAAAAAAA"
     leftover.parent.mkdir(exist_ok=True)
