@@ -112,6 +112,7 @@ def replace_save(training: Any, folder: Path) -> None:
     original = training.save_checkpoint
 
     def save_checkpoint(*args: Any, **options: Any) -> None:
+        registered.changed_by(args[2])
         strategy = registered.save
         if os.environ.get("FULLY_PARALLEL"):
             from megatron.core import parallel_state as mpu  # noqa: PLC0415

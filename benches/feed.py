@@ -3,6 +3,7 @@
 A trainer changes 0.5 % of the elements of bf16 weights for each version, and publishes it; a follower at the version before takes it:
 `tsck follow` (`Store.follow`), a full reload (`checkout(into=)` of a store without differences), and files of XOR and zstd, written and
 read by a plain client, as trainers write them that have no store. The first round warms up and does not count; medians.
+`--local` is without a server and its latency, and counts processor time, which other load on the machine changes little.
 """
 
 import argparse
@@ -21,7 +22,6 @@ import torch
 import zstandard
 
 import tensorstore_ck as tsck
-from benches.local import timed
 from tests.backend.chaos import ChaosProxy, Fault, chaos_proxy
 from tests.servers import BUCKET, KEY, SECRET, seaweedfs, storage_options
 
@@ -81,48 +81,64 @@ def bits(tensor: torch.Tensor) -> Any:
 
 
 class Bench:
-    """One trainer and its followers."""
+    """One trainer and its follower, in a folder or on a server."""
 
-    def __init__(self, proxy: ChaosProxy, gib: float) -> None:
+    def __init__(self, place: str, gib: float, **options: Any) -> None:
         torch.manual_seed(0)
         count = int(gib * (1 << 30)) // LAYERS // 2
         self.weights = {f"l{number}": (torch.randn(count) * 0.02).bfloat16().view(-1, 1024) for number in range(LAYERS)}
-        self.before = {name: tensor.clone() for name, tensor in self.weights.items()}
-        self.proxy, self.seconds, self.mib = proxy, Seconds(), Seconds()
-        place = f"s3://{BUCKET}/{uuid.uuid4()}"
-        options = storage_options(proxy.url)
-        self.trainer = tsck.open(f"{place}/delta", create=True, storage_options=options, delta={REF: True})
-        self.plain = tsck.open(f"{place}/plain", create=True, storage_options=options, codec="raw")
-        self.reader = tsck.open(f"{place}/plain", read_only=True, storage_options=options)
-        self.files = XorFiles(proxy.url, str(uuid.uuid4()))
+        self.seconds, self.cpu_seconds, self.mib = Seconds(), Seconds(), Seconds()
+        self.trainer = tsck.open(f"{place}/delta", create=True, delta={REF: True}, **options)
         self.trainer.put_snapshot({"model": self.weights}, ref=REF, step=0)
-        self.mine, self.full, self.xored = ({name: tensor.clone() for name, tensor in self.weights.items()} for _ in range(3))
-        self.feed = tsck.open(f"{place}/delta", read_only=True, storage_options=options).follow(REF, into={"model": self.mine})
+        self.mine = {name: tensor.clone() for name, tensor in self.weights.items()}
+        self.feed = tsck.open(f"{place}/delta", read_only=True, **options).follow(REF, into={"model": self.mine})
         self.feed.poll()
         self.feed.swap()
 
     def run_round(self, version: int) -> None:
-        """Publishes a version, and takes it in each way."""
+        """Publishes a version, and follows it."""
         train(self.weights, version)
         snapshot = self.note("tsck publish", lambda: self.trainer.put_snapshot({"model": self.weights}, ref=REF, step=version))
         self.note("tsck poll", self.feed.poll)
         self.note("tsck swap", self.feed.swap)
-        self.note("full publish", lambda: self.plain.put_snapshot({"model": self.weights}, ref=REF, step=version))
-        self.note("full reload", lambda: self.reader.checkout(REF, into={"model": self.full}))
-        size_bytes = self.note("xor publish", lambda: self.files.publish(version, self.before, self.weights))
-        self.note("xor take", lambda: self.files.take(version, self.xored))
         self.mib.setdefault("tsck", []).append(snapshot.new_bytes / (1 << 20))
-        self.mib.setdefault("xor", []).append(size_bytes / (1 << 20))
-        for name, tensor in self.weights.items():
-            self.before[name].copy_(tensor)
-            if not all(torch.equal(tensor, other[name]) for other in (self.mine, self.full, self.xored)):
-                raise SystemExit(f"{name} of version {version} differs")
+        self.require(self.mine)
+
+    def require(self, taken: Weights) -> None:
+        """Ends the bench if `taken` is not the newest version."""
+        if not all(torch.equal(tensor, taken[name]) for name, tensor in self.weights.items()):
+            raise SystemExit("a follower has another version")
 
     def note(self, name: str, work: Callable[[], Any]) -> Any:
         """Times `work`, and returns its result."""
-        results: list[Any] = []
-        self.seconds.setdefault(name, []).append(timed(lambda: results.append(work())))
-        return results[0]
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        result = work()
+        self.seconds.setdefault(name, []).append(time.perf_counter() - begin)
+        self.cpu_seconds.setdefault(name, []).append(time.process_time() - cpu_begin)
+        return result
+
+
+class BenchOnS3(Bench):
+    """Also with the peers."""
+
+    def __init__(self, proxy: ChaosProxy, gib: float) -> None:
+        place, options = f"s3://{BUCKET}/{uuid.uuid4()}", storage_options(proxy.url)
+        super().__init__(place, gib, storage_options=options)
+        self.plain = tsck.open(f"{place}/plain", create=True, storage_options=options, codec="raw")
+        self.reader = tsck.open(f"{place}/plain", read_only=True, storage_options=options)
+        self.files = XorFiles(proxy.url, str(uuid.uuid4()))
+        self.before, self.full = ({name: tensor.clone() for name, tensor in self.weights.items()} for _ in range(2))
+
+    def run_round(self, version: int) -> None:
+        """Publishes a version, and takes it in each way."""
+        super().run_round(version)
+        self.note("full publish", lambda: self.plain.put_snapshot({"model": self.weights}, ref=REF, step=version))
+        self.note("full reload", lambda: self.reader.checkout(REF, into={"model": self.full}))
+        size_bytes = self.note("xor publish", lambda: self.files.publish(version, self.before, self.weights))
+        self.note("xor take", lambda: self.files.take(version, self.before))
+        self.mib.setdefault("xor", []).append(size_bytes / (1 << 20))
+        self.require(self.full)
+        self.require(self.before)
 
 
 def main() -> None:
@@ -131,22 +147,32 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=0.25)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--local", action="store_true", help="In the folder, without a server: also seconds of processor time.")
     args = parser.parse_args()
     args.folder.mkdir(parents=True)
     try:
-        with seaweedfs(args.folder) as server, chaos_proxy(server.port) as proxy:
-            proxy.plan = delayed
-            bench = Bench(proxy, args.gib)
-            for number in range(args.rounds + 1):
-                proxy.seen.clear()
-                bench.run_round(number + 1)
+        if args.local:
+            bench = Bench(str(args.folder), args.gib)
+            run(bench, args.rounds)
+        else:
+            with seaweedfs(args.folder) as server, chaos_proxy(server.port) as proxy:
+                proxy.plan = delayed
+                bench = BenchOnS3(proxy, args.gib)
+                run(bench, args.rounds)
     finally:
         shutil.rmtree(args.folder, ignore_errors=True)
-    print(f"{args.gib} GiB of bf16, {SHARE:.1%} changed, {LATENCY_SECONDS * 1000:.0f} ms, load {os.getloadavg()[0]:.1f} at the end")
+    print(f"{args.gib} GiB of bf16, {SHARE:.1%} changed, load {os.getloadavg()[0]:.1f} at the end")
     for name, taken in bench.seconds.items():
-        print(f"{name:14} {statistics.median(taken[1:]):7.3f} s")
+        cpu = f", {statistics.median(bench.cpu_seconds[name][1:]):.3f} s of processor time" if args.local else ""
+        print(f"{name:14} {statistics.median(taken[1:]):7.3f} s{cpu}")
     for name, sizes in bench.mib.items():
         print(f"{name:14} {statistics.median(sizes[1:]):7.2f} MiB a version")
+
+
+def run(bench: Bench, rounds: int) -> None:
+    """All rounds."""
+    for number in range(rounds + 1):
+        bench.run_round(number + 1)
 
 
 if __name__ == "__main__":

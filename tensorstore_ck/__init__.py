@@ -66,7 +66,7 @@ def __getattr__(name: str) -> object:
         return globals().setdefault(name, _Adapter(f"{__name__}.integrations.{name}"))
     missing = f"module {__name__!r} has no attribute {name!r}"
     if name in _HINTS:
-        raise AttributeError(f"{missing}: you may want {_HINTS[name]}")
+        raise AttributeError(f"{missing}: you may want {_HINTS[name]}", name="", obj=None)  # else Python guesses, too
     if name not in __all__:
         raise AttributeError(missing, name=name, obj=import_module(__name__))  # Python adds the name that is most like it
     return _public(name)

@@ -19,6 +19,7 @@ s3_multipart_writer.py    one large S3 object, uploaded in pieces while it grows
 s3_resumable_upload.py    one S3 object, uploaded in pieces by one process after another
 resumable_upload.py       the protocol of such uploads
 fsspec_backend.py         any other fsspec filesystem
+wait_notices.py           reports that a request waits for a server
 remote_errors.py          from an error of a remote filesystem to this package's errors
 memory.py                 a backend in a dict
 throttled.py              limits the rate of reads and writes, and keeps space free
@@ -36,7 +37,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.backend.probe import ProbeResult, create_problem, probe, probe_create
+from tensorstore_ck.backend.probe import ProbeResult, probe, probe_create
 from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.extras import missing_extra
@@ -44,18 +45,7 @@ from tensorstore_ck.errors import InvalidOptionError, InvalidUrlError, MissingEx
 from tensorstore_ck.events import Callback, log_event
 from tensorstore_ck.redaction import clean_error, display_url, secret_values
 
-__all__ = [
-    "Backend",
-    "Buffer",
-    "Created",
-    "ObjectInfo",
-    "ObjectWriter",
-    "ProbeResult",
-    "create_problem",
-    "open_backend",
-    "probe",
-    "probe_create",
-]
+__all__ = ["Backend", "Buffer", "Created", "ObjectInfo", "ObjectWriter", "ProbeResult", "open_backend", "probe", "probe_create"]
 
 _URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 _CUT_URL = re.compile(r"(?:s3a?|gs|gcs|az|abfss?|memory|file|local|https?):", re.IGNORECASE)
@@ -68,7 +58,7 @@ def open_backend(
     """The backend for a path, ``file://``, ``s3://bucket/prefix``, ``memory://name`` or another fsspec URL.
 
     Sends no request: the location need not exist. `no_sync` gives up local durability against power failures. `on_wait` is called with an
-    event of the kind ``waiting`` when a request to S3 has waited long; by default it goes to the log.
+    event of the kind ``waiting`` when a request to a server has waited long; by default it goes to the log.
 
     Raises:
         InvalidUrlError: not the URL of a store, or one with a secret in it.
@@ -161,4 +151,5 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
         create_call=CREATE_CALLS.get(protocol),
         secrets=secrets,
         patience_seconds=None if protocol == "memory" else PATIENCE_SECONDS,
+        on_wait=on_wait,
     )

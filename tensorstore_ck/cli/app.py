@@ -8,10 +8,12 @@ import difflib
 import importlib
 import logging
 import os
+import re
 import shlex
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final, NoReturn
 
 import click
@@ -24,6 +26,7 @@ from tensorstore_ck.cli.help_topics import topic_page
 from tensorstore_ck.cli.leading_options import NO_PAGER, split_leading
 from tensorstore_ck.cli.output import clear_line, emit, emit_words, printable, say
 from tensorstore_ck.cli.pager import no_pager_option
+from tensorstore_ck.common.printed_commands import TAKE_STORE
 from tensorstore_ck.errors import NotAStoreError, NotFoundError, StoreError
 from tensorstore_ck.redaction import redacted
 
@@ -47,6 +50,8 @@ An ADDRESS names a snapshot:
 With TSCK_STORE set, or inside the store's folder, -s is not needed."""
 TOPICS: Final = "`tsck help GROUP`, `tsck help COMMAND` and `tsck help exit-codes` say more."
 COMPLETION_VARIABLE: Final = "_TSCK_COMPLETE"
+MOST_NEAR: Final = 3
+"""How many stores an error names at most."""
 ALIASES: Final = {"checkout": "get"}
 RENAMED_OPTIONS: Final = {
     "allow-bad": "allow-marked",
@@ -124,16 +129,16 @@ class Program(click.Group):
                 code = super().main(_arranged(arguments) or ["--help"], *others, **more)
         except click.UsageError as exc:
             where = exc.ctx.command_path if exc.ctx else "tsck"
-            advice = f"see `{where} --help`"
             meant = _store_among(arguments) if "unexpected extra argument" in exc.format_message() else ""
-            message = " ".join(exc.format_message().split())
-            _fail("usage", f"{message.removesuffix('.')}. {advice[0].upper()}{advice[1:]}{meant}", where, as_json=as_json)
+            _fail("usage", f"{_one_sentence(exc.format_message())} See `{where} --help`{meant}", where, as_json=as_json)
             return exit_codes.USAGE
         except click.Abort:
             _fail("interrupted", "interrupted; unpublished snapshots are not visible", "", as_json=as_json)
             return exit_codes.INTERRUPTED
         except StoreError as exc:
             meant = _store_among(arguments) if isinstance(exc, NotAStoreError | NotFoundError) else ""
+            if isinstance(exc, NotAStoreError):
+                meant = meant or _stores_near(exc.object_id)
             _fail(exc.kind, f"{exc}{meant}", exc.object_id, as_json=as_json, more=f" (see: tsck help {exc.kind})")
             return exc.exit_code
         return code if isinstance(code, int) else 0
@@ -154,11 +159,29 @@ def _lost_output(exc: OSError) -> int:
 
 def _store_among(arguments: list[str]) -> str:
     """The command to type instead, if a store stands where no command takes one: each takes it as ``-s``. Repeats no other argument."""
+    if not arguments or arguments[0] not in TAKE_STORE:
+        return ""
     for at, word in enumerate(arguments[1:], 1):
         is_option = word.startswith("-") or arguments[at - 1].startswith("-")
         if not is_option and os.path.isfile(os.path.join(word, "store.json")):
             return f"; did you mean `tsck {shlex.join([arguments[0], '-s', word])}`?"
     return ""
+
+
+def _stores_near(path: str) -> str:
+    """Names the stores in a folder that is none, or next to it."""
+    for folder in (path, os.path.dirname(path)):
+        with suppress(OSError):
+            there = [os.path.relpath(each.path) for each in os.scandir(folder) if os.path.isfile(os.path.join(each.path, "store.json"))]
+            if there:
+                return f"; there {'is a store' if len(there) == 1 else 'are stores'} at {shlex.join(sorted(there)[:MOST_NEAR])}"
+    return ""
+
+
+def _one_sentence(message: str) -> str:
+    """What click says, as a line, with its guess as a part of it."""
+    message = re.sub(r"\.? \(?Did you mean (.*)\?\)?$", r": did you mean \1?", " ".join(message.split()))
+    return message if message.endswith("?") else f"{message.removesuffix('.')}."
 
 
 def _arranged(arguments: list[str]) -> list[str]:

@@ -66,7 +66,7 @@ def policy(
     if (target is None) != (action == "show"):
         raise click.UsageError("`show` lists all policies; `set`, `test` and `remove` need a GLOB or REF.")
     if bool(rules) != (action == "set") and action != "test":
-        raise click.UsageError("RULE=VALUE is for set, which needs at least one, and for test.")
+        raise click.UsageError("`set` needs at least one RULE=VALUE, such as keep_last=3; `test` takes some, and no other action does.")
     values = _rules(rules)
     named = [url for url in _urls(values) if can_allow(url)] if action == "set" else []
     choice = replace(choice, places=(*choice.places, *named))  # setting a policy allows its locations

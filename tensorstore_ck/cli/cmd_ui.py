@@ -1,5 +1,6 @@
 """The command ui: pages in a browser. It loads its server when it runs."""
 
+import os
 import socket
 import webbrowser
 from contextlib import ExitStack, closing
@@ -11,6 +12,7 @@ from tensorstore_ck.cli.options import StoreChoice, command, price_option, store
 from tensorstore_ck.cli.output import emit_line, printable, say
 from tensorstore_ck.common.prices import Prices
 from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.format.store_config import CONFIG_NAME
 
 if TYPE_CHECKING:
     from tensorstore_ck.store import ReadOnlyStore, Store
@@ -72,6 +74,8 @@ def ui(
         port = listening.getsockname()[1]
         access = Access.of(base_url, port, allowed)
         sources.start()
+        for missing in (each for each in wanted if "://" not in each and not os.path.isfile(os.path.join(each, CONFIG_NAME))):
+            say(f"tsck: warning: there is no store at {printable(missing)}: its page says so until there is one", err=True)
         url = access.url(port)
         emit_line({"url": url}) if as_json else say(printable(f"{url}  (Ctrl-C ends it)"))
         if not no_browser:

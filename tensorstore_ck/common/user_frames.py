@@ -4,6 +4,7 @@ With the logger ``tensorstore_ck`` at debug level all frames stay.
 """
 
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -58,9 +59,22 @@ def _decorated(target: Target, prepare: Prepare) -> Target:
         except StoreError as exc:
             prepare(exc, args)
             raise
+        except TypeError as exc:
+            if not _takes(target, args, kwargs):
+                exc.__traceback__ = None  # the caller's mistake: no frame in here says more
+            raise
         return _iterated(result, prepare, args) if isinstance(result, GeneratorType) else result
 
     return call  # type: ignore[return-value]
+
+
+def _takes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call has the arguments that the function's signature asks for."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _decorate_member(owner: type, name: str, member: object, prepare: Prepare) -> None:

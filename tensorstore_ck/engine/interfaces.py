@@ -16,7 +16,7 @@ class ByteSource(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """How many it has."""
+        """The number of its bytes."""
 
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes [start, stop): the tensor's own memory where it is contiguous on the CPU, else a copy. Thread-safe."""
@@ -52,26 +52,19 @@ class ByteTarget(Protocol):
         """Takes the verified bytes from `start` on. Thread-safe; called once for every byte, in any order."""
 
     def window(self, size_bytes: int) -> memoryview | None:
-        """Memory from which `write` is fastest; None: from any other it is as fast."""
+        """Memory from which `write` is fastest; None: any memory is as fast."""
         return None
 
 
-class BlockRange(NamedTuple):
-    """The bytes of one block."""
+class TensorBlock(NamedTuple):
+    """A block that a rank holds."""
 
+    row: int
+    """Among the tensors' blocks."""
     tensor: int
     start: int
-    """The offset in the tensor's source; so is `stop`."""
+    """Where it begins in the tensor's source."""
     stop: int
-
-
-class SampledBytes(NamedTuple):
-    """Equal runs of bytes at equal distances."""
-
-    start: int
-    size_bytes: int
-    step_bytes: int
-    runs: int
 
 
 class DeviceBlocks(Protocol):
@@ -81,11 +74,14 @@ class DeviceBlocks(Protocol):
     def must_agree(self) -> bool:
         """Whether a block that is written must have the id that a device computed, even if the save verifies nothing."""
 
-    def ids(self, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> Sequence[Digest | None]:
+    def ids(self, sources: Sequence[ByteSource], blocks: Sequence[TensorBlock]) -> Sequence[Digest | None]:
         """The ids of these blocks as they are now; None for those that no device can hash."""
 
-    def is_finite(self, source: ByteSource, sampled: SampledBytes, mask: int, item_bytes: int) -> bool:
-        """Whether no sampled word of `item_bytes` has all bits of `mask` set; False also if that is unknown."""
+    def is_finite(self, source: ByteSource, pieces: Sequence[tuple[int, int]], mask: int, item_bytes: int) -> bool:
+        """Whether no word of `item_bytes` in these pieces, at equal distances, has all bits of `mask` set; False also if unknown."""
+
+    def note_unchanged(self, sources: Sequence[ByteSource]) -> None:
+        """All blocks of these tensors were in the store already."""
 
 
 @dataclass(slots=True)

@@ -13,10 +13,11 @@ from typing import Any, Final, cast
 
 import platformdirs
 
-from tensorstore_ck.backend import create_problem, open_backend
+from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.cold.allowed_locations import parse_allowed
 from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.cold.locations import LocationOpener
+from tensorstore_ck.backend.probe import create_problem
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.backend.reserve import fill_reserve

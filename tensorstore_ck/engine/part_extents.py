@@ -1,19 +1,21 @@
 """A part's extents: the locations of its blocks, followed by those of their delta bases, and of the bases' bases."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.codec import base_count
+from tensorstore_ck.format.codec import CODECS_WITH_BASES, base_count
 from tensorstore_ck.format.pack import MAX_BASES, pack_name
 from tensorstore_ck.format.part import EXTENT_DTYPE, Extents, Part
 from tensorstore_ck.log.block_index import Base, Location
 
 MAX_DEPTH: Final = 200
 """The longest chain of bases. Only a block that is not a base has several bases."""
+
+_WITH_BASES: Final = [int(codec) for codec in CODECS_WITH_BASES]
 
 
 class PartExtents(NamedTuple):
@@ -25,35 +27,38 @@ class PartExtents(NamedTuple):
 
 
 def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> PartExtents:
-    """The extents of blocks at `places`, which also has the locations of bases that have none of their own.
+    """The extents of blocks at `places`, which also has the locations of bases that carry no location.
 
     The bases of a row are consecutive rows after it and after all blocks, so chains end.
     """
     numbers: dict[Ulid, int] = {}
-    wanted = [(block, places[block]) for block in ids]
+    wanted, base_ids = [places[block] for block in ids], list[Digest]()
     first_base: dict[int, int] = {}
     """Row -> row of its first base."""
     shared: dict[tuple[Digest, ...], int] = {}
     row = 0
     while row < len(wanted):  # `wanted` grows in the loop
-        bases = wanted[row][1].bases
+        bases = wanted[row].bases
         if bases:
             key = tuple(base.block for base in bases)
             if row < len(ids) and key in shared:
                 first_base[row] = shared[key]
             else:
                 first_base[row] = shared[key] = len(wanted)
-                wanted += [(base.block, base.location if base.location is not None else places[base.block]) for base in bases]
+                wanted += [base.location if base.location is not None else places[base.block] for base in bases]
+                base_ids += key
         row += 1
-    rows: list[tuple[Any, ...]] = []
-    for row, (_, place) in enumerate(wanted):
-        number = numbers.setdefault(place.pack, len(numbers))
-        rows.append((number, place.entry, place.offset, place.stored, place.raw, first_base.get(row, -1), place.codec, place.flags))
-    return PartExtents(list(numbers), np.array(rows, EXTENT_DTYPE), b"".join(block for block, _ in wanted[len(ids) :]))
+    for place in wanted:
+        numbers.setdefault(place.pack, len(numbers))
+    rows = (
+        (numbers[place.pack], place.entry, place.offset, place.stored, place.raw, first_base.get(row, -1), place.codec, place.flags)
+        for row, place in enumerate(wanted)
+    )
+    return PartExtents(list(numbers), np.fromiter(rows, EXTENT_DTYPE, len(wanted)), b"".join(base_ids))
 
 
 def with_bases(place: Location, places: Mapping[Digest, Location]) -> Location:
-    """A location whose bases all have locations, so that it can be used elsewhere."""
+    """The same location with the locations of all its bases, so that another part can use it."""
     bases = tuple(base if base.location is not None else Base(base.block, with_bases(places[base.block], places)) for base in place.bases)
     return place._replace(bases=bases)
 
@@ -75,6 +80,19 @@ def location_of(part: Part, packs: Sequence[Ulid], extents: Extents, row: int, d
         for base in range(first, first + count)
     )
     return Location(packs[pack], entry, offset, stored, raw, codec, bases, flags if count else 0)
+
+
+def locations_of(part: Part, packs: Sequence[Ulid], extents: Extents, rows: Sequence[int]) -> list[Location | None]:
+    """The locations of the blocks in these rows: see `location_of`. None where the bases are not valid."""
+    chosen = extents[list(rows)]
+    of_rows, *columns = (chosen[field].tolist() for field in ("pack", "entry", "offset", "stored", "raw", "codec"))
+    found: list[Location | None] = [*map(Location, [packs[pack] for pack in of_rows], *columns)]
+    for position in np.flatnonzero(np.isin(chosen["codec"], _WITH_BASES)).tolist():
+        try:
+            found[position] = location_of(part, packs, extents, rows[position])
+        except CorruptObjectError:
+            found[position] = None
+    return found
 
 
 def chain_of(place: Location) -> Iterator[Location]:

@@ -231,4 +231,6 @@ class Feed:
 
     def _emit(self, kind: Kind, version: FeedVersion, **fields: float) -> None:
         about: dict[str, float | str] = {"root": version.root, "age_seconds": version.age_seconds}
-        self._engine.observers.emit(Event(kind, "", self._ref, version.step, 0, self._engine.clock(), {**about, **fields}))
+        self._engine.observers.emit(
+            Event(kind, "", self._ref, version.step, rank=0, time_ns=self._engine.clock(), fields={**about, **fields})
+        )

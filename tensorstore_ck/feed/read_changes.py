@@ -113,7 +113,7 @@ class ChangesReader:
                     return None
                 raw[:] = decode(first.codec, stored[first.pack, first.offset], first.raw, pack_name(first.pack))
             for link in reversed(links):
-                decode(link.codec, stored[link.pack, link.offset], block.raw, pack_name(link.pack), raw, bases=[raw])
+                decode(link.codec, stored[link.pack, link.offset], block.raw, pack_name(link.pack), into=raw, bases=[raw])
         except CorruptObjectError:
             return None
         return raw if block_id(raw) == block.source.part.block_id(block.row) else None

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.errors import InputError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import ReadOnlyStore, Store
+from tensorstore_ck.store.internals import require_opened
 
 Pin = bool | str | float
 """True: until it is unpinned; ``"30d"`` or seconds: for that time; False: no pin."""
@@ -33,6 +34,7 @@ def find_published(store: Store | ReadOnlyStore, snapshot: str | Snapshot) -> Sn
         NotFoundError: it is not in the store.
         StoreError: a save in progress has failed.
     """
+    require_opened(store)
     address = snapshot.root if isinstance(snapshot, Snapshot) else snapshot
     store.finish_staged(address)
     return store.resolve(address)

@@ -7,8 +7,10 @@ runs/gpt^staged   the newest snapshot staged for it and not published yet; witho
 runs/gpt^best:val_loss       the one in the branch's history with the lowest value of a metric; runs/gpt^best:acc:max: the highest
 """
 
+import difflib
 import math
 import re
+import shlex
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest
@@ -68,10 +70,11 @@ def resolve(view: RefTable, address: str) -> Resolved:
             raise NotFoundError(f"{base!r} is a snapshot of step {info.step}, not {step}", object_id=address)
     if info is None:
         raise NotFoundError(_nothing_at(view, base), object_id=address)
-    for _ in range(back):
+    for before in range(back):
         parent = view.by_root(info.parent) if info.parent else None
         if parent is None:
-            raise NotFoundError(f"{address!r}: {base!r} does not have that many ancestors", object_id=address)
+            known = ("no snapshot", "one snapshot", f"{before:,} snapshots")[min(before, 2)]
+            raise NotFoundError(f"{address!r}: {base!r} has {known} before it; see `tsck log {shlex.quote(base)}`", object_id=address)
         info = parent
     return Resolved(info, base if branch else None, branch.root if branch else None)
 
@@ -124,5 +127,7 @@ def _tag_or_root(view: RefTable, base: str) -> SnapshotInfo | None:
 
 def _nothing_at(view: RefTable, base: str) -> str:
     names = [*view.branches(), *view.tags()]
-    known = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "") if names else "the store has no refs yet"
+    similar = difflib.get_close_matches(base, names, 3)
+    listed = [*similar, *sorted({*names} - {*similar})]
+    known = ", ".join(listed[:8]) + (", ..." if len(names) > 8 else "") if names else "the store has no refs yet"
     return f"there is no ref or snapshot {base!r} (refs: {known})"

@@ -56,18 +56,18 @@ class Restoring:
     info: SnapshotInfo
     group: "ProcessGroup | None" = None
     reading: GroupReading | None = None
-    """How it reads together with the others of `group`."""
+    """How this rank reads together with the others of `group`."""
 
     @cached_property
     def _content(self) -> SnapshotContent:
         """Opened once: reading the tables of a large state takes as long as reading a small state's tensors."""
         return open_snapshot(self.engine, self.info)
 
-    def lazy(self) -> "LazySnapshot":
-        """The snapshot, without reading tensors."""
+    def lazy(self, require_open: Callable[[], object] = lambda: None) -> "LazySnapshot":
+        """The snapshot, without reading tensors. `require_open` raises if the store was closed."""
         from tensorstore_ck.state import LazySnapshot  # noqa: PLC0415 - loads torch
 
-        return LazySnapshot(self._content)
+        return LazySnapshot(self._content, require_open)
 
     def metadata(self) -> dict[str, Any]:
         """As `Store.metadata`."""
@@ -207,9 +207,9 @@ def streams(session: Session, address: str, *, group: "ProcessGroup | DeviceMesh
     )[0]
 
 
-def open_lazily(session: Session, address: str) -> "LazySnapshot":
-    """See `Store.open_snapshot`."""
-    return Restoring(session.engine, session.resolve(address).info).lazy()
+def open_lazily(session: Session, address: str, require_open: Callable[[], object]) -> "LazySnapshot":
+    """See `Store.open_snapshot`. `require_open` raises if the store was closed."""
+    return Restoring(session.engine, session.resolve(address).info).lazy(require_open)
 
 
 def _read_together(

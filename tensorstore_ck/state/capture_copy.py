@@ -110,13 +110,14 @@ def copy_captured(
     if arriving:
         started = start_copies(captured, copies=arriving, device_copies=slot.arena.device_copies, copying=slot.arrivals, overlap=overlap)
         copies.arrivals, device_blocks = started.arrivals, started.blocks or device_blocks
+        copies.others |= started.kept
     moves = np.stack((offsets[:-1] + address_of(memory), addresses, sizes), axis=1)[addresses != 0]
     jobs = _jobs(np.concatenate((moves, rest.moves())), threads)
     for_each(jobs, _move, min(threads, len(jobs)))
     rest.copy_strided()
     if sampling.verify_share:
         sampling = sampling._replace(verify_share=share_of(int(sizes.sum()), sampling.verify_share))
-        own = [number for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist() if number not in copies.arrivals]
+        own = [number for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist() if number not in arriving]
         changed = _changed(addresses, address_of(memory) + offsets[:-1], sizes, sampling)
         require_unchanged(captured, changed | _changed_rest(captured, copies, own, sampling))
     return captured._replace(sources=copies, device_blocks=device_blocks)
@@ -168,25 +169,25 @@ class _CopiedSources(LazySources):
         self._slot = slot
         self._offsets = offsets
         self._sizes = sizes
-        self._others = others
+        self.others = others
         """Tensors that were not copied."""
         self.arrivals: Mapping[int, DeviceArrival] = {}
         """Copies from a device that may still be under way."""
 
     def at(self, number: int) -> ByteSource:
         """See `LazySources`."""
-        if number in self._others:
-            return self._others[number]
+        if number in self.others:
+            return self.others[number]
         memory = self._slot.memory
         if memory is None:
             raise InvalidOptionError("a captured state was read after its slot was released", object_id="slot")
         source = MemorySource(address_of(memory) + int(self._offsets[number]), memory, int(self._sizes[number]))
-        return source if number not in self.arrivals else ArrivingSource(source, self.arrivals[number])
+        return source if number not in self.arrivals else ArrivingSource(source, self.arrivals[number], number)
 
     def read(self, number: int, start: int, stop: int) -> memoryview:
         """See `LazySources`."""
         memory = self._slot.memory
-        if memory is None or number in self._others or number in self.arrivals:
+        if memory is None or number in self.others or number in self.arrivals:
             return super().read(number, start, stop)
         first = int(self._offsets[number])
         return memory[first + start : first + stop].data

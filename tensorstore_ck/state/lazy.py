@@ -1,6 +1,6 @@
 """A stored state as a mapping of names to tensors, read when they are used. Thread-safe as far as its `SnapshotContent` is."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from math import prod
 from types import EllipsisType
@@ -38,9 +38,10 @@ class BadIndexError(InvalidOptionError, IndexError):
 class LazyTensor:
     """One stored tensor or array: ``t[10:20]`` reads only the blocks that hold these rows; ``t[:]`` reads it all."""
 
-    def __init__(self, content: SnapshotContent, leaf: Leaf) -> None:
+    def __init__(self, content: SnapshotContent, leaf: Leaf, require_open: Callable[[], object]) -> None:
         self._content = content
         self._leaf = leaf
+        self._require_open = require_open
         self._form = form_of(content.layout, leaf)
 
     @property
@@ -82,6 +83,7 @@ class LazyTensor:
         Raises:
             BadIndexError: `index` does not fit.
         """
+        self._require_open()
         items = index if isinstance(index, tuple) else (index,)
         form, rest = self._narrow(list(items))
         elements = self._read(form)
@@ -132,8 +134,10 @@ class LazyTensor:
 class LazySnapshot(Mapping[str, LazyTensor]):
     """The tensors of a snapshot by name; a tensor is read when it is indexed."""
 
-    def __init__(self, content: SnapshotContent) -> None:
+    def __init__(self, content: SnapshotContent, require_open: Callable[[], object] = lambda: None) -> None:
+        """`require_open` raises if the store was closed."""
         self._content = content
+        self._require_open = require_open
         self._tree = parse(content.layout, len(content.values))
         self._leaves = {leaf.path: leaf for leaf in leaves(self._tree)}
 
@@ -159,7 +163,7 @@ class LazySnapshot(Mapping[str, LazyTensor]):
         if leaf is None or leaf.kind == "value":
             there = "a plain value: see .state_values" if leaf is not None else "not in the snapshot; see .names()"
             raise NoSuchTensorError(f"{name!r} is {there}", object_id=str(name))
-        return LazyTensor(self._content, leaf)
+        return LazyTensor(self._content, leaf, self._require_open)
 
     def __iter__(self) -> Iterator[str]:
         return (path for path, leaf in self._leaves.items() if leaf.kind != "value")
@@ -174,6 +178,7 @@ class LazySnapshot(Mapping[str, LazyTensor]):
     @cached_property
     def state_values(self) -> dict[str, Any]:
         """Path -> value, for everything that is not a tensor."""
+        self._require_open()
         content = self._content
         return {
             path: decode(content.values[leaf.index], decode_other=decode_torch, blob=content.blob, name=path)

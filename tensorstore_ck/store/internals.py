@@ -4,6 +4,7 @@ They reach the engine and the session of a store through these functions alone (
 release may change them.
 """
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from tensorstore_ck.engine.opening import read_config
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.engine.write.publish import AnyHead
 from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
+from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.store_config import StoreConfig
 from tensorstore_ck.log import Log, SnapshotInfo
@@ -26,6 +28,12 @@ from tensorstore_ck.store.store import Store
 
 if TYPE_CHECKING:
     from tensorstore_ck.maintenance.describe import SnapshotDiff
+
+
+def require_opened(store: object) -> None:
+    """Raises `InvalidOptionError` for the path or URL of a store, where an open one is needed."""
+    if isinstance(store, str | os.PathLike):
+        raise InvalidOptionError(f"{store!r} is the location of a store: pass the store itself, as tsck.open returns it", object_id="store")
 
 
 # --- the log and the configuration -------------------------------------------------------------------------------------

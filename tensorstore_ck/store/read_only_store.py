@@ -97,7 +97,7 @@ class ReadOnlyStore:
         def __getattr__(self, name: str) -> object:
             missing = f"{type(self).__name__!r} object has no attribute {name!r}"
             if name in _HINTS:
-                raise AttributeError(f"{missing}: you may want {_HINTS[name]}")
+                raise AttributeError(f"{missing}: you may want {_HINTS[name]}", name="", obj=self)  # else Python guesses, too
             raise AttributeError(missing, name=name, obj=self)  # Python adds the name that is most like it
 
     def __dir__(self) -> list[str]:
@@ -275,7 +275,7 @@ class ReadOnlyStore:
 
         It can be used with or without ``with``, until the store is closed.
         """
-        return restoring.open_lazily(self.session, address)
+        return restoring.open_lazily(self.session, address, lambda: self.session)
 
     def finish_staged(
         self, address: str, group: "ProcessGroup | DeviceMesh | None" = None, *, timeout_seconds: float = TIMEOUT_SECONDS

@@ -24,6 +24,7 @@ from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save import OnFull, PendingSnapshot
 from tensorstore_ck.store import LAST_SEEN, Store
+from tensorstore_ck.store.internals import require_opened
 from tensorstore_ck.training import opaque_state, optimizers
 from tensorstore_ck.training.parameter_names import require_supported
 from tensorstore_ck.training.per_rank_state import GENERATORS, Merge, PerRankState
@@ -174,6 +175,7 @@ class TrainingState:
             verify_capture: See `Store.put_snapshot`.
             timeout_seconds: With `group`: how long to wait for the other ranks.
         """
+        require_opened(store)
         group = require_group(group)
         state, rank_state = self._sides.for_save(store, group, timeout_seconds, with_gradients=gradients)
         return store.put_snapshot(
@@ -224,6 +226,7 @@ class TrainingState:
         `frozen`: instead of what this object was made with. `changed_by`: by default the optimizers, so that what they update on CUDA
         devices is copied while the next forward and backward passes run.
         """
+        require_opened(store)
         group = require_group(group)
         state, rank_state = self._sides.for_save(store, group, timeout_seconds, with_gradients=gradients)
         return store.put_snapshot_async(
@@ -297,6 +300,7 @@ class TrainingState:
             RetryableError: it cannot be read now.
             InvalidOptionError: there is no such part.
         """
+        require_opened(store)
         group = require_group(group)
         sides = self._sides if parts is None else self._sides.only(parts)
         ranks = 1 if group is None else group.size()

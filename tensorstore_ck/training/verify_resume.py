@@ -11,6 +11,7 @@ from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.session.group.process_groups import process_group
 from tensorstore_ck.store import ReadOnlyStore
+from tensorstore_ck.store.internals import require_opened
 from tensorstore_ck.training.compare_states import Difference, Leaves, copied, first_difference, leaves_of
 from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.training_state import TrainingState
@@ -71,6 +72,7 @@ def verify_resume(
         NotFoundError: the snapshot does not exist.
         MismatchError: it does not fit the job.
     """
+    require_opened(store)
     if steps < 1:
         raise InvalidOptionError(f"steps must be 1 or more, not {steps!r}", object_id="steps")
     group = process_group(group)

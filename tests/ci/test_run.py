@@ -1,5 +1,6 @@
 """A failure that passes alone is named and does not fail the run, unless the test is marked as a possible race."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ def test_fails_once(): fail_once("one")
 def test_passes(): pass
 """
 AGAIN = "they run again, one at a time"
+PLUGINS = ("-p", "xdist", "-p", "pytest_reportlog.plugin")
+"""Those of the arguments alone: the others take twice as long to load as all else takes."""
 
 
 @pytest.mark.parametrize(
@@ -32,8 +35,11 @@ AGAIN = "they run again, one at a time"
 def test_what_failed_runs_again_alone(tmp_path: Path, more: str, code: int, said: str, is_repeated: bool) -> None:
     (tmp_path / "test_it.py").write_text(FLAKY.format(folder=str(tmp_path)) + more)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = race: one\n")
-    command = [sys.executable, "-m", "tests.run", "--flaky", str(tmp_path / "flaky.txt"), "-n", "0", str(tmp_path)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, "-m", "tests.run", "--flaky", str(tmp_path / "flaky.txt"), *PLUGINS, "-n", "0", str(tmp_path)]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        command, env=environment, cwd=Path(__file__).parents[2], check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert done.returncode == code, done.stdout
     assert said in done.stdout
     assert (AGAIN in done.stdout) == is_repeated

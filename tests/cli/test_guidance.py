@@ -72,6 +72,40 @@ def test_what_is_no_command_leads_to_one(tsck: Tsck, arguments: tuple[str, ...],
     assert tsck(*arguments, "--json").json["error"]["kind"] == "usage"
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("lgo", "tsck: There is no command 'lgo': did you mean `tsck log`? See `"),
+        ("log --lmit 3", "tsck: No such option '--lmit': did you mean one of: '--limit', '--plot'? See `"),
+        ("show", "tsck: Missing argument 'ADDRESS'. See `"),
+        ("policy set runs/*", "`set` needs at least one RULE=VALUE, such as keep_last=3"),
+        ("policy set runs/* keep_lst=3", "there is no rule 'keep_lst': did you mean keep_last? There are expire_after, "),
+        ("show runs/tset", "no ref or snapshot 'runs/tset' (refs: runs/test, "),
+        ("show runs/test~9", "'runs/test~9': 'runs/test' has one snapshot before it; see `tsck log runs/test -s "),
+        (
+            "log -s kc",
+            "there is no store at {folder}/kc: create one with `tsck init {folder}/kc`, or open(..., create=True); there is a store at ck ",
+        ),
+    ],
+)
+def test_what_is_mistyped_leads_to_what_was_meant(history: Tsck, tmp_path: Path, line: str, said: str) -> None:
+    for name in ("runs/test", "runs/a"):
+        history("branch", name, "runs/gpt")
+    done = history(*line.split())
+    assert said.format(folder=tmp_path) in done.err
+
+
+def test_in_a_folder_above_stores_they_are_named(history: Tsck, tmp_path: Path) -> None:
+    done = history("log", store=None)
+    assert (done.code, done.err.count("\n")) == (30, 1)
+    assert "(this one holds no store.json); there is a store at ck (see: " in done.err
+    for name in ("b", "c", "d"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "store.json").touch()
+    assert "there are stores at b c ck (see: " in history("log", store=None).err
+    assert "did you mean" not in history("copy", "nope", "ck").err, "a store stands there rightly"
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_help_of_a_group_describes_its_commands(tsck: Tsck, group: str) -> None:
     described = re.findall(r"^  (\S+)  +\S", tsck("help", group).out, re.MULTILINE)

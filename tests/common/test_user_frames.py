@@ -95,6 +95,48 @@ def test_a_traceback_has_the_scripts_frames_alone(store: tsck.Store, name: str) 
     assert len(printed) <= 16
 
 
+WRONG_ARGUMENTS: dict[str, Callable[[tsck.Store], object]] = {
+    "one too many": lambda store: store.put_snapshot({}, "runs/b"),  # type: ignore[call-arg]
+    "one that is missing": lambda store: store.put_snapshot({}),  # type: ignore[call-arg]
+    "a mistyped name": lambda store: tsck.open(store.url, read_onyl=True),  # type: ignore[call-overload]
+    "a mistyped name of a class": lambda _: tsck.TrainingState(modle=torch.nn.Linear(1, 1)),  # type: ignore[call-arg]
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_arguments_that_a_call_does_not_take(store: tsck.Store, name: str) -> None:
+    with pytest.raises(TypeError, match="argument") as caught:
+        WRONG_ARGUMENTS[name](store)
+    assert {frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)} == {__file__}
+
+
+def test_a_type_error_of_a_callback_keeps_its_frames(store: tsck.Store) -> None:
+    def fails(_: object) -> None:
+        raise TypeError("of the user's own")
+
+    with pytest.raises(TypeError, match="own") as caught:
+        store.restoring("runs/a", fails)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "fails"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda url: tsck.import_checkpoint(url, "a.pt", ref="runs/a"),
+        lambda url: tsck.import_history(url, "a.pt", ref="runs/a", step_from="name"),
+        lambda url: tsck.export_snapshot(url, "runs/a", "a.pt", format="torch"),
+        lambda url: tsck.Checkpointer(url, {}, ref="runs/a", when=tsck.first()),
+        lambda url: tsck.TrainingState(extra={"a": 1}).put(url, ref="runs/a", step=1),
+        lambda url: tsck.TrainingState(extra={"a": 1}).put_async(url, ref="runs/a", step=1),
+        lambda url: tsck.TrainingState(extra={"a": 1}).restore(url, "runs/a"),
+        lambda url: tsck.verify_resume(lambda: pytest.fail("it has no store"), url, "runs/a"),
+    ],
+)
+def test_the_location_of_a_store_is_not_a_store(store: tsck.Store, call: Callable[[Any], object]) -> None:
+    with pytest.raises(tsck.InvalidOptionError, match="is the location of a store: pass the store itself, as tsck"):
+        call(store.url)
+
+
 def test_all_that_is_public_raises_short_errors() -> None:
     """By what decorates it: it is too much to call. Adapters: `tests/integrations/test_adapter_arguments.py`."""
     public = [each for name in tsck.__all__ if not isinstance(each := getattr(tsck, name), ModuleType)]

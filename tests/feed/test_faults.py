@@ -147,11 +147,13 @@ def test_no_swap_while_a_version_is_staged(made: Made) -> None:
     following.faults.call = call  # type: ignore[method-assign]
     polling = threading.Thread(target=following.feed.poll)
     polling.start()
-    assert arrived.wait(PATIENCE_SECONDS)
-    assert following.feed.swap() is None
-    following.require(0)
-    goes_on.set()
-    polling.join(PATIENCE_SECONDS)
+    try:
+        assert arrived.wait(PATIENCE_SECONDS)
+        assert following.feed.swap() is None
+        following.require(0)
+    finally:
+        goes_on.set()
+        polling.join(PATIENCE_SECONDS)
     version = following.feed.swap()
     assert version is not None
     assert version.step == 2

@@ -817,9 +817,10 @@ def test_gc_while_others_change_the_roots() -> None:
 
         collector, faults = interrupted(backend, at, act, clock=clock)
         collector.gc(options)
-        require_readable(open_store(backend), held)
+        reader = open_store(backend)
+        require_readable(reader, held)
         collector.gc(options)
-        require_sound(open_store(backend), held)
+        require_sound(reader, held)
         return faults.struck
 
     assert {"get", "list", "read", "open", "append", "close", "put", "create", "delete"} <= each_call(run, ACTIONS)

@@ -12,6 +12,7 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.common.ids import block_id
 from tensorstore_ck.state.device.kernel import GROUP_BYTES, BlockHasher, CudaHasher, hasher_of
+from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopy, SideStreams
 from tensorstore_ck.state.device.waited_copies import PieceCopy, WaitedCopies
 from tests.gpu.kinds import clones, different, kinds, random_tensor
 
@@ -99,6 +100,46 @@ def test_unchanged_blocks_stay_on_the_device(cuda: torch.device, hasher: BlockHa
     store.put_snapshot(state, ref=REF, step=3)
     assert 4 * MIB <= sum(fetched) <= 9 * MIB
     assert different(store.checkout(REF), clones(state)) == []
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that each asynchronous save copies."""
+    sizes: list[int] = []
+    start = SideStreams.start
+
+    def counted(self: SideStreams, copies: Sequence[DeviceCopy]) -> DeviceArrival:
+        sizes.append(sum(copy.tensor.nbytes for copy in copies))
+        return start(self, copies)
+
+    monkeypatch.setattr(SideStreams, "start", counted)
+    return sizes
+
+
+def test_an_asynchronous_save_copies_only_tensors_that_changed(
+    cuda: torch.device, hasher: BlockHasher, store: tsck.Store, copied: list[int], fetched: list[int]
+) -> None:
+    """Also if all of them are changed right after the call."""
+    state = {f"w{number}": random_tensor(cuda, 16 * MIB, seed=number) for number in range(8)}
+    state["strided"] = random_tensor(cuda, 2000, 3000).t()
+    saves = []
+    for step in range(6):
+        if step >= 4:
+            state[f"w{step}"][5 * MIB] += 1
+        copied.clear()
+        fetched.clear()
+        expected = {name: tensor.clone() for name, tensor in state.items()}
+        pending = store.put_snapshot_async(state, ref=REF, step=step, unchanged="ok")
+        saves.append((step, expected))
+        if step == 5:
+            for tensor in state.values():
+                tensor.add_(1)
+        pending.wait()
+        if step >= 2:
+            assert sum(copied) == max(step - 3, 0) * 64 * MIB  # what has changed is copied once more, then it is known
+            assert sum(fetched) < MIB
+    for step, expected in saves:
+        assert different(store.checkout(f"{REF}@{step}"), clones(expected)) == []
 
 
 def test_a_hasher_is_made_in_a_thread(cuda: torch.device) -> None:

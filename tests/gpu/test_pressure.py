@@ -1,6 +1,7 @@
 """Saves and restores where the device has almost no memory left, and how much of it they take."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +13,19 @@ from tests.gpu.kinds import clones, different, random_tensor
 REF = "runs/pressure"
 MIB = 1 << 20
 LEFT_BYTES = 300 * MIB
-"""What the test leaves free on the device."""
+"""What is left of this process's share of the device."""
+
+
+@contextmanager
+def full_device(cuda: torch.device) -> Iterator[None]:
+    """This process may allocate almost no more memory. Other processes on the device are not affected."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(cuda).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + LEFT_BYTES) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def extra_bytes(work: Callable[[], Any]) -> int:
@@ -43,11 +56,8 @@ def test_little_device_memory_is_used_beside_the_state(cuda: torch.device, store
 def test_a_full_device(cuda: torch.device, store: tsck.Store, is_waited_for: bool) -> None:
     base = random_tensor(cuda, 1 << 26).view(1 << 13, 1 << 13)
     expected = clones({"base": base, "transposed": base.t()})
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    hog = torch.empty(free - LEFT_BYTES, dtype=torch.uint8, device=cuda)
     state = {"base": base, "transposed": base.t()}
-    try:
+    with full_device(cuda):
         put = store.put_snapshot if is_waited_for else lambda *a, **k: store.put_snapshot_async(*a, **k).wait()
         put({"base": base}, ref="contiguous", step=1)
         try:
@@ -58,9 +68,6 @@ def test_a_full_device(cuda: torch.device, store: tsck.Store, is_waited_for: boo
             assert different(store.checkout(REF), expected) == []
         put({"base": base}, ref="contiguous", step=2, unchanged="ok")
         assert different(store.checkout("contiguous", into={"base": base}), {".base": expected[".base"]}) == []
-    finally:
-        del hog
-        torch.cuda.empty_cache()
 
 
 def test_out_of_memory_on_restore_names_the_cause_and_the_store_goes_on(cuda: torch.device, store: tsck.Store) -> None:
@@ -68,11 +75,6 @@ def test_out_of_memory_on_restore_names_the_cause_and_the_store_goes_on(cuda: to
     expected = clones(state)
     store.put_snapshot(state, ref=REF, step=1)
     state.clear()
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    hog = torch.empty(free - LEFT_BYTES, dtype=torch.uint8, device=cuda)
-    with pytest.raises((torch.OutOfMemoryError, tsck.errors.StoreError)):
+    with full_device(cuda), pytest.raises((torch.OutOfMemoryError, tsck.errors.StoreError)):
         store.checkout(REF, device=cuda)
-    del hog
-    torch.cuda.empty_cache()
     assert different(store.checkout(REF, device=cuda), expected) == []

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tensorstore_ck as tsck
 
@@ -22,7 +23,9 @@ def _call(method: Callable[..., Any]) -> None:
 
 def test_a_closed_store_answers_nothing(tmp_path: Path) -> None:
     with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
-        store.put_snapshot({"a": 1}, ref="runs/a", step=1)
+        store.put_snapshot({"a": 1, "w": torch.ones(2)}, ref="runs/a", step=1)
+        lazy = store.open_snapshot("runs/a")
+        tensor = lazy["w"]
     methods = [name for name in dir(store) if callable(getattr(type(store), name)) and name != "close"]
     assert len(methods) > 50
     for name in methods:
@@ -30,13 +33,16 @@ def test_a_closed_store_answers_nothing(tmp_path: Path) -> None:
         with pytest.raises(tsck.InputError, match=f"the store at {store.url} was closed: open it again") as caught:
             _call(method)
         assert caught.value.retry == "after_reopen"
+    for read in (lambda: tensor[:], lambda: next(iter(tensor)), lambda: lazy["w"][0], lambda: lazy.state_values):
+        with pytest.raises(tsck.InputError, match="was closed: open it again"):
+            read()
     store.close()
     assert str(store.url) in repr(store)
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("save", r"put_snapshot\(STATE, ref=REF\)"), ("load", r"checkout\(ADDRESS\)"), ("delete", r"forget\(ADDRESS\)"), ("nope", "$")],
+    [("save", r"put_snapshot\(STATE, ref=REF\)$"), ("load", r"checkout\(ADDRESS\)$"), ("delete", r"forget\(ADDRESS\)$"), ("nope", "$")],
 )
 def test_names_of_other_libraries_lead_to_ours(tmp_path: Path, name: str, said: str) -> None:
     with (

@@ -45,6 +45,7 @@ class ColdTierBackend:
 
         `store`: the store's uuid.
         """
+        self.url, self.is_local = own.url, own.is_local
         self._own = own
         self._open_location = open_location
         self._view = view

@@ -9,7 +9,7 @@ from typing import Final
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.part_extents import chain_of, location_of
+from tensorstore_ck.engine.part_extents import chain_of, locations_of
 from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.pack import pack_name
@@ -28,14 +28,15 @@ class DedupIndex:
     ) -> None:
         """`rank` and `ranks` choose the parts of the parent to look at; from `ranks` on, a number means the part of a rank's own state.
 
-        With `elsewhere` false the index is not used: then a pin on the parent holds everything that is relied on. `view`: by default the
+        With `elsewhere` false the index is not used: then a pin on the parent keeps what the save relies on. `view`: by default the
         log as this host knows it.
         """
         self._engine = engine
         self._elsewhere = elsewhere
         self._view = view or engine.log.view()
         self._parts: list[tuple[Part, BlockLocations]] = []
-        self._rows: dict[bytes, tuple[int, int]] = {}
+        self._rows: list[dict[Digest, int]] = []
+        """The row of each block in each part."""
         self._usable_bytes: dict[Ulid, int] = dict.fromkeys(packs_of_damaged(engine, self._view, rank), 0)
         info = self._view.by_root(parent) if parent else None
         if info is None or not self._view.is_live(info.ulid):
@@ -51,20 +52,15 @@ class DedupIndex:
         except DamageError as exc:
             warnings.warn(f"cannot reuse the blocks of the parent snapshot, all are written again: {exc}", stacklevel=user_stacklevel())
         _logger.debug("%d parts of %s@%s, root %s, have blocks to share", len(self._parts), info.ref, info.step, info.root.hex())
-        for number, (part, _) in enumerate(self._parts):
-            self._rows |= {block: (number, row) for row, block in enumerate(part.block_ids())}
+        self._rows = [dict(zip(part.block_ids(), range(part.block_count), strict=True)) for part, _ in self._parts]
 
     def find(self, blocks: Sequence[Digest]) -> dict[Digest, Location]:
         """See `BlockLookup`."""
         known: dict[Digest, Location] = {}
-        for block in blocks:
-            if block in self._rows:
-                number, row = self._rows[block]
-                part, places = self._parts[number]
-                with contextlib.suppress(DamageError):  # the bases in a part may be invalid
-                    location = location_of(part, places.packs, places.extents, row)
-                    if self._is_usable(location):
-                        known[block] = location
+        for (part, places), rows_of_part in zip(self._parts, self._rows, strict=True):
+            rows = {block: row for block in blocks if (row := rows_of_part.get(block)) is not None}
+            found = locations_of(part, places.packs, places.extents, list(rows.values()))
+            known |= {block: location for block, location in zip(rows, found, strict=True) if location and self._is_usable(location)}
         if self._elsewhere and len(known) < len(blocks):
             others = self._engine.index.find([block for block in blocks if block not in known])
             known |= {block: location for block, location in others.items() if self._is_usable(location)}
@@ -76,7 +72,7 @@ class DedupIndex:
         return self._parts
 
     def _is_usable(self, location: Location) -> bool:
-        for place in chain_of(location):
+        for place in chain_of(location) if location.bases else (location,):
             if place.pack not in self._usable_bytes:
                 self._usable_bytes[place.pack] = self._bytes_of(place.pack)
             if place.offset + place.stored > self._usable_bytes[place.pack]:

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, block_id
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
 from tensorstore_ck.engine.part_extents import chain_of, location_of
 from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.engine.read.block_reader import decode_at
@@ -46,17 +46,6 @@ class PartKey(NamedTuple):
     world_size: int
     layout_of: bytes | None
     regions: bytes
-
-
-class TensorBlock(NamedTuple):
-    """A block that a rank stores."""
-
-    row: int
-    """Among the tensors' blocks."""
-    tensor: int
-    start: int
-    """Where it begins in the tensor's source."""
-    stop: int
 
 
 class ParentBlocks:

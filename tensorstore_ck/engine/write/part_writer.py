@@ -4,7 +4,6 @@ Knows neither refs nor the log, and no torch.
 """
 
 import logging
-from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple, Protocol
@@ -18,19 +17,19 @@ from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid
 from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
 from tensorstore_ck.engine.part_extents import extents_of, with_bases
 from tensorstore_ck.engine.reachability import BlockLocations
-from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, DeltaBase, Fp32Masters, ParentBlocks, PartKey, TensorBlock, earlier_part
+from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, DeltaBase, Fp32Masters, ParentBlocks, PartKey, earlier_part
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
-from tensorstore_ck.engine.write.parse_budget import require_readable
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Inline, Sampling, require_unchanged
 from tensorstore_ck.engine.write.unchanged_blocks import skip_unchanged
 from tensorstore_ck.errors import FrozenChangedError
 from tensorstore_ck.format.block_assignment import BlockShare, Region, assign_blocks, encode_regions, regions_of_rank
 from tensorstore_ck.format.codec import Coding, Encoder, elements_of
 from tensorstore_ck.format.layout import layout_id
-from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name
+from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name, require_readable
+from tensorstore_ck.format.values import msgpack_blobs
 from tensorstore_ck.log.block_index import Base, Location
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
@@ -38,7 +37,7 @@ MIN_RUN_BYTES: Final = 4 << 20
 MAX_RUN_BYTES: Final = 16 << 20
 """Blocks that one thread handles at a time: they lie side by side in a pack, and a restore reads them together."""
 RUNS_A_THREAD: Final = 4
-"""At least, if there are blocks enough: the last runs end at about the same time."""
+"""The least number of runs for each thread, if there are enough blocks: so that all threads end at about the same time."""
 RUN_BLOCKS: Final = 512
 """Small blocks are hashed and appended together, up to this many."""
 MAX_OPEN_PACKS: Final = 4
@@ -272,7 +271,8 @@ def write_tensors(
             assert earlier is not None
             earlier.keep(ids[run[number].row], buffers[number], base)
 
-    masters = Fp32Masters(captured, blocks) if coding.mode != "raw" else None
+    fresh = {block.tensor for block in blocks if ids[block.row] is ZERO_DIGEST}  # others are not read: they may stay on a device
+    masters = Fp32Masters(captured, [block for block in blocks if block.tensor in fresh]) if coding.mode != "raw" else None
     weights, threads = masters.of if masters is not None else {}, cpu_threads() + 1
     for later in (False, True):  # weights after their masters
         unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in weights) == later]
@@ -319,7 +319,7 @@ def store_part(
         UnsupportedValueError: too many objects take almost no bytes in the store.
     """
     ids = [*blobs.ids, *tensors.ids]
-    places = ChainMap(*(known for writer in packs for known in (writer.added, writer.found)))
+    places = {block: place for writer in packs for known in (writer.found, writer.added) for block, place in known.items()}
     extents = extents_of(ids, places)
     part = Part(
         layout_id=layout_id(captured.layout.encode()),
@@ -337,7 +337,8 @@ def store_part(
         regions=encode_regions(captured.explicit),
     )
     if slot.rank == slot.layout_ranks[0]:
-        require_readable(captured, part, ranks=slot.world_size, ranks_of_layout=len(slot.layout_ranks))
+        parsed = [captured.blobs[number] for number in msgpack_blobs(captured.values, "the state")]
+        require_readable(part, captured.layout.encode(), parsed, ranks=slot.world_size, ranks_of_layout=len(slot.layout_ranks))
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
     new = [item for writer in packs for item in writer.added.items()]

@@ -6,9 +6,10 @@ have equal samples.
 """
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache
 from itertools import groupby
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -17,8 +18,7 @@ from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
-from tensorstore_ck.engine.interfaces import BlockRange, CapturedState, SampledBytes
-from tensorstore_ck.engine.write.delta_bases import TensorBlock
+from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
 from tensorstore_ck.errors import CaptureChangedError
 from tensorstore_ck.format.codec import elements_of
 
@@ -84,19 +84,18 @@ class Finiteness(NamedTuple):
 
 
 def turn_of(parent: bytes | None, step: int | None) -> int:
-    """The draw of a save."""
+    """The number from which the offsets of a save's sample are drawn."""
     return int.from_bytes(derived_hash("sample of a put", parent or b"", str(step).encode())[:4], "little")
 
 
 def share_of(state_bytes: int, share: float) -> float:
-    """The share of larger tensors that is sampled in a state of `state_bytes`, if `share` is asked for."""
+    """The share of larger tensors that is sampled in a state of `state_bytes`, if the caller asks for `share`."""
     return min(1.0, max(share, MIN_SAMPLE_BYTES / max(state_bytes, 1)))
 
 
 def pieces(tensor: int, start: int, stop: int, share: float, turn: int) -> list[tuple[int, int]]:
     """The sampled pieces of bytes [start, stop) of a tensor."""
-    length = -(-int(share * STRIDE_BYTES) // _ALIGN) * _ALIGN
-    offset = (((turn ^ tensor * 0x9E3779B1) & 0xFFFFFFFF) * 0x85EBCA6B >> 13) % STRIDE_BYTES // _ALIGN * _ALIGN
+    length, offset = _length_and_offset(tensor, share, turn)
     at = offset + (start - offset) // STRIDE_BYTES * STRIDE_BYTES
     sampled = []
     while at < stop:
@@ -105,6 +104,23 @@ def pieces(tensor: int, start: int, stop: int, share: float, turn: int) -> list[
             sampled.append((first, last))
         at += STRIDE_BYTES
     return sampled
+
+
+def sampled_bytes(tensor: int, start: int, stop: int, share: float, turn: int) -> int:
+    """How many bytes `pieces` has."""
+    length, offset = _length_and_offset(tensor, share, turn)
+
+    def before(at: int) -> int:
+        strides, rest = divmod(at - offset, STRIDE_BYTES)
+        return strides * length + min(rest, length)
+
+    return before(stop) - before(start)
+
+
+def _length_and_offset(tensor: int, share: float, turn: int) -> tuple[int, int]:
+    """The length of a sampled piece, and the offset of the first one."""
+    length = -(-int(share * STRIDE_BYTES) // _ALIGN) * _ALIGN
+    return length, (((turn ^ tensor * 0x9E3779B1) & 0xFFFFFFFF) * 0x85EBCA6B >> 13) % STRIDE_BYTES // _ALIGN * _ALIGN
 
 
 def is_floating(dtype: str, item_bytes: int) -> bool:
@@ -137,8 +153,11 @@ class CaptureSample:
         self._elements = 0
         self.non_finite_rows: dict[int, int] = {}
         """Row of a block -> the number of its elements that are not finite, if there are any."""
-        self._hashed: Mapping[TensorBlock, Digest] = {}
-        """Blocks on devices, and their ids as a device computed them first."""
+        self._hashed: Sequence[TensorBlock] = ()
+        """Blocks on devices."""
+        self._device_ids: Sequence[Digest] = ()
+        """Their ids as a device computed them first."""
+        self._hashed_rows: Set[int] = frozenset()
         self.non_finite_inline: dict[int, int] = {}
         """Number of a small tensor -> the number of its elements that are not finite, if there are any."""
 
@@ -149,7 +168,7 @@ class CaptureSample:
             if tensor in self._captured.frozen:
                 continue  # frozen tensors have their own check
             sampled = pieces(tensor, start=start, stop=stop, share=self._share, turn=self._turn)
-            if self._verify_share and block not in self._hashed:
+            if self._verify_share and row not in self._hashed_rows:
                 is_same = self._verify_share == self._share
                 for first, last in (
                     sampled if is_same else pieces(tensor, start=start, stop=stop, share=self._verify_share, turn=self._turn)
@@ -165,25 +184,25 @@ class CaptureSample:
                     if counted.non_finite:
                         self.non_finite_rows[row] = self.non_finite_rows.get(row, 0) + counted.non_finite
 
-    def note_hashed(self, hashed: Mapping[TensorBlock, Digest]) -> None:
+    def note_hashed(self, blocks: Sequence[TensorBlock], ids: Sequence[Digest]) -> None:
         """Notes blocks that devices hashed before anything was read: `verify` has them hashed again, instead of reading a sample."""
-        self._hashed = hashed
+        self._hashed, self._device_ids, self._hashed_rows = blocks, ids, {block.row for block in blocks}
 
-    def note_unread(self, blocks: Iterable[TensorBlock]) -> None:
-        """Counts what `note` would have counted of blocks on devices that are not read."""
-        for tensor, several in groupby(blocks, key=lambda block: block.tensor):
+    def note_unread(self, blocks: Sequence[TensorBlock]) -> None:
+        """Counts what `note` would have counted of blocks on devices that are not read. Those of one tensor follow each other."""
+        for tensor, group in groupby(blocks, key=attrgetter("tensor")):
             spec = self._specs[tensor]
             if tensor in self._captured.frozen or _mask_of(spec.dtype, spec.item_bytes) is None:
                 continue
-            sampled = [
-                (block.row, piece)
-                for block in several
-                for piece in pieces(tensor, start=block.start, stop=block.stop, share=self._share, turn=self._turn)
-            ]
-            self._elements += sum(last - first for _, (first, last) in sampled) // elements_of(spec.dtype, spec.item_bytes).item_bytes
-            if self._is_finite(tensor):
-                continue
-            for row, (first, last) in sampled:
+            several = list(group)
+            sampled = sum(sampled_bytes(tensor, start, stop, share=self._share, turn=self._turn) for start, stop in _joined(several))
+            self._elements += sampled // elements_of(spec.dtype, spec.item_bytes).item_bytes
+            if not self._is_finite(tensor):
+                self._count_unread(several)
+
+    def _count_unread(self, blocks: Sequence[TensorBlock]) -> None:
+        for row, tensor, start, stop in blocks:
+            for first, last in pieces(tensor, start=start, stop=stop, share=self._share, turn=self._turn):
                 if count := self._count_non_finite(tensor, first, last):
                     self.non_finite_rows[row] = self.non_finite_rows.get(row, 0) + count
 
@@ -210,15 +229,9 @@ class CaptureSample:
         spec, source = self._specs[tensor], captured.sources[tensor]
         mask, word_bytes = _mask_of(spec.dtype, spec.item_bytes), elements_of(spec.dtype, spec.item_bytes).item_bytes
         sampled = pieces(tensor, start=0, stop=source.size_bytes, share=self._share, turn=self._turn)
-        if not sampled or mask is None or captured.device_blocks is None:
+        if mask is None or captured.device_blocks is None:
             return False
-        longest = max(last - first for first, last in sampled)
-        equal = [first for first, last in sampled if last - first == longest]
-        others = [piece for piece in sampled if piece[1] - piece[0] < longest]  # those at the ends of the tensor
-        runs = SampledBytes(equal[0], longest, STRIDE_BYTES, len(equal))
-        return captured.device_blocks.is_finite(source, runs, mask, word_bytes) and not any(
-            self._count_non_finite(tensor, first, last) for first, last in others
-        )
+        return not sampled or captured.device_blocks.is_finite(source, sampled, mask, word_bytes)
 
     def _count_non_finite(self, tensor: int, start: int, stop: int) -> int:
         spec = self._specs[tensor]
@@ -250,15 +263,25 @@ class CaptureSample:
             for piece, first in zip(inlined, self._reads, strict=True)
         ]  # a view without an object shows the tensor's own memory
         if self._hashed and self._captured.device_blocks is not None:
-            ranges = [BlockRange(block.tensor, block.start, block.stop) for block in self._hashed]
-            computed = self._captured.device_blocks.ids(self._captured.sources, ranges)
-            pairs = zip(self._hashed.items(), computed, strict=True)
-            changed |= {block.tensor for (block, before), after in pairs if after is not None and after != before}
+            again_ids = self._captured.device_blocks.ids(self._captured.sources, self._hashed)
+            compared = zip(self._hashed, self._device_ids, again_ids, strict=True)
+            changed |= {block.tensor for block, before, after in compared if after is not None and after != before}
         if b"".join(again) != data:
             for piece, now in zip(inlined, again, strict=True):
                 if now != data[piece.offset : piece.offset + piece.size_bytes]:
                     changed.add(piece.tensor)
         require_unchanged(self._captured, changed - self._captured.frozen.keys())
+
+
+def _joined(blocks: Sequence[TensorBlock]) -> Iterator[tuple[int, int]]:
+    """The bytes of blocks of one tensor, in order: those that touch are joined."""
+    start, stop = blocks[0].start, blocks[0].start
+    for block in blocks:
+        if block.start != stop:
+            yield start, stop
+            start = block.start
+        stop = block.stop
+    yield start, stop
 
 
 def require_unchanged(captured: CapturedState, changed: set[int]) -> None:

@@ -27,7 +27,7 @@ from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
 from tensorstore_ck.state.select import Selection
 from tensorstore_ck.store import ReadOnlyStore
-from tensorstore_ck.store.internals import log_of, open_content
+from tensorstore_ck.store.internals import log_of, open_content, require_opened
 
 Format = Literal["dcp", "deepspeed-universal", "hf", "megatron", "safetensors", "torch"]
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)
@@ -119,6 +119,7 @@ def export_snapshot(
         DamageError: stored data is damaged; nothing was left behind.
         NoSpaceError: the files do not fit.
     """
+    require_opened(store)
     target = _target(path, format, max_file_bytes)
     if config_from is not None and format != "hf":
         raise InvalidOptionError(f"config_from= (--config-from) is for the format hf, not {format}", object_id="config_from")

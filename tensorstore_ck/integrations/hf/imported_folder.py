@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from transformers.trainer import TRAINER_STATE_NAME
 
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
-from tensorstore_ck.integrations.exporting import export_snapshot
+from tensorstore_ck.integrations.exporting.export_snapshot import export_snapshot
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES, is_model_file
 from tensorstore_ck.integrations.trainer_names import TRAINER_STATE
 from tensorstore_ck.session.restoring import Restoring

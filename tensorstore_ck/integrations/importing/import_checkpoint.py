@@ -25,7 +25,7 @@ from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.state import capture
 from tensorstore_ck.state.select import listed
 from tensorstore_ck.store import Store
-from tensorstore_ck.store.internals import put_captured
+from tensorstore_ck.store.internals import put_captured, require_opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,7 @@ def import_checkpoint(
         MismatchError: a glob of `exclude` matches nothing, or `names` does not fit the tensors. Nothing was stored.
         ConflictError: the ref is elsewhere; nothing was stored.
     """
+    require_opened(store)
     with opened(path, exclude, as_one=as_one, partial=partial, names=names) as (contents, captured, files, _):
         started(contents)
         snapshot = put_captured(

@@ -23,7 +23,7 @@ from tensorstore_ck.integrations.importing.step_from_filename import steps_of_na
 from tensorstore_ck.log import RefTable, validate_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
-from tensorstore_ck.store.internals import log_of, put_captured
+from tensorstore_ck.store.internals import log_of, put_captured, require_opened
 
 KEY: Final = "key:"
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -87,6 +87,7 @@ def import_history(
         MismatchError: a step is already on the branch, with another content.
         StoreError: see `import_checkpoint`. The files before the failed one are published, and the same call continues after them.
     """
+    require_opened(store)
     validate_ref_name(ref)
     encode_metadata(metadata)
     plan = inspect_history(paths, step_from=step_from, metrics=metrics, exclude=exclude)

@@ -2,7 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.integrations.megatron.compatibility import require_supported
@@ -31,6 +33,16 @@ class Strategies(NamedTuple):
     """The strategy that ``dist_checkpointing.load`` takes for a folder that `save` wrote."""
     store: Store
     ref: str
+
+    def changed_by(self, optimizer: Any) -> None:
+        """Names the optimizer that alone changes its parameters and state, in ``step``; a later call replaces it.
+
+        Then asynchronous saves copy those on CUDA devices while the next passes run: see `Store.put_snapshot_async`.
+
+        Args:
+            optimizer: Megatron's, or one of torch.
+        """
+        self.save.changed_by = torch_optimizers(optimizer)
 
     def write_folder(self, parent: str | os.PathLike[str], address: str | None = None) -> Path | None:
         """Writes a folder that names a snapshot, ``iter_0001000``, and Megatron-LM's file that names the iteration to load; on all ranks.
@@ -61,6 +73,14 @@ class Strategies(NamedTuple):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers of torch in an optimizer of Megatron."""
+    if hasattr(optimizer, "chained_optimizers"):
+        return [inner for one in optimizer.chained_optimizers for inner in torch_optimizers(one)]
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return [inner] if isinstance(inner, torch.optim.Optimizer) else []
 
 
 @short_errors

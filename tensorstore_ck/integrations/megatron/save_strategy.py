@@ -57,6 +57,8 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
     def __init__(self, store: Store, ref: str) -> None:
         super().__init__(BACKEND, VERSION)
         self._store, self._ref, self._is_first = store, ref, True
+        self.changed_by: list[torch.optim.Optimizer] = []
+        """See `Strategies.changed_by`."""
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -89,7 +91,7 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
             StoreError: see `Store.put_snapshot_async`.
         """
         make_request = request_class(async_strategy)
-        pending = self._store.put_snapshot_async(**self._options(sharded_state_dict, checkpoint_dir))
+        pending = self._store.put_snapshot_async(**self._options(sharded_state_dict, checkpoint_dir), changed_by=self.changed_by)
         finish = partial(self._finish, Path(checkpoint_dir), pending)
         return make_request(wait_until_unlocked, (_locked_until_settled(pending),), [finish], {})
 

@@ -8,9 +8,9 @@ import os
 import re
 import shlex
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -37,6 +37,7 @@ from tensorstore_ck.training.resume_search import ResumeSearch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
 
 NOTE: Final = "torch_checkpointing"
 """Key in a snapshot's metadata."""
@@ -75,6 +76,7 @@ class CheckpointManager:
         store: Store | str | os.PathLike[str],
         ref: str,
         keep: Mapping[str, object] | None = None,
+        changed_by: "Optimizer | Sequence[Optimizer]" = (),
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         """All ranks create one with the same arguments.
@@ -86,6 +88,7 @@ class CheckpointManager:
             store: The store; or its URL or path, where it is created if there is none, and closed by `close`.
             ref: The branch for all checkpoints.
             keep: The retention policy of the ref, as in `Store.set_policy`; what it drops is freed while the job runs.
+            changed_by: The optimizers of the items: see `Store.put_snapshot_async`.
             timeout_seconds: How long to wait for the other ranks.
 
         Raises:
@@ -97,7 +100,7 @@ class CheckpointManager:
         validate_ref_name(ref)
         self._owns_store = not isinstance(store, Store)
         self._store = opened(store)
-        self._ref, self._timeout_seconds = ref, timeout_seconds
+        self._ref, self._timeout_seconds, self._changed_by = ref, timeout_seconds, changed_by
         self._pending: PendingSnapshot | None = None
         self._closed = False
         is_first = self._group is None or self._group.rank() == 0
@@ -153,7 +156,7 @@ class CheckpointManager:
             self._store.put_snapshot(state, **options)
             self._note_save()
             return None
-        self._pending = self._store.put_snapshot_async(state, **options)
+        self._pending = self._store.put_snapshot_async(state, changed_by=self._changed_by, **options)
         self._note_save()
         return future_of(self._pending)
 
@@ -343,13 +346,17 @@ class CheckpointManager:
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
-        """Checks a payload. The buffers for background saves are allocated at the first one, and reused.
+        """Checks a payload; a process that saves alone also allocates memory for background saves: see `Store.prepare`.
 
         Raises:
             UnfitItemsError: an item is missing or not allowed.
         """
         self._require_open("prewarm staging")
         self._specs.require_fitting(checkpoint)
+        group = self._group
+        if self._specs.asynchronous and (group is None or group.size() == 1):
+            with suppress(StoreError):  # what cannot be saved is an error of the save
+                self._store.prepare({**checkpoint}, group=group, changed_by=self._changed_by)
 
     def lock(self) -> AbstractContextManager[None]:
         """For ``with manager.lock(): optimizer.step()``: does nothing, since `save` has captured the payload when it returns."""

@@ -1,16 +1,19 @@
 """What an asynchronous save of tensors on devices needs, made ready before the first one. Knows torch."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+import tensorstore_ck.session.save.save  # noqa: F401 - so that the first save need not load it
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.unchanged_blocks import held_blocks
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.state.capture import capture
 from tensorstore_ck.state.capture_copy import slot_bytes
+from tensorstore_ck.state.device.device_blocks import DeviceBlocks
 from tensorstore_ck.state.device.optimizer_step_gates import open_storages
 from tensorstore_ck.state.select import Selection
 from tensorstore_ck.state.sharded_tensors import describer_of
@@ -20,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class Preparation(NamedTuple):
-    """What is left to do, in a thread."""
+    """The rest of the preparation, for a thread."""
 
     size_bytes: int
-    """Of the memory that a capture needs."""
+    """The size of the memory that a capture needs."""
     warm_up: Callable[[], object]
-    """Compiles the kernel that hashes, and makes the devices hash the state once: memory for that is allocated then."""
+    """Compiles the kernel that hashes, and makes the devices hash the state: memory for that is allocated then."""
 
 
 def prepare(
@@ -44,6 +47,13 @@ def prepare(
 
 
 def _hash(captured: CapturedState, rank: int, context: SaveContext) -> None:
-    if captured.device_blocks is not None:
-        blocks = held_blocks(captured, range(len(captured.sources)), rank, context.engine.config.block_bytes)
-        captured.device_blocks.ids(captured.sources, blocks)
+    device_blocks = captured.device_blocks
+    if not isinstance(device_blocks, DeviceBlocks):
+        return
+    blocks = held_blocks(captured, range(len(captured.sources)), rank, context.engine.config.block_bytes)
+    device_blocks.ids(captured.sources, blocks)
+    # A save that is copied beside the next passes hashes before and after, and torch keeps memory for both: pinning stops the device.
+    both = [device_blocks.start(captured.sources, blocks) for _ in ("before", "after")]
+    with suppress(RuntimeError):
+        for started in both:
+            started.wait()

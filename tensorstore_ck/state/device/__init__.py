@@ -4,6 +4,7 @@ side_streams.py          copies from devices that go on while the caller compute
 waited_copies.py         copies from and to devices that are complete when the function returns
 pinned_windows.py        pinned host memory for them, cut into windows that are reused
 optimizer_step_gates.py  the next step of an optimizer waits for copies
+kept_tensors.py          tensors that need no copy, since the store has their blocks
 capture_proofs.py        copies of a capture, and the ids before and after them
 device_blocks.py         the ids of a state's blocks on devices
 kernel.py                compiles and launches the kernel, and checks what it returns

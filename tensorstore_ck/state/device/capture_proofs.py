@@ -2,34 +2,43 @@
 
 Ids are computed at the capture, before the caller's next work. Where a copy may be overtaken by that work (see
 `optimizer_step_gates`), they are computed again after the copy, and the copy cannot be read unless both are equal: a save never holds a
-mixture of two states.
+mixture of two states. What has not changed since the last save is not copied at all: see `kept_tensors`.
 """
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.common.user_frames import user_stacklevel
-from tensorstore_ck.engine.interfaces import BlockRange, ByteSource, CapturedState, SampledBytes
-from tensorstore_ck.engine.write.sampled_checks import MAX_NAMED
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, TensorBlock
+from tensorstore_ck.engine.write.sampled_checks import MAX_NAMED, count_non_finite
 from tensorstore_ck.errors import CaptureChangedError
+from tensorstore_ck.format.layout import TensorSpec
 from tensorstore_ck.state.byte_sources import MemorySource
 from tensorstore_ck.state.device.device_blocks import MIN_SOURCE_BYTES, DeviceBlocks, StartedIds
+from tensorstore_ck.state.device.kept_tensors import KeptSource, StoredTensors, blocks_by_tensor, kept_tensors
 from tensorstore_ck.state.device.optimizer_step_gates import StepGate, open_storages
 from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopies, DeviceCopy, StreamOf
 from tensorstore_ck.state.device.waited_copies import out_stream_of
+
+FINITE_BYTES: Final = 4 << 20
+"""Numbers that a thread checks at a time. A multiple of every item's size."""
 
 
 class ArrivingSource:
     """`ByteSource` of a copy from a device that may still be under way."""
 
-    def __init__(self, source: MemorySource, arrival: DeviceArrival) -> None:
+    def __init__(self, source: MemorySource, arrival: DeviceArrival, number: int) -> None:
+        """`number`: of the tensor in the captured state."""
         self._source = source
         self._arrival = arrival
-        self.address = source.address
+        self.number = number
         self.size_bytes = source.size_bytes
 
     def read(self, start: int, stop: int) -> memoryview:
@@ -41,10 +50,12 @@ class ArrivingSource:
 class Overlap(NamedTuple):
     """What lets copies from devices go on beside the caller's next work."""
 
-    blocks_of: Callable[[Sequence[int]], Sequence[BlockRange]]
+    blocks_of: Callable[[Sequence[int]], Sequence[TensorBlock]]
     """The blocks of some tensors, by their numbers: the devices compute their ids."""
     gates: Sequence[StepGate] = ()
     """Of optimizers whose next step is all that changes what they own."""
+    stored: StoredTensors | None = None
+    """The tensors that need no copy if they have not changed; None: all are copied."""
 
 
 class StartedCopies(NamedTuple):
@@ -54,6 +65,8 @@ class StartedCopies(NamedTuple):
     """What the reader of each tensor waits for."""
     blocks: "IdsAtCapture | None"
     """The ids of the tensors as they were; None: none are computed."""
+    kept: Mapping[int, KeptSource] = MappingProxyType({})
+    """Tensors that are not copied."""
 
 
 def start_copies(
@@ -77,9 +90,11 @@ def start_copies(
         copying.append(device_copies.start([*chain.from_iterable(copies.values())]))
         copying[-1].hold_streams()
         return StartedCopies(dict.fromkeys(copies, copying[-1]), None)
-    ranges = overlap.blocks_of([number for number in copies if captured.sources[number].size_bytes >= MIN_SOURCE_BYTES])
-    before = blocks.start(captured.sources, ranges)
+    hashed_blocks = overlap.blocks_of([number for number in copies if captured.sources[number].size_bytes >= MIN_SOURCE_BYTES])
+    before = blocks.start(captured.sources, hashed_blocks)
     before.hold_streams()
+    kept = _kept(captured, copies, before, overlap.stored)
+    copies = {number: several for number, several in copies.items() if number not in kept}
     storages, hashed = open_storages(overlap.gates), before.tensors
     later = {
         number: several
@@ -96,18 +111,22 @@ def start_copies(
             captured=captured,
             copied=copying[-1],
             before=before,
-            ranges=[block for block in ranges if block.tensor in later],
+            blocks=[block for block in hashed_blocks if block.tensor in later],
             gates=overlap.gates,
         )
         for gate in overlap.gates:
             gate.hold(proven)
         arrivals |= dict.fromkeys(later, proven)
-    addresses = {
-        number: several[0].target.data_ptr()
-        for number, several in copies.items()
-        if sum(copy.target.nbytes for copy in several) == captured.sources[number].size_bytes
-    }
-    return StartedCopies(arrivals, IdsAtCapture(before, addresses, blocks))
+    return StartedCopies(arrivals, IdsAtCapture(before, captured.layout.tensors, overlap.stored, blocks), kept)
+
+
+def _kept(captured: CapturedState, copies: Collection[int], before: StartedIds, stored: StoredTensors | None) -> Mapping[int, KeptSource]:
+    if stored is None:
+        return {}
+    try:
+        return kept_tensors(captured, copies, before, stored)
+    except RuntimeError:  # whoever needs the ids will say so
+        return {}
 
 
 class ProvenArrival:
@@ -122,15 +141,15 @@ class ProvenArrival:
         captured: CapturedState,
         copied: DeviceArrival,
         before: StartedIds,
-        ranges: Sequence[BlockRange],
+        blocks: Sequence[TensorBlock],
         gates: Sequence[StepGate],
     ) -> None:
         assert isinstance(captured.device_blocks, DeviceBlocks)
-        self._blocks = captured.device_blocks
+        self._device_blocks = captured.device_blocks
         self._captured = captured
         self._copied = copied
         self._before = before
-        self._ranges = ranges
+        self._blocks = blocks
         self._gates = gates
         self._lock = threading.Lock()
         self._after: StartedIds | None = None
@@ -144,8 +163,9 @@ class ProvenArrival:
         """
         if self._changed is None:
             self._copied.wait()
-            before, after = self._before.wait(), self._hashed_again().wait()
-            self._changed = {block.tensor for block in self._ranges if before[block] != after.get(block)}
+            before = dict(zip(self._before.blocks, self._before.wait(), strict=True))
+            after = self._hashed_again().wait()
+            self._changed = {block.tensor for block, digest in zip(self._blocks, after, strict=True) if before[block] != digest}
             self._captured = self._captured._replace(sources=())
         if self._changed:
             for gate in self._gates:
@@ -161,7 +181,7 @@ class ProvenArrival:
         with self._lock:
             if self._after is None:
                 self._copied.hold_streams(out_stream_of)
-                self._after = self._blocks.start(self._captured.sources, self._ranges)
+                self._after = self._device_blocks.start(self._captured.sources, self._blocks)
             return self._after
 
 
@@ -177,37 +197,62 @@ def _changed_error(captured: CapturedState, changed: set[int]) -> CaptureChanged
 
 
 class IdsAtCapture:
-    """`engine.interfaces.DeviceBlocks` of copies: the ids of blocks as they were at the capture."""
+    """`engine.interfaces.DeviceBlocks` of captured tensors: the ids of blocks as they were at the capture."""
 
     must_agree: Final = True
 
-    def __init__(self, started: StartedIds, addresses: Mapping[int, int], others: DeviceBlocks) -> None:
-        """`addresses`: where the copies of whole tensors begin. `others` knows tensors that were not copied."""
+    def __init__(self, started: StartedIds, specs: Sequence[TensorSpec], stored: StoredTensors | None, others: DeviceBlocks) -> None:
+        """`stored` learns which tensors are in the store. `others` knows tensors that were not captured."""
         self._started = started
-        self._addresses = addresses
+        self._specs = specs
+        self._stored = stored
         self._others = others
 
-    def ids(self, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> Sequence[Digest | None]:
-        """See `engine.interfaces.DeviceBlocks`. Blocks are known by the addresses of their copies: a group may number tensors otherwise."""
+    @cached_property
+    def _ids(self) -> dict[tuple[int, int, int], Digest]:
+        """By tensor, start and stop."""
         try:
-            started = self._started.wait()
+            ids = self._started.wait()
         except RuntimeError as exc:
             warnings.warn(f"blocks on a device are hashed by the host this time: {exc}", stacklevel=user_stacklevel())
-            started = {}
-        at = {
-            (self._addresses[block.tensor] + block.start, block.stop - block.start): digest
-            for block, digest in started.items()
-            if block.tensor in self._addresses
-        }
+            return {}
+        found = zip(self._started.blocks, ids, strict=True)
+        return {(block.tensor, block.start, block.stop): digest for block, digest in found if digest is not None}
+
+    def ids(self, sources: Sequence[ByteSource], blocks: Sequence[TensorBlock]) -> Sequence[Digest | None]:
+        """See `engine.interfaces.DeviceBlocks`. A group may number tensors otherwise, so the sources know the numbers of the capture."""
         found: list[Digest | None] = []
-        for block in ranges:
+        for block in blocks:
             source = sources[block.tensor]
-            found.append(at.get((source.address + block.start, block.stop - block.start)) if isinstance(source, ArrivingSource) else None)
+            key = (source.number, block.start, block.stop) if isinstance(source, ArrivingSource | KeptSource) else None
+            found.append(None if key is None else self._ids.get(key))
         left = [position for position, digest in enumerate(found) if digest is None]
-        for position, digest in zip(left, self._others.ids(sources, [ranges[position] for position in left]), strict=True):
+        for position, digest in zip(left, self._others.ids(sources, [blocks[position] for position in left]), strict=True):
             found[position] = digest
         return found
 
-    def is_finite(self, source: ByteSource, sampled: SampledBytes, mask: int, item_bytes: int) -> bool:
+    def is_finite(self, source: ByteSource, pieces: Sequence[tuple[int, int]], mask: int, item_bytes: int) -> bool:
+        """See `engine.interfaces.DeviceBlocks`. Only what is finite is kept."""
+        return isinstance(source, KeptSource) or self._others.is_finite(source, pieces, mask, item_bytes)
+
+    def note_unchanged(self, sources: Sequence[ByteSource]) -> None:
         """See `engine.interfaces.DeviceBlocks`."""
-        return self._others.is_finite(source, sampled, mask, item_bytes)
+        captured = {source.number: source for source in sources if isinstance(source, ArrivingSource)}
+        if self._stored is None or not captured:
+            return
+        for number, blocks in blocks_by_tensor(self._started).items():
+            if number in captured:
+                spec, ids = self._specs[number], b"".join(digest for _, digest in blocks)
+                self._stored.note(spec.name, ids, partial(_is_finite, captured[number], spec))
+
+
+def _is_finite(source: ByteSource, spec: TensorSpec) -> bool:
+    starts = range(0, source.size_bytes, FINITE_BYTES)
+    found = list[int]()
+
+    def count(start: int) -> None:
+        data = source.read(start, min(start + FINITE_BYTES, source.size_bytes))
+        found.append(count_non_finite(data, spec.dtype, spec.item_bytes).non_finite)
+
+    for_each(starts, count, min(cpu_threads(), len(starts)))
+    return not any(found)

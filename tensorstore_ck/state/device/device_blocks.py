@@ -4,7 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby
+from itertools import chain, pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -13,8 +13,9 @@ import torch
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest
 from tensorstore_ck.common.user_frames import user_stacklevel
-from tensorstore_ck.engine.interfaces import BlockRange, ByteSource, SampledBytes
-from tensorstore_ck.state.byte_sources import CopySource, pieces
+from tensorstore_ck.engine.interfaces import ByteSource, TensorBlock
+from tensorstore_ck.state.byte_sources import CopySource
+from tensorstore_ck.state.byte_sources import pieces as pieces_of
 from tensorstore_ck.state.device.kernel import BlockHasher, Numbers, StartedHash, hasher_if_ready, hasher_of
 from tensorstore_ck.state.device.waited_copies import copies_of
 from tensorstore_ck.state.plain_memory import is_dense
@@ -33,8 +34,8 @@ class _Run(NamedTuple):
     """Blocks of one tensor."""
 
     tensor: torch.Tensor
-    positions: Sequence[int]
-    """Among the ranges."""
+    positions: Numbers
+    """Among the blocks that were asked for."""
     starts: Numbers
     sizes: Numbers
 
@@ -51,45 +52,49 @@ class _Gathered(NamedTuple):
 class _Hashing(NamedTuple):
     """Blocks of one device that are being hashed."""
 
-    positions: Sequence[int]
-    """Among the ranges."""
+    positions: Numbers
+    """Among the blocks that were asked for."""
     hash: StartedHash
 
 
 class StartedIds:
     """The ids of blocks as they were when `DeviceBlocks.start` was called."""
 
-    def __init__(self, ranges: Sequence[BlockRange], hashing: Sequence[_Hashing]) -> None:
-        self._ranges = ranges
+    def __init__(self, blocks: Sequence[TensorBlock], hashing: Sequence[_Hashing]) -> None:
+        self.blocks = blocks
         self._hashing = hashing
         self._lock = threading.Lock()
-        self._ids: dict[BlockRange, Digest] | None = None
+        self._ids: list[Digest | None] | None = None
 
     @property
     def tensors(self) -> set[int]:
         """The tensors of which each block is hashed."""
-        hashed = {position for each in self._hashing for position in each.positions}
-        left = {block.tensor for position, block in enumerate(self._ranges) if position not in hashed}
-        return {block.tensor for block in self._ranges} - left
+        is_hashed = np.zeros(len(self.blocks), bool)
+        for each in self._hashing:
+            is_hashed[each.positions] = True
+        left = {self.blocks[position].tensor for position in np.flatnonzero(~is_hashed).tolist()}
+        return {block.tensor for block in self.blocks} - left
 
     def hold_streams(self) -> None:
         """Work that this thread queues later on the devices' current streams comes after the hashing. Does not wait."""
         for each in self._hashing:
             each.hash.hold_stream()
 
-    def wait(self) -> dict[BlockRange, Digest]:
-        """The ids of those blocks that a device hashes. Thread-safe.
+    def wait(self) -> list[Digest | None]:
+        """The id of each block; None for those that no device hashes. Thread-safe.
 
         Raises:
             RuntimeError: a device failed.
         """
         with self._lock:
             if self._ids is None:
-                self._ids = {}
+                ids: list[Digest | None] = [None] * len(self.blocks)
                 for each in self._hashing:
                     data = each.hash.wait().tobytes()
-                    for number, position in enumerate(each.positions):
-                        self._ids[self._ranges[position]] = Digest(data[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
+                    starts = range(0, len(data), DIGEST_BYTES)
+                    for position, start in zip(each.positions.tolist(), starts, strict=True):
+                        ids[position] = Digest(data[start : start + DIGEST_BYTES])
+                self._ids = ids
             return self._ids
 
 
@@ -103,35 +108,48 @@ class DeviceBlocks:
         self._hasher_of = hasher
         self._ready_hasher_of = ready
 
-    def ids(self, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> list[Digest | None]:
+    def ids(self, sources: Sequence[ByteSource], blocks: Sequence[TensorBlock]) -> list[Digest | None]:
         """See `engine.interfaces.DeviceBlocks`."""
-        found: dict[BlockRange, Digest] = {}
         try:
-            found = _start(self._hasher_of, sources, ranges).wait()
+            return _start(self._hasher_of, sources, blocks).wait()
         except RuntimeError as exc:
             _warn_of(exc)
-        return [found.get(block) for block in ranges]
+            return [None] * len(blocks)
 
-    def start(self, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> StartedIds:
+    def start(self, sources: Sequence[ByteSource], blocks: Sequence[TensorBlock]) -> StartedIds:
         """Begins to compute the ids of blocks as they are now; there are none of those that no device can hash. Does not wait."""
-        return _start(self._ready_hasher_of, sources, ranges)
+        return _start(self._ready_hasher_of, sources, blocks)
 
-    def is_finite(self, source: ByteSource, sampled: SampledBytes, mask: int, item_bytes: int) -> bool:
+    def note_unchanged(self, sources: Sequence[ByteSource]) -> None:
+        """See `engine.interfaces.DeviceBlocks`. Nothing follows from it for tensors that are not copied anyway."""
+
+    def is_finite(self, source: ByteSource, pieces: Sequence[tuple[int, int]], mask: int, item_bytes: int) -> bool:
         """See `engine.interfaces.DeviceBlocks`."""
         if not isinstance(source, CopySource) or not isinstance(source.tensor, torch.Tensor) or not is_dense(source.tensor):
             return False
         tensor = source.tensor
         with _on_stream_of(tensor.device):
             words = tensor.view(-1).view(_WORDS[item_bytes])
-            start, size, step = sampled.start // item_bytes, sampled.size_bytes // item_bytes, sampled.step_bytes // item_bytes
-            sample = words.as_strided((sampled.runs, size), (step, 1), words.storage_offset() + start)
-            return not bool(((sample & mask) == mask).any())
+            return not any(bool(((sample & mask) == mask).any()) for sample in _samples(words, pieces, item_bytes))
 
 
-def _start(hasher_of: HasherOf, sources: Sequence[ByteSource], ranges: Sequence[BlockRange]) -> StartedIds:
+def _samples(words: torch.Tensor, pieces: Sequence[tuple[int, int]], item_bytes: int) -> Iterator[torch.Tensor]:
+    """Views of pieces at equal distances: one of the longest ones, and one of each at an end that is shorter."""
+    longest = max(stop - start for start, stop in pieces)
+    equal = [start for start, stop in pieces if stop - start == longest]
+    step = equal[1] - equal[0] if len(equal) > 1 else longest
+    sizes, strides = (len(equal), longest // item_bytes), (step // item_bytes, 1)
+    yield words.as_strided(sizes, strides, words.storage_offset() + equal[0] // item_bytes)
+    yield from (words[start // item_bytes : stop // item_bytes] for start, stop in pieces if stop - start < longest)
+
+
+def _start(hasher_of: HasherOf, sources: Sequence[ByteSource], blocks: Sequence[TensorBlock]) -> StartedIds:
     on_devices: dict[torch.device, list[_Run]] = {}
-    for number, several in groupby(enumerate(ranges), key=lambda item: item[1].tensor):
-        for run in _runs(sources[number], [(position, block.start, block.stop) for position, block in several]):
+    table = np.fromiter(chain.from_iterable(blocks), np.int64, 4 * len(blocks)).reshape(-1, 4)
+    firsts = np.flatnonzero(np.diff(table[:, 1], prepend=-1)).tolist()
+    for first, last in pairwise([*firsts, len(blocks)]):
+        starts, stops = table[first:last, 2:].T
+        for run in _runs(sources[blocks[first].tensor], np.arange(first, last), starts, stops - starts):
             on_devices.setdefault(run.tensor.device, []).append(run)
     hashing: list[_Hashing] = []
     for device, runs in on_devices.items():
@@ -143,7 +161,7 @@ def _start(hasher_of: HasherOf, sources: Sequence[ByteSource], ranges: Sequence[
                 hashing += [_Hashing(positions, started) for positions, started in _hash(hasher, runs)]
         except RuntimeError as exc:
             _warn_of(exc)
-    return StartedIds(ranges, hashing)
+    return StartedIds(blocks, hashing)
 
 
 def _warn_of(error: RuntimeError) -> None:
@@ -155,37 +173,40 @@ def device_blocks() -> DeviceBlocks | None:
     return DeviceBlocks() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
-def _runs(source: ByteSource, blocks: Sequence[tuple[int, int, int]]) -> Iterator[_Run]:
-    """The runs of blocks in the tensors of a source; `blocks` has (position, start, stop)."""
+def _runs(source: ByteSource, positions: Numbers, starts: Numbers, sizes: Numbers) -> Iterator[_Run]:
+    """The runs of blocks in the tensors of a source."""
     if isinstance(source, ChainedSource):
         at = 0
         for part in source.sources:
-            yield from _runs(
-                part, [(number, start - at, stop - at) for number, start, stop in blocks if at <= start < at + part.size_bytes]
-            )
+            is_there = (at <= starts) & (starts < at + part.size_bytes)
+            yield from _runs(part, positions[is_there], starts[is_there] - at, sizes[is_there])
             at += part.size_bytes
-    elif blocks and isinstance(source, CopySource) and isinstance(source.tensor, torch.Tensor) and source.size_bytes >= MIN_SOURCE_BYTES:
-        positions, starts, stops = zip(*blocks, strict=True)
-        yield _Run(source.tensor, positions, np.array(starts, np.int64), np.array(stops, np.int64) - np.array(starts, np.int64))
+    elif (
+        len(positions)
+        and isinstance(source, CopySource)
+        and isinstance(source.tensor, torch.Tensor)
+        and source.size_bytes >= MIN_SOURCE_BYTES
+    ):
+        yield _Run(source.tensor, positions, starts, sizes)
 
 
-def _hash(hasher: BlockHasher, runs: Sequence[_Run]) -> Iterator[tuple[Sequence[int], StartedHash]]:
+def _hash(hasher: BlockHasher, runs: Sequence[_Run]) -> Iterator[tuple[Numbers, StartedHash]]:
     """Positions of one device's blocks, and the hash that was started: of dense tensors all at once, of others a few at a time."""
     dense = [run for run in runs if is_dense(run.tensor)]
     if dense:
         addresses = np.concatenate([run.tensor.data_ptr() + run.starts for run in dense])
         yield (
-            [position for run in dense for position in run.positions],
+            np.concatenate([run.positions for run in dense]),
             hasher.start(addresses, np.concatenate([run.sizes for run in dense])),
         )
     strided = [
         _Gathered(run.tensor, position, start, start + size)
         for run in runs
         if not is_dense(run.tensor)
-        for position, start, size in zip(run.positions, run.starts.tolist(), run.sizes.tolist(), strict=True)
+        for position, start, size in zip(run.positions.tolist(), run.starts.tolist(), run.sizes.tolist(), strict=True)
     ]
     for several in batches(strided, lambda block: block.stop - block.start + _ALIGN, GATHER_BYTES, max(len(strided), 1)):
-        yield [block.position for block in several], _hash_gathered(hasher, several)
+        yield np.array([block.position for block in several]), _hash_gathered(hasher, several)
 
 
 def _hash_gathered(hasher: BlockHasher, blocks: Sequence[_Gathered]) -> StartedHash:
@@ -194,7 +215,7 @@ def _hash_gathered(hasher: BlockHasher, blocks: Sequence[_Gathered]) -> StartedH
     memory = torch.empty(int(starts[-1]), dtype=torch.uint8, device=blocks[0].tensor.device)
     for block, at in zip(blocks, starts.tolist(), strict=False):
         item_bytes, position = block.tensor.itemsize, at
-        for index, count in pieces(tuple(block.tensor.shape), block.start // item_bytes, block.stop // item_bytes):
+        for index, count in pieces_of(tuple(block.tensor.shape), block.start // item_bytes, block.stop // item_bytes):
             elements = block.tensor[index].resolve_conj().resolve_neg()
             until = position + count * item_bytes
             memory[position:until].view(elements.dtype).view(elements.shape).copy_(elements)

@@ -19,7 +19,7 @@ from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, Sa
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
-from tensorstore_ck.store.internals import groups_of
+from tensorstore_ck.store.internals import groups_of, require_opened
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
 from tensorstore_ck.training.checkpointing.exception_save import CAUSE, ExceptionSave
@@ -104,6 +104,7 @@ class Checkpointer:
             InvalidOptionError: an argument is invalid.
             InvalidNameError: `ref` is no valid name.
         """
+        require_opened(store)
         if not isinstance(when, Trigger):
             raise InvalidOptionError(f"when must be a trigger, such as tsck.every_steps(1000), not {when!r}", object_id="when")
         require_count(lead_steps, "lead_steps")
@@ -112,7 +113,7 @@ class Checkpointer:
         policy = None if keep is None else Policy.of_rules(keep)
         self._store, self._state, self._ref, self._when, self._group = store, state, ref, when, group
         self._asynchronous, self._total_steps, self._timeout_seconds, self._clock = asynchronous, total_steps, timeout_seconds, clock
-        self._is_prepared = False
+        self._is_prepared, self._on_exception = False, on_exception
         self._checks = require_checks(unchanged, verify_capture)
         self._decided = list(when.decided())
         self.preempted = False
@@ -120,7 +121,6 @@ class Checkpointer:
         self._saves = self._resumes = 0
         self._before: TriggerContext | None = None
         self._metadata: Mapping[str, object] = {}
-        self._on_exception = on_exception
         self._exception_save: ExceptionSave | None = None
         self._stall = self._restart = 0.0
         self._run_mtbf: float | None = None

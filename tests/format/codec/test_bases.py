@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tensorstore_ck.common.ids import Digest, Ulid
-from tensorstore_ck.engine.part_extents import MAX_DEPTH, chain_of, extents_of, location_of
+from tensorstore_ck.engine.part_extents import MAX_DEPTH, chain_of, extents_of, location_of, locations_of
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import Codec
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Extents, Part
@@ -39,6 +39,7 @@ def test_a_chain_is_followed_to_its_end_unless_it_is_too_long() -> None:
 def refused(extents: Extents) -> None:
     with pytest.raises(CorruptObjectError, match="invalid delta bases"):
         location_of(part_of(extents), [PACK], extents, 0)
+    assert locations_of(part_of(extents), [PACK], extents, [len(extents) - 1, 0])[1] is None
 
 
 @pytest.mark.parametrize(("base", "flags"), [(-1, 1), (0, 1), (9, 1), (10, 1), (8, 3), (1, 65), (1, 60_000)])
@@ -70,8 +71,10 @@ def test_extents_have_the_locations_that_they_were_made_of() -> None:
     ids = [block(number) for number in (6, 5, 4, 6, 2)]
     made = extents_of(ids, places)
     part = part_of(made.rows)._replace(ids=b"".join(ids), base_ids=made.base_ids)
+    together = locations_of(part, made.packs, made.rows, range(len(ids)))
     for row, name in enumerate(ids):
         found = location_of(part, made.packs, made.rows, row)
+        assert together[row] == found
         wanted = places[name]
         assert [place[:6] for place in chain_of(found)] == [place[:6] for place in _resolved(wanted, places)]
     assert made.rows["base"].max() < len(made.rows)

@@ -22,6 +22,7 @@ def main(folder: Path, what: str, degrees: tuple[int, int], layout: str, *names:
     job, queue = Job(tensor, pipeline, layout), AsyncCallsQueue()
     numbers = []
     with tsck.megatron.register(folder / "store", ref=branch) as registered:
+        registered.changed_by(job.optimizer)
         if what == "save":
             numbers += [job.train(), job.train()]
         else:

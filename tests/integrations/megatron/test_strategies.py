@@ -38,6 +38,7 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.integrations.megatron import Strategies
 from tensorstore_ck.integrations.megatron.version import has_registry, keeps_common_state_as_object
+from tests.state.device.late_device import LateDevice, put_tensors_on
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -458,3 +459,25 @@ def test_the_example_continues(tmp_path: Path) -> None:
     whole = megatron_layers.main(tmp_path / "whole", 15)
     megatron_layers.main(tmp_path / "cut", 10)
     assert megatron_layers.main(tmp_path / "cut", 15) == whole
+
+
+def test_what_the_named_optimizer_changes_is_copied_until_its_next_step(
+    tmp_path: Path, registered: Strategies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = LateDevice()
+    put_tensors_on(device, monkeypatch)
+    parameter = torch.nn.Parameter(torch.zeros(300, 300))
+    parameter.grad = torch.ones(300, 300)
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    registered.changed_by(Namespace(chained_optimizers=[Namespace(optimizer=optimizer)]))  # in the form of Megatron's
+    queue = AsyncCallsQueue()
+    for number in range(2):  # the first save tries the optimizer out
+        saved = {"w": ShardedTensor.from_rank_offsets("w", parameter.detach())}
+        request = dist_checkpointing.save(saved, folder(tmp_path, number), registered.save, async_sharded_save=True)
+        assert len(device.late) == number
+        optimizer.step()
+        assert device.late == []
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+    loaded = dist_checkpointing.load({"w": ShardedTensor.from_rank_offsets("w", torch.empty(300, 300))}, folder(tmp_path, 1))
+    assert torch.equal(loaded["w"], torch.full((300, 300), -0.1))

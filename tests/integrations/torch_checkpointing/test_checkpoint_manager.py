@@ -13,10 +13,12 @@ from torch import nn
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.state.arena import Arena
 from tensorstore_ck.state.load_report import LoadWarning
 from tests.effort import in_turns
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.gc.stores import contents, open_store
+from tests.state.device.late_device import LateDevice, put_tensors_on
 from tests.training.resume_rule import NEWEST, check_door
 
 REF = "runs/m"
@@ -284,3 +286,39 @@ def test_a_death_at_every_call_of_a_save() -> None:
             break
     assert at > 5
     assert seen == {1, 2}
+
+
+def test_what_the_named_optimizer_changes_is_copied_until_its_next_step(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LateDevice()
+    put_tensors_on(device, monkeypatch)
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        model(torch.ones(300)).sum().backward()
+        optimizer.step()
+
+    with tsck.CheckpointManager(store=store, ref=REF, changed_by=optimizer) as manager:
+        for number in range(2):  # the first save tries the optimizer out
+            future = manager.save(f"step_{number}", {"model": model.state_dict()})
+            expected = model.weight.detach().clone()
+            assert len(device.late) == number
+            step()
+            assert device.late == []
+            assert future is not None
+            future.result()
+        into = {"model": {name: torch.empty_like(value) for name, value in model.state_dict().items()}}
+        assert torch.equal(manager.load("step_1", into=into)["model"]["weight"], expected)
+
+
+def test_prewarm_staging_prepares_memory_and_watches_the_optimizer(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Arena, "prepare", lambda arena, size_bytes, count: prepared.append(size_bytes))
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with tsck.CheckpointManager(store=store, ref=REF, changed_by=optimizer) as manager:
+        manager.prewarm_staging({"model": model.state_dict()})
+        assert optimizer._optimizer_step_pre_hooks
+    store.close()
+    assert prepared == [300 * 300 * 4 + 19 * 64]

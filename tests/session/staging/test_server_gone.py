@@ -1,7 +1,7 @@
 """The store does not answer: staging goes on, and all is published in order when it is back; or by the next process."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -92,11 +92,12 @@ def test_a_server_that_hangs_keeps_no_job_from_ending(
     require_all_well(server, path, [0, 1])
 
 
-def test_a_server_that_answers_but_takes_no_upload_keeps_no_job_from_ending(
-    server: PieceStore, path: Path, connection: Server, caplog: pytest.LogCaptureFixture
+def test_a_server_that_answers_but_takes_no_upload_keeps_no_process_from_ending(
+    server: PieceStore, path: Path, connection: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    minutes = count()
-    failed = threading.Event()
+    ends: list[Callable[[], object]] = []
+    monkeypatch.setattr(threading, "_register_atexit", ends.append)
+    minutes, failed = count(), threading.Event()
     job = Process(server, path, store_faults=connection)
     job.put(0).wait(SECONDS)
     job.store._session.context.contact = StoreContact(clock=lambda: 60.0 * next(minutes))
@@ -104,9 +105,10 @@ def test_a_server_that_answers_but_takes_no_upload_keeps_no_job_from_ending(
     connection.refuse(*UPLOADS)
     job.stage(1)
     assert failed.wait(SECONDS)
-    job.store.close()
+    ends[-1]()
     (message,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert "staged on this host: job@1" in message
+    assert "staged on this host: job@1; `tsck staging resume" in message
+    job.store.close()
     connection.refuse()
     with process(server, path) as job:
         job.store.finish_staged("job")

@@ -17,6 +17,7 @@ from tensorstore_ck.common.ids import Digest, block_id
 from tensorstore_ck.engine.write import pack_writer
 from tensorstore_ck.errors import CaptureChangedError, InvalidOptionError
 from tensorstore_ck.state import arena
+from tensorstore_ck.state.device.kernel import BlockHasher, Ids, Numbers, StartedHash
 from tests.effort import effort
 from tests.group_of_one import group_of_one
 from tests.session.group.pool import make_store
@@ -303,6 +304,27 @@ def test_any_order_of_work(device: LateDevice, store: tsck.Store, seed: int) -> 
     assert overlapped or has_foreign
 
 
+class OpenHashes:
+    """A `BlockHasher` that knows how many of its results are waited for at once."""
+
+    def __init__(self, hasher: BlockHasher) -> None:
+        self._hasher = hasher
+        self._open = self.most = 0
+
+    def start(self, addresses: Numbers, sizes_bytes: Numbers) -> StartedHash:
+        self._open += 1
+        self.most = max(self.most, self._open)
+        started = self._hasher.start(addresses, sizes_bytes)
+        wait = started.wait
+
+        def counted() -> Ids:
+            self._open -= 1
+            return wait()
+
+        started.wait = counted  # type: ignore[method-assign]
+        return started
+
+
 def test_what_is_prepared_is_there_for_the_first_saves(device: LateDevice, store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for two captures is allocated in a thread, and the optimizer is tried out before the first save."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -328,3 +350,19 @@ def test_what_is_prepared_is_there_for_the_first_saves(device: LateDevice, store
         assert_stored(store, REF, expected)
     store.close()
     assert allocated == ["tsck-pin"] * 2
+
+
+def test_a_state_is_hashed_twice_at_a_time_when_it_is_prepared(
+    device: LateDevice, store: tsck.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before and after a copy, so that torch has memory for both."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(arena.Arena, "prepare", lambda *_: None)
+    hashes = OpenHashes(device.hasher)
+    monkeypatch.setattr(device, "hasher", hashes)
+    job = Job(store)
+    job.step()
+    job.training.prepare(store)
+    store.close()
+    assert hashes.most == 2

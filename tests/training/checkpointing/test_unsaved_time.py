@@ -257,13 +257,13 @@ def lose_a_reply(job: Job, *, happened: bool) -> None:
     log = job.store.engine.log
     append = log.append
 
-    def without_a_reply(build: Any) -> Any:
+    def without_a_reply(build: Any, **options: Any) -> Any:
         log.append = append  # type: ignore[method-assign]
         if happened:
-            append(build)
+            append(build, **options)
         raise tsck.UndecidedError("injected: no reply")
 
-    log.append = without_a_reply  # type: ignore[assignment]
+    log.append = without_a_reply  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("asynchronous", "happened"), [(True, True), (False, False)])
