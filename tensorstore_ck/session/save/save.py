@@ -173,10 +173,10 @@ class Save:
     def _overlap(self, captured: CapturedState) -> Overlap:
         """What copies from devices need so that they can go on while training continues."""
         blocks_of = partial(held_blocks, captured, rank=self.rank, block_bytes=self._engine.config.block_bytes)
-        # The ranks of a group compare what they hold, also if it has not changed.
-        return Overlap(
-            blocks_of, self._context.gates_of(self._changed_by), self._context.stored_tensors() if self._ranks.is_alone else None
-        )
+        # What stays on a device is read no more: but the ranks of a group compare what they hold, and a staging disk need not have it.
+        may_stay = self._ranks.is_alone and self._engine.tier is None
+        stored = self._context.stored_tensors() if may_stay else None
+        return Overlap(blocks_of, self._context.gates_of(self._changed_by), stored)
 
     def _states(self) -> list[CapturedState]:
         """The state, and the state of this rank alone, if any."""

@@ -263,7 +263,7 @@ def lose_a_reply(job: Job, *, happened: bool) -> None:
             append(build, **options)
         raise tsck.UndecidedError("injected: no reply")
 
-    log.append = without_a_reply  # type: ignore[assignment]
+    log.append = without_a_reply  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("asynchronous", "happened"), [(True, True), (False, False)])
