@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
@@ -31,6 +31,8 @@ _COLOURS: Final = re.compile("(" + "|".join(re.escape(code) for code in ("\x1b[0
 _NOT_ASCII: Final = re.compile(r"[^\n\x20-\x7e]")
 MAX_SHOWN: Final = 40
 """Rows of a long table that are printed."""
+_MOST_METRICS: Final = 2000
+"""Characters for the metrics of a snapshot where no terminal limits them."""
 _LEAST_METRICS: Final = 4
 """Characters for the metrics of a snapshot, even on a narrow terminal."""
 
@@ -38,10 +40,25 @@ _LEAST_METRICS: Final = 4
 def emit(document: object, lines: Iterable[str], *, as_json: bool) -> None:
     """Prints a command's result, as text or as JSON."""
     if as_json:
-        click.echo(_escaped(json.dumps(_plain(document), indent=2, ensure_ascii=False)))
+        for piece in _json_pieces(document):
+            click.echo(_escaped(piece), nl=False)
+        click.echo()
     else:
         for line in lines:
             say(line)
+
+
+def _json_pieces(document: object) -> Iterator[str]:
+    """The JSON of a document, an item of it at a time: thousands of names may lead to one snapshot."""
+    if not isinstance(document, Mapping) or not document:
+        yield json.dumps(_plain(document), indent=2, ensure_ascii=False)
+        return
+    before = "{\n  "
+    for key, item in document.items():
+        text = json.dumps(_plain(item), indent=2, ensure_ascii=False).replace("\n", "\n  ")
+        yield f"{before}{json.dumps(str(key), ensure_ascii=False)}: {text}"
+        before = ",\n  "
+    yield "\n}"
 
 
 def say(line: str, *, err: bool = False) -> None:
@@ -207,10 +224,10 @@ def snapshot_table(
 ) -> list[str]:
     """A row for each snapshot, after a column of `names` if given; `kept_by`: id -> what keeps the snapshot; `asked`: attributes to show.
 
-    On a terminal, metrics that would make a row wider than it are counted instead.
+    Metrics that would make a row wider than the terminal, or elsewhere than `_MOST_METRICS`, are counted instead.
     """
     header = ["ROOT", "STEP", "TIME (UTC)", "SIZE", "NEW", "STATE", "METRICS", "MARK"]
-    states, metrics = _states(snapshots), [_with_attributes(snapshot, asked) for snapshot in snapshots]
+    states = _states(snapshots)
     rows = [
         [
             short_root(snapshot.root),
@@ -219,22 +236,25 @@ def snapshot_table(
             human_bytes(snapshot.logical_bytes),
             human_bytes(snapshot.new_bytes),
             states.get(snapshot.id, ""),
-            metrics_text(values),
+            "",
             mark_text(snapshot),
         ]
-        for snapshot, values in zip(snapshots, metrics, strict=True)
+        for snapshot in snapshots
     ]
     if kept_by:
         header.append("KEPT BY")
         rows = [[*row, printable(", ".join(kept_by.get(snapshot.id, ())))] for row, snapshot in zip(rows, snapshots, strict=True)]
     if names is not None:
         header, rows = [title, *header], [[printable(name), *row] for name, row in zip(names, rows, strict=True)]
+    room = _MOST_METRICS
     if stdout_is_terminal():
-        at = header.index("METRICS")
-        others = max((len(click.unstyle(line)) for line in table(header, [[*row[:at], "", *row[at + 1 :]] for row in rows])), default=0)
+        others = max((len(click.unstyle(line)) for line in table(header, rows)), default=0)
         room = max(shutil.get_terminal_size().columns - others - 2, _LEAST_METRICS)
-        for row, values in zip(rows, metrics, strict=True):
-            row[at] = metrics_text(values, room)
+    texts = {
+        snapshot.id: metrics_text(_with_attributes(snapshot, asked), room) for snapshot in {each.id: each for each in snapshots}.values()
+    }
+    for row, snapshot in zip(rows, snapshots, strict=True):
+        row[header.index("METRICS")] = texts[snapshot.id]
     return table(header, rows, right={"STEP", "SIZE", "NEW"}, styles=[bad_if_marked(snapshot) for snapshot in snapshots])
 
 

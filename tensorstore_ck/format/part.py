@@ -183,7 +183,9 @@ def decode_part(data: bytes, name: str) -> Part:
     """Decodes and checks a sealed part. Raises `CorruptObjectError` if it is not a part, or its fields contradict each other."""
     body = unseal("part", data, name)
     try:
-        packs = take(body, "packs", bytes)
+        packs, extents = take(body, "packs", bytes), np.frombuffer(take(body, "extents", bytes), EXTENT_DTYPE)
+        if len(packs) > ULID_BYTES * len(extents):
+            raise ValueError("it names more packs than it has rows")
         part = Part(
             layout_id=take_digest(body, "layout"),
             rank=take_count(body, "rank"),
@@ -193,7 +195,7 @@ def decode_part(data: bytes, name: str) -> Part:
             values=take(body, "values", bytes),
             inline=take(body, "inline", bytes),
             packs=split_ulids(packs),
-            extents=np.frombuffer(take(body, "extents", bytes), EXTENT_DTYPE),
+            extents=extents,
             base_ids=take(body, "base_ids", bytes),
             anchor=take_count(body, "anchor"),
             layout_of=None if body.get("coordinate") is None else take(body, "coordinate", bytes),

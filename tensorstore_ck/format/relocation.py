@@ -57,11 +57,11 @@ def decode_relocation(data: bytes, name: str, expected: Digest) -> RelocationMap
     body = unseal("moved", data, name)
     if object_hash(data) != expected:
         raise CorruptObjectError(f"{name} is not the moved object that the log names: run `tsck fsck --repair`", object_id=name)
-    pack, joined = take(body, "pack", bytes), take(body, "targets", bytes)
     try:
+        pack, joined = take(body, "pack", bytes), take(body, "targets", bytes)
         rows = np.frombuffer(take(body, "rows", bytes), RELOCATION_DTYPE)
-    except ValueError as exc:
-        raise CorruptObjectError(f"{name}: its rows are truncated", object_id=name) from exc
+    except (TypeError, ValueError) as exc:
+        raise CorruptObjectError(f"{name} is not a valid moved object: {exc!r}", object_id=name) from exc
     targets = split_ulids(joined)
     if (
         len(pack) != ULID_BYTES

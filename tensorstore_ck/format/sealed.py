@@ -22,6 +22,9 @@ MAX_BODY_BYTES: Final = MAX_OBJECT_BYTES - HEADER_BYTES - DIGEST_BYTES
 MAX_ITEMS: Final = 1 << 24
 """Values in one body, so the number of Python objects that a decoder creates."""
 
+MAX_FEW_ITEMS: Final = 1 << 16
+"""The same outside of layouts and log entries: what is many there is a raw array inside a ``bin``."""
+
 FREE_BYTES: Final = 64 << 20
 """Memory that parsing a snapshot of any size may use."""
 BYTES_PER_STORED: Final = 2048
@@ -39,6 +42,7 @@ KINDS: Final = {
     "writer": b"WRIT",
 }
 """Kind of object -> the four bytes after the magic."""
+_MANY_ITEMS: Final = frozenset({"layout", "log"})
 
 Body = dict[str, Any]
 T = TypeVar("T")
@@ -121,7 +125,7 @@ def unseal(kind: str, data: bytes, name: str, budget: ParseBudget | None = None)
         raise CorruptObjectError(f"{name} is not a {kind} object; run `tsck fsck`", object_id=name)
     if seal_of(kind, memoryview(data)[:-DIGEST_BYTES]) != data[-DIGEST_BYTES:]:
         raise CorruptObjectError(f"{name} does not match its hash: it was damaged; run `tsck fsck`", object_id=name)
-    body = unpack_body(memoryview(data)[HEADER_BYTES:-DIGEST_BYTES], name, budget)
+    body = unpack_body(memoryview(data)[HEADER_BYTES:-DIGEST_BYTES], name, budget, None if kind in _MANY_ITEMS else MAX_FEW_ITEMS)
     if type(body) is not dict or type(body.get("v")) is not int:
         raise CorruptObjectError(f"{name} has no version", object_id=name)
     if body["v"] != FORMAT_VERSION:
@@ -131,11 +135,11 @@ def unseal(kind: str, data: bytes, name: str, budget: ParseBudget | None = None)
     return body
 
 
-def unpack_body(data: memoryview, name: str, budget: ParseBudget | None = None) -> Any:
+def unpack_body(data: memoryview, name: str, budget: ParseBudget | None = None, max_items: int | None = None) -> Any:
     """Decodes msgpack after `check_msgpack`. Raises `CorruptObjectError` if it is not msgpack of the form that `pack_body` writes."""
     if len(data) > MAX_BODY_BYTES:
         raise CorruptObjectError(f"{name} has {len(data)} bytes, more than an object may have", object_id=name)
-    check_msgpack(data, name, budget)
+    check_msgpack(data, name, budget, max_items)
     try:
         return msgpack.unpackb(
             data, object_pairs_hook=_map, strict_map_key=False, max_array_len=len(data), max_map_len=len(data), max_ext_len=0
@@ -197,7 +201,7 @@ _LENGTH_BYTES: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _COUNT_BYTES: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 
 
-def check_msgpack(data: memoryview, name: str, budget: ParseBudget | None = None) -> None:
+def check_msgpack(data: memoryview, name: str, budget: ParseBudget | None = None, max_items: int | None = None) -> None:
     """Walks one msgpack value: complete, nothing after it, no extension types, bounded items and depth. Charges it to `budget`.
 
     Source: https://github.com/msgpack/msgpack/blob/master/spec.md
@@ -206,7 +210,9 @@ def check_msgpack(data: memoryview, name: str, budget: ParseBudget | None = None
         CorruptObjectError: the value breaks one of these rules, or exceeds the budget.
     """
     size = len(data)
-    max_items = MAX_ITEMS if budget is None else min(MAX_ITEMS, budget.max_items(size))
+    max_items = MAX_ITEMS if max_items is None else max_items
+    if budget is not None:
+        max_items = min(max_items, budget.max_items(size))
     position = items = 0
     remaining, outer = 1, [0]
     while outer:

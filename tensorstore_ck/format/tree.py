@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, NoReturn
 
-from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_NAME_BYTES, MAX_TENSOR_BYTES, Layout, Node
 from tensorstore_ck.format.values import MAX_NESTING, key_text
 
@@ -21,6 +21,10 @@ SUBTREE_TAG: Final = "tree"
 """The tag of a subtree among the values."""
 MAX_PATH: Final = MAX_NAME_BYTES
 """The longest path of a container: no leaf name needs more, and a long key must not be copied to each of many nodes below it."""
+LONG_PATH_BYTES: Final = 256
+SHORT_PATH: Final = LONG_PATH_BYTES // 4
+MAX_LONG_PATHS_BYTES: Final = 64 << 20
+"""What the paths of containers may have beyond that, counted once for each child: a key takes its bytes once, but memory for each."""
 ATTRIBUTES: Final = "_metadata"
 """The path component of an OrderedDict's attribute."""
 
@@ -65,6 +69,23 @@ class LeafNames:
 
     def __init__(self) -> None:
         self._taken: dict[str, int] = {}
+        self._long_bytes = 0
+
+    def reserve(self, path: str, count: int) -> str:
+        """Counts the paths of the `count` children of the container at `path`, before they are made; returns what names need of `path`.
+
+        Nothing to do for a `path` of up to `SHORT_PATH` characters.
+
+        Raises:
+            UnsupportedValueError: too many of the paths so far are long.
+        """
+        size = min(len(path), MAX_PATH) * (1 if path.isascii() else 4)
+        if size > LONG_PATH_BYTES:
+            self._long_bytes += (size - LONG_PATH_BYTES) * count
+            if self._long_bytes > MAX_LONG_PATHS_BYTES:
+                message = f"too many values lie below paths of more than {LONG_PATH_BYTES} bytes, such as {path[:80]}...: use shorter keys"
+                raise UnsupportedValueError(message, object_id=path[:80])
+        return path[:MAX_PATH]
 
     def name(self, path: str) -> str:
         """`path`, shortened if it is too long, with a suffix ``#2``, ``#3`` ... if it is taken."""
@@ -107,7 +128,10 @@ def parse(layout: Layout, value_count: int, object_id: str = "the layout") -> Tr
         CorruptObjectError: the tree does not follow the grammar, or does not fit the tensors and values.
     """
     parser = _Parser(len(layout.tensors), object_id)
-    tree = parser.tree(layout.tree, "", 0)
+    try:
+        tree = parser.tree(layout.tree, "", 0)
+    except UnsupportedValueError as exc:
+        parser.fail(str(exc))
     if parser.holes != value_count:
         parser.fail(f"{parser.holes} holes for {value_count} values")
     return tree
@@ -186,7 +210,8 @@ class _Parser:
         self.holes = 0
         self._tensor_count = tensor_count
         self._object_id = object_id
-        self._name_at = LeafNames().at
+        self._names = LeafNames()
+        self._name_at = self._names.at
 
     def fail(self, what: str) -> NoReturn:
         raise CorruptObjectError(f"{self._object_id} has a malformed tree: {what}; run `tsck fsck`", object_id=self._object_id)
@@ -240,7 +265,7 @@ class _Parser:
                 self.fail(f"container node {str(node)[:80]}")
         if len(keys) != len(nodes):
             self.fail(f"{len(keys)} keys for {len(nodes)} nodes")
-        path = path[:MAX_PATH]
+        path = path if len(path) <= SHORT_PATH else self._names.reserve(path, len(nodes))
         children = []
         for key, child in zip(keys, nodes, strict=True):
             text = key if type(key) is str else key_text(key)

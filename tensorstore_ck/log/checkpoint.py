@@ -6,9 +6,11 @@ entry's, or that another version of the fold wrote. The same fold gives the same
 
 import re
 import struct
-from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import chain, pairwise
 from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError, UnsupportedValueError
@@ -120,12 +122,11 @@ def decode_checkpoint(data: bytes, name: str) -> Checkpoint:
         raise CorruptObjectError(f"{name} is not a checkpoint that this build can use", object_id=name)
     if any(len(body[field]) % 4 for field in _SIZES) or len(body["key_sizes"]) != len(body["value_sizes"]):
         raise CorruptObjectError(f"{name}: the numbers of keys and values differ", object_id=name)
-    key_sizes, value_sizes = (struct.unpack(f"<{len(body[field]) // 4}I", body[field]) for field in _SIZES)
-    if sum(key_sizes) != len(body["keys"]) or sum(value_sizes) != len(body["values"]):
+    key_sizes, value_sizes = (np.frombuffer(body[field], "<u4") for field in _SIZES)
+    are_all = key_sizes.sum(dtype=np.int64) == len(body["keys"]) and value_sizes.sum(dtype=np.int64) == len(body["values"])
+    if not are_all or np.count_nonzero(key_sizes == 0) > 1:
         raise CorruptObjectError(f"{name}: its keys and values do not have the listed sizes", object_id=name)
-    checkpoint = Checkpoint(
-        body["n"], body["entry_hash"], list(_pieces(body["keys"], key_sizes)), list(_pieces(body["values"], value_sizes))
-    )
+    checkpoint = Checkpoint(body["n"], body["entry_hash"], _pieces(body["keys"], key_sizes), _pieces(body["values"], value_sizes))
     ascending = all(before < after for before, after in pairwise(checkpoint.keys))
     if not ascending or not all(map(_is_row, checkpoint.keys, checkpoint.values)):
         raise CorruptObjectError(f"{name}: it has rows that are not of the ref table", object_id=name)
@@ -136,9 +137,9 @@ def _sizes(pieces: list[bytes]) -> bytes:
     return struct.pack(f"<{len(pieces)}I", *map(len, pieces))
 
 
-def _pieces(joined: bytes, sizes: tuple[int, ...]) -> Iterator[bytes]:
-    for size, end in zip(sizes, accumulate(sizes), strict=True):
-        yield joined[end - size : end]
+def _pieces(joined: bytes, sizes: npt.NDArray[np.uint32]) -> list[bytes]:
+    ends = np.cumsum(sizes, dtype=np.int64).tolist()
+    return [joined[start:end] for start, end in zip(chain((0,), ends), ends, strict=False)]
 
 
 def _is_row(key: bytes, value: bytes) -> bool:

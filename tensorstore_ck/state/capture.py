@@ -16,7 +16,7 @@ from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format import sharding
 from tensorstore_ck.format.layout import MAX_ITEM_BYTES, ExplicitRegions, Layout, Node, Sharding, SharedStorage, Spread, TensorSpec
 from tensorstore_ck.format.sharding import Mesh
-from tensorstore_ck.format.tree import ATTRIBUTES, LeafNames
+from tensorstore_ck.format.tree import ATTRIBUTES, SHORT_PATH, LeafNames
 from tensorstore_ck.format.values import MAX_NESTING, PLAIN_TYPES, encode, key_text, move_to_blobs, numpy_dtype_name, pack_numbers
 from tensorstore_ck.state.aliasing import AreaOffset, CoveringArea, find_alias_candidates, plan_aliases
 from tensorstore_ck.state.boxes import Box, Boxes, coverage_error, is_checkpointable
@@ -214,6 +214,7 @@ class CaptureWalk:
         if depth >= MAX_NESTING:
             self._fail_too_deep(path)
             return
+        path = path if len(path) <= SHORT_PATH else self._names.reserve(path, len(value))
         kind, items = type(value), value
         children: list[Any] = [None] * len(value)
         if kind is list or kind is tuple:

@@ -10,9 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from tensorstore_ck.cli import output
-from tensorstore_ck.cli.output import counted, emit, facts, iso_time, printable, table
+from tensorstore_ck.cli.output import counted, emit, facts, iso_time, printable, snapshot_table, table
 from tensorstore_ck.common.units import human_bytes, parse_rate
 from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.log.snapshot import Snapshot
 
 
 @pytest.mark.parametrize(
@@ -95,3 +96,30 @@ def test_json_holds_anything(value: object, document: Any) -> None:
         raise AssertionError(constant)
 
     assert json.loads(CliRunner().invoke(show).stdout, parse_constant=refuse) == document
+
+
+@pytest.mark.parametrize("document", [{}, {"a": 1}, {"a\n": {"b": [1, {"c\n  ": None}]}, "é": []}, [], [{"a": [1]}], "text\n"])
+def test_a_document_is_printed_item_by_item_as_at_once(document: object, capsys: pytest.CaptureFixture[str]) -> None:
+    emit(document, [], as_json=True)
+    assert capsys.readouterr().out == json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+
+
+def test_thousands_of_names_of_one_snapshot_make_short_rows() -> None:
+    metrics = {f"{'m' * 240}{number}": 1.0 for number in range(1000)}
+    snapshot = Snapshot(
+        root="0" * 64,
+        id="A",
+        ref="r",
+        step=1,
+        time_ns=0,
+        parent=None,
+        metrics=metrics,
+        mark="",
+        reason="",
+        logical_bytes=0,
+        new_bytes=0,
+        entry=1,
+    )
+    rows = snapshot_table([snapshot] * 3000, [f"b{number}" for number in range(3000)], "BRANCH")
+    assert max(map(len, rows)) < 2500
+    assert "+99" in rows[1]

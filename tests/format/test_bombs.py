@@ -12,6 +12,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common import host_memory
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.read.block_reader import decode_at
+from tensorstore_ck.format import tree
 from tensorstore_ck.format.codec import Codec
 from tensorstore_ck.format.sealed import FREE_BYTES, ParseBudget
 from tensorstore_ck.log.block_index import Base, Location
@@ -111,6 +112,16 @@ def test_a_long_key_is_not_copied_to_each_container() -> None:
     tracemalloc.stop()
     assert not details.values
     assert peak < PEAK_BYTES
+
+
+def test_many_values_below_a_long_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a name of its own, in memory: in an import, a save and a read."""
+    store, state = open_store(), {"k" * 300: {"m" * 300: [None] * 100}, "short": [None] * 1000}
+    store.put_snapshot(state, ref="a")
+    monkeypatch.setattr(tree, "MAX_LONG_PATHS_BYTES", 20_000)
+    with pytest.raises(tsck.UnsupportedValueError, match=r"too many values lie below paths.*use shorter keys"):
+        store.put_snapshot(state, ref="a", expect=tsck.ANY)
+    assert "too many values lie below paths" in refused(lambda store: store.show("a"), store)
 
 
 @pytest.mark.parametrize(

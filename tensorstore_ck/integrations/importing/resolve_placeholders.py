@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
+from tensorstore_ck.format.tree import MAX_PATH
 from tensorstore_ck.format.values import MAX_NESTING
 from tensorstore_ck.integrations.importing.malformed import printable
 from tensorstore_ck.integrations.importing.pickle_allowlist import Stored
@@ -150,7 +151,7 @@ class _Resolver:
     def visit(self, value: Any, path: str) -> Any:
         if self._patterns and path and self._is_left_out(path, value):
             return _GONE
-        kind = type(value)
+        kind, path = type(value), path[:MAX_PATH]
         if kind in _MAPPINGS:
             return self._visit_mapping(value, path)
         if kind in _SEQUENCES:

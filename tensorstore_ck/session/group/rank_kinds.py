@@ -13,14 +13,14 @@ from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import MIN_RUN_BYTES, regions_of_tensor
 from tensorstore_ck.format.layout import ExplicitRegions, Layout, decode_layout
 from tensorstore_ck.format.merge_layout_parts import LayoutConflictError, MergedLayout
-from tensorstore_ck.format.sealed import pack_body, take, unpack_body
+from tensorstore_ck.format.sealed import MAX_BODY_BYTES, pack_body, take, unpack_body
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.session.group.rank_messages import named_ranks
 from tensorstore_ck.session.group.region_claims import uncovered
 
 MAX_SHARE_TWICE: Final = 1 / 10
 """The share of a save's bytes that several kinds of ranks may each store, although these bytes are the same."""
-ZIP_LEVEL: Final = 1
+_ZIP_LEVEL: Final = 1
 
 ReportedBoxes = Mapping[int, Sequence[ExplicitRegions]]
 """Rank -> its regions of tensors whose regions do not follow from its layout."""
@@ -47,6 +47,20 @@ class RankKind(NamedTuple):
         return self.blob_ids[index]
 
 
+def zip_body(body: Mapping[str, object]) -> bytes:
+    """A message of many bytes to other ranks."""
+    return zlib.compress(pack_body(body), _ZIP_LEVEL)
+
+
+def unzip_body(data: bytes, name: str) -> Any:
+    """What `zip_body` made. Decompresses no more than a body may have.
+
+    Raises:
+        CorruptObjectError, zlib.error: it is not that.
+    """
+    return unpack_body(memoryview(zlib.decompressobj().decompress(data, MAX_BODY_BYTES + 1)), name)
+
+
 def encode_kind(captured: CapturedState, *, with_layout: bool, known_blobs: bytes) -> bytes:
     """A rank's report on its kind. `known_blobs`: the ids of large values that rank 0 has itself."""
     ids = [bytes(block_id(blob)) for blob in captured.blobs]
@@ -57,7 +71,7 @@ def encode_kind(captured: CapturedState, *, with_layout: bool, known_blobs: byte
         "blob_ids": ids,
         "blobs": [[number, bytes(captured.blobs[number])] for number, blob in enumerate(ids) if blob not in known],
     }
-    return zlib.compress(pack_body(body), ZIP_LEVEL)
+    return zip_body(body)
 
 
 def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> RankKind:
@@ -68,7 +82,7 @@ def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> R
     """
     name = f"the report of rank {ranks[0]}"
     try:
-        body = unpack_body(memoryview(zlib.decompress(data)), name)
+        body = unzip_body(data, name)
         encoded = take(body, "layout", bytes)
         return RankKind(
             ranks=ranks,

@@ -16,12 +16,12 @@ import numpy as np
 
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.layout import Layout, decode_layout
-from tensorstore_ck.format.sealed import pack_body, take, take_count, unpack_body
+from tensorstore_ck.format.sealed import take, take_count
 from tensorstore_ck.format.sharding import Mesh, Shard
 from tensorstore_ck.format.tree import Leaf
 from tensorstore_ck.session.group.merge_layouts import ComparedTensor, ReportedRegionsTensor, UnitedState, unite
 from tensorstore_ck.session.group.mixed_regions import CompleteCut, MeshSpread
-from tensorstore_ck.session.group.rank_kinds import ZIP_LEVEL, RankKind, ReportedBoxes, can_stay_apart
+from tensorstore_ck.session.group.rank_kinds import RankKind, ReportedBoxes, can_stay_apart, unzip_body, zip_body
 from tensorstore_ck.session.group.region_claims import claims
 
 MAX_PLANS: Final = 8
@@ -56,7 +56,7 @@ class SavePlan(NamedTuple):
             "compared": [[tensor.tensor, [_pack_cut(cut) for cut in tensor.cuts]] for tensor in self.compared],
             "sets": list(self.sets),
         }
-        return zlib.compress(pack_body(body), ZIP_LEVEL)
+        return zip_body(body)
 
 
 class PlannedTensor(NamedTuple):
@@ -102,7 +102,7 @@ def decode_plan(data: bytes) -> SavePlan:
         CorruptObjectError: it is not that.
     """
     try:
-        body = unpack_body(memoryview(zlib.decompress(data)), "the plan of a put")
+        body = unzip_body(data, "the plan of a put")
         encoded = take(body, "layout", bytes)
         compared = [ComparedTensor(int(tensor), tuple(map(_cut, cuts))) for tensor, cuts in take(body, "compared", list)]
         layout = decode_layout(encoded, "the layout of all ranks") if encoded else None

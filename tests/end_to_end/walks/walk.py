@@ -112,7 +112,7 @@ class Walk:
         for printed in said.printed:
             if printed not in self._followed:
                 here = {name: value for name, value in filled.items() if name in PLACEHOLDER.findall(printed)}
-                self.follow_all(self.follow(said, printed.removeprefix("tsck "), **here), **filled)
+                self.follow_all(self.follow(said, printed.removeprefix("tsck "), 0, **here), **filled)
 
     def _heard(self, said: Said, code: int) -> Said:
         assert said.code == code, said
