@@ -71,12 +71,16 @@ def run_loop(device: str, saver: Saver | None) -> dict[str, object]:
     model = Model(shape).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-4, fused=True)
 
+    updates = list[float]()
+
     def step() -> None:
         words = torch.randint(shape.words, (shape.batch, shape.length), device=device)
         with torch.autocast(device, dtype=torch.bfloat16):
             loss = model(words)
         loss.backward()
+        begin = time.perf_counter()
         optimizer.step()
+        updates.append(round((time.perf_counter() - begin) * 1e3, 1))
         optimizer.zero_grad(set_to_none=True)
 
     def synchronize() -> None:
@@ -92,12 +96,17 @@ def run_loop(device: str, saver: Saver | None) -> dict[str, object]:
         saver.prepare(state, optimizer)
     without_saves = 2 * shape.every + shape.every // 2
     calls, intervals, pending, last = [], [], None, 0.0
+    after_saves, is_saved = [], False
     for number in range(1, shape.steps + 1):
         step()
+        if is_saved:
+            after_saves.append(updates[-1])
+            is_saved = False
         if saver is not None and number > without_saves and number % shape.every == 0:
             before = time.perf_counter()
             pending = saver.put_async(state, optimizer)
             calls.append(round((time.perf_counter() - before) * 1e3, 1))
+            is_saved = True
         if number % shape.every == shape.every // 2:  # one save in each interval
             synchronize()
             if number > shape.every:
@@ -114,6 +123,7 @@ def run_loop(device: str, saver: Saver | None) -> dict[str, object]:
         "ms a step": round(step_ms, 1),
         f"intervals of {shape.every} steps without saves, ms": alone,
         "calls, ms": calls,
+        "CPU's time in the optimizer's step after each save, ms; median of others": [after_saves, statistics.median(updates)],
         "added by each save, ms": added,
         "added by a save (median), steps": round(statistics.median(added) / step_ms, 2),
         "last save durable s after the loop": round(time.perf_counter() - begin, 2),

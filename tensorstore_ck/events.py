@@ -16,7 +16,7 @@ from typing import Final, Literal, Protocol
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.redaction import one_line, redacted
 
-Kind = Literal["captured", "staged", "published", "failed", "dropped", "stalled", "retried", "waiting", "fetched", "swapped"]
+Kind = Literal["captured", "staged", "published", "failed", "dropped", "stalled", "retried", "waiting", "rank_dead", "fetched", "swapped"]
 Reason = Literal["skipped", "replaced", "cancelled", "abandoned"]
 
 _STAGE_SECONDS: Final = {
@@ -89,6 +89,11 @@ KINDS: Final[Mapping[Kind, Mapping[str, str]]] = {
         "wait_seconds": "without a byte, or since the first failure if a try failed",
         "error": "that the last try failed with; empty in the first",
     },
+    "rank_dead": {
+        "dead_rank": "of the job, that another rank gave up while it waited for it in a save or a restore; not tied to a save, ref or step",
+        "host": "that it ran on, as its system names it",
+        "silent_seconds": "that it was not heard of: at least `dead_after_seconds` of `open`",
+    },
     "fetched": {
         "root": "of the version that a follower has staged, in hex; not tied to a save, as `swapped`",
         "age_seconds": "since the version was made",
@@ -114,6 +119,7 @@ LEVELS: Final[Mapping[Kind, int]] = {
     "stalled": logging.WARNING,
     "retried": logging.WARNING,
     "waiting": logging.WARNING,
+    "rank_dead": logging.WARNING,
     "fetched": logging.DEBUG,
     "swapped": logging.INFO,
 }
@@ -250,6 +256,8 @@ def event_text(event: Event) -> str:
         case "waiting":
             text = f"still waiting after {of('wait_seconds')} to {of('what')} (try {of('try_number')}"
             text += f"; the last one failed: {of('error')})" if event.fields["error"] else ")"
+        case "rank_dead":
+            text = f"rank {of('dead_rank')} on {of('host')} is dead: not heard of for {of('silent_seconds')}"
         case "fetched":
             text = f"fetched {name}: {of('changed_bytes')} changed, {of('read_bytes')} read in {of('fetch_seconds')}"
         case "swapped":

@@ -19,6 +19,7 @@ s3_multipart_writer.py    one large S3 object, uploaded in pieces while it grows
 s3_resumable_upload.py    one S3 object, uploaded in pieces by one process after another
 resumable_upload.py       the protocol of such uploads
 fsspec_backend.py         any other fsspec filesystem
+wait_notices.py           reports that a request waits for a server
 remote_errors.py          from an error of a remote filesystem to this package's errors
 memory.py                 a backend in a dict
 throttled.py              limits the rate of reads and writes, and keeps space free
@@ -57,7 +58,7 @@ def open_backend(
     """The backend for a path, ``file://``, ``s3://bucket/prefix``, ``memory://name`` or another fsspec URL.
 
     Sends no request: the location need not exist. `no_sync` gives up local durability against power failures. `on_wait` is called with an
-    event of the kind ``waiting`` when a request to S3 has waited long; by default it goes to the log.
+    event of the kind ``waiting`` when a request to a server has waited long; by default it goes to the log.
 
     Raises:
         InvalidUrlError: not the URL of a store, or one with a secret in it.
@@ -150,4 +151,5 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
         create_call=CREATE_CALLS.get(protocol),
         secrets=secrets,
         patience_seconds=None if protocol == "memory" else PATIENCE_SECONDS,
+        on_wait=on_wait,
     )

@@ -17,10 +17,12 @@ from fsspec.implementations.memory import MemoryFile
 from tensorstore_ck.backend.object_names import check_name, check_prefix
 from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.backend.remote_errors import ProcessLocal, remote_errors
+from tensorstore_ck.backend.wait_notices import WaitNotices
 from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.common.threads import within_seconds
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, MissingObjectError, UnsafeBackendError
+from tensorstore_ck.events import Callback, log_event
 
 T = TypeVar("T")
 
@@ -76,14 +78,18 @@ class FsspecBackend:
         *,
         secrets: Sequence[str] = (),
         patience_seconds: float | None = PATIENCE_SECONDS,
+        on_wait: Callback = log_event,
     ) -> None:
-        """`secrets`: what messages must not show. `patience_seconds`: see `PATIENCE_SECONDS`; None if it cannot hang."""
+        """`secrets`: what messages must not show. `patience_seconds`: see `PATIENCE_SECONDS`; None if it cannot hang. `on_wait` is called
+        with an event of the kind ``waiting`` when a call has waited long.
+        """
         self.url = url
         self.secrets = secrets
         self._filesystem = ProcessLocal(connect)
         self._root = root.rstrip("/")
         self._create_call = create_call
         self._patience_seconds = patience_seconds
+        self._notices = WaitNotices(on_wait)
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         path = self._path(name)
@@ -172,15 +178,15 @@ class FsspecBackend:
 
         def find(filesystem: Any) -> tuple[str, Any]:
             try:
-                found = filesystem.find(folder.rstrip("/"), detail=True)
+                objects = filesystem.find(folder.rstrip("/"), detail=True)
             except FileNotFoundError:
-                found = {}
-            return filesystem._strip_protocol(self._root) + "/", found
+                objects = {}
+            return filesystem._strip_protocol(self._root) + "/", objects
 
-        start, found = self.ask("list", prefix, find, patience=LISTING_PATIENCE)
-        if not isinstance(found, dict):
+        start, objects = self.ask("list", prefix, find, patience=LISTING_PATIENCE)
+        if not isinstance(objects, dict):
             return  # adlfs, where an object has the folder's name
-        for path, info in found.items():
+        for path, info in objects.items():
             name = path.removeprefix(start)
             if path.startswith(start + prefix):
                 yield ObjectInfo(name, int(info["size"]), _time_ns(info, _TIMES), _time_ns(info, _SERVER_TIMES))
@@ -192,8 +198,8 @@ class FsspecBackend:
             except FileNotFoundError:
                 return ()
 
-        found = self.ask("list", start, find, patience=LISTING_PATIENCE)
-        names = {str(info["name"]).rstrip("/").rpartition("/")[2] for info in found if info["type"] == "directory"}
+        entries = self.ask("list", start, find, patience=LISTING_PATIENCE)
+        names = {str(info["name"]).rstrip("/").rpartition("/")[2] for info in entries if info["type"] == "directory"}
         return {name for name in names if name.startswith(start)}
 
     def delete(self, names: Iterable[str]) -> None:
@@ -230,7 +236,12 @@ class FsspecBackend:
                 return call(self._filesystem.get())
             seconds = patience * self._patience_seconds + size_bytes / SLOWEST_BYTES_PER_SECOND
             try:
-                return within_seconds(seconds, lambda: call(self._filesystem.get()))
+                return within_seconds(
+                    seconds,
+                    lambda: call(self._filesystem.get()),
+                    notice_seconds=self._notices.notice_seconds,
+                    notice=lambda: self._notices.report(f"{action} {name or 'objects'} in {self.url}", self._notices.notice_seconds),
+                )
             except TimeoutError:
                 self._filesystem.close()  # other calls must not wait for the connections of those that hang
                 raise

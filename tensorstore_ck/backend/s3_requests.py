@@ -8,7 +8,6 @@ The caller's thread waits; the request runs on the event loop of the filesystem.
 """
 
 import asyncio
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,17 +16,16 @@ from typing import Any, BinaryIO, Final, Generic, NamedTuple, TypeVar
 
 from tensorstore_ck.backend.remote_errors import FINAL_STATUSES, PASSING_CODES, PASSING_STATUSES, error_code, http_status, remote_errors
 from tensorstore_ck.backend.s3_quirks import drop_checksums, may_refuse_checksums, refuses_checksums
+from tensorstore_ck.backend.wait_notices import NOTICE_SECONDS, WaitNotices
 from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.retry import JITTER, next_delay
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, MissingObjectError, StoreError
-from tensorstore_ck.events import Callback, Event
+from tensorstore_ck.events import Callback
 
 RETRY_SECONDS: Final = 45.0
 """No further try begins this long after the first failure."""
 FIRST_PAUSE_SECONDS: Final = 0.1
 LONGEST_PAUSE_SECONDS: Final = 5.0
-NOTICE_SECONDS: Final = 5.0
-"""After this long without a byte or a success an event reports it, and again after twice, four times, ... as long."""
 LONGEST_REPLY_SECONDS: Final = 300.0
 """S3 may take minutes to complete an upload; it sends blanks meanwhile, which only aiohttp sees."""
 POLL_SECONDS: Final = 1.0
@@ -129,9 +127,7 @@ class S3Requests:
         self.filesystem = filesystem
         self.timing = timing
         self.bucket = bucket
-        self._on_wait = on_wait
-        self._lock = threading.Lock()
-        self._noticed_at = float("-inf")
+        self.notices = WaitNotices(on_wait, timing.notice_seconds, timing.clock)
 
     def call(self, action: str, name: str, method: str, *, max_tries: int | None = None, **arguments: Any) -> dict[str, Any]:
         """One request, with retries; `action` and `name` are for messages.
@@ -167,15 +163,6 @@ class S3Requests:
             return True
 
         return Request(send)
-
-    def notice(self, event: Event) -> None:
-        """Reports a wait; only once where many threads wait for the same server."""
-        with self._lock:
-            now = self.timing.clock()
-            if now - self._noticed_at < self.timing.notice_seconds:
-                return
-            self._noticed_at = now
-        self._on_wait(event)
 
 
 class Operation:
@@ -285,13 +272,8 @@ class Operation:
             self._notice_after = self._timing.notice_seconds
         if waited >= self._notice_after:
             self._notice_after = 2 * waited
-            fields: dict[str, int | float | str] = {
-                "what": f"{self._action} {self._name or 'objects'} in {self._requests.url}",
-                "try_number": self.attempt,
-                "wait_seconds": waited,
-                "error": self._trouble,
-            }
-            self._requests.notice(Event("waiting", "", "", None, 0, time.time_ns(), fields))
+            what = f"{self._action} {self._name or 'objects'} in {self._requests.url}"
+            self._requests.notices.report(what, waited, try_number=self.attempt, error=self._trouble)
         return self._notice_after - waited
 
     def _note_progress(self) -> None:

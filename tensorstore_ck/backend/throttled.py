@@ -59,6 +59,7 @@ class ThrottledBackend:
     def __init__(
         self, inner: Backend, *, writes: RateLimit | None, reads: RateLimit | None, min_free: MinFree | None, sleep: Sleep
     ) -> None:
+        self.url, self.is_local = inner.url, inner.is_local
         self._inner = inner
         self._writes = writes
         self._reads = reads

@@ -1,6 +1,7 @@
 """The commands catalog and find: a database of all snapshots of all jobs, and queries on it. They load SQLAlchemy when they run."""
 
 import os
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
@@ -154,7 +155,8 @@ def find(condition: str, *, db: str | None, sort: str | None, desc: bool, limit:
         "found": shown,
         "more": len(matching) > limit,
     }
-    emit_paged(document, _found_lines(shown, names, synced, more=len(matching) > limit), as_json=as_json)
+    lines = _found_lines(shown, names, synced, _same_catalog("catalog sync", opened.url), more=len(matching) > limit)
+    emit_paged(document, lines, as_json=as_json)
 
 
 def _open(db: str | None) -> "Catalog":
@@ -176,7 +178,13 @@ def _summary_lines(url: str, count: int, failed: Mapping[str, StoreError], code:
         yield f"exit code {code}: {', '.join(kinds)}"
     elif count > 1:
         yield f"{counted(count, 'store')} synced"
-    yield f"in {printable(url)}; `tsck find` queries it"
+    yield f"in {printable(url)}; {_same_catalog('find', url)} queries it"
+
+
+def _same_catalog(command: str, url: str) -> str:
+    """A command to print, with the catalog that this one was given."""
+    is_given = click.get_current_context().get_parameter_source("db") is ParameterSource.COMMANDLINE
+    return printable(f"`tsck {command}{f' --db {shlex.quote(url)}' if is_given else ''}`")
 
 
 def _show_lines(url: str, stores: Sequence["CatalogStore"]) -> Iterable[str]:
@@ -203,7 +211,9 @@ def _job_cells(job: "CatalogJob") -> list[str]:
     ]
 
 
-def _found_lines(snapshots: Sequence["FoundSnapshot"], names: Sequence[str], synced: Mapping[str, int], *, more: bool) -> Iterable[str]:
+def _found_lines(
+    snapshots: Sequence["FoundSnapshot"], names: Sequence[str], synced: Mapping[str, int], sync: str, *, more: bool
+) -> Iterable[str]:
     if snapshots:
         header = ["REF", "STEP", "TIME (UTC)", "SIZE", "NEW", *map(printable, names), "ROOT", "TAGS", "PINNED", "STATE", "MARK"]
         rows = [_cells(snapshot, names) for snapshot in snapshots]
@@ -216,7 +226,7 @@ def _found_lines(snapshots: Sequence["FoundSnapshot"], names: Sequence[str], syn
         yield "no snapshot matches"
     oldest = min(synced.values(), default=None)
     as_of = "no store is in it yet" if oldest is None else f"as of {iso_time(oldest)}"
-    yield f"{as_of}; `tsck catalog sync` adds newer ones"
+    yield f"{as_of}; {sync} adds newer ones"
 
 
 def _cells(snapshot: "FoundSnapshot", names: Sequence[str]) -> list[str]:

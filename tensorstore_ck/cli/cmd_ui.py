@@ -80,7 +80,7 @@ def ui(
         emit_line({"url": url}) if as_json else say(printable(f"{url}  (Ctrl-C ends it)"))
         if not no_browser:
             webbrowser.open(url)
-        serve(make_app(sources, access, choice.complete, choice.open_options(), prices), listening)
+        serve(make_app(sources, access, choice.complete, choice.open_options(), prices=prices), listening)
 
 
 def _listen(port: int) -> socket.socket:

@@ -42,23 +42,21 @@ class Progress:
         return {f"{stage}_seconds": seconds for stage, seconds in self.stage_seconds.items()}
 
 
+@dataclass(slots=True)
 class _StageTotals:
     """One stage."""
 
-    __slots__ = ("begun_at", "busy_since", "done_bytes", "seconds", "thread_seconds", "threads", "total_bytes")
-
-    def __init__(self) -> None:
-        self.begun_at: float | None = None
-        self.threads = 0
-        """Threads that work on it now."""
-        self.busy_since = 0.0
-        """Valid if `threads` is not 0."""
-        self.seconds = 0.0
-        """Busy seconds until `busy_since`."""
-        self.thread_seconds = 0.0
-        """Summed over all threads that have left the stage."""
-        self.done_bytes = 0
-        self.total_bytes = 0
+    begun_at: float | None = None
+    threads: int = 0
+    """Threads that work on it now."""
+    busy_since: float = 0.0
+    """Valid if `threads` is not 0."""
+    seconds: float = 0.0
+    """Busy seconds until `busy_since`."""
+    thread_seconds: float = 0.0
+    """Summed over all threads that have left the stage."""
+    done_bytes: int = 0
+    total_bytes: int = 0
 
 
 class SaveMeter:

@@ -174,8 +174,10 @@ def shielded(call: Callable[[], T], *, finish: bool = False) -> T:
         raise
 
 
-def within_seconds(seconds: float, call: Callable[[], T]) -> T:
+def within_seconds(seconds: float, call: Callable[[], T], *, notice_seconds: float, notice: Callable[[], object]) -> T:
     """The result of `call`, which runs in another thread; if it takes longer than `seconds`, it goes on in the background.
+
+    Calls `notice` when it has taken `notice_seconds`.
 
     Raises:
         TimeoutError: it takes longer.
@@ -185,11 +187,15 @@ def within_seconds(seconds: float, call: Callable[[], T]) -> T:
         helper.start()
     except (RuntimeError, MemoryError):  # no thread: it may take longer
         return call()
-    try:
-        is_result, result = outcome.get(timeout=seconds)
-    except Empty:
-        raise TimeoutError(f"no answer within {seconds:.3g} s") from None
-    return result_or_raise(is_result, result)
+    for number, wait_seconds in enumerate([notice_seconds, seconds - notice_seconds] if notice_seconds < seconds else [seconds]):
+        if number:
+            notice()
+        try:
+            is_result, result = outcome.get(timeout=wait_seconds)
+        except Empty:
+            continue
+        return result_or_raise(is_result, result)
+    raise TimeoutError(f"no answer within {seconds:.3g} s")
 
 
 def _in_helper(call: Callable[[], T], name: str) -> "tuple[Helper, SimpleQueue[tuple[bool, T | BaseException]]]":

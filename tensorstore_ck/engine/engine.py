@@ -42,11 +42,11 @@ T = TypeVar("T")
 MAX_CACHED_PARTS: Final = 4
 MAX_CACHED_RECORDS: Final = 8
 MAX_MOVED_BYTES: Final = 64 << 20
-"""Of relocation maps in memory: thousands, unless blocks are tiny. Each part of each snapshot needs the same ones."""
-KEPT_SHARE: Final = 0.25
-"""Of the host memory that is free when the store is opened, at most, for blocks of the last save; none unless saves store differences."""
+"""The memory for relocation maps: enough for thousands, unless blocks are tiny. All parts of all snapshots need the same maps."""
+KEPT_SHARE: Final = 1 / 8
+"""Of the host memory that is free when the store is opened, at most, for blocks of the last save, by each rank of a host."""
 MOVED_OVERHEAD_BYTES: Final = 1 << 10
-"""Memory of a relocation map besides its rows."""
+"""The memory of a relocation map without its rows."""
 
 
 @dataclass(slots=True)
@@ -81,9 +81,9 @@ class Engine:
     unpublished: list[Ulid] | None = None
     """In the engine of one save: the names that it drew; see `StoreDestination`."""
     find_process: Callable[[], Process | None] = lambda: None
-    """This process, where it can be identified."""
+    """Identifies this process; returns None where that is impossible."""
     warned_quotas: set[tuple[str, str]] = field(default_factory=set)
-    """Branch and glob of the quotas of which a save of this process has warned."""
+    """(branch, glob) of each quota about which a save of this process has warned."""
     kept_blocks: ByteCache[Digest, memoryview] = field(default_factory=lambda: ByteCache(int(free_bytes() * KEPT_SHARE), len))
     """Blocks of the last save that changed little, the bases of the next one's differences: else each is read from the store, by links."""
     _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
@@ -119,7 +119,7 @@ class Engine:
             self.put_ids.published()
 
     def read_record(self, info: SnapshotInfo) -> Record:
-        """The record of a snapshot, or of another one with its root, so with the same content: anybody can append a put of a known root.
+        """The record of a snapshot, or of another snapshot with the same root, and so the same content.
 
         Raises:
             DamageError: it is damaged, or missing though the snapshot is held.
@@ -134,7 +134,7 @@ class Engine:
             raise
 
     def read_own_record(self, info: SnapshotInfo) -> Record:
-        """The record of this very snapshot, checked against the root in the log.
+        """The record of exactly this snapshot, checked against the root in the log.
 
         Raises:
             DamageError: it is damaged, or missing though the snapshot is held.
@@ -155,7 +155,7 @@ class Engine:
         return decode_metadata(self.read_record(info), record_name(info.ulid))
 
     def recent_record(self, info: SnapshotInfo) -> Record:
-        """As `read_record`, with a small cache: saves look back at the records before."""
+        """As `read_record`, with a small cache: saves read the records of earlier snapshots again."""
         with self._lock:
             record = self._records.get(info.ulid)
         if record is None:
@@ -226,7 +226,7 @@ class Engine:
         return self if rate is None else replace(self, backend=throttled_to(self.backend, rate))
 
     def freeing(self) -> Self:
-        """The same open store for what frees space: it may use the space that saves leave free."""
+        """The same open store for operations that free space: they may use the space that saves leave free."""
         return replace(self, backend=without_min_free(self.backend), min_free=MinFree())
 
     def of_store(self) -> "Self":

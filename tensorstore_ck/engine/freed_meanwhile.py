@@ -1,4 +1,4 @@
-"""Objects that gc of any host freed while this process read them. The log is asked before anything is called damaged."""
+"""Objects that gc of any host freed while this process read them. The log is read before any object is reported as damaged."""
 
 from collections.abc import Callable, Iterator
 from typing import TypeVar

@@ -16,7 +16,7 @@ class ByteSource(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """How many it has."""
+        """The number of its bytes."""
 
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes [start, stop): the tensor's own memory where it is contiguous on the CPU, else a copy. Thread-safe."""
@@ -52,7 +52,7 @@ class ByteTarget(Protocol):
         """Takes the verified bytes from `start` on. Thread-safe; called once for every byte, in any order."""
 
     def window(self, size_bytes: int) -> memoryview | None:
-        """Memory from which `write` is fastest; None: from any other it is as fast."""
+        """Memory from which `write` is fastest; None: any memory is as fast."""
         return None
 
 

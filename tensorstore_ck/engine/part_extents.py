@@ -27,7 +27,7 @@ class PartExtents(NamedTuple):
 
 
 def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> PartExtents:
-    """The extents of blocks at `places`, which also has the locations of bases that have none of their own.
+    """The extents of blocks at `places`, which also has the locations of bases that carry no location.
 
     The bases of a row are consecutive rows after it and after all blocks, so chains end.
     """
@@ -58,7 +58,7 @@ def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> Part
 
 
 def with_bases(place: Location, places: Mapping[Digest, Location]) -> Location:
-    """A location whose bases all have locations, so that it can be used elsewhere."""
+    """The same location with the locations of all its bases, so that another part can use it."""
     bases = tuple(base if base.location is not None else Base(base.block, with_bases(places[base.block], places)) for base in place.bases)
     return place._replace(bases=bases)
 

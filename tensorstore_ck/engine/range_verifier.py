@@ -1,7 +1,7 @@
 """Verifies ranges of a pack, part or record by the hashes inside it, while they are copied.
 
-These hashes cover every byte of an object (`format.pack`, `format.sealed`). A range is verified together with the rest of the blocks that
-it cuts, which is read for that. So each range is verified on its own: in any order, by any thread or process, before it is sent.
+These hashes cover every byte of an object (`format.pack`, `format.sealed`). To verify a range, the rest of
+the blocks that it cuts is read, too. So each range is verified on its own: in any order, by any thread or process, before it is sent.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ class _SealedVerifier:
 
 
 def _whole(read: ReadInto, wanted: range, offset: int, data: memoryview) -> bytes | memoryview:
-    """The `wanted` bytes of an object: from `data`, which is at `offset`, what lies in it; the others are read."""
+    """The `wanted` bytes of an object. Takes those that lie in `data`, which begins at `offset`, and reads the others."""
     start, stop = max(wanted.start, offset), min(wanted.stop, offset + len(data))
     inner = data[start - offset : stop - offset]
     if len(inner) == len(wanted):
@@ -112,7 +112,7 @@ def _read(read: ReadInto, offset: int, size_bytes: int) -> bytes:
 
 
 def _require_equal(name: str, start: int, expected: bytes, offset: int, data: memoryview) -> None:
-    """Compares what `data`, which is at `offset`, has of the `expected` bytes from `start` on."""
+    """Compares `data`, which begins at `offset`, with the `expected` bytes, which begin at `start`, where they overlap."""
     low, high = max(start, offset), min(start + len(expected), offset + len(data))
     if low < high and data[low - offset : high - offset] != expected[low - start : high - start]:
         raise _damaged(name, start, start + len(expected))

@@ -15,11 +15,24 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash, split_ulids
-from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.folders import object_name
 from tensorstore_ck.format.layout import MAX_RANKS
 from tensorstore_ck.format.pack import HEADER, MAX_BLOCK_BYTES
-from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, pack_body, seal, take, take_count, take_digest, unpack_body, unseal
+from tensorstore_ck.format.sealed import (
+    FREE_BYTES,
+    HEADER_BYTES,
+    MAX_OBJECT_BYTES,
+    ParseBudget,
+    check_msgpack,
+    pack_body,
+    seal,
+    take,
+    take_count,
+    take_digest,
+    unpack_body,
+    unseal,
+)
 
 EXTENT_DTYPE: Final = np.dtype(
     [
@@ -122,6 +135,35 @@ class Part(NamedTuple):
 
 part_name = partial(object_name, "part")
 """The name of a part in the store, by its ULID."""
+
+
+def require_readable(part: Part, layout: bytes, blobs: Sequence[bytes], *, ranks: int, ranks_of_layout: int) -> None:
+    """Rejects what a reader would take for a decompression bomb; all parts together stay below its limit.
+
+    Args:
+        part: The part that has the layout.
+        layout: The encoded layout.
+        blobs: The large values that hold msgpack.
+        ranks: The number of parts.
+        ranks_of_layout: The number of parts with this layout.
+
+    Raises:
+        UnsupportedValueError: too many objects take almost no bytes in the store.
+    """
+    bodies, budget = [layout[HEADER_BYTES:-DIGEST_BYTES], *blobs], ParseBudget(FREE_BYTES // (2 * ranks))
+    encoded_bytes = int(part.extents["stored"][: int(part.blobs["blocks"].sum())].sum(dtype=np.int64))
+    # gc may re-encode the layout in fewer bytes: the reader will find at least a quarter of them.
+    budget.add_stored(encoded_bytes // 4 + part.stored_bytes + (ULID_BYTES + DIGEST_BYTES) * ranks_of_layout)
+    size_bytes = sum(map(len, bodies))
+    if size_bytes <= budget.max_items(size_bytes):
+        return  # even if each byte was an item
+    try:
+        for body in bodies:
+            check_msgpack(memoryview(body), "the state", budget)
+    except CorruptObjectError as exc:
+        raise UnsupportedValueError(
+            "the state has too many empty containers, tensors or sets for the few bytes that it takes: leave some out, or merge them"
+        ) from exc
 
 
 def encode_values(values: Sequence[object]) -> bytes:

@@ -74,11 +74,10 @@ class BlockIndex:
         Other processes of this host may have folded further entries since. Skips packs that these entries swept, even if the tombstones are
         dropped by now.
         """
-        notes = _notes(blocks, published_at)
 
         def write() -> None:
             with self._lock.here:
-                self._waiting.extend(notes)
+                self._waiting.extend(_notes(blocks, published_at))
             if not self._write_waiting(wait=False):  # no save waits for the cache
                 self._write_later()
 
@@ -109,8 +108,7 @@ class BlockIndex:
             self._waiting.clear()
         try:
             with self._table.batch(wait=wait) as batch:
-                for note in notes:
-                    _write(batch, note)
+                _write(batch, notes)
         except TableBusyError:
             with self._lock.here:
                 self._waiting.extend(notes)
@@ -128,28 +126,29 @@ class _Note(NamedTuple):
     blocks: list[tuple[Digest, Location]]
 
 
-def _notes(blocks: Iterable[tuple[Digest, Location]], published_at: int) -> list[_Note]:
-    by_pack: dict[Ulid, list[tuple[Digest, Location]]] = {}
+def _notes(blocks: Iterable[tuple[Digest, Location]], published_at: int) -> Iterable[_Note]:
+    by_pack: dict[Ulid, _Note] = {}
     for block, location in blocks:
         if not location.bases:
-            by_pack.setdefault(location.pack, []).append((block, location))
-    return [_Note(published_at, pack, items) for pack, items in by_pack.items()]
+            by_pack.setdefault(location.pack, _Note(published_at, location.pack, [])).blocks.append((block, location))
+    return by_pack.values()
 
 
 def write_blocks(batch: Batch, blocks: Iterable[tuple[Digest, Location]], *, published_at: int) -> None:
     """As `BlockIndex.add`, in a batch that the caller has begun: that which folds the entry."""
-    for note in _notes(blocks, published_at):
-        _write(batch, note)
+    _write(batch, _notes(blocks, published_at))
 
 
-def _write(batch: Batch, note: _Note) -> None:
+def _write(batch: Batch, notes: Iterable[_Note]) -> None:
     view = RefTable(batch)
-    head, state = view.head(), view.object_state(ObjectKey("pack", note.pack))
-    if head is None or not view.horizon() <= note.published_at <= head.n or (state is not None and state.swept):
-        return
-    for block, location in note.blocks:
-        batch.put(_KEY + block, _VALUE.pack(*location[:_FIELDS]))
-    batch.put(_PACK_KEY + note.pack + note.blocks[0][0], b"".join([block for block, _ in note.blocks]))
+    head, horizon = view.head(), view.horizon()
+    for note in notes:
+        state = view.object_state(ObjectKey("pack", note.pack))
+        if head is None or not horizon <= note.published_at <= head.n or (state is not None and state.swept):
+            continue
+        for block, location in note.blocks:
+            batch.put(_KEY + block, _VALUE.pack(*location[:_FIELDS]))
+        batch.put(_PACK_KEY + note.pack + note.blocks[0][0], b"".join([block for block, _ in note.blocks]))
 
 
 def forget_packs(batch: Batch, packs: Sequence[Ulid]) -> None:

@@ -34,9 +34,7 @@ T = TypeVar("T")
 Build = Callable[[RefTable], Sequence[Op]]
 """Checks its preconditions at a view of the log's head, raising `ConflictError` and the like, and returns the operations."""
 
-Also = Callable[[Batch, int], object]
-"""Writes rows that belong to the entry of that number into this host's cache."""
-
+Also = Callable[[Batch, int], object]  # writes rows that belong to the entry of that number into this host's cache
 _logger: Final = logging.getLogger("tensorstore_ck.log")
 _CACHE_TRIES: Final = 4
 
@@ -71,6 +69,7 @@ class Log:
         folds it: the block index must drop them in that batch.
         """
         self.chain = EntryReader(backend, uuid=uuid, prefix=prefix)
+        self._genesis = Head(0, self.chain.genesis)
         self._watermark = watermark or Watermark(url=backend.url)
         self._follower = Follower(
             backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept, may_begin=may_begin, require_store=require_store
@@ -268,10 +267,6 @@ class Log:
         self.table.leave_disk(cause)
         return self._follower.fold_until(head)
 
-    @property
-    def _genesis(self) -> Head:
-        return Head(0, self.chain.genesis)
-
     def _sync(self) -> Head:
         head, self._readable = self._follower.follow(self.table), None
         self._followed_n = head.n
@@ -305,7 +300,7 @@ class Log:
         Args:
             build: Makes the operations.
             write_id: Names the entry of the first try; a write id names one exact content, so each further try draws its own.
-            also: Called in the batch that folds the entry; not if a lost reply hid that the entry was made.
+            also: Called in the batch that folds the entry, unless the cache fails then.
 
         Raises:
             UndecidedError: the backend did not say whether the entry is there; the log will show it.

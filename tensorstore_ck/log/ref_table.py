@@ -39,10 +39,9 @@ class RowsAtHead:
     def __init__(self, head: Head | None) -> None:
         self.head = head
         self.rows: dict[bytes, Any] = {}
-        """Key -> row, or None. Of a kind that is read as a whole: its prefix -> the rows by key."""
-        self.by_root: tuple[bytes, SnapshotInfo | None] = (b"", None)
-        """The last root that was looked up, and its snapshot."""
-        self.has_relocations: bool | None = None
+        """Key -> row, or None. A root with its prefix -> its snapshot. The prefix of a kind that is read as a whole -> its rows by key."""
+        self.has_rows: dict[bytes, bool] = {}
+        """Prefix of a kind -> whether there is a row of it."""
 
 
 class RefTable:
@@ -52,11 +51,12 @@ class RefTable:
         """`kept`: of a reader whose rows do not change."""
         self._reader = reader
         self._kept = kept
+        self._rows = None if kept is None else kept.rows
 
     def read(self, kind: RowKind[Row], key: bytes, *named: Any) -> Row | None:
         """One row; `key` without the prefix, `named`: the fields that it holds."""
         whole_key = kind.prefix + key
-        rows = None if self._kept is None else self._kept.rows
+        rows = self._rows
         if rows is not None and whole_key in rows:
             kept: Row | None = rows[whole_key]
             return kept
@@ -68,13 +68,10 @@ class RefTable:
 
     def read_all(self, kind: RowKind[Row]) -> Mapping[str, Row]:
         """All rows of a kind that has few, by their ASCII keys."""
-        rows = None if self._kept is None else self._kept.rows
-        if rows is not None and kind.prefix in rows:
-            kept: Mapping[str, Row] = rows[kind.prefix]
-            return kept
-        read = {key.decode("ascii"): kind.decode(value) for key, value in self.scan(kind)}
-        if rows is not None:
-            rows[kind.prefix] = read
+        rows = {} if self._rows is None else self._rows
+        if kind.prefix not in rows:
+            rows[kind.prefix] = {key.decode("ascii"): kind.decode(value) for key, value in self.scan(kind)}
+        read: Mapping[str, Row] = rows[kind.prefix]
         return read
 
     def scan(self, kind: RowKind[Row], prefix: bytes = b"", *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
@@ -180,13 +177,15 @@ class RefTable:
 
     def by_root(self, root: bytes) -> SnapshotInfo | None:
         """The newest snapshot with this root; live ones first."""
-        if self._kept is not None and root == self._kept.by_root[0]:
-            return self._kept.by_root[1]
-        ulids = self.with_root(root)
-        info = self.snapshot(ulids[0]) if ulids else None
-        if self._kept is not None:
-            self._kept.by_root = root, info
-        return info
+        kept, key = {} if self._rows is None else self._rows, rows.ROOTS.prefix + root
+        if key not in kept:
+            ulids = self.with_root(root)
+            info = self.snapshot(ulids[0]) if ulids else None
+            if len(kept) >= _MAX_KEPT_ROWS:
+                return info
+            kept[key] = info
+        found: SnapshotInfo | None = kept[key]
+        return found
 
     def with_root(self, root: bytes) -> list[Ulid]:
         """The snapshots with this root, the newest first; live ones before all others."""
@@ -260,7 +259,7 @@ class RefTable:
 
     def object_state(self, key: ObjectKey) -> rows.ObjectRow | None:
         """Whether an object is condemned or swept; None if neither."""
-        return self.read(rows.OBJECTS, rows.object_key(key))
+        return self.read(rows.OBJECTS, rows.object_key(key)) if self._has_rows(rows.OBJECTS) else None
 
     def objects(self) -> Iterator[tuple[ObjectKey, rows.ObjectRow]]:
         """All condemned objects, and those swept after the horizon."""
@@ -268,7 +267,7 @@ class RefTable:
 
     def relocations(self, pack: bytes) -> list[Relocation]:
         """The current relocations of a pack, newest first."""
-        if self._kept is not None and not self.has_relocations():
+        if not self._has_rows(rows.RELOCATIONS):
             return []
         current = [(Ulid(moved), rows.RELOCATIONS.decode(value)) for moved, value in self.scan(rows.RELOCATIONS, pack)]
         ordered = sorted(current, key=lambda item: (item[1].n, item[0]), reverse=True)
@@ -278,13 +277,17 @@ class RefTable:
         ]
 
     def has_relocations(self) -> bool:
-        """Whether any pack has a current relocation."""
-        kept = self._kept
-        if kept is None:
-            return any(True for _ in self.scan(rows.RELOCATIONS))
-        if kept.has_relocations is None:
-            kept.has_relocations = any(True for _ in self.scan(rows.RELOCATIONS))
-        return kept.has_relocations
+        """Whether packs may have current relocations: false only if the rows do not change and there is none."""
+        return self._has_rows(rows.RELOCATIONS)
+
+    def _has_rows(self, kind: RowKind[Row]) -> bool:
+        """Whether there may be rows of a kind: false only if the rows do not change. One look replaces those for each object of a save."""
+        if self._kept is None:
+            return True
+        known = self._kept.has_rows
+        if kind.prefix not in known:
+            known[kind.prefix] = next(self._reader.scan(kind.prefix), None) is not None
+        return known[kind.prefix]
 
     def all_relocations(self) -> Iterator[tuple[Ulid, Ulid]]:
         """(pack, moved object) of every current relocation."""

@@ -38,7 +38,7 @@ class _Ref(NamedTuple):
 class RefFence:
     """What this handle saved, restored and staged. Nothing else owns that state: the caller and the threads of its saves share one lock.
 
-    If it was interrupted before it could note a move, or the answer was lost, the log says what this handle wrote: see `settle`.
+    If it was interrupted before it could note a move, or the answer was lost, the log says what this handle wrote: see `catch_up`.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class RefFence:
         with self._lock:
             self._attempts[ref] = snapshot
 
-    def settle(self, engine: Engine, view: RefTable, ref: str) -> bool:
+    def catch_up(self, engine: Engine, view: RefTable, ref: str) -> bool:
         """Notes where the ref is, if this handle moved it there without noting that; returns whether it did.
 
         Raises:
@@ -161,7 +161,7 @@ class RefFence:
             self._refs[ref] = _Ref(resolved.branch_root, info.root, is_moved, info.step if is_fenced else None)
 
     def check_step(self, engine: Engine, view: RefTable, asked: "SaveOptions") -> None:
-        """Refuses to take a ref over by mistake: a script may restore the newest snapshot of a job, and then start its own training.
+        """Refuses to take over a ref by mistake: a script may restore the newest snapshot of a job, and then start its own training.
 
         Raises:
             InvalidOptionError: the step is lower than that of the head, which this handle restored, and it has not saved there yet.
@@ -195,9 +195,9 @@ class RefFence:
         return resolve(view, str(expect)).info.root
 
     def request_at(self, engine: Engine, view: RefTable, asked: "SaveOptions", *, is_offline: bool = False) -> SaveRequest:
-        """The save that its caller `asked` for, as of `view`; with `is_offline` without reading from the store."""
+        """The request for the save with these options (`asked`), as of `view`. With `is_offline` nothing is read from the store."""
         if not is_offline:
-            self.settle(engine, view, asked.ref)
+            self.catch_up(engine, view, asked.ref)
         self.check_step(engine, view, asked)
         parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)

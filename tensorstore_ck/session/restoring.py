@@ -56,7 +56,7 @@ class Restoring:
     info: SnapshotInfo
     group: "ProcessGroup | None" = None
     reading: GroupReading | None = None
-    """How it reads together with the others of `group`."""
+    """How this rank reads together with the others of `group`."""
 
     @cached_property
     def _content(self) -> SnapshotContent:

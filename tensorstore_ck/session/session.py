@@ -228,7 +228,7 @@ class Session:
 
 def _optimizers(changed_by: object) -> "Sequence[Optimizer]":
     optimizers: Sequence[Any] = changed_by if isinstance(changed_by, list | tuple) else [changed_by]
-    if not all(hasattr(each, "register_step_pre_hook") for each in optimizers):
+    if not all(hasattr(optimizer, "register_step_pre_hook") for optimizer in optimizers):
         raise InvalidOptionError("changed_by must be a torch optimizer, or several in a list", object_id="changed_by")
     return optimizers
 

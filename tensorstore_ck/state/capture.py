@@ -5,7 +5,7 @@ numbered and named depth-first, as in `tree.parse`. At the end, addresses decide
 """
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -214,19 +214,18 @@ class CaptureWalk:
         if depth >= MAX_NESTING:
             self._fail_too_deep(path)
             return
-        kind, path = type(value), path if len(path) <= SHORT_PATH else self._names.reserve(path, len(value))
+        path = path if len(path) <= SHORT_PATH else self._names.reserve(path, len(value))
+        kind, items = type(value), value
         children: list[Any] = [None] * len(value)
-        items: Iterable[Any]
         if kind is list or kind is tuple:
             nodes[position] = ["l" if kind is list else "u", children]
-            items, paths = value, [f"{path}{position}" for position in range(len(value))]
+            paths = [f"{path}{number}" for number in range(len(value))]
         elif isinstance(value, tuple):
-            name = namedtuple_name(kind)
-            if name is None:
+            if (name := namedtuple_name(kind)) is None:
                 what = f"the namedtuple {kind.__qualname__} could not be found again by its module and name"
                 self._fail(path[:-1], what, "define it at the top level of a module, or use tsck.register_type")
                 return
-            items, paths = value, [path + key for key in kind._fields]
+            paths = [path + key for key in kind._fields]
             nodes[position] = ["n", name, list(kind._fields), children]
         else:
             items, (keys, paths) = value.values(), self._keys(value, path)

@@ -77,7 +77,7 @@ def make_app(
     prices: Prices = NO_PRICES,
 ) -> ASGIApp:
     """The pages of `sources`, for users with the token of `access`. `complete`, `open_options`, `prices`: see `Pages`."""
-    pages = Pages(sources, access, complete, open_options, prices)
+    pages = Pages(sources, access, complete, open_options, prices=prices)
 
     def route(path: str, page: Page) -> BaseRoute:
         def answer(request: Request) -> Response:  # not a coroutine: Starlette runs it in a thread

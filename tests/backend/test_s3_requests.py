@@ -14,7 +14,6 @@ from tensorstore_ck.backend import Created, open_backend
 from tensorstore_ck.backend.s3 import S3Backend
 from tensorstore_ck.backend.s3_requests import (
     LONGEST_PAUSE_SECONDS,
-    NOTICE_SECONDS,
     RETRY_SECONDS,
     OnProgress,
     Request,
@@ -22,6 +21,7 @@ from tensorstore_ck.backend.s3_requests import (
     S3Requests,
     without_retries,
 )
+from tensorstore_ck.backend.wait_notices import NOTICE_SECONDS
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, StoreError
 from tensorstore_ck.events import Event, event_text
 from tests.backend.chaos import silent_server

@@ -5,6 +5,7 @@ S3's requests are in `test_s3_requests`.
 
 import asyncio
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -12,6 +13,7 @@ from fsspec.asyn import get_loop
 
 from tensorstore_ck.backend import Created, fsspec_backend, open_backend
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.wait_notices import WaitNotices
 from tensorstore_ck.errors import BackendUnavailableError
 from tests.backend.chaos import silent_server
 
@@ -58,6 +60,7 @@ def silent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     monkeypatch.setattr(fsspec_backend, "PATIENCE_SECONDS", SHORT_SECONDS)
     monkeypatch.setattr(fsspec_backend, "LISTING_PATIENCE", 1)
+    monkeypatch.setattr(fsspec_backend, "WaitNotices", partial(WaitNotices, notice_seconds=SHORT_SECONDS / 5))
     monkeypatch.setattr(fsspec_backend, "SLOWEST_BYTES_PER_SECOND", 1 << 40)
     with silent_server() as endpoint:
         yield open_backend(f"{protocol}://bucket/x", options_of(endpoint))
@@ -66,10 +69,11 @@ def silent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_ends(silent: Backend, call: str) -> None:
+def test_a_call_ends_and_says_before_that_it_waits(silent: Backend, call: str, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(BackendUnavailableError, match=r"no answer within 0.05 s \(TimeoutError\); check the connection") as caught:
         CALLS[call](silent)
     assert silent.url in str(caught.value)
+    assert f" in {silent.url} (try 1)" in caplog.text, "said before"
 
 
 def test_a_create_is_undecided(silent: Backend) -> None:

@@ -162,7 +162,7 @@ def test_pages_open_what_a_catalog_names_without_the_storage_options(
 ) -> None:
     ui = pytest.importorskip("tensorstore_ck.ui")
 
-    def open_all(sources: Any, *_: object) -> None:
+    def open_all(sources: Any, *_: object, **__: object) -> None:
         with sources.catalog.reading() as connection:
             (uuid,) = connection.exec_driver_sql("SELECT uuid FROM stores").scalars()
         for opening in (sources.open, sources.writable):
@@ -194,7 +194,7 @@ def test_what_was_let_go(catalog: Tsck) -> None:
     [
         (("find", "val_loss <"), 22, "ends too early"),
         (("find", "val_los < 1"), 25, "did you mean val_loss?"),
-        (("find", "--sort", "nope"), 25, "has a metric 'nope'"),
+        (("find", "--sort", "nope"), 25, "has a metric or an attribute 'nope'"),
         (("find", "--desc"), 2, "--desc is for --sort"),
         (("find", "-n", "0"), 2, "-n"),
         (("catalog", "sync", "nowhere"), 30, "there is no store"),

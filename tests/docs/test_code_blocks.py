@@ -53,6 +53,8 @@ MORE = {
     "guides/bisect.md": "torch.nn.init.constant_(model[2].bias, float('nan'))\n"
     "store.put_snapshot({'model': model.state_dict()}, ref='runs/gpt', step=1001, unchanged='ok')",
     "guides/async-saves.md": BUCKET + "start = 1002",
+    "guides/catalog.md": "noted = {'attributes': {'lr': 1e-5}, 'metadata': {'config': {'dropout': 0.1}}, 'unchanged': 'ok'}\n"
+    "store.put_snapshot(state, ref='runs/gpt', step=1001, metrics={'val_loss': 0.5}, **noted)",
     "guides/codecs.md": BUCKET,
     "guides/data-order.md": ONE_RANK + "cursor = tsck.SampleCursor(512, batch_size=256, seed=1)\nstate['data'] = cursor.state_dict()\n"
     "store.put_snapshot(state, ref='runs/gpt', step=1001, group=pg, rank_state={'rng': torch.get_rng_state()})\nstep = 1002",

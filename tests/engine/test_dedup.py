@@ -1,12 +1,13 @@
 """What a save relies on instead of writing it again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import DamageError
-from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.log.cache import Batch, MemoryTable
 from tests.gc.stores import TENSOR_BYTES, open_store, same, state, tensor
 
 
@@ -24,15 +25,32 @@ class Reads(MemoryBackend):
 
 
 class Lookups(MemoryTable):
-    """Notes how many keys each lookup of several has."""
+    """Notes how many keys each lookup of several has, and counts batches."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []
+        self.batches = 0
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         self.sizes.append(len(keys))
         return super().get_many(keys)
+
+    @contextmanager
+    def batch(self, *, wait: bool = True) -> Iterator[Batch]:
+        self.batches += 1
+        with super().batch(wait=wait) as batch:
+            yield batch
+
+
+def test_a_save_makes_its_blocks_known_to_other_jobs_in_the_batch_that_folds_its_entry() -> None:
+    backend, table = MemoryBackend(), Lookups()
+    store, other = open_store(backend, table=table), open_store(backend, table=table)
+    store.put_snapshot(state(1), ref="job", step=1)
+    before = table.batches
+    store.put_snapshot(state(2), ref="job", step=2)
+    assert table.batches - before == 1, "each batch waits for the disk"
+    assert other.put_snapshot(state(2), ref="other", step=1).new_bytes < TENSOR_BYTES
 
 
 def test_blocks_in_a_pack_that_was_cut_off_are_written_again() -> None:

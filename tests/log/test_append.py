@@ -88,6 +88,14 @@ def test_it_lands_once_whatever_the_reply_says(backend: Tricky, hows: list[str |
     assert names_in(backend.inner) == ["first", "mine", "next"]
 
 
+def test_rows_that_belong_to_an_entry_are_written_when_it_is_folded(backend: Tricky) -> None:
+    backend.on_create = [backend.loses_to(other_writer(backend)), backend.lands_unknown]
+    table = MemoryTable()
+    log = open_log(backend, table)
+    appended = log.append(lambda _view: [mark_op("mine")], also=lambda batch, n: batch.put(b"x/", b"%d" % n))
+    assert (appended.n, table.get(b"x/")) == (3, b"3")
+
+
 def test_another_writer_was_faster(backend: Tricky) -> None:
     backend.on_create = [backend.loses_to(other_writer(backend))]
     assert append(open_log(backend), "mine") == 3

@@ -106,6 +106,39 @@ def test_a_warm_start_reads_the_head_and_looks_for_the_next(table: Table) -> Non
     assert backend.calls == [("get", entry_name("log", 20)), ("get", entry_name("log", 21))], "the head may be gone, or another one"
 
 
+def test_views_at_one_head_share_the_rows_that_they_have_read() -> None:
+    faults = CacheFaults()
+    log = open_log(MemoryBackend(), FaultyTable(faults))
+    append_puts(log, 2)
+
+    def look() -> tuple[int | None, int]:
+        """The step of the branch, and how many reads of the table that took besides the view and its head."""
+        view, before = log.view(), faults.calls
+        branch, policies = view.branch("runs/gpt"), view.policies()
+        assert branch is not None
+        assert not policies
+        return branch.step, faults.calls - before
+
+    assert look() == (1, 1)
+    assert look() == (1, 0)
+    append_puts(log, 1, first=2)
+    assert look() == (2, 1)
+
+
+def test_rows_of_a_cache_that_is_filled_again_are_read_again() -> None:
+    backend, table = MemoryBackend(), MemoryTable()
+    log = open_log(backend, table)
+    append_puts(log, 2)
+    branch = open_log(backend, table).view().branch("runs/gpt")
+    with table.batch() as batch:  # bytes that decode, but are not those of the log
+        table_rows.BRANCHES.put(batch, b"runs/gpt", branch._replace(step=7))  # type: ignore[union-attr]
+    assert log.view().branch("runs/gpt").step == 7  # type: ignore[union-attr]
+    with table.batch() as batch:
+        batch.put(table_rows.HEAD.prefix, b"damaged")
+    log.sync()
+    assert log.view().branch("runs/gpt").step == 1  # type: ignore[union-attr]
+
+
 def test_a_cold_start_reads_a_checkpoint_and_the_tail(table: Table) -> None:
     backend = Tricky()
     log = open_log(backend)

@@ -35,9 +35,9 @@ MERGE_BYTES: Final = 8 << 20
 DIRECT_BYTES: Final = 1 << 20
 """On a local backend a raw block of this size or more is read straight into its destination, as are several that follow each other."""
 RUN_BYTES: Final = 16 << 20
-"""What one thread reads at a time straight into a destination: on 16 cores 20 GB/s into a GPU, and 7 to 11 in pieces of 4 MiB."""
+"""The bytes that one thread reads at a time straight into a destination: on 16 cores 20 GB/s into a GPU; in pieces of 4 MiB 7 to 11."""
 RUNS_A_THREAD: Final = 4
-"""At least, if there are blocks enough: the last runs end at about the same time."""
+"""The least number of runs for each thread, if there are enough blocks: so that all threads end at about the same time."""
 MAX_GAP_BYTES: Final = 1 << 16
 REMOTE_THREADS: Final = 8
 DISK_QUEUE: Final = 2

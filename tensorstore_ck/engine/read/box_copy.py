@@ -1,4 +1,4 @@
-"""Carries the bytes of a stored region into a wanted box of the same tensor: any shape into any other, row-major both. Pure."""
+"""Copies the bytes of a stored region into a wanted box of the same tensor. Shapes may differ; both are row-major. Pure."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ class BoxTarget(ByteTarget):
         """None: bytes come through `write`."""
 
     def window(self, size_bytes: int) -> memoryview | None:
-        """Of the target that it passes bytes on to."""
+        """The window of the target that receives the bytes."""
         return self.target.window(size_bytes)
 
     def write(self, start: int, data: memoryview) -> None:

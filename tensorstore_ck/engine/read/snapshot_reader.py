@@ -2,7 +2,7 @@
 
 No global index, and no list of what lies where: which parts hold a box of a tensor follows from the layout (see `block_assignment`),
 and a part is opened only when something of it is wanted. A snapshot whose ranks had several layouts, such as the stages of a pipeline,
-is read as one (see `merge_layout_parts`); that a tensor of several layouts is one and the same was checked when it was saved.
+is read as one (see `merge_layout_parts`). The save has checked that a tensor of several layouts has the same bytes in all of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -100,12 +100,12 @@ class SnapshotReader:
         Args:
             engine: The store.
             info: The snapshot.
-            rank: Of the part to begin with, the first one with its layout; that of a rank state stands alone.
+            rank: The rank of the part to begin with: the first one with its layout, or the number of a rank state.
             read: Reads tensors.
             position: Where this reader is among all readers, from 0 to 1: ranks at the same position most likely saved what it wants.
             read_part: Reads parts; None: the engine does.
             record: The snapshot's, if it was read already.
-            budget: Of another reader of the snapshot, whose results are kept as well.
+            budget: The budget of another reader of the snapshot; the results of both are kept.
         """
         self.info = info
         self._engine = engine
@@ -121,7 +121,7 @@ class SnapshotReader:
         first = self._open(rank)
         self.part: Part = first.part
         self.budget = ParseBudget() if budget is None else budget
-        """What may be parsed of the snapshot."""
+        """Limits how much of the snapshot may be parsed."""
         self.budget.add_stored(self.part.stored_bytes + (self.record.stored_bytes if budget is None else 0))
         self.name = first.name
         self.world_size = self.part.world_size

@@ -4,7 +4,6 @@ write_and_commit.py  the phases "write" and "commit" of every save
 destination.py       where a save's bytes become durable
 request.py           what a save says besides the state: its options, and the request as of one entry of the log
 part_writer.py       one rank's blocks and its part
-parse_budget.py      rejects a state that a reader would take for a decompression bomb
 pack_writer.py       blocks into packs, each once
 dedup.py             which blocks need not be written
 unchanged_blocks.py  blocks on devices that are in the store already, and need not be read

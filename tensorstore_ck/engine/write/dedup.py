@@ -28,7 +28,7 @@ class DedupIndex:
     ) -> None:
         """`rank` and `ranks` choose the parts of the parent to look at; from `ranks` on, a number means the part of a rank's own state.
 
-        With `elsewhere` false the index is not used: then a pin on the parent holds everything that is relied on. `view`: by default the
+        With `elsewhere` false the index is not used: then a pin on the parent keeps what the save relies on. `view`: by default the
         log as this host knows it.
         """
         self._engine = engine

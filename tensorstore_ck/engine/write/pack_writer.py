@@ -189,10 +189,10 @@ class PackWriter:
         for number, block in enumerate(ids):
             if block not in self._claimed:
                 first.setdefault(block, number)
-        there = self._known([*first])
-        self._add_found(there)
+        known = self._known([*first])
+        self._add_found(known)
         self._claimed |= first.keys()
-        return [number for block, number in first.items() if block not in there]
+        return [number for block, number in first.items() if block not in known]
 
     def _append(self, blocks: list[EncodedBlock]) -> None:
         sizes = [block.raw_bytes if block.codec == Codec.RAW else block.stored_bytes for block in blocks]

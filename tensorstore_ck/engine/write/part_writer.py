@@ -22,14 +22,14 @@ from tensorstore_ck.engine.part_extents import extents_of, with_bases
 from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, DeltaBase, Fp32Masters, ParentBlocks, PartKey, earlier_part
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
-from tensorstore_ck.engine.write.parse_budget import require_readable
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Inline, Sampling, require_unchanged
 from tensorstore_ck.engine.write.unchanged_blocks import skip_unchanged
 from tensorstore_ck.errors import FrozenChangedError
 from tensorstore_ck.format.block_assignment import BlockShare, Region, assign_blocks, encode_regions, regions_of_rank
 from tensorstore_ck.format.codec import Coding, Encoder, elements_of
 from tensorstore_ck.format.layout import layout_id
-from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name
+from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name, require_readable
+from tensorstore_ck.format.values import msgpack_blobs
 from tensorstore_ck.log.block_index import Base, Location
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
@@ -37,7 +37,7 @@ MIN_RUN_BYTES: Final = 4 << 20
 MAX_RUN_BYTES: Final = 16 << 20
 """Blocks that one thread handles at a time: they lie side by side in a pack, and a restore reads them together."""
 RUNS_A_THREAD: Final = 4
-"""At least, if there are blocks enough: the last runs end at about the same time."""
+"""The least number of runs for each thread, if there are enough blocks: so that all threads end at about the same time."""
 RUN_BLOCKS: Final = 512
 """Small blocks are hashed and appended together, up to this many."""
 MAX_OPEN_PACKS: Final = 4
@@ -337,7 +337,8 @@ def store_part(
         regions=encode_regions(captured.explicit),
     )
     if slot.rank == slot.layout_ranks[0]:
-        require_readable(captured, part, ranks=slot.world_size, ranks_of_layout=len(slot.layout_ranks))
+        parsed = [captured.blobs[number] for number in msgpack_blobs(captured.values, "the state")]
+        require_readable(part, captured.layout.encode(), parsed, ranks=slot.world_size, ranks_of_layout=len(slot.layout_ranks))
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
     new = [item for writer in packs for item in writer.added.items()]

@@ -43,9 +43,7 @@ Expected = Digest | AnyHead | None
 
 
 def retry_expired(attempt: Callable[[], T], before_retry: Callable[[], object] = lambda: None) -> T:
-    """Calls `attempt` again, a few times, if gc freed something that it relied on before it could commit, as after a long sleep of this
-    process. The bytes are still in memory.
-    """
+    """Calls `attempt` again, a few times, if gc freed blocks that it relied on before it committed. The bytes are still in memory."""
     for _ in range(MAX_TRIES - 1):
         try:
             return attempt()

@@ -30,12 +30,12 @@ class RankParts(NamedTuple):
     new_bytes: int
     anchor: int
     checked: int
-    """The log entry at which it checked that gc has freed nothing of them."""
+    """The log entry at which the rank checked that gc had freed nothing of its parts."""
     condemned: Objects
     """The objects that were condemned at that entry, and must be rescued."""
 
     def record(self) -> Body:
-        """As it is sent."""
+        """The record that is sent to the other ranks."""
         return {
             "ulids": b"".join(self.ulids),
             "part_ids": b"".join(self.part_ids),
@@ -80,10 +80,7 @@ def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, v
 
 
 def record_of(engine: Engine, request: SaveRequest, ranks: Sequence[RankParts], *, logical_bytes: int, streams: str = "") -> Record:
-    """The record of the parts of all `ranks`, in their order.
-
-    `streams` is the rule of derived streams, if there are rank states.
-    """
+    """The record of the parts of all `ranks`, in their order. `streams`: the rule of derived streams, if there are rank states."""
     made_ns = request.origin.made_ns
     return Record(
         ref=request.ref,

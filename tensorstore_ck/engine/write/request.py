@@ -93,7 +93,7 @@ def check_options(
     checks = require_checks(unchanged, verify_capture)
     validate_ref_name(ref)
     packed_metadata, checked_metrics = encode_metadata(metadata), check_metrics(metrics)
-    origin = check_origin(triggers, epoch, made_ns, attributes, metadata)
+    origin = check_origin(triggers, epoch, made_ns, attributes=attributes, metadata=metadata)
     if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
         raise InvalidOptionError(f"step must be an integer, not {step!r}", object_id="step")
     number = None if step is None else step.__index__()

@@ -84,12 +84,12 @@ class Finiteness(NamedTuple):
 
 
 def turn_of(parent: bytes | None, step: int | None) -> int:
-    """The draw of a save."""
+    """The number from which the offsets of a save's sample are drawn."""
     return int.from_bytes(derived_hash("sample of a put", parent or b"", str(step).encode())[:4], "little")
 
 
 def share_of(state_bytes: int, share: float) -> float:
-    """The share of larger tensors that is sampled in a state of `state_bytes`, if `share` is asked for."""
+    """The share of larger tensors that is sampled in a state of `state_bytes`, if the caller asks for `share`."""
     return min(1.0, max(share, MIN_SAMPLE_BYTES / max(state_bytes, 1)))
 
 

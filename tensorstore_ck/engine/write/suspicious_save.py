@@ -102,7 +102,7 @@ class SaveFindings:
     """By optimizer."""
 
     def record(self) -> Body:
-        """As it is sent."""
+        """The record that is sent to the other ranks."""
         return asdict(self)
 
     @classmethod

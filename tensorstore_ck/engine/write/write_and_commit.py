@@ -79,7 +79,7 @@ def commit(
         request: The ref, the step and the other options, as of one log entry.
         reports: The parts of each rank, in the order of ranks.
         findings: The findings of each rank.
-        logical_bytes: Of the whole state.
+        logical_bytes: The bytes of the whole state.
         meter: Counts the progress.
         view: The log as of an entry at which the snapshot before was known.
         txn: The snapshot's ULID; None: a new one.

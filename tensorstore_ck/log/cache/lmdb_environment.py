@@ -25,7 +25,6 @@ import lmdb
 from tensorstore_ck.log.cache.batch_lock import BatchLock
 from tensorstore_ck.log.cache.lmdb_rows import CRC_BYTES, LmdbView, get_row, get_rows, read_page
 from tensorstore_ck.log.cache.protocol import (
-    MAX_KEY_BYTES,
     PAGE_ITEMS,
     Batch,
     Item,
@@ -320,8 +319,6 @@ class _LmdbBatch:
         return scan_pages(self._page, prefix, start, reverse)
 
     def put(self, key: bytes, value: bytes | None) -> None:
-        if not 0 < len(key) <= MAX_KEY_BYTES:
-            raise bad_key(key)
         stored = None if value is None else value + crc32(value, crc32(key)).to_bytes(CRC_BYTES, "little")  # as `get_row` checks
         self._journal.append((key, stored))
         if len(self._journal) % PAGE_ITEMS == 0:
@@ -331,6 +328,8 @@ class _LmdbBatch:
                 self._txn.delete(key)
             else:
                 self._txn.put(key, stored)
+        except lmdb.BadValsizeError as exc:
+            raise bad_key(key) from exc
         except lmdb.MapFullError:
             self._grow()
 

@@ -95,7 +95,8 @@ def _kept(history: Sequence[KeepCandidate], policy: Policy, now_ns: int) -> dict
         keep(_firsts((of_step[step] for step in sorted(of_step)), lambda info: (info.step or 0) // policy.keep_every), "keep_every")
     if policy.keep_epochs:
         of_epoch = {info.epoch: info for info in sound if info.epoch is not None}
-        keep(_firsts((of_epoch[epoch] for epoch in sorted(of_epoch)), lambda info: (info.epoch or 0) // policy.keep_epochs), "keep_epochs")
+        for info in _firsts((of_epoch[epoch] for epoch in sorted(of_epoch)), lambda info: (info.epoch or 0) // policy.keep_epochs):
+            keep([info], f"keep_epochs (epoch {info.epoch:g})")
     if policy.keep_every_seconds:
         keep(_firsts(sound, lambda info: int(info.time_ns // (policy.keep_every_seconds * NS))), "keep_every_seconds")
     for rule, names in (("keep_milestones", MILESTONES if policy.keep_milestones else ()), ("keep_triggers", policy.keep_triggers)):

@@ -180,7 +180,9 @@ def _bests(value: object, name: str) -> tuple[Best, ...]:
     bests = []
     for best in _items(value):
         if not (isinstance(best, list | tuple) and len(best) == 3 and isinstance(best[1], str) and best[1] and best[2] in DIRECTIONS):
-            raise InvalidOptionError(f'{name} must be like (3, "val_loss", "min"), not {best!r}', object_id=name)
+            raise InvalidOptionError(
+                f'{name} must be like (3, "val_loss", "min"), or {name}=3:val_loss:min at a shell, not {best!r}', object_id=name
+            )
         bests.append(Best(_count(best[0], name), best[1], best[2]))
     for one in bests:
         if any(one.metric == other.metric and one != other for other in bests):
@@ -192,7 +194,9 @@ def _stages(value: object, name: str) -> tuple[AgeStage, ...]:
     stages = []
     for stage in _items(value):
         if not (isinstance(stage, list | tuple) and len(stage) == 2):
-            raise InvalidOptionError(f'{name} must be like ("30d", "s3://bucket/prefix"), not {stage!r}', object_id=name)
+            raise InvalidOptionError(
+                f'{name} must be like ("30d", "s3://bucket/cold"), or {name}=30d:s3://bucket/cold at a shell, not {stage!r}', object_id=name
+            )
         stages.append(AgeStage(_seconds(stage[0], name), check_location(stage[1])))
     if len(stages) > MAX_STAGES or len({stage.after_seconds for stage in stages}) < len(stages):
         raise InvalidOptionError(f"{name} must have at most {MAX_STAGES} stages, at different ages", object_id=name)

@@ -4,6 +4,7 @@ import re
 from typing import Final
 
 _WHOLE: Final = re.compile(r"\s*-?[0-9]{1,18}\s*")
+_BESTS: Final = re.compile(r"[^:,]+:[^,]+:(min|max)(,[^:,]+:[^,]+:(min|max))*")
 
 
 def parse_rule(name: str, text: str) -> object:
@@ -17,9 +18,10 @@ def parse_rule(name: str, text: str) -> object:
     if name == "keep_milestones":
         return {"yes": None, "true": None, "no": False, "false": False}.get(text.lower(), text)
     if name == "keep_best":
-        return [_best(item) for item in text.split(",")]
+        return [_best(item) for item in text.split(",")] if _BESTS.fullmatch(text) else text
     if name == "move_after":
-        return [tuple(item.split(":", 1)) for item in text.split(",")]
+        stages = [tuple(item.split(":", 1)) for item in text.split(",")]
+        return stages if all(len(stage) == 2 for stage in stages) else text
     if name == "keep_first":
         return {"yes": True, "true": True, "no": None, "false": None}.get(text.lower(), text)
     return text

@@ -171,8 +171,8 @@ class Channel:
         Raises:
             ChannelError: the store cannot be used, or this is no record.
         """
-        found = self._first_of([key], deadline)
-        return None if found is None else found[1]
+        record = self._first_of([key], deadline)
+        return None if record is None else record[1]
 
     def wait(
         self, keys: Sequence[str], deadline: float, *, writer: int | None = None, on_late: Callable[[], object] | None = None
@@ -189,9 +189,9 @@ class Channel:
         started = self.clock()
         while True:
             silent = () if writer is None else self._silent([writer], deadline)
-            found = self._first_of(keys, deadline)
-            if found is not None:
-                return found
+            record = self._first_of(keys, deadline)
+            if record is not None:
+                return record
             if silent:
                 raise SilentError(unheard(silent, self.watch.limit))
             if on_late is not None and self.clock() - started >= ASK_SECONDS:
@@ -224,29 +224,29 @@ class Channel:
 
         def more(store: KeyValue) -> tuple[dict[str, bytes], bytes | None]:
             """The next complete batches."""
-            found: dict[str, bytes] = {}
+            complete: dict[str, bytes] = {}
             for start in range(len(values), len(names), BATCH):
                 batch = names[start : start + BATCH]
                 if not store.check(batch):
-                    return found, store.get(alarm_name) if store.check([alarm_name]) else None
-                found |= zip(batch, store.multi_get(batch), strict=True)
-            return found, None
+                    return complete, store.get(alarm_name) if store.check([alarm_name]) else None
+                complete |= zip(batch, store.multi_get(batch), strict=True)
+            return complete, None
 
         while True:
-            found, alarm_value = self._call(more, deadline)
-            values += found.values()
+            complete, alarm_value = self._call(more, deadline)
+            values += complete.values()
             if len(values) == len(names):
                 return CollectedRecords(dict(zip(keys, values, strict=True)), None, ())
             rest = dict(list(keys.items())[len(values) :])
             if on_late is not None and self.clock() - started >= LATE_SECONDS:
-                come = self._there(list(rest), deadline)
+                come = self._values_of(list(rest), deadline)
                 on_late([rank for key, rank in rest.items() if key not in come])
                 on_late = None
             silent = self._silent_without(rest, deadline)
             if silent or alarm_value is not None or not self._pause(started, deadline):
                 break
-        there = dict(zip(keys, values, strict=False)) | self._there(list(rest), deadline)
-        return CollectedRecords(there, alarm_value, silent)
+        by_key = dict(zip(keys, values, strict=False)) | self._values_of(list(rest), deadline)
+        return CollectedRecords(by_key, alarm_value, silent)
 
     def set_unborn(self, ranks: int, prefix: str, deadline: float) -> None:
         """Creates the counters of ranks 0 to `ranks` - 1, so that a rank that reads them finds all of them.
@@ -283,12 +283,12 @@ class Channel:
         names = {f"{self.watch.prefix}{rank}": rank for rank in ranks}
 
         def look(store: KeyValue) -> dict[int, bytes]:
-            found: dict[int, bytes] = {}
+            counters: dict[int, bytes] = {}
             for start in range(0, len(names), BATCH):
                 batch = list(names)[start : start + BATCH]
                 if store.check(batch):
-                    found |= zip((names[name] for name in batch), store.multi_get(batch), strict=True)
-            return found
+                    counters |= zip((names[name] for name in batch), store.multi_get(batch), strict=True)
+            return counters
 
         return self.watch.silent(self._call(look, deadline), self.clock())
 
@@ -296,16 +296,16 @@ class Channel:
         """The silent ranks that have not written their key."""
         silent = set(self._silent(keys.values(), deadline))
         awaited = [key for key, rank in keys.items() if rank in silent]
-        there = self._there(awaited, deadline)
-        return [keys[key] for key in awaited if key not in there]
+        written = self._values_of(awaited, deadline)
+        return [keys[key] for key in awaited if key not in written]
 
-    def _there(self, keys: Sequence[str], deadline: float) -> dict[str, bytes]:
+    def _values_of(self, keys: Sequence[str], deadline: float) -> dict[str, bytes]:
         """The raw values of the keys that exist."""
         names = [self._prefix + key for key in keys]
-        there: dict[str, bytes] = {}
+        values: dict[str, bytes] = {}
         for start in range(0, len(names), BATCH):
-            there |= self._call(lambda store, batch=names[start : start + BATCH]: _existing(store, batch), deadline)  # type: ignore[misc]
-        return {name.removeprefix(self._prefix): value for name, value in there.items()}
+            values |= self._call(lambda store, batch=names[start : start + BATCH]: _existing(store, batch), deadline)  # type: ignore[misc]
+        return {name.removeprefix(self._prefix): value for name, value in values.items()}
 
     def _first_of(self, keys: Sequence[str], deadline: float) -> tuple[str, Body] | None:
         def look(store: KeyValue) -> tuple[str, bytes] | None:
@@ -314,8 +314,8 @@ class Channel:
                     return key, store.get(self._prefix + key)
             return None
 
-        found = self._call(look, deadline)
-        return None if found is None else (found[0], self._decode(found[1], found[0]))
+        first = self._call(look, deadline)
+        return None if first is None else (first[0], self._decode(first[1], first[0]))
 
     def _decode(self, data: bytes, key: str) -> Body:
         try:

@@ -72,9 +72,9 @@ class ReportedRegions(NamedTuple):
 def reported_digests(captured: CapturedState, known: PlanMemory, rank: int, share: RegionShare) -> list[ReportedRegions]:
     """Digests of the regions that other ranks report, too, in the same order on all. `captured`: this rank's state before planning."""
     held: list[tuple[tuple[int, BoxBounds], ReportedRegions]] = []
-    for tensor, mine, boxes, said in reported_by(captured, known, rank):
+    for tensor, mine, boxes, entries in reported_by(captured, known, rank):
         start = 0
-        for box, number in zip(boxes, said, strict=True):
+        for box, number in zip(boxes, entries, strict=True):
             size_bytes = prod(box.sizes) * captured.layout.tensors[mine].item_bytes
             if number != SOLE and share.has(tensor):
                 key = bytes(derived_hash("told set of ranks", (number >> 1).to_bytes(4, "little"))[:8])
@@ -90,11 +90,11 @@ def sums_of(captured: CapturedState, known: PlanMemory, rank: int, share: Region
         return []
     reported = {one.tensor: without_copies(captured, one) for one in reported_by(captured, known, rank)}
     cuts_of = {one.tensor: one.cuts for one in known.plan.compared if share.has(one.tensor)}
-    found: dict[int, RegionSum] = {}
+    sums: dict[int, RegionSum] = {}
     for place in known.places:
         tensor, spec = place.tensor, layout.tensors[place.tensor]
         for number, cut in enumerate(cuts_of.get(tensor, ())):
-            if rank not in cut.ranks or tensor in found:
+            if rank not in cut.ranks or tensor in sums:
                 continue
             if isinstance(cut.spread, MeshSpread):
                 held, source = _regions(spec, cut.spread, rank, cut), source_at(captured, layout, place)
@@ -106,8 +106,8 @@ def sums_of(captured: CapturedState, known: PlanMemory, rank: int, share: Region
                 total += _sum(region, spec, source, start)
                 start += region.size_bytes(spec)
             replica = held[0].replicas.index(rank) if held else 0
-            found[tensor] = RegionSum(tensor, number, replica, total % (1 << 64))
-    return [*found.values()]
+            sums[tensor] = RegionSum(tensor, number, replica, total % (1 << 64))
+    return [*sums.values()]
 
 
 def _regions(spec: TensorSpec, placed: MeshSpread, rank: int, cut: CompleteCut) -> list[Region]:

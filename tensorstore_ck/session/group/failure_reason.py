@@ -42,7 +42,7 @@ class FailureReason(NamedTuple):
         return next((at for at, error_class in enumerate(LASTING) if issubclass(kind, error_class)), len(LASTING))
 
     def record(self) -> Body:
-        """As it travels."""
+        """The record that is sent to the other ranks."""
         return {"text": self.text, "kind": self.kind, "object": self.object_id}
 
     @classmethod

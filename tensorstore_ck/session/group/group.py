@@ -129,12 +129,14 @@ class Group:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
         in_job: Sequence[int] | None = None,
+        on_dead: Callable[[int, str, float], object] = lambda *_: None,
     ) -> None:
         """`scope` separates groups that share a store but not their rounds, such as those of two tensorstore_ck stores.
 
         `renew` repairs a runner whose connection broke in an earlier round, and `close` ends it: see `StoreThread`. `beat` starts the
         heartbeat of this rank when the group is first used; a rank that is silent for longer than rank 0's `dead_after` is given up.
-        `first`: a group of the same ranks that has begun a round, and whose heartbeats serve both. `in_job`: see `named_ranks`.
+        `first`: a group of the same ranks that has begun a round, and whose heartbeats serve both. `in_job`: see `named_ranks`. `on_dead`
+        is called once with each rank that this one gives up (its number in the job, its host, and the silence), from any thread.
         """
         self.rank = rank
         self.ranks = ranks
@@ -143,7 +145,9 @@ class Group:
         self.renew = renew
         """Repairs a broken connection of `run`; raises as `StoreThread.renew`."""
         self.close = close
-        self._beat = beat
+        self._beat, self._on_dead = beat, on_dead
+        self._dead: dict[int, bytes] = {}
+        """Rank -> the counter with which it was given up."""
         self._dead_after = dead_after
         self._first = first
         self._scope = f"{ROOT}{scope}/"
@@ -184,7 +188,10 @@ class Group:
             raise FailureReason(f"{own} waited for {zero} to begin it: {exc}").error(title, object_id) from exc
         # The ranks give up on rank 0 one after the other, so that the first one informs all.
         watch = LivenessWatch(
-            agreed.counters, every=beat_seconds(agreed.dead_after), limit=agreed.dead_after + grace * self.rank / self.ranks
+            agreed.counters,
+            every=beat_seconds(agreed.dead_after),
+            limit=agreed.dead_after + grace * self.rank / self.ranks,
+            on_dead=self._note_dead,
         )
         return Round(
             self._channel(f"{ulid_text(agreed.nonce)}/{n}/", sleep, watch),
@@ -212,6 +219,13 @@ class Group:
         """The message that rank 0 sent to all ranks; known once a round was begun."""
         assert self._agreed is not None
         return self._agreed
+
+    def _note_dead(self, rank: int, counter: bytes, seconds: float) -> None:
+        """A rank that goes on and dies later has another counter then."""
+        if self._dead.get(rank) != counter:
+            self._dead[rank] = counter
+            host = counter.partition(b" ")[2].decode("ascii", "replace")
+            self._on_dead(rank if self.in_job is None else self.in_job[rank], host, seconds)
 
     def _channel(self, prefix: str, sleep: Callable[[float], object] | None = None, watch: LivenessWatch | None = None) -> Channel:
         return Channel(self.run, self._scope + prefix, ranks=self.ranks, watch=watch, clock=self._clock, sleep=sleep or self._sleep)
@@ -268,7 +282,12 @@ def attempt_id(nonce: Ulid, n: int) -> Ulid:
 
 
 def open_group(
-    group: "torch.distributed.ProcessGroup", scope: str, *, dead_after: float = DEAD_AFTER_SECONDS, first: Group | None = None
+    group: "torch.distributed.ProcessGroup",
+    scope: str,
+    *,
+    dead_after: float = DEAD_AFTER_SECONDS,
+    first: Group | None = None,
+    on_dead: Callable[[int, str, float], object] = lambda *_: None,
 ) -> Group:
     """This rank's place in a process group; the caller keeps it, one per process group object. See `Group`."""
     from torch.distributed import get_process_group_ranks  # noqa: PLC0415 - a caller with a group has loaded it
@@ -293,4 +312,5 @@ def open_group(
         renew=thread.renew,
         close=close,
         in_job=in_job,
+        on_dead=on_dead,
     )

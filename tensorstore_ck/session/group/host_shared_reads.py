@@ -1,8 +1,8 @@
 """Ranks on one host read each block from the store once, and share its bytes through shared memory.
 
-Each rank of a restore lists the blocks that it wants in a folder of the host's shared memory. A block that several ranks want is fetched
-and verified by one of them, which puts it into a window of shared memory for the others; windows keep memory bounded. Sharing saves reads
-and decides nothing: a rank without a peer, or without memory, reads by itself. A rank takes part while it holds the lock of its file
+Each rank of a restore lists the blocks that it wants in a folder of the host's shared memory. One of
+the ranks that want a block fetches and verifies it, and puts it into a window of shared memory; windows keep memory bounded. Sharing only
+saves reads: a rank without a peer, or without memory, reads by itself. A rank takes part while it holds the lock of its file
 there, so the others notice at once when it dies. Linux only; elsewhere ranks have no peers.
 """
 
@@ -47,10 +47,10 @@ def host_key(folder: Path = SHARED_MEMORY) -> bytes:
     if sys.platform != "linux":
         return b""
     try:
-        boot, place = Path("/proc/sys/kernel/random/boot_id").read_bytes(), os.stat(folder)
+        boot, status = Path("/proc/sys/kernel/random/boot_id").read_bytes(), os.stat(folder)
     except OSError:
         return b""
-    return bytes(derived_hash("host of a rank", boot, f"{place.st_dev} {place.st_ino} {os.geteuid()}".encode())[:8])
+    return bytes(derived_hash("host of a rank", boot, f"{status.st_dev} {status.st_ino} {os.geteuid()}".encode())[:8])
 
 
 class HostSharedReads:
@@ -393,7 +393,7 @@ def _remove_stale(base: Path) -> None:
     """Removes the folders of ranks that were killed."""
     for folder in base.glob("tsck-*"):
         with contextlib.suppress(OSError):
-            place = folder.stat()
-            is_mine = place.st_uid == os.geteuid() and time.time() - place.st_mtime > STALE_SECONDS
+            status = folder.stat()
+            is_mine = status.st_uid == os.geteuid() and time.time() - status.st_mtime > STALE_SECONDS
             if is_mine and not any(map(_is_locked, folder.glob("alive-*"))):
                 shutil.rmtree(folder, ignore_errors=True)

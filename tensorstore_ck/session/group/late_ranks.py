@@ -1,4 +1,4 @@
-"""Warns which ranks are missing, long before a wait for them ends: if one rank alone makes a call for all ranks, nothing else would."""
+"""Warns which ranks are missing, long before the wait for them ends. Nothing else shows that one rank alone made a call for all ranks."""
 
 import logging
 import os

@@ -1,12 +1,14 @@
-"""Finds out which ranks are alive. Each raises a counter in the group's store, and a rank that waits for another checks that counter.
+"""Finds out which ranks are alive. Each raises a counter in the group's store, with the name of its host; a rank that waits for another
+checks that counter.
 
 A slow rank still raises it; one that was killed, was suspended or lost its host does not. Clocks are not compared.
 """
 
+import platform
 import queue
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -19,6 +21,7 @@ BEATS: Final = 6
 """The number of beats that a rank misses, at least, before it is given up."""
 FIRST_LOOK: Final = 0.1
 """The share of the interval before the first check: most waits end earlier, and cost no check."""
+MAX_HOST_CHARS: Final = 64
 UNBORN: Final = b"0"
 """The counter of a rank that has not used the group yet: it may still compute."""
 _END_SECONDS: Final = 1.0
@@ -62,12 +65,12 @@ class Heartbeat:
 
 def _beat(store: Any, name: str, seconds: float, ends: "queue.SimpleQueue[None]") -> None:
     clone: Any = None
-    count = 0
+    count, host = 0, platform.node()[:MAX_HOST_CHARS]
     while True:
         count += 1
         try:
             clone = store.clone() if clone is None else clone
-            clone.set(name, str(count).encode())
+            clone.set(name, f"{count} {host}".encode())
         except Exception:  # noqa: BLE001 - this rank is alive: the next beat uses a new clone
             clone = None
         try:
@@ -90,11 +93,16 @@ class LivenessWatch:
     Silence counts only while this rank checks: if it was suspended itself, maybe with all others, that time does not count.
     """
 
-    def __init__(self, prefix: str, *, every: float, limit: float) -> None:
-        """`prefix`: of the counters' names, before the rank; `limit`: the silence after which a rank is given up."""
+    def __init__(
+        self, prefix: str, *, every: float, limit: float, on_dead: Callable[[int, bytes, float], object] = lambda *_: None
+    ) -> None:
+        """`prefix`: of the counters' names, before the rank; `limit`: the silence after which a rank is given up.
+
+        `on_dead` is called with each rank that is given up, its last counter and the limit; perhaps several times.
+        """
         self.prefix = prefix
         self.limit = limit
-        self._every = every
+        self._every, self._on_dead = every, on_dead
         self._seen: dict[int, tuple[bytes, float]] = {}
         """Rank -> its counter, and for how long that has been the same."""
         self._looked: float | None = None
@@ -117,6 +125,7 @@ class LivenessWatch:
             self._seen[rank] = counter, seconds
             if seconds >= self.limit:
                 gone.append(rank)
+                self._on_dead(rank, counter, self.limit)
             else:
                 self._due = min(self._due, now + self.limit - seconds)
         return gone

@@ -1,11 +1,14 @@
 """The process groups that one store handle has used: this rank's place in each, and small messages between their ranks."""
 
+import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.events import Event
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS, Group, Participant, open_group
 from tensorstore_ck.session.group.channel import StoreRunner
@@ -122,6 +125,10 @@ class ProcessGroups:
         for known in (self._groups, self._publishing, self._gathered):
             known.clear()
 
+    def _report_dead(self, own: int, rank: int, host: str, silent_seconds: float) -> None:
+        fields: dict[str, int | float | str] = {"dead_rank": rank, "host": host, "silent_seconds": silent_seconds}
+        self._engine.observers.emit(Event("rank_dead", "", "", None, own, time.time_ns(), fields))
+
     def publishing(self, group: "ProcessGroup") -> Group:
         """A second group of the same ranks, for rounds of their publishing threads, in their own order. After a round of `of`."""
         if group not in self._publishing:
@@ -131,5 +138,6 @@ class ProcessGroups:
     def of(self, group: "ProcessGroup") -> tuple[Group, Memory]:
         """This rank's `Group` of a process group, and the plans of its saves."""
         if group not in self._groups:
-            self._groups[group] = open_group(group, self._engine.config.uuid, dead_after=self._dead_after_seconds), {}
+            report = partial(self._report_dead, group.rank())
+            self._groups[group] = open_group(group, self._engine.config.uuid, dead_after=self._dead_after_seconds, on_dead=report), {}
         return self._groups[group]

@@ -1,6 +1,6 @@
 """One rank's side of a save of many ranks. Each writes and checks its part, and rank 0 commits for all, with a small record of each rank.
 
-Knows no torch: it gets states that were taken apart.
+Knows no torch: its states were taken apart before.
 """
 
 import warnings
@@ -54,7 +54,7 @@ class RankResult(NamedTuple):
     findings: SaveFindings
 
     def record(self) -> Body:
-        """As it travels."""
+        """The record that is sent to rank 0."""
         return {
             "parts": self.parts.record(),
             "reported_bytes": self.reported_bytes,
@@ -140,7 +140,7 @@ class RankSave:
         return {"metadata": unpack_body(memoryview(request.metadata), "metadata"), "metrics": request.metrics}
 
     def follow(self, go: Body) -> None:
-        """Looks for blocks in the same snapshot as rank 0, which alone pins it while a save is staged."""
+        """Looks for blocks in the same snapshot as rank 0: only rank 0 pins that snapshot while a save is staged."""
         self._request = self._request._replace(base=None if go["nearest"] is None else take_digest(go, "nearest"))
 
     def resolve(self, reason: str) -> Body | None:

@@ -61,7 +61,7 @@ def digests_of(
     """Hashes all data that this rank shares with others, block by block. `reported` was hashed already."""
     tensors = captured.layout.tensors
     held = [] if only_reported else regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
-    found: dict[int, bytes] = {}
+    digests: dict[int, bytes] = {}
     ends: dict[int, int] = {}
     tasks: list[tuple[int, int, list[int]]] = []
     for number, region in enumerate(held):
@@ -77,16 +77,16 @@ def digests_of(
         for length in lengths:
             ids.append(block_id(captured.sources[held[number].tensor].read(start, start + length)))
             start += length
-        found[number] = derived_hash("region of a replica", *ids)
+        digests[number] = derived_hash("region of a replica", *ids)
 
     for_each(tasks, digest, cpu_threads())
     of_sets: dict[bytes, list[bytes]] = {}
     key_of = cache(set_key)
     buckets = [0] * bucket_count(captured.layout, slot.world_size)
-    for number in sorted(found):
+    for number in sorted(digests):
         region = held[number]
-        of_sets.setdefault(key_of(region.replicas), []).append(found[number])
-        buckets[bucket_of(region.tensor, captured.layout, slot.world_size)] ^= int.from_bytes(found[number][:CHECKSUM_BYTES], "little")
+        of_sets.setdefault(key_of(region.replicas), []).append(digests[number])
+        buckets[bucket_of(region.tensor, captured.layout, slot.world_size)] ^= int.from_bytes(digests[number][:CHECKSUM_BYTES], "little")
     for key, tensor, hashed in reported:
         of_sets.setdefault(key, []).append(hashed)
         buckets[bucket_of(tensor, captured.layout, slot.world_size)] ^= int.from_bytes(hashed[:CHECKSUM_BYTES], "little")
@@ -97,7 +97,7 @@ def digests_of(
 
 
 def differences(reports: Sequence[ReplicaDigests], layouts: Sequence[Layout | None]) -> str:
-    """The tensors that differ between replicas, and the ranks, as text; empty if none do. `layouts`: as far as they are known."""
+    """The tensors that differ between replicas, and the ranks, as text; empty if none do. `layouts`: the known ones."""
     first: dict[bytes, int] = {}
     for rank, digests in enumerate(reports):
         for key, digest in digests.sets.items():
@@ -113,14 +113,14 @@ def differences(reports: Sequence[ReplicaDigests], layouts: Sequence[Layout | No
     return f"{name} is not the same on all of {named_ranks(ranks)}, which hold it in different ways, each in full: {DIFFERENT}"
 
 
-def _explain(layout: Layout | None, said: Sequence[ReplicaDigests], key: bytes, first: int) -> str:
-    expected = said[first]
-    others = [rank for rank, digests in enumerate(said) if digests.sets.get(key, expected.sets[key]) != expected.sets[key]]
-    mine, theirs = expected.checksums, said[others[0]].checksums
+def _explain(layout: Layout | None, reports: Sequence[ReplicaDigests], key: bytes, first: int) -> str:
+    expected = reports[first]
+    others = [rank for rank, digests in enumerate(reports) if digests.sets.get(key, expected.sets[key]) != expected.sets[key]]
+    mine, theirs = expected.checksums, reports[others[0]].checksums
     size = CHECKSUM_BYTES
     wrong = {at // size for at in range(0, min(len(mine), len(theirs)), size) if mine[at : at + size] != theirs[at : at + size]}
     tensors = enumerate(layout.tensors) if layout is not None else ()
-    names = [spec.name for number, spec in tensors if layout is not None and bucket_of(number, layout, len(said)) in wrong]
+    names = [spec.name for number, spec in tensors if layout is not None and bucket_of(number, layout, len(reports)) in wrong]
     shown = ", ".join(map(repr, names[:MAX_NAMED])) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
     return (
         f"tensors that should be equal on all ranks that hold them are not: rank {first} and {named_ranks(others)} differ in "

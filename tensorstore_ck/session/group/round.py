@@ -213,7 +213,7 @@ class Round:
         """
         keys = {f"{stage}/{rank}": rank for rank in ranks}
         on_late = self._report_missing if stage == "proposal" else None  # in later stages ranks work, each as long as it needs
-        found, alarm, silent = self._channel.collect(keys, self._deadline, alarm=FAILED, on_late=on_late)
+        received, alarm, silent = self._channel.collect(keys, self._deadline, alarm=FAILED, on_late=on_late)
         records: dict[int, Body] = {}
         errors: dict[int, FailureReason] = {}
         missing = []
@@ -222,11 +222,11 @@ class Round:
                 record = decode_record(alarm, FAILED)
                 errors[take_count(record, "rank")] = FailureReason.of_record(take(record, "error", dict))
         for key, rank in keys.items():
-            if key not in found:
+            if key not in received:
                 missing.append(rank)
                 continue
             try:
-                records[rank] = decode_record(found[key], key)
+                records[rank] = decode_record(received[key], key)
                 check_record(records[rank], stage)
             except RankRefusedError as exc:
                 errors[rank] = exc.reason

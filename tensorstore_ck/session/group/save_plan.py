@@ -48,7 +48,7 @@ class SavePlan(NamedTuple):
         return np.frombuffer(self.sets[rank], "<u4").tolist() if self.sets else None
 
     def encode(self) -> bytes:
-        """As it travels."""
+        """The bytes that are sent to the other ranks."""
         body = {
             "form": self.form,
             "layout": b"" if self.layout is None else self.layout.encode(),

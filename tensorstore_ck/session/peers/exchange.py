@@ -1,4 +1,4 @@
-"""One exchange: its snapshot, whether the caller has cancelled it, and what both sides agree on."""
+"""One exchange: its snapshot, whether the caller has cancelled it, and the lengths of the pieces, which both sides compute."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -21,7 +21,7 @@ class HeldCopies:
         self._lock = threading.Lock()
         self._named: dict[Ulid, dict[str, frozenset[str]]] = {}
         """Snapshot -> manifest -> the objects that it names."""
-        self._there: dict[str, int] = {}
+        self._durable: dict[str, int] = {}
         """Durable and verified objects, and their sizes."""
         self._complete: set[str] = set()
         """The complete manifests."""
@@ -33,16 +33,16 @@ class HeldCopies:
             CorruptObjectError: one exists with another size.
         """
         with self._lock:
-            wrong = next((name for name, size in sizes.items() if self._there.get(name, size) != size), None)
+            wrong = next((name for name, size in sizes.items() if self._durable.get(name, size) != size), None)
             if wrong is not None:
-                raise CorruptObjectError(f"{wrong} was sent before with {self._there[wrong]} bytes, not {sizes[wrong]}", object_id=wrong)
+                raise CorruptObjectError(f"{wrong} was sent before with {self._durable[wrong]} bytes, not {sizes[wrong]}", object_id=wrong)
             self._named.setdefault(txn, {})[key] = frozenset(sizes)
-            return list(filterfalse(self._there.__contains__, sizes))
+            return list(filterfalse(self._durable.__contains__, sizes))
 
     def add(self, name: str, size_bytes: int) -> None:
         """Notes that an object is durable and verified."""
         with self._lock:
-            self._there[name] = size_bytes
+            self._durable[name] = size_bytes
 
     def complete(self, txn: Ulid, key: str, manifest: bytes) -> bool:
         """Writes a manifest whose objects are complete, unless the snapshot was forgotten meanwhile."""
@@ -71,8 +71,8 @@ class HeldCopies:
 
     def _sweep(self) -> None:
         """Deletes the objects that no manifest names."""
-        named: set[str] = set().union(*(names for each in self._named.values() for names in each.values()))
-        unneeded = [name for name in self._there if name not in named]
+        named: set[str] = set().union(*(names for objects_of in self._named.values() for names in objects_of.values()))
+        unneeded = [name for name in self._durable if name not in named]
         self._folder.unsent.delete(unneeded)
         for name in unneeded:
-            del self._there[name]
+            del self._durable[name]

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a block, over a gloo group that serves this alone.
+"""Messages between the ranks of a block, over a gloo group of their own.
 
 Of two ranks one sends, on the tag `FORTH`, and the other answers, on `BACK`; both directions may run at the same time, from two threads.
 A send ends when the other rank receives the message, whose length it must know: so a record is sent after its length. A message that gloo

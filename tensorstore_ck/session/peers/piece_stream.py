@@ -116,7 +116,7 @@ class PieceReceiver:
         self._buffers = buffers
         self._lengths = lengths
         self._number = -1
-        self._said: OutgoingMessage | None = None
+        self._reply: OutgoingMessage | None = None
         self._coming: OutgoingMessage | None = self._receive(0)
 
     def next(self) -> memoryview:
@@ -164,9 +164,9 @@ class PieceReceiver:
 
     def _say(self, word: int) -> None:
         self._wait_until_heard()
-        self._said = self._link.send(self._peer, BACK, np.array([word, *bytes(MAC_BYTES)], np.uint8))
+        self._reply = self._link.send(self._peer, BACK, np.array([word, *bytes(MAC_BYTES)], np.uint8))
 
     def _wait_until_heard(self) -> None:
-        said, self._said = self._said, None
-        if said is not None:
-            said.wait()
+        reply, self._reply = self._reply, None
+        if reply is not None:
+            reply.wait()

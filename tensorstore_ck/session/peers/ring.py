@@ -26,9 +26,9 @@ def host_of_folder(path: str | os.PathLike[str]) -> bytes:
         StoreError: the folder does not exist.
     """
     with os_errors("look at", os.fspath(path)):
-        place = os.stat(path)
+        status = os.stat(path)
     machine = _BOOT_ID.read_bytes() if _BOOT_ID.exists() else socket.gethostname().encode()
-    return bytes(derived_hash("host of a folder", machine, f"/{place.st_dev}/{place.st_ino}".encode())[:HOST_BYTES])
+    return bytes(derived_hash("host of a folder", machine, f"/{status.st_dev}/{status.st_ino}".encode())[:HOST_BYTES])
 
 
 def copies_possible(hosts: Sequence[bytes], copies: int) -> int:

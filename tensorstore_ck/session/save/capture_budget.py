@@ -15,11 +15,11 @@ from tensorstore_ck.session.save.queued_save import Capturable, QueuedSave
 if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Arena
 
-SAY_SECONDS: Final = 5.0
-"""A save logs that it waits after this time."""
+WARN_SECONDS: Final = 5.0
+"""A save that has waited for this time logs a warning."""
 
 PREPARED: Final = 2
-"""Captures: one while the one before is stored."""
+"""The number of captures to allocate for: one is made while the one before it is stored."""
 
 OnFull = Literal["block", "skip", "replace"]
 """What a save does if no memory is left to capture into: wait; be skipped; or replace the oldest queued save."""
@@ -87,11 +87,11 @@ class CaptureMemory:
         """
         began, patience = time.monotonic(), save.patience_seconds
         queued.waited_for = queued.waited_for or under_way
-        left = SAY_SECONDS if patience is None else max(0.0, patience - queued.waited_seconds)
-        has_slot = self._changed.wait_for(lambda: self.try_take(queued, save), min(left, SAY_SECONDS))
-        was_quiet = queued.waited_seconds < SAY_SECONDS
+        left = WARN_SECONDS if patience is None else max(0.0, patience - queued.waited_seconds)
+        has_slot = self._changed.wait_for(lambda: self.try_take(queued, save), min(left, WARN_SECONDS))
+        was_quiet = queued.waited_seconds < WARN_SECONDS
         queued.waited_seconds += time.monotonic() - began
-        if was_quiet and queued.waited_seconds >= SAY_SECONDS:
+        if was_quiet and queued.waited_seconds >= WARN_SECONDS:
             _logger.warning("training waits for memory to capture %s: %d saves are in progress", queued.status, queued.waited_for)
         if not has_slot and patience is not None and queued.waited_seconds >= patience:
             raise WaitTimeoutError(

@@ -56,13 +56,13 @@ class SaveContext:
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
     """By group, if its ranks keep copies of each other's staged files."""
     step_gates: "StepGates | None" = None
-    """Of optimizers whose tensors are copied from devices until the next step; made at the first such save."""
+    """The gates of optimizers whose tensors are copied from devices until the next step; made at the first such save."""
 
     known_tensors: "StoredTensors | None" = None
     """Tensors on devices that the next save need not copy; made at the first asynchronous save of such tensors."""
 
     def is_store_gone(self) -> bool:
-        """Whether the store answers nothing or takes no upload, and keeps only saves waiting that are safe on the staging disk."""
+        """Whether the store answers nothing or takes no upload, and all saves that wait for it are safe on the staging disk."""
         return self.engine.tier is not None and self.contact.is_gone(partial(self.engine.backend.size, CONFIG_NAME))
 
     def gates_of(self, optimizers: "Sequence[Optimizer]") -> "list[StepGate]":
@@ -84,7 +84,7 @@ class SaveContext:
     def note_speed(self, status: SaveStatus) -> None:
         """Notes how long the store took to write a save, so that the next ones can choose a codec.
 
-        Not for file systems, whose reads come from the page cache however slow their writes are, nor for a store with a rate limit.
+        Ignores local file systems, whose reads come from the page cache however slow their writes are, and stores with a rate limit.
         """
         if self.engine.backend.is_local or self.engine.limit is not None:
             return
@@ -120,7 +120,7 @@ class SaveContext:
     def explains_errors(self) -> Iterator[None]:
         """Completes the commands in errors, and adds to a `NoSpaceError` what gc would free, in gc's words.
 
-        The latter only for a store in a folder: others are expensive to list.
+        It adds that only for a store in a folder: other stores are expensive to list.
         """
         try:
             yield

@@ -14,9 +14,9 @@ class Staying(NamedTuple):
     """When saves stay on a staging disk at the end of a job."""
 
     is_store_gone: Callable[[], bool] = lambda: False
-    """Whether the store has not answered for long: saves that are staged do not keep the job waiting then."""
+    """Whether the store has not answered for long: the job then does not wait for staged saves."""
     resume_command: str = ""
-    """Publishes them."""
+    """The command that publishes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class DrainReport:
     safe: Snapshot | None
     """The newest snapshot that this handle published."""
     resume_command: str = ""
-    """Publishes what is staged, on this host."""
+    """The command that publishes the staged saves on this host."""
 
     @classmethod
     def of(cls, statuses: Sequence[SaveStatus], safe: Snapshot | None, resume_command: str = "") -> Self:

@@ -34,8 +34,8 @@ def check_ranks(
 
     def propose() -> Body:
         for part_of_state, describer in ((state, describer_of(group)), (rank_state, None)):
-            found, captured = inspect_state(part_of_state, describer)
-            problems.extend(found)
+            refused, captured = inspect_state(part_of_state, describer)
+            problems.extend(refused)
             looked_at.append(captured)
         if problems:
             others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

@@ -26,10 +26,10 @@ class FrozenTensors:
 
     def __init__(self) -> None:
         self.known: dict[str, _FrozenTensor] = {}
-        """What is known, by the tensor's name."""
+        """Tensor's name -> what is known of it."""
 
     def mark(self, captured: CapturedState, globs: Sequence[str], scope: bytes = b"") -> CapturedState:
-        """The state with those tensors marked whose names match. `scope`: the group that saves it.
+        """The state with the tensors marked as frozen whose names match. `scope`: the group that saves it.
 
         Forgets all other tensors: a tensor that is frozen, then trained, then frozen again is read.
 

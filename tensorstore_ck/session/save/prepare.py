@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class Preparation(NamedTuple):
-    """What is left to do, in a thread."""
+    """The rest of the preparation, for a thread."""
 
     size_bytes: int
-    """Of the memory that a capture needs."""
+    """The size of the memory that a capture needs."""
     warm_up: Callable[[], object]
     """Compiles the kernel that hashes, and makes the devices hash the state: memory for that is allocated then."""
 

@@ -94,10 +94,10 @@ class Preemption:
 
 def finish_at_exit(queue: SaveQueue) -> None:
     """Lets the interpreter wait for the saves of `queue` before it ends; logs those that are not published then."""
-    found, pid = weakref.ref(queue), os.getpid()
+    reference, pid = weakref.ref(queue), os.getpid()
 
     def finish() -> None:
-        queue = found()
+        queue = reference()
         if queue is None or os.getpid() != pid:  # a forked child has neither the saves nor usable locks
             return
         report = queue.end()

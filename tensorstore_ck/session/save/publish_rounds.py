@@ -119,10 +119,10 @@ class PublishRounds:
         def compare(proposals: list[Body]) -> Body:
             if len({take(proposal, "txn", bytes) for proposal in proposals}) > 1:
                 raise SnapshotAbortedError("the ranks have staged different snapshots", object_id=self.ref)
-            said = next((proposal["lead"] for proposal in proposals if proposal.get("lead") is not None), None)
-            if said is None:
+            encoded = next((proposal["lead"] for proposal in proposals if proposal.get("lead") is not None), None)
+            if encoded is None:
                 raise SnapshotAbortedError("no rank has the manifest that rank 0 staged", object_id=self.ref)
-            self._upload.lead = decode_lead(said)
+            self._upload.lead = decode_lead(encoded)
             for proposal in proposals:
                 self._upload.renewed |= {int(rank): RenewedParts.of_record(parts) for rank, parts in take(proposal, "renewed", list)}
             cancelled = next((reason for proposal in proposals if (reason := take(proposal, "cancelled", str))), "")

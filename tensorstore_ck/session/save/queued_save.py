@@ -29,7 +29,7 @@ class Publishable(Protocol):
     """A save that is staged."""
 
     def replicate(self, status: SaveStatus, /) -> None:
-        """Copies the staged files to other hosts, if that is wanted; never fails."""
+        """Copies the staged files to other hosts, if the store was opened so; never fails."""
 
     def publish(self, status: SaveStatus, /) -> SnapshotInfo:
         """Uploads the staged objects and publishes the snapshot."""
@@ -192,7 +192,7 @@ class UnraisedErrors:
 
     def first(self) -> QueuedSave | None:
         """The oldest one."""
-        return next(iter(self._waiting()), None)
+        return next((queued for queued in self._failed if not queued.status.is_raised), None) if self._failed else None
 
     def numbered(self, number: int) -> QueuedSave | None:
         """The save of that number, even if its error was raised meanwhile."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.state.sharded_tensors import SpreadDescriber
 
 Begin = Callable[[], tuple[SaveRequest, CapturedState, RefTable]]
-"""What this process saves as of now, by a view of the log; called again if the branch was moved by an earlier save of this handle."""
+"""Returns what this process saves, as of a view of the log; called again if an earlier save of this handle moved the branch."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Alone:
     patience_seconds: float | None = None
     """How long the save may wait for memory; None: without limit."""
     scope = b""
-    """Names the group, for what is remembered of frozen tensors."""
+    """Names the group: what is known of frozen tensors holds for one group."""
     replicator: "Replicator | None" = None
-    """Copies staged files to other hosts, if that is wanted."""
+    """Copies staged files to other hosts, if the store was opened so."""
 
     def __init__(self, context: SaveContext, number: int) -> None:
         self.number = number
@@ -82,19 +82,19 @@ class Alone:
         """Does nothing: no other process waits."""
 
     def write_and_commit_together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
-        """Writes and commits; again if that conflicts with an earlier save of this handle whose reply was lost, and which was published."""
+        """Writes and commits. Repeats it after a conflict with a save of this handle that was published although its reply was lost."""
         engine, fence = self._context.engine, self._context.fence
         while True:
             request, captured, view = begin()
             try:
                 return write_and_commit(destination, captured=captured, request=request, meter=meter, view=view)
             except ConflictError:
-                if destination.is_staging or not fence.settle(engine, engine.log.newest_view(), request.ref):
+                if destination.is_staging or not fence.catch_up(engine, engine.log.newest_view(), request.ref):
                     raise
 
 
 class RankRound:
-    """One rank of a group, in the round in which all of them save. See `Alone` for what both have."""
+    """One rank of a group, in the round in which all of them save. `Alone` documents the methods of both."""
 
     is_alone = False
 

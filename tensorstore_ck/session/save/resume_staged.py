@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 STALE_SECONDS: Final = 86_400
-"""After this time no process is staging the snapshot any more; giving it up is safe at any time."""
+"""After this time no process stages the snapshot any more. Giving it up earlier would be safe, too."""
 RESUME, PUBLISHED, LOST, WAIT = "resume", "published", "lost", "wait"
 
 
 def find_manifests(engine: Engine, folder: StagingFolder) -> list[Manifest]:
     """The manifests of unpublished saves on this disk, oldest first; damaged ones are logged, and left where they are."""
-    found, damaged = read_manifests(folder)
+    manifests, damaged = read_manifests(folder)
     for problem in damaged.values():
         _logger.warning("a staged snapshot cannot be continued: %s; see `%s`", problem, _list_command(engine))
-    return found
+    return manifests
 
 
 def _list_command(engine: Engine) -> str:
@@ -52,9 +52,9 @@ def _list_command(engine: Engine) -> str:
 def sweep(tier: StagingTier) -> None:
     """Deletes files of processes that ended before their save was staged. No other process may use the folder."""
     tier.folder.drop_temporaries()
-    found, damaged = read_manifests(tier.folder)
+    manifests, damaged = read_manifests(tier.folder)
     if not damaged:  # else the damaged manifest may name these files
-        tier.uploader.drop(tier.folder.orphans({name for manifest in found for name in manifest.names}))
+        tier.uploader.drop(tier.folder.orphans({name for manifest in manifests for name in manifest.names}))
 
 
 def resume_alone(context: SaveContext, tier: StagingTier) -> list[StagedSave]:
@@ -124,7 +124,7 @@ def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup",
         context.engine.log.sync()
         view = context.engine.log.view()
         verdicts = [_verdict(context.engine, view, txn, finders) for txn, finders in _finders(proposals).items()]
-        return {"found": [verdict for _, verdict in sorted(verdicts, key=lambda each: each[0])]}
+        return {"found": [verdict for _, verdict in sorted(verdicts, key=lambda verdict: verdict[0])]}
 
     def execute(go: Body) -> Body:
         context.engine.log.sync()
@@ -159,20 +159,20 @@ class _Finders(NamedTuple):
 
     ranks: int
     owners: dict[int, int]
-    """Rank that staged -> the first rank that found its manifest."""
+    """Rank that staged -> the first rank that found the manifest."""
 
 
 def _finders(proposals: Sequence[Body]) -> dict[bytes, _Finders]:
-    found: dict[bytes, _Finders] = {}
-    for finder, said in enumerate(proposals):
-        for txn, rank, ranks in take(said, "found", list):
-            found.setdefault(txn, _Finders(ranks, {})).owners.setdefault(rank, finder)
-    return found
+    finders: dict[bytes, _Finders] = {}
+    for finder, proposal in enumerate(proposals):
+        for txn, rank, ranks in take(proposal, "found", list):
+            finders.setdefault(txn, _Finders(ranks, {})).owners.setdefault(rank, finder)
+    return finders
 
 
-def _verdict(engine: Engine, view: RefTable, txn: bytes, found: _Finders) -> tuple[int, list[Any]]:
+def _verdict(engine: Engine, view: RefTable, txn: bytes, finders: _Finders) -> tuple[int, list[Any]]:
     """What to do with a save, by the log and by what is missing; and the number of its log entry, by which saves are ordered."""
-    owners = [[rank, finder] for rank, finder in sorted(found.owners.items())]
+    owners = [[rank, finder] for rank, finder in sorted(finders.owners.items())]
     if published_as(engine, view, Ulid(txn)) is not None:
         return 0, [txn, PUBLISHED, owners]
     staged = view.staged(txn)
@@ -182,11 +182,11 @@ def _verdict(engine: Engine, view: RefTable, txn: bytes, found: _Finders) -> tup
         if is_over:
             give_up(engine, Ulid(txn))
         return 0, [txn, LOST if is_over else WAIT, owners]
-    missing = sorted(set(range(found.ranks)) - found.owners.keys())
+    missing = sorted(set(range(finders.ranks)) - finders.owners.keys())
     if missing:
         _logger.warning(
             "a snapshot that %d ranks staged (%s) cannot be published yet: no host here has the files of rank %s; see `%s`",
-            found.ranks,
+            finders.ranks,
             ulid_text(Ulid(txn)),
             ", ".join(map(str, missing[:16])),
             _list_command(engine),

@@ -101,7 +101,7 @@ class Save:
         engine, fence, options = self._engine, self._context.fence, self.check()
 
         def check(view: RefTable) -> None:
-            fence.settle(engine, view, self.ref)
+            fence.catch_up(engine, view, self.ref)
             fence.check_step(engine, view, options)
             check_expected(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
             check_quotas(quotas_of(view, self.ref), self.ref)
@@ -173,10 +173,10 @@ class Save:
     def _overlap(self, captured: CapturedState) -> Overlap:
         """What copies from devices need so that they can go on while training continues."""
         blocks_of = partial(held_blocks, captured, rank=self.rank, block_bytes=self._engine.config.block_bytes)
-        # The ranks of a group compare what they hold, also if it has not changed.
-        return Overlap(
-            blocks_of, self._context.gates_of(self._changed_by), self._context.stored_tensors() if self._ranks.is_alone else None
-        )
+        # What stays on a device is read no more: but the ranks of a group compare what they hold, and a staging disk need not have it.
+        may_stay = self._ranks.is_alone and self._engine.tier is None
+        stored = self._context.stored_tensors() if may_stay else None
+        return Overlap(blocks_of, self._context.gates_of(self._changed_by), stored)
 
     def _states(self) -> list[CapturedState]:
         """The state, and the state of this rank alone, if any."""
@@ -218,7 +218,7 @@ class Save:
         return self._ranks.write_and_commit_together(begin, destination, status.meter)
 
     def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState, RefTable]:
-        """The request, the state and a view of the log, all as of its newest entry; takes the state apart if it was not yet."""
+        """The request, the state, and a view of the log at its newest entry. Takes the state apart if `capture` was not called before."""
         status.check()
         fence, options, captured = self._context.fence, self.check(), self.capture()
         size_bytes = captured.logical_bytes if self._ranks.is_alone else captured.held_bytes

@@ -44,7 +44,7 @@ class SaveQueue:
     """The saves of one store handle. Thread-safe; one thread at a time may save."""
 
     def __init__(self, open_arena: Callable[[], "Arena"], observers: Observers, stays: Staying) -> None:
-        """`open_arena` allocates memory at the first save that needs it. `stays`: what stays on a staging disk at the end."""
+        """`open_arena` allocates memory at the first save that needs it. `stays`: when saves stay on a staging disk at the end."""
         self._open_arena = open_arena
         self._observers = observers
         self._stays = stays
@@ -232,7 +232,7 @@ class SaveQueue:
         dropped: list[int] = []
         while not self._memory.try_take(queued, save):
             with self._changed.lock:
-                oldest = next((each for each in self._stores.waiting() if not each.status.dropped), None)
+                oldest = next((other for other in self._stores.waiting() if not other.status.dropped), None)
             if on_full == "skip":
                 return Admission(admitted=False)
             if on_full == "replace" and oldest is not None:
@@ -267,7 +267,7 @@ class SaveQueue:
     def _release_if_waiting(self, queued: QueuedSave) -> None:
         """Frees the memory of a dropped save at once; the ranks end it together when its turn comes."""
         with self._changed.lock:
-            if any(queued is each for each in self._stores.waiting()):
+            if any(queued is other for other in self._stores.waiting()):
                 self._release(queued)
 
     def _end_dropped(self, queued: QueuedSave, reason: str) -> None:
@@ -287,7 +287,7 @@ class SaveQueue:
 
     def _raise_error_of(self, number: int, ref: str) -> NoReturn:
         """Raises the error of an earlier save that rank 0 raises, too. This rank may not have it yet."""
-        self._changed.wait_for(lambda: not any(each.number == number for each in self._queued()), RAISE_SECONDS)
+        self._changed.wait_for(lambda: not any(other.number == number for other in self._queued()), RAISE_SECONDS)
         with self._changed.lock:
             queued = self._unraised.numbered(number)
         if queued is not None:
@@ -299,12 +299,12 @@ class SaveQueue:
     # --- the threads --------------------------------------------------------------------------------------------------
 
     def _queued(self, *workers: Worker[QueuedSave]) -> list[QueuedSave]:
-        """The saves of these workers, by default of all; each once, although two workers have a save that is being handed over."""
+        """The saves of these workers, by default of all workers. A save that is handed over is listed once, though two workers have it."""
         with self._changed.lock:
             return items_of(workers or self._workers)
 
     def _is_idle(self) -> bool:
-        return [worker.thread for worker in self._workers] == [None] * len(self._workers)
+        return self._uploads.thread is self._copies.thread is self._stores.thread is None
 
     def _is_done(self) -> bool:
         """Whether the only saves in progress were asked to give up."""

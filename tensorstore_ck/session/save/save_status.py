@@ -131,11 +131,11 @@ class SaveStatus:
             raise InvalidOptionError(
                 f"the save of {self} belongs to the process from which this one was forked: wait there", object_id=self.ref
             )
-        if not self._changed.wait_for(lambda: self._is_settled(stage), timeout_seconds):
+        if not self._is_settled(stage) and not self._changed.wait_for(lambda: self._is_settled(stage), timeout_seconds):
             raise WaitTimeoutError(
                 f"the save of {self} is not {stage.name.lower()} after {timeout_seconds:g} s; the save continues", object_id=self.ref
             )
-        if self.has_reached(stage):
+        if self._reached >= stage:
             return
         self.is_raised = True
         assert self.error is not None
@@ -146,10 +146,6 @@ class SaveStatus:
         self.wait(SaveMilestone.PUBLISHED, timeout_seconds)
         assert self.snapshot is not None
         return self.snapshot
-
-    def wait_for_end(self, timeout_seconds: float | None) -> bool:
-        """Waits until the save has ended in any way; returns whether it has."""
-        return self._changed.wait_for(lambda: self._ended, timeout_seconds)
 
     def call_when_settled(self, stage: SaveMilestone, callback: Callable[[], object]) -> None:
         """Calls back when the save has reached the milestone or never will; at once if that is known."""

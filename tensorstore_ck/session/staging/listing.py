@@ -87,7 +87,7 @@ def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedSave
 
 
 def list_disk(folder: StagingFolder) -> list[StagedSaveInfo]:
-    """What lies on the disk, without the store, which does not answer: what of it is published or uploaded is not known."""
+    """The saves on the disk, for a store that does not answer: which of them are published or uploaded is unknown."""
     saves: list[StagedSaveInfo] = []
     for manifest in read_manifests(folder)[0]:
         record = decode_record(manifest.lead.record, record_name(manifest.txn)) if manifest.lead is not None else None
@@ -177,7 +177,7 @@ def _problems(here: Collection[int], ranks: int, sent: Mapping[str, tuple[int, i
         yield f"what rank {_some(missing)} staged is not on this disk"
     elif not has_lead:
         yield "not all ranks had staged it"
-    lost = [name for name, there in sent.items() if there is None]
+    lost = [name for name, size in sent.items() if size is None]
     if lost:
         yield f"neither on this disk nor in the store: {_some(lost)}"
 

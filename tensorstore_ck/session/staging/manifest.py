@@ -30,7 +30,7 @@ class PublishingLead(NamedTuple):
     record: bytes
     """The sealed record."""
     parts: Sequence[RankParts]
-    """Of all ranks, in order."""
+    """The parts of all ranks, in order."""
     accepts: Accepts
     pinned: Ulid | None
     """The published snapshot whose blocks it shares; pinned until this one is published."""

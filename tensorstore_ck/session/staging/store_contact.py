@@ -12,9 +12,9 @@ from tensorstore_ck.errors import BackendUnavailableError
 T = TypeVar("T")
 
 PATIENCE_SECONDS: Final = 5.0
-"""How long a save waits for one answer. Without it the save stages blocks that the store has, too."""
+"""How long a save waits for one answer. Without an answer the save also stages blocks that the store has."""
 GONE_SECONDS: Final = 60.0
-"""A store that has answered nothing, or taken no byte of an upload, for so long keeps no process from ending."""
+"""A process that ends does not wait for a store that has answered nothing, or taken no byte of an upload, for this time."""
 
 
 class StoreContact:

@@ -17,6 +17,7 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.log.cache import CacheWarning
 from tests.effort import PATIENCE_SECONDS
+from tests.small_disk import small_disk
 
 SAVES = 24
 
@@ -84,11 +85,6 @@ def mounted(folder: Path, size_bytes: int) -> Iterator[Callable[[str], None]]:
     Raises:
         OSError: this user may not mount one.
     """
-    folder.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)], capture_output=True, check=False
-    ).returncode:
-        raise OSError("cannot mount a tmpfs here")
 
     def change(trouble: str) -> None:
         if trouble == "read-only":
@@ -98,10 +94,8 @@ def mounted(folder: Path, size_bytes: int) -> Iterator[Callable[[str], None]]:
                 while True:
                     ballast.write(bytes(4096))
 
-    try:
+    with small_disk(folder, str(size_bytes)):
         yield change
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def state(step: int) -> dict[str, object]:

@@ -17,6 +17,7 @@ from tensorstore_ck.errors import StoreError
 from tensorstore_ck.log.cache import MemoryTable
 from tests.effort import in_turns
 from tests.end_to_end.crash.faulty import MODES, Death, Faults, FaultyBackend
+from tests.gc.stores import same
 
 pytestmark = pytest.mark.race
 
@@ -36,14 +37,6 @@ def make_state(step: int) -> dict[str, object]:
         "text": f"{step}" * 40_000,
         "step": step,
     }
-
-
-def same(left: object, right: object) -> bool:
-    if isinstance(left, dict):
-        return isinstance(right, dict) and list(left) == list(right) and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and torch.equal(left, right)
-    return left == right
 
 
 def saved_twice(backend: Backend) -> str:

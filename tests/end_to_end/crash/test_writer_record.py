@@ -17,8 +17,8 @@ from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.log.cache import MemoryTable
 from tests.effort import in_turns
 from tests.end_to_end.crash.faulty import MODES, Death, Faults, FaultyBackend
-from tests.end_to_end.crash.test_every_call import make_state, open_over, same
-from tests.gc.stores import AT_ONCE
+from tests.end_to_end.crash.test_every_call import make_state, open_over
+from tests.gc.stores import AT_ONCE, same
 
 pytestmark = pytest.mark.race
 DEADLY = ("die-before", "die-after", "tear")

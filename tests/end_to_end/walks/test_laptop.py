@@ -21,8 +21,8 @@ import torch
 import tensorstore_ck as tsck
 
 with tsck.open("./ckpt", rate_limit=4_000_000) as store:
-    store.checkout("runs/one")
-    store.put_snapshot({"w": torch.randn(6_000_000)}, ref="runs/one", step=40)
+    store.checkout("runs/first")
+    store.put_snapshot({"w": torch.randn(6_000_000)}, ref="runs/first", step=40)
 """
 NO_STORE, NOT_FOUND, EXISTS, MARKED_BAD, GC_REFUSED = 30, 25, 28, 36, 37
 LOOK_SECONDS = 0.02
@@ -76,12 +76,12 @@ def test_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         again = walk.python("train.py")
         assert (again.out, again.err) == ("", "")
 
-        log = walk.type("tsck log runs/one -s ckpt")
+        log = walk.type("tsck log runs/first -s ckpt")
         assert [line.split()[1] for line in log.out.splitlines()[1:]] == ["30", "20", "10"]
-        size, grown = re.search(r"^size +(\S+ \S+), .*grow by (\S+ \S+)$", walk.type("tsck show runs/one -s ckpt").out, re.M).groups()  # type: ignore[union-attr]
+        size, grown = re.search(r"^size +(\S+ \S+), .*grow by (\S+ \S+)$", walk.type("tsck show runs/first -s ckpt").out, re.M).groups()  # type: ignore[union-attr]
         assert size in log.out
         assert grown in log.out
-        assert "tensors" in walk.type("tsck diff runs/one~1 runs/one -s ckpt").out
+        assert "tensors" in walk.type("tsck diff runs/first~1 runs/first -s ckpt").out
         assert "gc can free: nothing now" in walk.type("tsck usage -s ckpt").out
         assert walk.type("tsck fsck --read-data -s ckpt").out.splitlines()[-1] == "no errors"
         assert "would be freed: 0 B" in walk.type("tsck gc --dry-run -s ckpt").out
@@ -100,63 +100,61 @@ def test_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused.printed == usage.printed == dry.printed
         assert f"freed: {freed}" in walk.follow(refused, "gc --max-delete 100%").out
         assert bytes_in("ckpt") < whole + 10_000
-        assert "gc can free: nothing now" in walk.type("tsck usage -s ckpt").out
+        clean = walk.type("tsck usage -s ckpt")
+        assert "gc can free: nothing now" in clean.out
         shutil.rmtree("cache")
-        assert walk.type("tsck log runs/one -s ckpt").out == log.out
+        assert walk.type("tsck log runs/first -s ckpt").out == log.out
 
         # a notebook
         with tsck.open("./ckpt", read_only=True) as store:
-            state = store.checkout("runs/one")
+            state = store.checkout("runs/first")
             with pytest.raises(tsck.StoreError) as refusal:
-                store.put_snapshot(state, ref="runs/one", step=1)  # type: ignore[attr-defined]
+                store.put_snapshot(state, ref="runs/first", step=1)  # type: ignore[attr-defined]
             walk.read(refusal.value, "a notebook that only looks")
         with tsck.open("./ckpt") as store:
-            state = store.checkout("runs/one")
+            state = store.checkout("runs/first")
             with pytest.raises(tsck.InvalidOptionError) as lower:
-                store.put_snapshot(state, ref="runs/one", step=1)
+                store.put_snapshot(state, ref="runs/first", step=1)
             made = walk.follow(walk.read(lower.value, "a notebook that puts"), "branch")
             (branch,) = re.findall(r"^branch (\S+) is at", made.out)
             store.checkout(branch)
             store.put_snapshot({"w": torch.ones(3)}, ref=branch, step=31)
             store.put_snapshot({"w": torch.ones(3)}, ref="notebook", step=1)
-        assert walk.type("tsck log runs/one -s ckpt").out == log.out
+        assert walk.type("tsck log runs/first -s ckpt").out == log.out
 
         # two at once: the one that lost goes on as the error says
         with tsck.open("./ckpt") as job, tsck.open("./ckpt") as other:
-            job.checkout("runs/one")
-            other.checkout("runs/one")
-            other.put_snapshot({"w": torch.ones(4)}, ref="runs/one", step=31)
+            job.checkout("runs/first")
+            other.checkout("runs/first")
+            other.put_snapshot({"w": torch.ones(4)}, ref="runs/first", step=31)
             with pytest.raises(tsck.ConflictError) as lost:
-                job.put_snapshot({"w": torch.zeros(4)}, ref="runs/one", step=32)
+                job.put_snapshot({"w": torch.zeros(4)}, ref="runs/first", step=32)
             said = walk.read(lost.value, "the job that lost")
             walk.follow(said, "branch")
             walk.follow(said, "reset")
-            job.put_snapshot({"w": torch.zeros(4)}, ref="runs/one", step=32)
+            job.put_snapshot({"w": torch.zeros(4)}, ref="runs/first", step=32)
 
         # a bad step, a name, and back
-        walk.type("tsck mark runs/one bad --reason 'loss spike' -s ckpt")
-        bad = walk.type("tsck get runs/one out.pt -s ckpt", code=MARKED_BAD)
-        for printed in bad.printed:
-            walk.follow(bad, printed.removeprefix("tsck "))
-        walk.type("tsck mark runs/one --clear -s ckpt")
-        walk.type("tsck tag paper runs/one@30 -s ckpt")
-        taken = walk.type("tsck tag paper runs/one@20 -s ckpt", code=EXISTS)
-        for printed in taken.printed:
-            walk.follow(taken, printed.removeprefix("tsck "))
-        head = walk.type("tsck forget runs/one -s ckpt")
+        walk.type("tsck mark runs/first bad --reason 'loss spike' -s ckpt")
+        bad = walk.type("tsck get runs/first out.pt -s ckpt", code=MARKED_BAD)
+        walk.follow_all(bad)
+        walk.type("tsck mark runs/first --clear -s ckpt")
+        walk.type("tsck tag paper runs/first@30 -s ckpt")
+        taken = walk.type("tsck tag paper runs/first@20 -s ckpt", code=EXISTS)
+        walk.follow_all(taken)
+        head = walk.type("tsck forget runs/first -s ckpt")
         assert "32" in head.out
-        gone = walk.type("tsck log runs/one -s ckpt", code=NOT_FOUND)
-        for printed in gone.printed:
-            walk.follow(gone, printed.removeprefix("tsck "))
+        gone = walk.type("tsck log runs/first -s ckpt", code=NOT_FOUND)
+        walk.follow_all(gone)
         later = walk.type("tsck usage -s ckpt")
         assert "undo window" in later.out
         walk.follow(later, "forget")
         walk.type("tsck undo -s ckpt")
-        assert "32" in walk.type("tsck log runs/one -s ckpt").out
+        assert "32" in walk.type("tsck log runs/first -s ckpt").out
         walk.type("tsck export paper --to torch out.pt -s ckpt")
         walk.type("tsck export paper --to safetensors out -s ckpt")
         loaded = torch.load("out.pt", weights_only=True)
         assert torch.equal(loaded["model"]["0.weight"], state["model"]["0.weight"])
-        for printed in later.printed:
-            walk.follow(later, printed.removeprefix("tsck "))
+        walk.follow_all(later)
+        walk.follow_all(clean)  # which snapshot it would forget to have more space
         assert walk.type("tsck fsck --read-data -s ckpt").out.splitlines()[-1] == "no errors"

@@ -85,8 +85,7 @@ def test_a_damaged_pack(seaweedfs_server: S3Server, url: str, tmp_path: Path, mo
         checked = walk.type(f"tsck fsck --read-data -s {url}")
         assert "no errors" in checked.out.splitlines()
         assert "an interrupted save" not in checked.out, "the damaged pack was replaced by the repair"
-        for printed in checked.printed:  # no job is running: the damaged pack can go now
-            walk.follow(checked, printed.removeprefix("tsck "))
+        walk.follow_all(checked)  # no job is running: the damaged pack can go now
         assert name not in walk.type(f"tsck fsck --read-data -s {url}").out
         with tsck.open(url, read_only=True) as store:
             for step, state in expected.items():

@@ -107,6 +107,13 @@ class Walk:
         self._to_follow.pop(printed, None)
         return done
 
+    def follow_all(self, said: Said, **filled: str) -> None:
+        """Follows each command that it prints, and each that these print."""
+        for printed in said.printed:
+            if printed not in self._followed:
+                here = {name: value for name, value in filled.items() if name in PLACEHOLDER.findall(printed)}
+                self.follow_all(self.follow(said, printed.removeprefix("tsck "), 0, **here), **filled)
+
     def _heard(self, said: Said, code: int) -> Said:
         assert said.code == code, said
         assert code != USAGE, said

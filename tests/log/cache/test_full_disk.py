@@ -1,7 +1,5 @@
 """The cache on a disk that is full: an error, and memory instead, but no SIGBUS, which would end the training."""
 
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs root, to mount a small tmpfs")
+from tests.small_disk import needs_mount, small_disk
+
+pytestmark = needs_mount
 
 AT_EACH_PAGE = """
 import os, shutil, sys
@@ -55,14 +55,11 @@ print(sorted(outcomes))
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "4m") as folder:
+        yield folder
 
 
-def test_with_each_number_of_free_pages(small_disk: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", AT_EACH_PAGE, str(small_disk)], capture_output=True, text=True, check=False)
+def test_with_each_number_of_free_pages(disk: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", AT_EACH_PAGE, str(disk)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "['full later', 'refused', 'whole']\n", "")

@@ -171,6 +171,9 @@ def test_the_triggers_and_epochs_of_snapshots_keep_them(store: tsck.Store) -> No
     store.set_policy("runs/*", keep_last=1)
     why = store.explain_retention("runs/gpt")
     assert why[found.id] == ("keep_milestones at_fraction",)
+    store.set_policy("runs/*", keep_last=1, keep_epochs=2)
+    reasons = store.explain_retention("runs/gpt")
+    assert reasons[store.resolve("runs/gpt@4").id] == ("keep_epochs (epoch 2)",)
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ class Actor:
         def raise_counter() -> None:
             if not self.dead and self.suspended_until <= self.simulation.now:
                 self.beats += 1
-                self.simulation.store.values[name] = str(self.beats).encode()
+                self.simulation.store.values[name] = f"{self.beats} host-{self.rank}".encode()
 
         self.simulation.while_any_goes_on(seconds, raise_counter)
 
@@ -262,6 +262,8 @@ class Rank:
         """With `dead_after` the ranks say that they live."""
         self.endings: list[Ending] = []
         self.works: list[Body] = []
+        self.dead_ranks: list[tuple[int, str, float]] = []
+        """What it reported of the ranks that it gave up."""
         self._ranks = ranks
         self._attempts = attempts
         self._timeout = timeout
@@ -280,7 +282,8 @@ class Rank:
     def _run(self, actor: Actor) -> None:
         actor.sleep(self.start)
         clock, new_id = actor.clock, new_ulid
-        alive: dict[str, Any] = {} if self._dead_after is None else {"dead_after": self._dead_after, "beat": actor.beat}
+        alive: dict[str, Any] = {"on_dead": lambda *dead: self.dead_ranks.append(dead)}
+        alive |= {} if self._dead_after is None else {"dead_after": self._dead_after, "beat": actor.beat}
         group = Group(actor, rank=actor.rank, ranks=self._ranks, scope="s", clock=clock, sleep=actor.sleep, new_id=new_id, **alive)
         for number in range(self._attempts):
             if self.starts.get(number, 0.0) > actor.clock():

@@ -3,11 +3,15 @@
 from collections.abc import Sequence
 
 import pytest
+import torch.distributed as dist
 
 from tensorstore_ck.errors import SnapshotAbortedError
+from tensorstore_ck.events import KINDS, Event, event_text
 from tensorstore_ck.session.group import Channel
 from tensorstore_ck.session.group.channel import LateError
 from tensorstore_ck.session.group.liveness import LivenessWatch
+from tests.gc.stores import open_store
+from tests.group_of_one import group_of_one
 from tests.session.group.clock import Clock
 from tests.session.group.simulation import FakeStore, Fault, Rank, Simulation, group_of, random_simulation, require_one_outcome, simulate
 
@@ -125,6 +129,43 @@ def test_ranks_that_are_not_heard_of_are_named_together() -> None:
     (reason,) = reasons(group, 1)
     assert f"ranks 3-5, 9 have {UNHEARD}: they ended, were killed or suspended, or their hosts are gone" in reason
     assert all(rank.endings[1].seconds < NOTICED for rank in group[:3])
+
+
+def test_each_rank_that_is_given_up_is_reported_once_with_its_host() -> None:
+    simulation = Simulation()
+    group = group_of(simulation, RANKS, attempts=4, timeout=TIMEOUT, grace=GRACE, dead_after=DEAD_AFTER)
+    for each in group:
+        each.starts = {1: 10.0, 2: 40.0, 3: 70.0}
+    simulation.at(5.0, lambda: setattr(group[2].actor, "dead", True))
+    simulation.run()
+    assert len([ending for ending in group[0].endings if ending.put is None]) == 3
+    assert group[0].dead_ranks == [(2, "host-2", DEAD_AFTER)], "it waited for it in three saves"
+    assert group[1].dead_ranks == [], "rank 0 informs it"
+
+
+def test_a_silent_rank_0_is_reported_by_another_one() -> None:
+    simulation = Simulation()
+    group = group_of(simulation, RANKS, attempts=2, timeout=TIMEOUT, grace=GRACE, dead_after=DEAD_AFTER)
+    for each in group:
+        each.starts = {1: 10.0}
+    simulation.at(5.0, lambda: setattr(group[0].actor, "dead", True))
+    simulation.run()
+    reported = [(rank, host) for each in group for rank, host, _ in each.dead_ranks]
+    assert set(reported) == {(0, "host-0")}
+
+
+def test_a_store_emits_an_event_of_a_dead_rank() -> None:
+    seen: list[Event] = []
+    with open_store() as store, group_of_one():
+        store.on_event(seen.append)
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        group, _ = store.session.groups.of(everyone)
+        group._note_dead(0, b"7 node-1", 5.0)
+    (event,) = seen
+    assert (event.kind, event.rank, dict(event.fields)) == ("rank_dead", 0, {"dead_rank": 0, "host": "node-1", "silent_seconds": 5.0})
+    assert event_text(event) == "rank 0 on node-1 is dead: not heard of for 5.0 s"
+    assert event.fields.keys() == KINDS[event.kind].keys()
 
 
 def test_who_gives_up_on_rank_0_does_so_one_after_the_other() -> None:

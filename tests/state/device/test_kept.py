@@ -175,6 +175,16 @@ def test_blocks_that_the_store_has_lost(job: Job, monkeypatch: pytest.MonkeyPatc
     job.assert_stored(4, expected)
 
 
+def test_what_is_staged_is_copied(device: LateDevice, store: tsck.Store, tmp_path: Path) -> None:
+    """A staging disk need not have what the store has."""
+    with tsck.open(store.url, cache_dir=tmp_path / "cache", staging=tmp_path / "stage") as staged:
+        job = Job(device, staged)
+        for _ in range(3):
+            pending, _, copied = job.put()
+            pending.wait()
+            assert copied == [name for name in job.state if name != "small"]
+
+
 def test_a_few_bytes_are_copied(device: LateDevice, store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_tensors, "MIN_KEPT_BYTES", 256 << 20)
     job = Job(device, store)

@@ -15,6 +15,7 @@ from tensorstore_ck.errors import BackendUnavailableError, DamageError, InvalidO
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.log.retention.policy import TRIGGERS
 from tensorstore_ck.training.checkpointing import TriggerContext
+from tests.gc.stores import same
 from tests.session.group.pool import Pool, make_store
 from tests.training.checkpointing import rank_side
 
@@ -43,10 +44,6 @@ def train(ckpt: tsck.Checkpointer, state: State, first: int, last: int) -> list[
 
 def expected(step: int) -> State:
     return {"w": torch.full((3000,), float(step * (step + 1) // 2)), "n": torch.full((3000,), float(step))}
-
-
-def same(left: State, right: State) -> bool:
-    return all(torch.equal(left[name], right[name]) for name in right)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

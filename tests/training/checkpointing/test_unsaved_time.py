@@ -257,13 +257,13 @@ def lose_a_reply(job: Job, *, happened: bool) -> None:
     log = job.store.engine.log
     append = log.append
 
-    def without_a_reply(build: Any) -> Any:
+    def without_a_reply(build: Any, **options: Any) -> Any:
         log.append = append  # type: ignore[method-assign]
         if happened:
-            append(build)
+            append(build, **options)
         raise tsck.UndecidedError("injected: no reply")
 
-    log.append = without_a_reply  # type: ignore[assignment]
+    log.append = without_a_reply  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("asynchronous", "happened"), [(True, True), (False, False)])
@@ -320,7 +320,7 @@ def test_a_conflict_with_a_save_that_may_have_happened_ends_nothing(tmp_path: Pa
             return action()
 
         patch.setattr(job.store, "retrying", unknown)
-        patch.setattr(RefFence, "settle", lambda *_: False)
+        patch.setattr(RefFence, "catch_up", lambda *_: False)
         assert any("the next save checks again" in each for each in job.save())
     job.save()
     job.ckpt.close()
