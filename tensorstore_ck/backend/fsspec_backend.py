@@ -178,15 +178,15 @@ class FsspecBackend:
 
         def find(filesystem: Any) -> tuple[str, Any]:
             try:
-                found = filesystem.find(folder.rstrip("/"), detail=True)
+                objects = filesystem.find(folder.rstrip("/"), detail=True)
             except FileNotFoundError:
-                found = {}
-            return filesystem._strip_protocol(self._root) + "/", found
+                objects = {}
+            return filesystem._strip_protocol(self._root) + "/", objects
 
-        start, found = self.ask("list", prefix, find, patience=LISTING_PATIENCE)
-        if not isinstance(found, dict):
+        start, objects = self.ask("list", prefix, find, patience=LISTING_PATIENCE)
+        if not isinstance(objects, dict):
             return  # adlfs, where an object has the folder's name
-        for path, info in found.items():
+        for path, info in objects.items():
             name = path.removeprefix(start)
             if path.startswith(start + prefix):
                 yield ObjectInfo(name, int(info["size"]), _time_ns(info, _TIMES), _time_ns(info, _SERVER_TIMES))
@@ -198,8 +198,8 @@ class FsspecBackend:
             except FileNotFoundError:
                 return ()
 
-        found = self.ask("list", start, find, patience=LISTING_PATIENCE)
-        names = {str(info["name"]).rstrip("/").rpartition("/")[2] for info in found if info["type"] == "directory"}
+        entries = self.ask("list", start, find, patience=LISTING_PATIENCE)
+        names = {str(info["name"]).rstrip("/").rpartition("/")[2] for info in entries if info["type"] == "directory"}
         return {name for name in names if name.startswith(start)}
 
     def delete(self, names: Iterable[str]) -> None:

@@ -75,12 +75,12 @@ def make_folder(folder: str, root: str) -> None:
 def inherit_from_root(made: int, root: str) -> None:
     """Gives an open file or folder the mode and group of `root`, as far as this user and the filesystem can."""
     with suppress(OSError):  # some filesystems have no modes
-        wanted, found = os.stat(root), os.fstat(made)
-        if found.st_gid != wanted.st_gid:
+        wanted, present = os.stat(root), os.fstat(made)
+        if present.st_gid != wanted.st_gid:
             with suppress(OSError):  # not a group of this user's
                 os.chown(made, -1, wanted.st_gid)
-        mode = mode_below(wanted, is_folder=stat.S_ISDIR(found.st_mode))
-        if stat.S_IMODE(found.st_mode) != mode and not has_default_acl(root):
+        mode = mode_below(wanted, is_folder=stat.S_ISDIR(present.st_mode))
+        if stat.S_IMODE(present.st_mode) != mode and not has_default_acl(root):
             os.chmod(made, mode)
 
 
@@ -104,7 +104,7 @@ def files_unlike_root(root: str, names: Iterable[str], *, change: bool = False) 
     group, and returns those that this user could change. Follows no links, and leaves files with several names alone.
     """
     wanted, acl_decides = os.stat(root), has_default_acl(root)
-    found = []
+    paths = []
 
     def is_like(status: os.stat_result) -> bool:
         mode = mode_below(wanted, is_folder=stat.S_ISDIR(status.st_mode))
@@ -115,7 +115,7 @@ def files_unlike_root(root: str, names: Iterable[str], *, change: bool = False) 
             status = os.stat(name, dir_fd=at, follow_symlinks=False)
             is_ours = stat.S_ISDIR(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)
             if is_ours and not is_like(status) and (not change or is_like(_changed(name, at, status, root))):
-                found.append(path)
+                paths.append(path)
 
     top = os.open(root, _FOLDER)
     try:
@@ -123,11 +123,11 @@ def files_unlike_root(root: str, names: Iterable[str], *, change: bool = False) 
             look(name, name, top)
             with suppress(FileNotFoundError, NotADirectoryError):
                 for folder, folders, files, at in os.fwalk(name, dir_fd=top):
-                    for each in (*folders, *files):
-                        look(f"{folder}/{each}", each, at)
+                    for entry in (*folders, *files):
+                        look(f"{folder}/{entry}", entry, at)
     finally:
         os.close(top)
-    return sorted(found)
+    return sorted(paths)
 
 
 def _changed(name: str, at: int, status: os.stat_result, root: str) -> os.stat_result:

@@ -100,7 +100,7 @@ def in_folder(backend: Backend, work: Callable[[str], T]) -> tuple[T, tuple[str,
         result = work(folder)
     finally:
         try:
-            backend.delete([found.name for found in backend.list(folder)])
+            backend.delete([info.name for info in backend.list(folder)])
         except StoreError as exc:
             problems = (f"could not remove {folder}: {exc}",)
     return result, problems
@@ -166,13 +166,13 @@ def _list_problems(backend: Backend, folder: str) -> list[str]:
     for number in range(4):
         name = f"{folder}list/{number}"
         backend.put(name, b"x")
-        if name not in {found.name for found in backend.list(f"{folder}list/")}:
+        if name not in {info.name for info in backend.list(f"{folder}list/")}:
             return ["an object just written was not in a listing"]
     try:
         backend.delete([name])
     except PermissionDeniedError:
         return []  # a writer's credentials: `in_folder` reports that the folder stays
-    if name in {found.name for found in backend.list(f"{folder}list/")}:
+    if name in {info.name for info in backend.list(f"{folder}list/")}:
         return ["an object just deleted was still in a listing"]
     return []
 

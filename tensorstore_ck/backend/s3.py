@@ -108,10 +108,10 @@ class S3Backend:
                     yield ObjectInfo(entry["Key"].removeprefix(self._prefix), entry["Size"], stored_ns, stored_ns)
 
     def folders(self, start: str) -> set[str]:
-        found = set[str]()
+        folders = set[str]()
         for page in self._pages(start, Prefix=self._prefix + check_name(start), Delimiter="/"):
-            found |= {entry["Prefix"].removeprefix(self._prefix).removesuffix("/") for entry in page.get("CommonPrefixes", ())}
-        return found
+            folders |= {entry["Prefix"].removeprefix(self._prefix).removesuffix("/") for entry in page.get("CommonPrefixes", ())}
+        return folders
 
     def space(self) -> Space | None:
         return None

@@ -36,16 +36,16 @@ def doctor(context: click.Context, choice: StoreChoice, *, as_json: bool) -> Non
     Secrets of URLs and storage options are left out, and of environment variables only names are printed. Nothing is changed. Exits with
     the code of the error if the store cannot be opened.
     """
-    found, failure = dict(_installation(choice)), None
+    lines, failure = dict(_installation(choice)), None
     if choice.url or choice.is_here():
         try:
-            found |= _store(choice)
+            lines |= _store(choice)
         except StoreError as exc:
-            found["store"] = f"{display_url(choice.require_url())}: {exc.kind}: {exc}"
+            lines["store"] = f"{display_url(choice.require_url())}: {exc.kind}: {exc}"
             failure = exc
     else:
-        found["store"] = "none given: -s URL looks at one"
-    emit(found, facts((name, printable(text)) for name, text in found.items()), as_json=as_json)
+        lines["store"] = "none given: -s URL looks at one"
+    emit(lines, facts((name, printable(text)) for name, text in lines.items()), as_json=as_json)
     if failure is not None:
         context.exit(failure.exit_code)
 
@@ -66,13 +66,13 @@ def _installation(choice: StoreChoice) -> Iterator[tuple[str, str]]:
 
 
 def _versions(names: Iterator[str] | tuple[str, ...]) -> list[str]:
-    found = []
+    versions = []
     for name in names:
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
-            found.append(f"{name} missing")
-    return found
+            versions.append(f"{name} missing")
+    return versions
 
 
 def _distribution(requirement: str) -> str:

@@ -156,7 +156,7 @@ def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
             ("attributes", metrics_text(snapshot.attributes)),
             ("epoch", "" if snapshot.epoch is None else f"{snapshot.epoch:g}"),
             ("saved by", printable(", ".join(snapshot.triggers))),
-            ("took", "" if snapshot.duration_ns is None else f"{snapshot.duration_ns / 1e9:.3g} s"),
+            ("took", "" if snapshot.duration_ns is None else f"{snapshot.duration_ns / 1e9:.2f} s"),
             ("mark", red(mark_text(snapshot)) if snapshot.mark else ""),
             ("size", f"{logical}, stored as {stored}; the save made the store grow by {new}"),
             ("ranks", str(details.ranks) if details.ranks > 1 else ""),

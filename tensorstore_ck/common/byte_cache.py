@@ -25,6 +25,13 @@ class ByteCache(Generic[K, V]):
         with self._lock:
             return self._kept.get(key)
 
+    def offer(self, key: K, value: V) -> None:
+        """Keeps an object if it fits, and drops none for it: of more objects than fit, used in turns, those that are kept are found."""
+        with self._lock:
+            if key not in self._kept and self._kept_bytes + self._size_bytes(value) <= self._max_bytes:
+                self._kept[key] = value
+                self._kept_bytes += self._size_bytes(value)
+
     def take(self, key: K) -> V | None:
         """The object, if it is kept, which then is the caller's: it may change."""
         with self._lock:

@@ -43,8 +43,8 @@ MAX_CACHED_PARTS: Final = 4
 MAX_CACHED_RECORDS: Final = 8
 MAX_MOVED_BYTES: Final = 64 << 20
 """The memory for relocation maps: enough for thousands, unless blocks are tiny. All parts of all snapshots need the same maps."""
-KEPT_SHARE: Final = 0.25
-"""Of the host memory that is free when the store is opened, at most, for blocks of the last save; none unless saves store differences."""
+KEPT_SHARE: Final = 1 / 8
+"""Of the host memory that is free when the store is opened, at most, for blocks of the last save, by each rank of a host."""
 MOVED_OVERHEAD_BYTES: Final = 1 << 10
 """The memory of a relocation map without its rows."""
 

@@ -46,8 +46,10 @@ class Released(NamedTuple):
         with table.batch() as batch:
             for key, value in view.items():
                 batch.put(key, value)
-            for found in self.ended:
-                RELOCATIONS.put(batch, found.pack + found.moved, RelocationRow(0, found.hash, join_ulids(found.targets)))
+            for relocation in self.ended:
+                RELOCATIONS.put(
+                    batch, relocation.pack + relocation.moved, RelocationRow(0, relocation.hash, join_ulids(relocation.targets))
+                )
         return RefTable(table)
 
 
@@ -79,9 +81,9 @@ class Releases:
             if key.kind == "snapshot" and key.ulid not in snapshots and (info := self._info(key.ulid)) is not None:
                 snapshots[key.ulid] = info
         maps = (self._relocation(key.ulid) for key in sorted(swept.intersection(there)) if key.kind == "moved")
-        ended = tuple(found for found in maps if found is not None)
+        ended = tuple(relocation for relocation in maps if relocation is not None)
         young = {row.moved for pack, _ in view.all_relocations() for row in view.relocations(pack) if not self.is_over(row.n)}
-        return Released(tuple(snapshots.values()), ended, frozenset(young.union(found.moved for found in ended)))
+        return Released(tuple(snapshots.values()), ended, frozenset(young.union(relocation.moved for relocation in ended)))
 
     # --- the age of entries -------------------------------------------------------------------------------------------
 

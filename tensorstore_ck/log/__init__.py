@@ -28,7 +28,6 @@ log.py                                   sync and append: the commit protocol
 from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.entry_reader import EntryReader, chain_break
-from tensorstore_ck.log.entry_writer import Appended
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.head_file import HeadFile
 from tensorstore_ck.log.log import Log
@@ -36,14 +35,13 @@ from tensorstore_ck.log.lost_log import BrokenLogWarning, ChildRecord, lost_log,
 from tensorstore_ck.log.object_set import ObjectKey, Objects, pieces
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_names import validate_ref_name
-from tensorstore_ck.log.ref_table import BranchHead, BranchMove, Head, Pin, RefTable, Relocation, SnapshotInfo, TxnOutcome, UndoWindow
+from tensorstore_ck.log.ref_table import BranchHead, BranchMove, Head, Pin, RefTable, Relocation, SnapshotInfo, UndoWindow
 from tensorstore_ck.log.store_folders import foreign_object, holds_snapshots, logs_in, store_folders, store_objects
 from tensorstore_ck.log.watermark import ROLLBACK, LogChangedWarning, Rollback, Watermark
 
 __all__ = [
     "FOLDERS",
     "ROLLBACK",
-    "Appended",
     "BranchHead",
     "BranchMove",
     "BrokenLogWarning",
@@ -62,7 +60,6 @@ __all__ = [
     "Relocation",
     "Rollback",
     "SnapshotInfo",
-    "TxnOutcome",
     "UndoWindow",
     "Watermark",
     "chain_break",

@@ -210,11 +210,11 @@ class _OtherSources:
     def add(self, source: ByteSource, offset: int, size: int) -> list[DeviceCopy]:
         """Adds a copy at `offset` of the slot; returns what is to be copied from devices instead."""
         if isinstance(source, ChainedSource):
-            found = []
+            copies = []
             for part in source.sources:
-                found += self.add(part, offset, part.size_bytes)
+                copies += self.add(part, offset, part.size_bytes)
                 offset += part.size_bytes
-            return found
+            return copies
         if isinstance(source, CopySource):
             if is_on_device(source.tensor):
                 return [DeviceCopy(source.tensor, self._tensor(offset, source.tensor))]

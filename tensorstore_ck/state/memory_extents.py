@@ -26,33 +26,26 @@ def area_of(tensor: torch.Tensor | Array) -> Area:
 def extent_of(tensor: torch.Tensor | Array) -> Extent:
     """The addresses of a tensor or array, which is not empty, and of its allocation."""
     if isinstance(tensor, torch.Tensor):
-        start = tensor.data_ptr()
-        device, area, area_stop, repeats = area_of(tensor) or (None, 0, 0, False)
+        address = start = tensor.data_ptr()
+        stop = start + span_of(tensor)
+        device, area_start, area_stop, repeats = area_of(tensor) or (None, 0, 0, False)
         is_whole = is_dense(tensor)
-        return Extent(
-            device=device,
-            start=start,
-            stop=start + span_of(tensor),
-            area_start=area,
-            area_stop=area_stop,
-            address=start,
-            size_bytes=tensor.nbytes,
-            is_whole=is_whole,
-            repeats=repeats,
-        )
-    address, start, stop = _bounds(tensor)
-    owner = tensor
-    while isinstance(owner.base, np.ndarray):
-        owner = owner.base
-    _, area, area_stop = _bounds(owner) if owner.size else (address, start, stop)
-    is_whole = tensor.flags.c_contiguous
-    repeats = not is_whole and _repeats(tensor.shape, tensor.strides, tensor.itemsize)
+    else:
+        device = None
+        address, start, stop = _bounds(tensor)
+        owner = tensor
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        _, area_start, area_stop = _bounds(owner) if owner.size else (address, start, stop)
+        area_start, area_stop = min(area_start, start), max(area_stop, stop)
+        is_whole = tensor.flags.c_contiguous
+        repeats = not is_whole and _repeats(tensor.shape, tensor.strides, tensor.itemsize)
     return Extent(
-        device=None,
+        device=device,
         start=start,
         stop=stop,
-        area_start=min(area, start),
-        area_stop=max(area_stop, stop),
+        area_start=area_start,
+        area_stop=area_stop,
         address=address,
         size_bytes=tensor.nbytes,
         is_whole=is_whole,

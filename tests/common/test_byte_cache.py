@@ -13,3 +13,14 @@ def test_it_drops_the_oldest_counts_each_object_once_and_keeps_one_that_is_large
     assert [cache.get(key) for key in (1, 2, 3)] == [None, bytes(6), bytes(1)]
     cache.put(4, bytes(11))
     assert [cache.get(key) for key in (2, 3, 4)] == [None, None, bytes(11)]
+
+
+def test_what_is_offered_drops_nothing_and_what_is_taken_makes_space() -> None:
+    cache = ByteCache[int, bytes](10, len)
+    cache.offer(1, bytes(6))
+    cache.offer(1, bytes(6))
+    cache.offer(2, bytes(5))
+    assert [cache.get(key) for key in (1, 2)] == [bytes(6), None]
+    assert [cache.take(1), cache.take(1)] == [bytes(6), None]
+    cache.offer(2, bytes(10))
+    assert cache.get(2) == bytes(10)

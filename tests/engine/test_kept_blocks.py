@@ -30,7 +30,7 @@ def test_a_save_of_few_changes_reads_no_block_but_the_first_time() -> None:
 def test_what_is_kept_is_bounded_and_verified_before_it_is_used() -> None:
     faults, state = NotedFaults(), first_state()
     store = follower(MemoryBackend(), faults)
-    store.engine.kept_blocks = ByteCache(1, len)
+    store.engine.kept_blocks = ByteCache(64 * 128 * 2, len)  # one block
     for step in range(3):
         faults.noted.clear()
         save(store, state, step)

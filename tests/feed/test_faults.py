@@ -78,8 +78,9 @@ def test_every_call_of_a_poll_fails_or_is_the_last(made: Made, mode: str) -> Non
 @pytest.mark.race
 @pytest.mark.slow
 def test_a_version_vanishes_at_every_call_of_a_poll(made: Made) -> None:
-    newest = copy_of(made[2])
-    train(newest, 2, 1.0)
+    middle, newest, ends = copy_of(made[2]), copy_of(made[2]), set[int | None]()
+    train(middle, 2, 1.0)
+    train(newest, 3, 1.0)
     for at in range(1, calls_of_poll(made) + 1):
         following = Following(made)
         following.trainer.set_policy(REF, keep_last=1)
@@ -87,7 +88,8 @@ def test_a_version_vanishes_at_every_call_of_a_poll(made: Made) -> None:
         def call(what: str, effect: Any, tear: Any = None, *, create: bool = False, at: int = at, following: Following = following) -> Any:
             following.faults.calls += 1
             if following.faults.calls == at:
-                save(following.trainer, newest, 2)
+                for step, version in enumerate((middle, newest), start=2):
+                    save(following.trainer, version, step)
                 following.trainer.gc(AT_ONCE)
             return effect()
 
@@ -97,8 +99,10 @@ def test_a_version_vanishes_at_every_call_of_a_poll(made: Made) -> None:
         following.feed.swap()
         assert equal(following.mine, following.new if version.step == 1 else newest)
         assert following.feed.version == version
+        ends.add(version.step)
         update(following.feed)
         assert equal(following.mine, newest)
+    assert ends == {1, 3}
 
 
 def changes_of(feed: Feed) -> list[Any]:

@@ -15,14 +15,20 @@ from tests.servers import S3Server
 LAYERS = 8
 
 
-def test_requests_of_a_version(moto_server: S3Server, tmp_path: Path) -> None:
-    url = f"{moto_server.url}/{uuid.uuid4()}"
+@pytest.fixture(params=["moto", pytest.param("seaweedfs", marks=pytest.mark.s3)])
+def server(request: pytest.FixtureRequest) -> S3Server:
+    found: S3Server = request.getfixturevalue(f"{request.param}_server")
+    return found
+
+
+def test_requests_of_a_version(server: S3Server, tmp_path: Path) -> None:
+    url = f"{server.url}/{uuid.uuid4()}"
     state = {"model": {f"layers.{number}": torch.randn(64, 512).bfloat16() for number in range(LAYERS)}}
     mine = copy_of(state)
-    with chaos_proxy(moto_server.port) as proxy:
-        options = {**moto_server.storage_options, "endpoint_url": proxy.url}
+    with chaos_proxy(server.port) as proxy:
+        options = {**server.storage_options, "endpoint_url": proxy.url}
         with (
-            tsck.open(url, create=True, storage_options=moto_server.storage_options, cache_dir=tmp_path / "trainer") as trainer,
+            tsck.open(url, create=True, storage_options=server.storage_options, cache_dir=tmp_path / "trainer") as trainer,
             tsck.open(url, read_only=True, storage_options=options, cache_dir=tmp_path / "follower") as store,
         ):
             steps = itertools.count()

@@ -79,7 +79,7 @@ def put_in_child(url: Path, cache: Path, step: int, what: str, strike: Callable[
         ids = store.engine.put_ids
         assert ids is not None
 
-        def strike_once_recorded(*_: object) -> None:
+        def strike_once_recorded(*_: object, **__: object) -> None:
             assert ids._thread is not None
             ids._thread.join(PATIENCE_SECONDS)
             strike(store)

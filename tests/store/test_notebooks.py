@@ -132,7 +132,7 @@ def test_each_prints_as_one_short_line(store: tsck.Store) -> None:
     with store.open_snapshot("runs/1") as lazy:
         assert repr(lazy) == "LazySnapshot(1 tensors)"
     assert f"newest Snapshot({root[:SHOWN_ROOT_DIGITS]}, " in repr(store.log())
-    assert repr(store.log()[:0]) == "[]"
+    assert repr(store.log()[:0]) == "SnapshotLog(no snapshots)"
 
 
 def test_a_long_table_says_what_it_leaves_out() -> None:

@@ -1,5 +1,6 @@
 """What a TrainingState notes of each save, and which commit is checked out."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def test_a_damaged_repository_has_no_commit(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / ".git").mkdir()
     if damage == "not text":
         (tmp_path / ".git" / "HEAD").write_bytes(b"\xff\xfe")
-    monkeypatch.setattr("sys.modules", {"__main__": type("M", (), {"__file__": str(tmp_path / "train.py")})})
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
     noted_attributes.code_version.cache_clear()
     assert noted_attributes.code_version() is None
     noted_attributes.code_version.cache_clear()

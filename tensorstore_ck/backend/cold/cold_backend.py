@@ -68,9 +68,9 @@ class ColdTierBackend:
 
     # --- locations ----------------------------------------------------------------------------------------------------
 
-    def add_locations(self, found: Mapping[Ulid, str]) -> None:
+    def add_locations(self, locations: Mapping[Ulid, str]) -> None:
         """Adds packs and their locations, found by reading the log without this host's cache."""
-        self._known.update(found)
+        self._known.update(locations)
 
     def locations(self) -> dict[Ulid, str]:
         """The locations of packs, as far as known."""
@@ -124,7 +124,7 @@ class ColdTierBackend:
 
     def rewrite_damaged_markers(self) -> list[str]:
         """Writes the damaged markers that were this store's; returns the URLs of their locations."""
-        ours = [url for url, found in self.markers().items() if found.is_damaged and found.owner is not None]
+        ours = [url for url, marker in self.markers().items() if marker.is_damaged and marker.owner is not None]
         for url in ours:
             write_marker(self.at(url), self._marker)
         return ours
@@ -136,16 +136,16 @@ class ColdTierBackend:
             GcRefusedError: one has.
             PlaceUnavailableError: a location cannot be read.
         """
-        for url, found in self.markers().items():
-            if found.owner is None:
+        for url, marker in self.markers().items():
+            if marker.owner is None:
                 raise GcRefusedError(
                     f"{MARKER_NAME} in {url}, which names the store whose packs are there, is damaged. If no copy of this store's files "
                     "uses that location: `tsck tier --claim-locations` writes it again",
                     object_id=url,
                 )
-            if found.owner.url != self._own.url:
+            if marker.owner.url != self._own.url:
                 raise GcRefusedError(
-                    f"the store at {found.owner.url} moved the packs to {url}, and this store is at {self._own.url}. If one is a copy of "
+                    f"the store at {marker.owner.url} moved the packs to {url}, and this store is at {self._own.url}. If one is a copy of "
                     "the other's files, both need them. If this is the only one, and was itself moved: `tsck tier --claim-locations`",
                     object_id=url,
                 )
@@ -278,12 +278,12 @@ class ColdTierBackend:
     def _require_marker(self, url: str, backend: Backend) -> FoundMarker:
         """A damaged marker is enough for reads: the location is there, and blocks are verified. Callers that delete check the owner."""
         try:
-            found = read_marker(backend, self._marker)
+            marker = read_marker(backend, self._marker)
         except StoreError as exc:
             raise PlaceUnavailableError(f"packs of {self._own.url} lie at {url}, which cannot be read: {exc}", object_id=url) from exc
-        if found is None or (self._store and found.owner is not None and found.owner.store != self._store):
+        if marker is None or (self._store and marker.owner is not None and marker.owner.store != self._store):
             raise self._wrong_location(url)
-        return found
+        return marker
 
     def _wrong_location(self, url: str) -> PlaceUnavailableError:
         return PlaceUnavailableError(

@@ -128,16 +128,8 @@ def _of_partition(
         first, end = max(offset, begin), min(offset + parameter.numel(), begin + flat.numel())
         start, at, count = (first - offset, first - begin, end - first) if first < end else (0, 0, 0)
         weights = parameter.detach().view(-1).narrow(0, start, count)
-        yield Fragment(
-            name=_name_of(names, parameter),
-            shape=tuple(parameter.shape),
-            start=start,
-            weights=weights,
-            is_whole=False,
-            flat=flat,
-            offset=at,
-            group=group,
-        )
+        name, shape = _name_of(names, parameter), tuple(parameter.shape)
+        yield Fragment(name, shape, start, weights, is_whole=False, flat=flat, offset=at, group=group)
 
 
 def _of_stage_3(optimizer: Any, names: ParameterNames) -> Iterator[Fragment]:
@@ -147,16 +139,8 @@ def _of_stage_3(optimizer: Any, names: ParameterNames) -> Iterator[Fragment]:
         for parameter in parameters:
             start, weights = _part_of(parameter)
             flat, group = optimizer.fp32_partitioned_groups_flat[number], optimizer.sub_group_to_group_id[number]
-            yield Fragment(
-                name=_name_of(names, parameter),
-                shape=tuple(parameter.ds_shape),
-                start=start,
-                weights=weights,
-                is_whole=False,
-                flat=flat,
-                offset=offset,
-                group=group,
-            )
+            name, shape = _name_of(names, parameter), tuple(parameter.ds_shape)
+            yield Fragment(name, shape, start, weights, is_whole=False, flat=flat, offset=offset, group=group)
             offset += parameter.partition_numel()
 
 
@@ -177,16 +161,8 @@ def _frozen(name: str, parameter: Any) -> Fragment:
 def _whole(name: str, parameter: torch.Tensor, flat: torch.Tensor | None = None, offset: int = 0, group: int = 0) -> Fragment:
     if not parameter.is_contiguous():
         raise UnsupportedValueError(f"model.{name} is not contiguous: call .contiguous() before deepspeed.initialize", object_id=name)
-    return Fragment(
-        name=name,
-        shape=tuple(parameter.shape),
-        start=0,
-        weights=parameter.detach().view(-1),
-        is_whole=True,
-        flat=flat,
-        offset=offset,
-        group=group,
-    )
+    weights = parameter.detach().view(-1)
+    return Fragment(name, tuple(parameter.shape), 0, weights, is_whole=True, flat=flat, offset=offset, group=group)
 
 
 def _name_of(names: ParameterNames, parameter: torch.Tensor) -> str:

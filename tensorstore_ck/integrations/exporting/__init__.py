@@ -18,14 +18,7 @@ output_file.py          a file that is written in any order, and read back
 atomic_target.py        writes under a temporary name, then renames
 """
 
-from tensorstore_ck.integrations.exporting.export_snapshot import (
-    FORMATS,
-    MAX_FILE_BYTES,
-    ExportedFile,
-    ExportReport,
-    Format,
-    export_snapshot,
-)
+from tensorstore_ck.integrations.exporting.export_snapshot import FORMATS, ExportReport, Format, export_snapshot
 from tensorstore_ck.integrations.exporting.followed_folder import FollowedFolder
 
-__all__ = ["FORMATS", "MAX_FILE_BYTES", "ExportReport", "ExportedFile", "FollowedFolder", "Format", "export_snapshot"]
+__all__ = ["FORMATS", "ExportReport", "FollowedFolder", "Format", "export_snapshot"]

@@ -50,9 +50,9 @@ class AdapterBase:
         Raises:
             FrozenChangedError: since the first reference, one is trained, or an operation of torch has changed it.
         """
-        found = dict(_frozen(self.model))
+        now = dict(_frozen(self.model))
         for (name, parameter), version in zip(self._parameters.items(), self._versions, strict=False):
-            if found.get(name) is not parameter or parameter._version != version:
+            if now.get(name) is not parameter or parameter._version != version:
                 raise FrozenChangedError(
                     f"{name} belongs to the base below the adapter, to which the snapshots of this run refer, and is trained or was "
                     "changed since: nothing was saved. Pass save_base=True to store the base, too",
@@ -60,19 +60,19 @@ class AdapterBase:
                 )
         return {NOTE: {"name": _name_of(self.model), "hash": self._content_hash(), "bytes": self._size_bytes()}}
 
-    def left_out(self, found: Restoring) -> Collection[str]:
+    def left_out(self, restoring: Restoring) -> Collection[str]:
         """The names that a snapshot leaves out, since it refers to this base; none: it contains its base.
 
         Raises:
             MismatchError: it refers to another one.
         """
-        reference = found.metadata().get(NOTE)
+        reference = restoring.metadata().get(NOTE)
         if not isinstance(reference, Mapping):
             return ()
-        stored = set(found.lazy().names())
-        self._refer_to((name, each) for name, each in _frozen(self.model) if f"{MODEL}{name}" not in stored)
+        stored = set(restoring.lazy().names())
+        self._refer_to((name, parameter) for name, parameter in _frozen(self.model) if f"{MODEL}{name}" not in stored)
         if reference.get("hash") != self._content_hash():
-            root, here = found.info.root.hex()[:12], f"{_name_of(self.model) or 'without a name'} (hash {self._content_hash()[:12]})"
+            root, here = restoring.info.root.hex()[:12], f"{_name_of(self.model) or 'without a name'} (hash {self._content_hash()[:12]})"
             there = f"{reference.get('name') or 'without a name'} (hash {str(reference.get('hash'))[:12]})"
             raise MismatchError(
                 f"{root} holds an adapter of another base: its base model is {there}, and that of this run is {here}. Load the base as at "
@@ -84,7 +84,7 @@ class AdapterBase:
 
     def announce(self) -> None:
         """Says in one line what the snapshots will hold."""
-        held_bytes = sum(each.nbytes for name, each in model_state.get_state(self.model).items() if name not in self._parameters)
+        held_bytes = sum(tensor.nbytes for name, tensor in model_state.get_state(self.model).items() if name not in self._parameters)
         _logger.warning(
             "snapshots hold the adapter alone (%s) and refer to its base, %s (%s), by hash: save_base=True stores it, too",
             human_bytes(held_bytes),
@@ -93,24 +93,24 @@ class AdapterBase:
         )
 
     def _size_bytes(self) -> int:
-        return sum(each.nbytes for each in {id(each): each for each in self._parameters.values()}.values())
+        return sum(parameter.nbytes for parameter in {id(parameter): parameter for parameter in self._parameters.values()}.values())
 
     def _refer_to(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        found = dict(parameters)
-        if found.keys() != self._parameters.keys():
-            self._parameters, self._versions, self._hash = found, [], ""
+        now = dict(parameters)
+        if now.keys() != self._parameters.keys():
+            self._parameters, self._versions, self._hash = now, [], ""
 
     def _content_hash(self) -> str:
-        versions = [each._version for each in self._parameters.values()]
+        versions = [parameter._version for parameter in self._parameters.values()]
         if not self._hash or versions != self._versions:
             self._hash, self._versions = _hash(self._parameters), versions
         return self._hash
 
 
 def _frozen(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, each in model_state.get_state(model, keep_vars=True).items():
-        if type(each) is nn.Parameter and type(each.data) is torch.Tensor and not each.requires_grad:
-            yield name, each
+    for name, parameter in model_state.get_state(model, keep_vars=True).items():
+        if type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor and not parameter.requires_grad:
+            yield name, parameter
 
 
 def _below_adapters(model: Any, of_active: Iterable[str]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -122,12 +122,12 @@ def _below_adapters(model: Any, of_active: Iterable[str]) -> Iterator[tuple[str,
     saved = [by_name[name] for name in of_active]
     for adapter in model.peft_config:
         saved += get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter, save_embedding_layers=False).values()
-    kept = {each.untyped_storage().data_ptr() for each in saved}
+    kept = {parameter.untyped_storage().data_ptr() for parameter in saved}
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    below = {id(each) for each in inner.parameters()}
-    for name, each in _frozen(model):
-        if id(each) in below and each.untyped_storage().data_ptr() not in kept:
-            yield name, each
+    below = {id(parameter) for parameter in inner.parameters()}
+    for name, parameter in _frozen(model):
+        if id(parameter) in below and parameter.untyped_storage().data_ptr() not in kept:
+            yield name, parameter
 
 
 def _name_of(model: Any) -> str:

@@ -46,9 +46,9 @@ def find_state(files: Files, path: str, known: PickleAllowlist, *, as_one: bool 
     is_folder = os.path.isdir(path)
     if is_folder:
         return _with_lightning(_in_folder(files, Folder(path), known, as_one=as_one))
-    found = _in_file(files, files.map(path), known)
-    others = ("the files of the other ranks",) if dcp_safetensors.OFFSETS in found.metadata else missing_files([os.path.basename(path)])
-    return _with_lightning(found._replace(missing=found.missing or others))
+    state = _in_file(files, files.map(path), known)
+    others = ("the files of the other ranks",) if dcp_safetensors.OFFSETS in state.metadata else missing_files([os.path.basename(path)])
+    return _with_lightning(state._replace(missing=state.missing or others))
 
 
 def _in_file(files: Files, file: MappedFile, known: PickleAllowlist) -> FoundState:
@@ -97,9 +97,9 @@ def _in_folder(files: Files, folder: Folder, known: PickleAllowlist, *, as_one: 
             f"{folder.path} has several indexes: use the path of one of {', '.join(indexes)}", object_id=folder.path
         )
     if indexes:
-        found = sharded_index.load_indexed(files, folder, files.map(folder.join(indexes[0])), known)
-        others = [name for name in names if name not in (*indexes, *found.files)]
-        return found._replace(skipped=tuple((name, f"not named by {indexes[0]}; give its path to import it") for name in others))
+        model = sharded_index.load_indexed(files, folder, files.map(folder.join(indexes[0])), known)
+        others = [name for name in names if name not in (*indexes, *model.files)]
+        return model._replace(skipped=tuple((name, f"not named by {indexes[0]}; give its path to import it") for name in others))
     if (sharded := dcp_safetensors.load_sharded(files, folder, names, known)) is not None:
         return sharded
     return _members(files, folder, names, known, as_one=as_one)
@@ -140,12 +140,14 @@ class _Members(NamedTuple):
 
 
 def _read_members(files: Files, folder: Folder, names: Sequence[str], known: PickleAllowlist) -> _Members:
-    found: dict[str, FoundState] = {}
+    states: dict[str, FoundState] = {}
     skipped = []
     for name in names:
         path = os.path.join(folder.path, name)
         if os.path.isfile(os.path.join(path, dcp_folder.METADATA)):
-            found[name] = _dcp(files, Folder(folder.join(os.path.join(name, dcp_folder.METADATA)).removesuffix(dcp_folder.METADATA)), known)
+            states[name] = _dcp(
+                files, Folder(folder.join(os.path.join(name, dcp_folder.METADATA)).removesuffix(dcp_folder.METADATA)), known
+            )
         elif os.path.isdir(path):
             skipped.append((name, "a folder without a .metadata"))
         elif name == trainer_folder.ARGUMENTS:
@@ -153,30 +155,30 @@ def _read_members(files: Files, folder: Folder, names: Sequence[str], known: Pic
         else:
             file = files.map(folder.join(name))
             if is_safetensors(file) or is_torch_file(file):
-                found[name] = _in_file(files, file, known)
+                states[name] = _in_file(files, file, known)
             else:
                 files.drop(file)
                 skipped.append((name, "not a checkpoint"))
-    return _Members(found, skipped)
+    return _Members(states, skipped)
 
 
 def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowlist, *, as_one: bool) -> FoundState:
     """A folder of several checkpoints, such as accelerate's: each under its own name."""
     members = _read_members(files, folder, names, known)
-    found, skipped = members
-    if not found:
+    states, skipped = members
+    if not states:
         steps = trainer_folder.checkpoints_in(folder, names)
         if len(steps) > 1:
             raise SeveralStepsError(folder.path, steps, "name", names, can_be_one=False)
         hint = f"import {os.path.join(folder.path, *steps)}" if steps else f"give {_FORMATS}"
         raise NotFoundError(f"{folder.path} has no checkpoint of a supported format: {hint}", object_id=folder.path)
-    if len(found) == 1:
-        (only,) = found.values()
+    if len(states) == 1:
+        (only,) = states.values()
         return only._replace(skipped=tuple(skipped), missing=members.missing())
     if not as_one:
-        require_one_step(folder.path, {name: member.state for name, member in found.items()}, names)
+        require_one_step(folder.path, {name: member.state for name, member in states.items()}, names)
     return FoundState(
-        format=f"folder of {len(found)} checkpoints",
+        format=f"folder of {len(states)} checkpoints",
         state=members.state(),
         metadata={},
         unknown=members.unknown(),

@@ -8,7 +8,6 @@ content.py      converts a stored snapshot, while it is read
 Every tensor is made of whole rows of others, so nothing is computed and every bit stays.
 """
 
-from tensorstore_ck.integrations.weight_names.conversion import Conversion, TensorForm, plan_conversion
-from tensorstore_ck.integrations.weight_names.names_file import WeightNames, read_names
+from tensorstore_ck.integrations.weight_names.names_file import read_names
 
-__all__ = ["Conversion", "TensorForm", "WeightNames", "plan_conversion", "read_names"]
+__all__ = ["read_names"]

@@ -7,7 +7,6 @@ expiry.py       policies applied to a branch, at one entry of the log
 age_rules.py    where snapshots should lie as they age, and how they are encoded
 """
 
-from tensorstore_ck.log.retention.age_rules import AgeTarget, age_targets
 from tensorstore_ck.log.retention.expiry import (
     UnmatchedRuleWarning,
     candidates,
@@ -22,13 +21,11 @@ from tensorstore_ck.log.retention.policy import Best, Policy
 from tensorstore_ck.log.retention.rule_text import parse_rule
 
 __all__ = [
-    "AgeTarget",
     "Best",
     "KeepCandidate",
     "Policy",
     "UnmatchedRuleWarning",
     "Verdict",
-    "age_targets",
     "candidates",
     "choose",
     "expire",

@@ -39,7 +39,8 @@ def logical(store: Store) -> tuple[dict[str, str], dict[str, list[SnapshotInfo]]
     """What must not change: all but entry numbers; and times, since a record is a little older than its entry."""
     refs = {**store.branches(), **store.tags()}
     histories = {
-        ref: [info._replace(n=0, time_ns=0, arrived_ns=0) for info in store.engine.log.view().history(ref)] for ref in store.branches()
+        ref: [info._replace(n=0, time_ns=0, arrived_ns=0, duration_ns=None) for info in store.engine.log.view().history(ref)]
+        for ref in store.branches()
     }
     return {ref: snapshot.root for ref, snapshot in refs.items()}, histories
 

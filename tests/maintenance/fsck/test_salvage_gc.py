@@ -97,7 +97,7 @@ def logical(view: RefTable, *, windows_begin_anew: bool = False) -> dict[str, An
             (window.name, window.kind, windows_begin_anew or window.time_ns, [move._replace(n=0) for move in window.moves])
             for window in view.windows()
         ],
-        "snapshots": [info._replace(n=0) for info in view.snapshots()],
+        "snapshots": [info._replace(n=0, duration_ns=None) for info in view.snapshots()],
     }
 
 
