@@ -61,6 +61,8 @@ class DedupIndex:
         known: dict[Digest, Location] = {}
         for (part, places), rows_of_part in zip(self._parts, self._rows, strict=True):
             rows = {block: row for block in blocks if (row := rows_of_part.get(block)) is not None}
+            if not rows:
+                continue  # after a save of many more ranks, most parts
             found = locations_of(part, places.packs, places.extents, list(rows.values()))
             known |= {block: location for block, location in zip(rows, found, strict=True) if location and self._is_usable(location)}
         if self._elsewhere and len(known) < len(blocks):
