@@ -98,8 +98,9 @@ class RefFence:
 
     @staticmethod
     def _wrote(engine: Engine, branch: BranchHead, *, is_known: bool) -> bool:
-        """Whether this handle appended the entry that moved a branch. If it has not seen the branch, the entry must have a save of its own:
-        otherwise the handle only finished a save that an earlier process had staged.
+        """Whether this handle moved a branch by a save of its own, not by publishing what an earlier process had staged.
+
+        `is_known`: this handle has seen the branch; then any entry of its own counts.
         """
         if not engine.log.wrote(branch.n):
             return False

@@ -123,7 +123,7 @@ class Session:
         """See `Store.prepare`."""
         import torch  # noqa: PLC0415 - takes a second
 
-        from tensorstore_ck.session.save.prepare import prepare  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.session.save.prepare_memory import prepare  # noqa: PLC0415 - loads torch
 
         ranks, optimizers = process_group(group), _optimizers(changed_by)
         if torch.cuda.is_available():

@@ -70,7 +70,7 @@ SINGLE: Final = PartSlot(0, 1, (0,), None)
 
 
 def slot_of_one(captured: CapturedState) -> PartSlot:
-    """The slot of a snapshot's only part. With explicit regions it has a `layout_of`: the part id covers them only together with it."""
+    """The slot of a snapshot's only part. `layout_of` is set where regions are explicit: without it the part id would not cover them."""
     return SINGLE._replace(layout_of=b"") if captured.explicit else SINGLE
 
 

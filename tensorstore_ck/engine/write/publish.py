@@ -82,8 +82,8 @@ def publish(
         encoded: Its bytes in the store.
         txn: The transaction. If the log has an outcome for it already, that one holds.
         anchor: The oldest head at which the save chose blocks to rely on: see gc/PROTOCOL.md.
-        arrange: Checks at one head of the log that the ref is where it must be, and returns the operations of the entry, among them the one
-            that it is given, which publishes. If it returns none, nothing is published.
+        arrange: Gets a view of the log and the operation that publishes. Checks that the ref is where it must be; returns the operations
+            of the entry. If it returns none, nothing is published.
         condemned: Returns which objects of the snapshot are condemned at that head, and must be rescued; raises `SnapshotExpiredError` if
             gc freed one.
         staged: The transaction under which the snapshot was staged.

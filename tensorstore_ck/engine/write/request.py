@@ -120,7 +120,7 @@ class SaveRequest(NamedTuple):
     metadata: bytes
     metrics: dict[str, float]
     coding: Coding = Coding("raw")
-    base: Digest | None = None
+    similar: Digest | None = None
     """A snapshot that is more likely than the parent to have the same blocks."""
     checks: SaveChecks = SaveChecks()
     began_ns: int | None = None
@@ -130,7 +130,7 @@ class SaveRequest(NamedTuple):
     @property
     def nearest(self) -> Digest | None:
         """The snapshot in which blocks are looked up first: a hint that does not affect the root."""
-        return self.base or self.parent
+        return self.similar or self.parent
 
     @property
     def sampling(self) -> Sampling:

@@ -1,6 +1,6 @@
-"""The last two phases of every save: `write` makes a part durable, and `commit` appends the one log entry. Knows neither ranks nor torch.
+"""The last two phases of a save: `write` makes the part of a process alone durable, and `commit` ends every save. Knows no torch.
 
-A process alone writes and commits. Of many ranks each writes its part, and rank 0 commits for all.
+The ranks of a group write their parts by `session/group/rank_save.py`, and rank 0 commits for all.
 """
 
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def commit(
         findings: The findings of each rank.
         logical_bytes: The bytes of the whole state.
         meter: Counts the progress.
-        view: The log as of an entry at which the snapshot before was known.
+        view: The log at an entry that has the snapshot before.
         txn: The snapshot's ULID; None: a new one.
         streams: See `record_of`.
         mark: A mark for the snapshot, and the reason.

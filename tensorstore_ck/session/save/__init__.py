@@ -15,7 +15,7 @@ worker.py           one thread that works through a queue in order
 queued_save.py      a save in the queue, and what the queue asks of it; errors that were not raised yet
 save_status.py      how far a save is, how it ended, and who waits for that
 pending.py          what users hold of a save in the background
-prepare.py          what the first save of tensors on devices needs, made ready before it
+prepare_memory.py   what the first save of tensors on devices needs, made ready before it
 capture_budget.py   the memory that states are copied into
 drain_report.py     what became of the saves that were in progress when a job ended
 process_end.py      a process that ends, by itself or by a signal

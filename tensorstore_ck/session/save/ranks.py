@@ -81,7 +81,7 @@ class Alone:
     def fail(self, error: BaseException) -> None:
         """Does nothing: no other process waits."""
 
-    def write_and_commit_together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
+    def save_together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
         """Writes and commits. Repeats it after a conflict with a save of this handle that was published although its reply was lost."""
         engine, fence = self._context.engine, self._context.fence
         while True:
@@ -154,9 +154,9 @@ class RankRound:
         def refuse() -> NoReturn:
             raise error
 
-        self.write_and_commit_together(refuse, StoreDestination(self._engine, self.rank), SaveMeter())
+        self.save_together(refuse, StoreDestination(self._engine, self.rank), SaveMeter())
 
-    def write_and_commit_together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
+    def save_together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
         """Lets all ranks write, and rank 0 commit; once only. `begin` is called in the round, so that its error reaches all ranks at once.
 
         Raises:

@@ -2,8 +2,8 @@
 
     check     the arguments; of an asynchronous save also the branch, if no other save is in progress
     capture   the state is taken apart; in the background it is copied, and may be changed afterwards
-    write     the branch and the quotas are checked; blocks, packs, the part and the record become durable
-    commit    one log entry: "put"; or with a staging disk "staged", and `StagedSave` publishes later
+    write     the space and the branch are checked; blocks, packs and the part become durable
+    commit    the record, then one log entry: "put"; or with a staging disk "staged", and `StagedSave` publishes later
 
 `put_snapshot` runs all of them on its thread and reads the caller's memory. `put_snapshot_async` checks and captures, and the worker writes
 and commits. `Ranks` says which processes save together, and a `Destination` where the bytes go.
@@ -173,7 +173,7 @@ class Save:
     def _overlap(self, captured: CapturedState) -> Overlap:
         """What copies from devices need so that they can go on while training continues."""
         blocks_of = partial(held_blocks, captured, rank=self.rank, block_bytes=self._engine.config.block_bytes)
-        # What stays on a device is read no more: but the ranks of a group compare what they hold, and a staging disk need not have it.
+        # Not for a group, whose ranks read what they hold to compare it; nor with a staging disk, which may not have the stored bytes.
         may_stay = self._ranks.is_alone and self._engine.tier is None
         stored = self._context.stored_tensors() if may_stay else None
         return Overlap(blocks_of, self._context.gates_of(self._changed_by), stored)
@@ -215,7 +215,7 @@ class Save:
 
     def _write_and_commit(self, destination: Destination, status: SaveStatus) -> SnapshotInfo:
         begin = partial(self._begin, destination, status)  # no closure: the frames of an error would keep it, and so the state
-        return self._ranks.write_and_commit_together(begin, destination, status.meter)
+        return self._ranks.save_together(begin, destination, status.meter)
 
     def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState, RefTable]:
         """The request, the state, and a view of the log at its newest entry. Takes the state apart if `capture` was not called before."""
@@ -225,7 +225,8 @@ class Save:
         status.meter.expect("hash", size_bytes)
         self._require_space(size_bytes, status)
         try:
-            request, view = destination.ask(partial(_at_head, self._engine, fence, options))  # it may outlive the save: not with the state
+            # A call that hangs may outlive the save, so it does not get the state.
+            request, view = destination.ask(partial(_at_head, self._engine, fence, options))
         except BackendUnavailableError:
             if not destination.go_offline():
                 raise

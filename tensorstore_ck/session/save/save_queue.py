@@ -196,7 +196,7 @@ class SaveQueue:
         return DrainReport.of([queued.status for queued in saves], self._safe, self._stays.resume_command)
 
     def end(self) -> DrainReport:
-        """`drain` at the end: what earlier processes staged stays on the disk, and what this one did if the store does not answer."""
+        """Drains at the end of the process. What earlier processes staged stays on the disk; its own does if the store does not answer."""
         self._enter()
         for queued in self._uploads.items():
             if queued.is_resumed:

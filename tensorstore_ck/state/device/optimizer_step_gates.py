@@ -1,4 +1,4 @@
-"""`StepGate`: the next step of an optimizer comes after copies of what it changes, so that nothing else has to. Knows no store.
+"""`StepGate`: makes the next step of an optimizer wait for the copies of what it changes; nothing else has to wait. Knows no store.
 
 Between two steps nothing changes parameters and moments, so they can be copied beside the next forward and backward passes. The caller says
 so; `capture_proofs` checks each copy, and here it is tried out first: an optimizer is trusted if it has called its hooks since the last
