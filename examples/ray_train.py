@@ -1,7 +1,7 @@
 """Ray Train with snapshots in a store: ``python -m examples.ray_train FOLDER [STEPS] [WORKERS]``. It continues when it is started
 again, also with another number of workers, and when a worker dies.
 
-Of a script without a store, `restore` and `report` are other lines.
+Of a script without a store, `restore` and `report` are other lines, and `finish` is one more.
 """
 
 import sys
@@ -45,6 +45,8 @@ def train(config: dict[str, Any]) -> None:
                     tsck.ray.report({"loss": loss.item(), "step": step}, training, store=store, ref="runs/regression", step=step)
                 if step == config["steps"]:
                     break
+        if rank == 0:
+            store.finish("runs/regression")  # no page or alert expects another save
 
 
 def main(folder: Path, steps: int, workers: int = 1) -> float:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -86,6 +87,8 @@ def open_engine(
     try:
         is_given = config is not None
         config = config or read_config(backend)
+        if config is None:
+            _require_folder(backend)
         if config is None and create:
             unsynced = open_backend(url, no_sync=True) if backend.is_local else None  # fsyncs do not matter for exclusion
             config = init_store(backend, single_writer_unsafe=single_writer_unsafe, unsynced=unsynced)
@@ -215,6 +218,18 @@ def read_config(backend: Backend) -> StoreConfig | None:
     return decode_config(data, backend.url)
 
 
+def _require_folder(backend: Backend) -> None:
+    """Raises `NotAStoreError` where a file is in the place of a local store's folder, or of a folder above it."""
+    path = Path(backend.url)
+    file = next((each for each in (path, *path.parents) if backend.is_local and os.path.isfile(each)), None)
+    if file is not None:
+        raise NotAStoreError(
+            f"{file} is a file, and a store is a folder: give a folder. A checkpoint in a file is imported into a store: "
+            f"`tsck import {shlex.quote(str(file))} -s STORE --ref REF`, or tsck.import_checkpoint(store, path, ref=...)",
+            object_id=backend.url,
+        )
+
+
 def require_same_store(backend: Backend, config: StoreConfig, encoded: bytes) -> None:
     """Checks that a folder still holds the store that was opened there, with the same log: a disk may have been unmounted.
 
@@ -249,8 +264,10 @@ def init_store(
     Raises:
         AlreadyExistsError: there is a store, and `exist_ok` is false; or another program's files are where the store's would be.
         CorruptObjectError: there is a store that lost its store.json, which must not get a new identity.
+        NotAStoreError: the URL is a file.
         UnsafeBackendError: the backend does not create exclusively, and `single_writer_unsafe` is false.
     """
+    _require_folder(backend)
     if read_config(backend) is None and (foreign := foreign_object(backend)) is not None:
         raise AlreadyExistsError(
             f"{backend.url} holds {foreign}, which is not an object of a store: another program keeps its files in that folder. "

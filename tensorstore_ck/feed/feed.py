@@ -8,6 +8,7 @@ from typing import Final, NamedTuple, Self
 
 import torch
 
+from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.host_memory import memory_errors, require_memory
 from tensorstore_ck.common.ids import Clock, Digest
 from tensorstore_ck.common.threads import cpu_threads, for_each, shielded
@@ -71,7 +72,7 @@ class Feed:
         self._lock = threading.Lock()
         """Held while tensors change."""
         self._is_staging = False
-        self._closed = threading.Event()
+        self._closed = Flag()
         self._staged: _Staged | None = None
         self._ids: dict[Place, Digest] = {}
         """The blocks of `version`."""

@@ -10,10 +10,10 @@ Modules that take long to import, such as torch, are imported only by the method
 
 from tensorstore_ck.engine.write.publish import ANY
 from tensorstore_ck.engine.write.request import LAST_SEEN
-from tensorstore_ck.store.opening import OpenOptions, open_store
+from tensorstore_ck.store.opening import OpenOptions, open  # noqa: A004 - as in `opening`
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
 from tensorstore_ck.store.store import Store
 
-open = open_store  # noqa: A001 - `tsck.open` reads as `gzip.open` does
+open_store = open
 
 __all__ = ["ANY", "LAST_SEEN", "OpenOptions", "ReadOnlyStore", "Store", "open", "open_store"]

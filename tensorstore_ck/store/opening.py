@@ -1,4 +1,4 @@
-"""`open_store`: from a URL and options to a `Store`."""
+"""`open`: from a URL and options to a `Store`."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from tensorstore_ck.store.store import Store
 
 
 class OpenOptions(TypedDict, total=False):
-    """The options of `open_store`, for what passes them on."""
+    """The options of `open`, for what passes them on."""
 
     create: bool
     storage_options: Mapping[str, Any] | None
@@ -37,7 +37,7 @@ class OpenOptions(TypedDict, total=False):
 
 
 @overload
-def open_store(
+def open(  # noqa: A001 - `tsck.open` reads as `gzip.open` does, and a TypeError names it as it was called
     url: str | os.PathLike[str],
     *,
     read_only: Literal[True],
@@ -49,7 +49,7 @@ def open_store(
     places: Sequence[str | os.PathLike[str]] = (),
 ) -> ReadOnlyStore: ...
 @overload
-def open_store(
+def open(  # noqa: A001 - as above
     url: str | os.PathLike[str],
     *,
     create: bool = False,
@@ -71,7 +71,7 @@ def open_store(
 ) -> Store: ...
 @short_errors
 @renamed_argument(max_bytes_per_second="rate_limit")
-def open_store(
+def open(  # noqa: A001 - as above
     url: str | os.PathLike[str],
     *,
     create: bool = False,
@@ -126,7 +126,7 @@ def open_store(
             endpoint, and the folder around a local store, are always allowed. Other locations that the log names are refused.
 
     Raises:
-        NotAStoreError: nothing there, and `create` is false.
+        NotAStoreError: nothing there, and `create` is false; or the path is a file.
         InvalidUrlError: the URL cannot be understood.
         LogChangedError: with ``rollback="error"``, not here, but from every method that reads the log.
         UnsafeBackendError: the backend lets two writers create the same object.

@@ -76,7 +76,7 @@ def test_public_options() -> None:
 
 def test_the_store(tmp_path: Path) -> None:
     make: Any = tsck.open
-    with pytest.warns(DeprecationWarning, match=r"open_store\(max_bytes_per_second=\) is now rate_limit="):
+    with pytest.warns(DeprecationWarning, match=r"open\(max_bytes_per_second=\) is now rate_limit="):
         store: Any = make(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", max_bytes_per_second=1e9)
     with store:
         store.put_snapshot({"x": 1}, ref="a", step=1)

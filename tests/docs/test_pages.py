@@ -27,6 +27,9 @@ QUESTIONS = {
     "How fast is it, and what does it cost?": ("docs/benchmarks.md", "Save and restore"),
 }
 """Each with the page and the heading that answers it."""
+LONG_WORDS = 1500
+"""A page of more words takes four screens and more."""
+PACKAGE = REPOSITORY / "tensorstore_ck"
 
 
 def links(page: Path) -> Iterator[tuple[Path, str]]:
@@ -36,10 +39,15 @@ def links(page: Path) -> Iterator[tuple[Path, str]]:
         yield (page.parent / path).resolve() if path else page, anchor
 
 
+def anchor(heading: str) -> str:
+    """What links have after the ``#``."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def anchors(page: Path) -> set[str]:
     """Of the headings."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text(page), flags=re.DOTALL), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {anchor(heading) for heading in headings}
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -54,7 +62,17 @@ def test_a_question_is_two_clicks_from_the_readme(question: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(REPOSITORY).as_posix() for page in PAGES])
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     assert [str(target) for target, _ in links(page) if not target.exists()] == []
-    assert [(str(target), anchor) for target, anchor in links(page) if anchor and anchor not in anchors(target)] == []
+    assert [(str(target), name) for target, name in links(page) if name and name not in anchors(target)] == []
+
+
+def test_a_long_page_begins_with_links_to_its_sections() -> None:
+    missing = {}
+    for page in (*PAGES, PACKAGE / "FORMAT.md", PACKAGE / "gc" / "PROTOCOL.md"):
+        start, *sections = re.split(r"^## (.+)$", re.sub(r"```.*?```", "", text(page), flags=re.DOTALL), flags=re.MULTILINE)
+        if len(text(page).split()) > LONG_WORDS:
+            missing[page.name] = [title for title in sections[::2] if f"(#{anchor(title)})" not in start]
+    assert {"FORMAT.md", "troubleshooting.md", "security.md"} <= missing.keys()
+    assert not any(missing.values()), missing
 
 
 def test_the_readme_stays_short_and_every_page_is_in_the_navigation() -> None:

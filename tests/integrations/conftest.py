@@ -11,7 +11,7 @@ from tests.session.group.conftest import folder
 __all__ = ["folder", "has_finished", "store"]
 
 
-def has_finished(store: tsck.Store) -> bool:
+def has_finished(store: tsck.ReadOnlyStore) -> bool:
     """Whether a run noted its end in the log, as its last operation."""
     *_, newest = store.engine.log.entries(1)
     return newest.ops[-1].name == "finished"

@@ -87,6 +87,13 @@ def test_public_classes_are_the_same_as_in_their_modules() -> None:
             assert pickle.loads(pickle.dumps(found)) is found
 
 
+def test_functions_have_their_public_names() -> None:
+    functions = {name: found for name in tsck.__all__ if inspect.isfunction(found := getattr(tsck, name))}
+    assert {name: found.__qualname__ for name, found in functions.items()} == {name: name for name in functions}
+    with pytest.raises(TypeError, match=r"^open\(\) got an unexpected keyword argument 'creat'"):
+        tsck.open("store", creat=True)  # type: ignore[call-overload]
+
+
 def test_what_passes_options_on_knows_those_of_open() -> None:
     parameters = inspect.signature(tsck.open).parameters.values()
     assert {each.name for each in parameters if each.kind is each.KEYWORD_ONLY} == OpenOptions.__annotations__.keys()

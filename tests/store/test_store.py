@@ -206,6 +206,15 @@ def test_not_a_store(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
+@pytest.mark.parametrize("inside", ["", "/store"])
+@pytest.mark.parametrize("options", [{}, {"create": True}, {"read_only": True}])
+def test_a_checkpoint_in_a_file_is_imported(tmp_path: Path, options: Any, inside: str) -> None:
+    torch.save({}, file := tmp_path / "o.pt")
+    with pytest.raises(tsck.NotAStoreError, match=f"{file} is a file, .*: `tsck import {file} -s STORE --ref REF`") as caught:
+        tsck.open(f"{file}{inside}", **options)
+    assert "create" not in str(caught.value)
+
+
 def test_newer_format_is_refused(store: tsck.Store, url: Path, tmp_path: Path) -> None:
     config = decode_config((url / "store.json").read_bytes(), "here")
     (url / "store.json").write_bytes(replace(config, format=2).encode())

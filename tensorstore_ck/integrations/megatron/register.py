@@ -16,6 +16,7 @@ from tensorstore_ck.integrations.megatron.version import has_registry
 from tensorstore_ck.integrations.trainer.attach import opened
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
+from tensorstore_ck.training.checkpointing.pending_saves import note_finished
 
 if has_registry():
     from tensorstore_ck.integrations.megatron import registered_strategies as _versions
@@ -64,15 +65,23 @@ class Strategies(NamedTuple):
         """
         return write_folder(self.store, self.ref, Path(parent), address)
 
-    def close(self) -> None:
-        """Waits for saves, and closes the store."""
+    def close(self, *, finished: bool = False) -> None:
+        """Waits for saves, and closes the store.
+
+        Args:
+            finished: The training has reached its end: calls `Store.finish`, on the first rank. The end of a ``with`` block without an
+                error passes true.
+        """
+        notes_end, self.save.has_named = finished and self.save.has_named, False
+        if notes_end and not self.store.drain().dropped:
+            note_finished(self.store, self.ref)
         self.store.close()
 
     def __enter__(self) -> "Strategies":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(finished=kind is None)
 
 
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -59,6 +59,8 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
         self._store, self._ref, self._is_first = store, ref, True
         self.changed_by: list[torch.optim.Optimizer] = []
         """See `Strategies.changed_by`."""
+        self.has_named = False
+        """Whether this is the first rank, and has named a snapshot of its job: then it notes the end of the run."""
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -137,6 +139,7 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
     def _name(self, folder: Path, snapshot: Snapshot) -> None:
         if dist.get_rank() == 0:
             name_snapshot(self._store, folder, snapshot.root)
+            self.has_named = True
             if not has_registry():  # in 0.16 the wrapper names the backend of what it wraps
                 self._named.add(str(folder))
 

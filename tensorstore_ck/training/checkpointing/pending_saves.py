@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.common.user_frames import user_stacklevel
-from tensorstore_ck.errors import SnapshotAbortedError, StoreError
+from tensorstore_ck.errors import NotFoundError, SnapshotAbortedError, StoreError
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store.internals import groups_of
@@ -14,6 +14,18 @@ from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime, will
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+def note_finished(store: Store, ref: str) -> None:
+    """Notes in the log that the training of `ref` has ended. Only warns on failure."""
+    try:
+        store.finish(ref)
+    except NotFoundError:
+        return  # the branch was deleted: nothing is late
+    except StoreError as exc:
+        warnings.warn(
+            f"the end of the run on {ref!r} is not in the log, so its next save counts as late: {exc}", stacklevel=user_stacklevel()
+        )
 
 
 class PendingSaves:
@@ -84,15 +96,8 @@ class PendingSaves:
 
     def note_finished(self) -> None:
         """The training has ended, and so have its saves: notes it in the log, on the first rank. Only warns on failure."""
-        if self._group is not None and self._group.rank() != 0:
-            return
-        try:
-            self._store.finish(self._ref)
-        except StoreError as exc:
-            warnings.warn(
-                f"the end of the run on {self._ref!r} is not in the log, so its next save counts as late: {exc}",
-                stacklevel=user_stacklevel(),
-            )
+        if self._group is None or self._group.rank() == 0:
+            note_finished(self._store, self._ref)
 
     # --- failures ----------------------------------------------------------------------------------------------------
 

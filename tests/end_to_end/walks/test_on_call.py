@@ -67,7 +67,7 @@ def test_a_damaged_pack(seaweedfs_server: S3Server, url: str, tmp_path: Path, mo
         name = damage_newest_pack(seaweedfs_server, url)
 
         failed = walk.python("job.py", url, code=1)
-        assert name in failed.err.splitlines()[-1]
+        assert name in failed.err.splitlines()[-2]
         found = walk.follow(failed, "fsck --read-data", code=DAMAGED)
         assert name in found.out
         assert "hits runs/gpt@3" in found.out

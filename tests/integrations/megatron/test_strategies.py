@@ -7,6 +7,7 @@ import random
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.integrations.megatron import Strategies
 from tensorstore_ck.integrations.megatron.version import has_registry, keeps_common_state_as_object
+from tests.integrations.conftest import has_finished
 from tests.state.device.late_device import LateDevice, put_tensors_on
 
 pytestmark = pytest.mark.timeout(300)
@@ -213,6 +215,20 @@ def test_a_folder_whose_snapshot_is_gone_or_elsewhere_or_was_never_published(tmp
         Path(where, "snapshot.json").unlink()
         with pytest.raises(NotFoundError, match=r"snapshot\.json is missing: no snapshot was published for this folder"):
             dist_checkpointing.load(empty(), where)
+
+
+@pytest.mark.parametrize("ends", ["with the block", "by an error", "when it is closed", "without a save"])
+def test_the_end_of_a_run_is_noted(tmp_path: Path, ends: str) -> None:
+    with suppress(KeyError), tsck.megatron.register(tmp_path / "store", ref="runs/gpt") as registered:
+        registered.store.put_snapshot({}, ref="runs/other")
+        if ends != "without a save":
+            dist_checkpointing.save(state(), folder(tmp_path), registered.save)
+        if ends == "by an error":
+            raise KeyError
+        if ends == "when it is closed":
+            registered.close(finished=True)
+    with tsck.open(tmp_path / "store", read_only=True) as store:
+        assert has_finished(store) == (ends in {"with the block", "when it is closed"})
 
 
 def test_a_run_that_loaded_nothing_does_not_take_over_a_ref(tmp_path: Path, registered: Strategies) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import tensorstore_ck as tsck
+from tests.integrations.conftest import has_finished
 
 
 @pytest.mark.slow
@@ -16,6 +17,8 @@ def test_it_continues(ray_here: Any, tmp_path: Path) -> None:
     whole = ray_train.main(tmp_path / "whole", 20)
     ray_train.main(tmp_path / "cut", 10)
     assert ray_train.main(tmp_path / "cut", 20) == whole
+    with tsck.open(tmp_path / "cut" / "store", read_only=True) as store:
+        assert has_finished(store)
 
 
 def test_no_worker(tmp_path: Path) -> None:
