@@ -147,9 +147,9 @@ def test_a_swap_follows_the_stream_of_its_caller_who_then_follows_the_swap(
     own, callers = MagicMock(), MagicMock()
     own.wait_stream.side_effect = lambda stream: happened.append("the swap waits" if stream is callers else "")
     callers.wait_stream.side_effect = lambda stream: happened.append("the caller waits" if stream is own else "")
-    monkeypatch.setattr("tensorstore_ck.feed.feed._streams_of", lambda _: [(own, callers)])  # tests/gpu/test_order.py has real ones
     following = Following(made)
     following.feed.poll()
+    monkeypatch.setattr("tensorstore_ck.feed.feed._streams_of", lambda _: [(own, callers)])  # tests/gpu/test_order.py has real ones
 
     def apply() -> None:
         happened.append("a change")
