@@ -85,6 +85,15 @@ def reject_slow_keys(keys: Sequence[object], *, is_set: bool) -> None:
         HashProbes(is_set=is_set).add(map(hash, chosen))
 
 
+def fault_of(keys: Sequence[object], *, is_set: bool) -> str:
+    """Why a reader would reject keys, which it gets in this order; empty if it would not."""
+    try:
+        reject_slow_keys(keys, is_set=is_set)
+    except ValueError as exc:
+        return str(exc)
+    return ""
+
+
 def _are_consecutive(keys: Sequence[object]) -> bool:
     """Whether the keys are integers in a row, so that each has a slot of its own."""
     first = keys[0]

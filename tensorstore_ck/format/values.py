@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
-from tensorstore_ck.format.hash_probes import reject_slow_keys
+from tensorstore_ck.format.hash_probes import fault_of, reject_slow_keys
 from tensorstore_ck.format.layout import INLINE_VALUE_BYTES
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, pack_body, unpack_body
 
@@ -71,8 +71,10 @@ def _encode(value: Any, path: str, other: Encode | None, depth: int) -> Any:
     if kind is tuple:
         return pack_numbers(value) or ["u", [_encode(item, path, other, depth + 1) for item in value]]
     if kind is set or kind is frozenset:
-        items = [_encode(item, path, other, depth + 1) for item in value]
-        return ["e" if kind is set else "z", sorted(items, key=pack_body)]
+        pairs = sorted(((_encode(item, path, other, depth + 1), item) for item in value), key=lambda pair: pack_body(pair[0]))
+        if fault := fault_of([item for _, item in pairs], is_set=True):
+            raise UnsupportedValueError(f"cannot store {path or 'the state'}: {fault}; use other elements, such as text", object_id=path)
+        return ["e" if kind is set else "z", [encoded for encoded, _ in pairs]]
     if kind is complex:
         return ["j", value.real, value.imag]
     if kind is bytearray:

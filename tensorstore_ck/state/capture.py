@@ -13,7 +13,7 @@ import torch
 
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.format import sharding
+from tensorstore_ck.format import hash_probes, sharding
 from tensorstore_ck.format.layout import MAX_ITEM_BYTES, ExplicitRegions, Layout, Node, Sharding, SharedStorage, Spread, TensorSpec
 from tensorstore_ck.format.sharding import Mesh
 from tensorstore_ck.format.tree import ATTRIBUTES, SHORT_PATH, LeafNames
@@ -261,6 +261,8 @@ class CaptureWalk:
         kinds = set(map(type, value))
         if kinds == {str} and all(map(str.isascii, value)):
             return list(value), list(map(path.__add__, value))  # as `encode` would return them
+        if len(value) ** 2 > hash_probes.FREE_PROBES and (fault := hash_probes.fault_of(list(value), is_set=False)):
+            self._fail(path[:-1], fault, "use other keys, such as text")
         if kinds == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63:
             return list(value), list(map(path.__add__, map(str, value)))
         keys = [self._key(key, path) for key in value]
@@ -394,5 +396,4 @@ def _source_of(extra: CoveringArea, first: torch.Tensor | Array) -> ByteSource:
     if isinstance(first, np.ndarray) or first.is_cpu:
         return MemorySource(extra.start, first, size)
     storage = first.untyped_storage()
-    plain = torch.empty(0, dtype=torch.uint8, device=first.device)
-    return CopySource(plain.set_(storage, extra.start - storage.data_ptr(), (size,), (1,)))
+    return CopySource(torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, extra.start - storage.data_ptr(), (size,), (1,)))

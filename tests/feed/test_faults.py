@@ -2,7 +2,9 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -135,6 +137,30 @@ def test_every_copy_of_a_swap_fails(made: Made, applied: bool, error: type[BaseE
         following.require(0)
         following.feed.swap()
         following.require(1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_swap_follows_the_stream_of_its_caller_who_then_follows_the_swap(
+    made: Made, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    own, callers = MagicMock(), MagicMock()
+    own.wait_stream.side_effect = lambda stream: happened.append("the swap waits" if stream is callers else "")
+    callers.wait_stream.side_effect = lambda stream: happened.append("the caller waits" if stream is own else "")
+    following = Following(made)
+    following.feed.poll()
+    monkeypatch.setattr("tensorstore_ck.feed.feed._streams_of", lambda _: [(own, callers)])  # tests/gpu/test_order.py has real ones
+
+    def apply() -> None:
+        happened.append("a change")
+        if fails:
+            raise MemoryError
+
+    for change in changes_of(following.feed):
+        monkeypatch.setattr(change, "apply", apply)
+    with pytest.raises(MemoryError) if fails else nullcontext():
+        following.feed.swap()
+    assert list(dict.fromkeys(happened)) == ["the swap waits", "a change", "the caller waits"]
 
 
 def test_no_swap_while_a_version_is_staged(made: Made) -> None:

@@ -71,6 +71,8 @@ Local = namedtuple("SomethingElse", ["x"])  # type: ignore[name-match]
 
 REFUSED: list[tuple[str, Any, str]] = [
     ("str subclass", lambda: torch.__version__, r"convert it with str\(\.\.\.\)"),
+    ("slow keys", lambda: {number << 32: 1 for number in range(40_000)}, "quadratic time; use other keys"),
+    ("slow elements", lambda: {((1 << 61) - 1) * number for number in range(900)}, "quadratic time; use other elements"),
     ("dict subclass", lambda: MyDict(a=1), r"convert it with dict\(\.\.\.\)"),
     ("UserDict", lambda: UserDict(a=1), "leave it out"),
     ("mapping proxy", lambda: MappingProxyType({}), "leave it out"),
