@@ -51,7 +51,16 @@ def commit_time() -> str:
     return os.environ.get("SOURCE_DATE_EPOCH", shown.strip())
 
 
-def build(names: list[str], folder: Path, epoch: str) -> tuple[Path, Path]:
+def tools(folder: Path) -> Path:
+    """The Python of a new environment with what a release is built with, nothing else; pip compares the hashes of what it installs."""
+    python = folder / "tools" / "bin" / "python"
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "tools", cwd=folder)
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--only-binary", ":all:")
+    run(*pip, "--require-hashes", "--requirement", ROOT / ".ci" / "build-tools.txt", cwd=folder)
+    return python
+
+
+def build(python: Path, names: list[str], folder: Path, epoch: str) -> tuple[Path, Path]:
     """The wheel and the sdist of these files, which do not depend on the clock, the user or the folder."""
     source, dist = folder / "source", folder / "dist"
     for name in names:
@@ -59,7 +68,7 @@ def build(names: list[str], folder: Path, epoch: str) -> tuple[Path, Path]:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
     fixed = {"SOURCE_DATE_EPOCH": epoch, "CFLAGS": "-g0"}  # debug information has the folder's name
-    run(sys.executable, "-m", "build", "--outdir", dist, source, cwd=folder, **fixed)
+    run(python, "-m", "build", "--no-isolation", "--outdir", dist, source, cwd=folder, **fixed)
     (wheel,), (sdist,) = dist.glob("*-cp311-abi3-*.whl"), dist.glob("*.tar.gz")
     repack(sdist, int(epoch))
     return wheel, sdist
@@ -129,8 +138,9 @@ def main() -> None:
         names, epoch = [name for name in os.fsdecode(listed).split("\0") if name], commit_time()
         for each in ("first", "a-second-one"):
             (folder / each).mkdir()
-        wheel, sdist = build(names, folder / "first", epoch)
-        again = build(names, folder / "a-second-one", epoch)
+        python = tools(folder)
+        wheel, sdist = build(python, names, folder / "first", epoch)
+        again = build(python, names, folder / "a-second-one", epoch)
         differing = [one.name for one, other in zip((wheel, sdist), again, strict=True) if sha256(one) != sha256(other)]
         if differing:
             sys.exit(f"two builds of the same files differ: {', '.join(differing)}")

@@ -1,7 +1,6 @@
 """The command follow: a folder whose `current` is the newest version of a branch. Loads torch when it runs."""
 
 import time
-from contextlib import suppress
 
 import click
 
@@ -20,7 +19,7 @@ from tensorstore_ck.errors import BackendUnavailableError
 @click.option("--to", "folder", metavar="DIR", type=click.Path(file_okay=False), required=True, help="DIR/current is the newest version.")
 @click.option("--include", metavar="GLOB", multiple=True, help="Only names that match, e.g. 'model.*' (repeatable). Default: the weights.")
 @click.option("--config-from", metavar="DIR|NAME", help="Configuration and tokenizer, instead of those in the snapshots.")
-@click.option("--count", type=click.IntRange(1), metavar="N", help="End after N versions.")
+@click.option("--count", type=click.IntRange(1), metavar="N", help="End after N versions, with the one that is there at the start.")
 @click.option("--poll", type=seconds, default="2s", show_default=True, metavar="TIME", help="How often to look.")
 @store_options()
 def follow(
@@ -37,7 +36,8 @@ def follow(
     """Keep DIR/current at the newest snapshot of the branch REF, under the names that from_pretrained wants. Runs until interrupted.
 
     DIR/current is a link to a folder, and is renamed to the next one when that is complete. Reads what changed from the store, and does not
-    change the store. With --json a line for each version.
+    change the store. While the store does not answer, the folder stays as it is, with a warning; at the start that is an error. With --json
+    a line for each version.
     """
     from tensorstore_ck.integrations.exporting import FollowedFolder  # noqa: PLC0415 - loads torch
 
@@ -45,15 +45,22 @@ def follow(
         choice.open(read_only=True) as store,
         FollowedFolder(store, ref, folder, select=list(include) or None, config_from=config_from) as followed,
     ):
-        versions = 0
-        while True:
+        versions, answers = 0, False
+        while versions != count:
             snapshot = None
-            with suppress(BackendUnavailableError):  # the folder stays as it is meanwhile
+            try:
                 snapshot = followed.update()
+                if snapshot is None and not versions and followed.root:  # since an earlier run
+                    snapshot = store.resolve(followed.root)
+                answers = True
+            except BackendUnavailableError as exc:
+                if not versions:
+                    raise
+                if answers:
+                    say(f"tsck: warning: {printable(folder)} stays as it is until the store answers: {printable(str(exc))}", err=True)
+                answers = False
             if snapshot is not None:
                 versions += 1
                 emit_line(snapshot) if as_json else say(snapshot_line(f"{printable(folder)} is now", snapshot))
-                if versions == count:
-                    break
             else:
                 time.sleep(poll)

@@ -58,7 +58,7 @@ def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, code
         *map(choice.complete, _store_lines(usage)),
         *filter(None, [usage.space.describe()]),
         *_price_lines(usage, prices),
-        *choice.advice_lines(usage.freeable.describe()),
+        *choice.advice_lines(usage.freeable.describe(is_full=usage.is_full)),
         *map(_run_line, runs.values()),
     ]
     emit({**fields_of(usage), "last_runs": runs, "usd_per_month": usage_costs(usage, prices)}, lines, as_json=as_json)

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple, Self
 
 import torch
 
+from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.host_memory import memory_errors, require_memory
 from tensorstore_ck.common.ids import Clock, Digest
 from tensorstore_ck.common.threads import cpu_threads, for_each, shielded
@@ -71,7 +72,7 @@ class Feed:
         self._lock = threading.Lock()
         """Held while tensors change."""
         self._is_staging = False
-        self._closed = threading.Event()
+        self._closed = Flag()
         self._staged: _Staged | None = None
         self._ids: dict[Place, Digest] = {}
         """The blocks of `version`."""
@@ -158,6 +159,10 @@ class Feed:
                 version = self.poll()
             except BackendUnavailableError as exc:
                 version, trouble = None, exc
+            except InputError:
+                if not self._closed.is_set():
+                    raise
+                return None
             if version is not None:
                 return version
             left = self._poll_seconds if deadline is None else min(self._poll_seconds, deadline - time.monotonic())
@@ -176,7 +181,16 @@ class Feed:
         """
         with self._lock:
             staged = None if self._is_staging else self._staged
-            return None if staged is None else shielded(lambda: self._apply(staged), finish=True)
+            if staged is None:
+                return None
+            streams = _streams_of(staged.tensors)
+            for own, callers in streams:  # what the caller has queued may read the tensors
+                own.wait_stream(callers)
+            try:
+                return shielded(lambda: self._apply(staged), finish=True)
+            finally:
+                for own, callers in streams:
+                    callers.wait_stream(own)
 
     def _apply(self, staged: _Staged) -> FeedVersion:
         started = time.perf_counter()
@@ -234,3 +248,9 @@ class Feed:
         self._engine.observers.emit(
             Event(kind, "", self._ref, version.step, rank=0, time_ns=self._engine.clock(), fields={**about, **fields})
         )
+
+
+def _streams_of(tensors: Sequence[FollowedTensor]) -> list[tuple[torch.cuda.Stream, torch.cuda.Stream]]:
+    """Of each CUDA device of the tensors: the stream on which changes are made, and the current one of this thread."""
+    devices = {tensor.tensor.device for tensor in tensors if tensor.tensor.is_cuda}
+    return [(torch.cuda.default_stream(device), torch.cuda.current_stream(device)) for device in devices]

@@ -6,6 +6,7 @@ writes these alone; otherwise the whole range is staged.
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -56,7 +57,7 @@ class ChangedElements:
 
 
 class ChangedDeviceElements:
-    """Single elements of a tensor on a device, with positions and values in its memory."""
+    """Single elements of a tensor on a device, with positions and values in its memory. Written on the device's default stream."""
 
     def __init__(self, tensor: torch.Tensor, positions: Array, new: Array, old: Array) -> None:
         """See `ChangedElements`."""
@@ -70,11 +71,17 @@ class ChangedDeviceElements:
 
     def apply(self) -> None:
         """Writes the new elements."""
-        self._memory.index_copy_(0, self._positions, self._new)
+        self._write(self._new)
 
     def undo(self) -> None:
         """Writes the old elements."""
-        self._memory.index_copy_(0, self._positions, self._old)
+        self._write(self._old)
+
+    def _write(self, words: torch.Tensor) -> None:
+        # Threads differ in their current streams; and the allocator reuses what was allocated on the default stream only in its order.
+        device = self._memory.device
+        with torch.cuda.stream(torch.cuda.default_stream(device)) if device.type == "cuda" else nullcontext():
+            self._memory.index_copy_(0, self._positions, words)
 
 
 class ChangedRange:
@@ -102,7 +109,8 @@ class FollowedTensor(ByteTarget):
 
     def __init__(self, name: str, tensor: torch.Tensor, stored: torch.dtype) -> None:
         """`stored`: the dtype in the snapshot, which may be another one."""
-        self.name = name
+        self.identity: tuple[object, ...] = name, stored
+        """What the bytes of a block depend on besides their place: the tensor, and the dtype in which it is stored."""
         self.tensor = tensor.detach()
         self._stored = stored
         self._lock = threading.Lock()
@@ -153,7 +161,8 @@ class SeveralTensors(ByteTarget):
     """Several tensors of the follower that are one stored tensor, as weights that were tied in the training."""
 
     def __init__(self, tensors: Sequence[FollowedTensor]) -> None:
-        self.name = tensors[0].name
+        self.identity = tuple(tensor.identity for tensor in tensors)
+        """Of all: a block that one of them has is not in the others if they were several stored tensors before."""
         self._tensors = tensors
 
     def holds(self, start: int, stop: int) -> memoryview | None:

@@ -16,7 +16,7 @@ from tensorstore_ck.engine.read.block_reader import WantedBlock
 from tensorstore_ck.engine.read.box_copy import BoxTarget, index_in, runs
 
 Place = tuple[object, ...]
-"""Where a block lies in the follower's tensors: the tensor's name, the region of it that was stored as one piece, and the first byte."""
+"""Where a block lies in the follower's tensors: which ones, the region of them that was stored as one piece, and the first byte."""
 
 
 class HeldBlocks:
@@ -53,8 +53,8 @@ def place_of(block: WantedBlock) -> Place:
     target: Any = block.target
     if isinstance(target, BoxTarget):
         region, tensor = target.region, target.target
-        return tensor.name, region.offsets, region.sizes, region.is_flat, block.start  # type: ignore[attr-defined]
-    return target.name, block.start
+        return tensor.identity, region.offsets, region.sizes, region.is_flat, block.start  # type: ignore[attr-defined]
+    return target.identity, block.start
 
 
 def _bytes_at(block: WantedBlock) -> memoryview | None:

@@ -130,7 +130,8 @@ def _targets(content: SnapshotContent, fills: Sequence[FillTask]) -> Matched:
     whole: defaultdict[int, list[FillTask]] = defaultdict(list)
     views = []
     for fill in fills:
-        if not isinstance(fill.target, torch.Tensor) or not isinstance(fill.form.dtype, torch.dtype) or fill.target.is_conj():
+        target = fill.target
+        if not isinstance(target, torch.Tensor) or not isinstance(fill.form.dtype, torch.dtype) or target.is_conj() or target.is_neg():
             raise UnsupportedValueError(
                 f"follow fills plain torch tensors, and {fill.name} is none: leave it out with select=", object_id=fill.name
             )

@@ -14,8 +14,8 @@ from tensorstore_ck.gc.options import GcOptions
 
 _LOSSES: Final = {
     "age": "",
-    "undo window": ": then no `tsck undo` brings it back",
-    "pins": ": then no pin and no `tsck undo` brings it back",
+    "undo window": ": then it can no longer be undone",
+    "pins": ": then the pin is gone, and it can no longer be undone",
 }
 """Why something is protected -> what its commands give up."""
 Progress = Callable[[str, int, int], None]

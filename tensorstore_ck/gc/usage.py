@@ -149,6 +149,12 @@ class Usage(HeldBytes):
     """What is left there, and for how long."""
 
     @property
+    def is_full(self) -> bool:
+        """Whether a snapshot of the mean size of some ref does not fit into what is free at the store's own location."""
+        free = self.space.free_bytes
+        return free is not None and any(ref.logical_bytes > free * ref.snapshots for ref in self.refs)
+
+    @property
     def by_location(self) -> dict[str, int]:
         """All bytes of the store by URL, its own location first."""
         cold = {place.url: place.bytes for place in self.places}

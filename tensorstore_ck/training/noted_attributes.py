@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from tensorstore_ck.format.attributes import MAX_NAME_CHARS, MAX_TEXT_CHARS
+from tensorstore_ck.format.attributes import MAX_ATTRIBUTES, MAX_TEXT_CHARS, Attributes, are_attributes
 from tensorstore_ck.training.sample_cursor import SampleCursor
 
 MAX_NOTED: Final = 32
@@ -26,9 +26,15 @@ def noted_attributes(
     found = dict[str, float | str]()
     items = (*_loader_items(loaders), *_rates(optimizers), *_scheduler_items(schedulers), *_plain(extra))
     for name, value in (*items, *_version()):
-        if len(found) < MAX_NOTED and len(name) <= MAX_NAME_CHARS:
+        if len(found) < MAX_NOTED and are_attributes({name: value}):
             found.setdefault(name, value)
     return found
+
+
+def with_noted(given: Attributes, noted: Attributes) -> dict[str, float | str]:
+    """The attributes that the caller of a save gives, and as many of the others as fit beside them."""
+    others = [(name, value) for name, value in noted.items() if name not in given]
+    return {**dict(others[: max(0, MAX_ATTRIBUTES - len(given))]), **given}
 
 
 def _rates(optimizers: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -85,7 +91,7 @@ def code_version() -> str | None:
         start = Path(file).resolve().parent if file else Path.cwd()
         top = next((folder for folder in (start, *start.parents) if (folder / ".git").exists()), None)
         return None if top is None else commit_of(top / ".git")
-    except (OSError, UnicodeDecodeError):
+    except (OSError, ValueError):  # no text, or no path: after a power failure files may have zeros
         return None
 
 

@@ -26,6 +26,7 @@ from tensorstore_ck.session.save import OnFull, PendingSnapshot
 from tensorstore_ck.store import LAST_SEEN, Store
 from tensorstore_ck.store.internals import require_opened
 from tensorstore_ck.training import opaque_state, optimizers
+from tensorstore_ck.training.noted_attributes import with_noted
 from tensorstore_ck.training.parameter_names import require_supported
 from tensorstore_ck.training.per_rank_state import GENERATORS, Merge, PerRankState
 from tensorstore_ck.training.rank_group import rank_and_world_size, require_group
@@ -186,7 +187,7 @@ class TrainingState:
             metadata=metadata,
             triggers=triggers,
             epoch=epoch,
-            attributes={**self._sides.shared.attributes(), **(attributes or {})},
+            attributes=with_noted(attributes or {}, self._sides.shared.attributes()),
             expect=expect,
             parent=parent,
             unchanged=unchanged,
@@ -237,7 +238,7 @@ class TrainingState:
             metadata=metadata,
             triggers=triggers,
             epoch=epoch,
-            attributes={**self._sides.shared.attributes(), **(attributes or {})},
+            attributes=with_noted(attributes or {}, self._sides.shared.attributes()),
             expect=expect,
             parent=parent,
             group=group,

@@ -347,6 +347,7 @@ ELSEWHERE: Final = {
     "copy": PROSE,
     "export": PROSE,
     "exporter": PROSE,
+    "find": PROSE,
     "import": PROSE,
     "show": PROSE,
     "ui": PROSE,

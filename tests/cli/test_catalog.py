@@ -162,7 +162,7 @@ def test_pages_open_what_a_catalog_names_without_the_storage_options(
 ) -> None:
     ui = pytest.importorskip("tensorstore_ck.ui")
 
-    def open_all(sources: Any, *_: object) -> None:
+    def open_all(sources: Any, *_: object, **__: object) -> None:
         with sources.catalog.reading() as connection:
             (uuid,) = connection.exec_driver_sql("SELECT uuid FROM stores").scalars()
         for opening in (sources.open, sources.writable):

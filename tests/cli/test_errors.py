@@ -74,7 +74,7 @@ BAD = [
     ("policy test runs/gpt --dry-run", 2, "for apply"),
     ("policy apply nope", 25, "there is no branch"),
     ("policy show runs/*", 2, "lists all policies"),
-    ("policy remove runs/* keep_last=1", 2, "RULE=VALUE is for set"),
+    ("policy remove runs/* keep_last=1", 2, "no other action does"),
     ("quota set", 2, ""),
     ("quota set runs/*", 2, ""),
     ("quota show runs/*", 2, ""),

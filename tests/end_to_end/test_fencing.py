@@ -429,7 +429,7 @@ def test_what_an_earlier_process_staged_is_not_taken_for_this_ones_save(tmp_path
         head = first.engine.log.newest_view().branch("job")
         assert head is not None
         assert first.engine.log.wrote(head.n)
-        assert not fence.settle(first.engine, first.engine.log.view(), "job")
+        assert not fence.catch_up(first.engine, first.engine.log.view(), "job")
 
 
 def test_a_staged_save_and_a_publication_are_noted_one_after_the_other() -> None:

@@ -1,5 +1,10 @@
 """The bases of differences of blocks that change little stay in memory: only the first such save reads them from the store."""
 
+from pathlib import Path
+
+import torch
+
+import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.byte_cache import ByteCache
 from tests.feed.versions import REF, NotedFaults, copy_of, equal, first_state, follower, save, train
@@ -35,3 +40,13 @@ def test_what_is_kept_is_bounded_and_verified_before_it_is_used() -> None:
     kept[0] ^= 1
     save(store, state, 3)
     assert equal(store.checkout(REF), state)
+
+
+def test_a_base_that_was_stored_as_opaque_bytes(tmp_path: Path) -> None:
+    tensor = torch.arange(20_000) // 100
+    value = tensor.numpy().tobytes()
+    with tsck.open(tmp_path / "store", create=True, delta=True, cache_dir=tmp_path / "cache") as store:
+        for step in range(3):
+            store.put_snapshot({"tensor": tensor, "value": value}, ref=REF, step=step)
+            assert torch.equal(store.checkout(REF)["tensor"], tensor)
+            tensor[step] += 1

@@ -120,6 +120,18 @@ def test_transposed_converted_and_tied_tensors(backend: MemoryBackend) -> None:
     assert parameter._version > 0
 
 
+def test_tensors_that_a_later_version_ties_or_unties_or_stores_in_another_dtype(backend: MemoryBackend) -> None:
+    trainer, state = open_store(backend), first_state()
+    mine = {"model": {name: tensor.float() for name, tensor in zeros(state)["model"].items()}}
+    feed = follower(backend).follow(REF, into=mine, dtype=torch.float32)
+    first, second = state["model"]["layers.0"], state["model"]["layers.1"]
+    for step, pair in enumerate([(first, second), (first, first), (first, second), (second, second), (first.view(torch.float16), second)]):
+        state["model"] |= {"layers.0": pair[0], "layers.1": pair[1]}
+        save(trainer, state, step)
+        update(feed)
+        assert equal(mine, {"model": {name: tensor.float() for name, tensor in state["model"].items()}})
+
+
 def test_a_module_with_and_without_the_trainers_prefix(backend: MemoryBackend) -> None:
     module, other = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
     trainer = open_store(backend)
@@ -299,6 +311,7 @@ def test_wait_and_close(backend: MemoryBackend) -> None:
     assert equal(mine, state)
     with pytest.raises(tsck.errors.InputError, match="closed"):
         feed.poll()
+    assert feed.wait() is None  # as when it is closed just before the next poll
     with pytest.raises(tsck.errors.InvalidOptionError):
         store.follow(REF, into=mine, poll_seconds=0)
 
@@ -330,6 +343,7 @@ def test_tensors_that_cannot_be_followed(backend: MemoryBackend) -> None:
     store = follower(backend)
     for into, error in (
         ({"model": {name: tensor.to("meta") for name, tensor in state["model"].items()}}, tsck.errors.UnsupportedValueError),
+        ({"model": {name: torch._neg_view(tensor.clone()) for name, tensor in state["model"].items()}}, tsck.errors.UnsupportedValueError),
         ({"model": {"layers.0": 3}}, tsck.errors.MismatchError),
         (None, tsck.errors.MismatchError),
         ({"model": {name: tensor.float().numpy() for name, tensor in state["model"].items()}}, tsck.errors.MismatchError),

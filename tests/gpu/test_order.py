@@ -129,3 +129,24 @@ def test_a_checkout_into_tensors_that_queued_work_still_reads(cuda: torch.device
             after = values.clone()
         torch.cuda.synchronize()
         assert [values_of(total), values_of(after)] == [[200], [5]]
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_a_swap_of_a_follower_comes_between_what_the_current_stream_does_before_and_after(
+    cuda: torch.device, store: tsck.Store, few: bool
+) -> None:
+    saved, mine, stream = torch.zeros(1 << 20, device=cuda), torch.zeros(1 << 20, device=cuda), new_stream()
+    feed = store.follow(REF, into={"w": mine})
+    for step in range(1, 4):
+        saved[: 100 if few else None] = step
+        store.put_snapshot({"w": saved}, ref=REF, step=step)
+        feed.poll()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+            before = mine[:100].clone()
+            feed.swap()
+            after = mine[:100].clone()
+        stream.synchronize()
+        assert values_of(before) == [step - 1]
+        assert values_of(after) == [step]

@@ -173,7 +173,7 @@ def test_the_mapping() -> None:
     assert "model.h.0.w" in snapshot
     assert "epoch" not in snapshot
     assert snapshot.state_values == {"queue.1": 5, "queue.2.1": None, "epoch": 7}
-    with pytest.raises(NotFoundError, match=r"^'x' is not in the snapshot; see \.names\(\)$"):
+    with pytest.raises(NotFoundError, match=r"(?m)^'x' is not in the snapshot; see \.names\(\)$"):
         snapshot["x"]
     with pytest.raises(KeyError, match="state_values"):
         snapshot["epoch"]

@@ -1,5 +1,6 @@
 """What a TrainingState notes of each save, and which commit is checked out."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.format.attributes import MAX_ATTRIBUTES
 from tensorstore_ck.training import noted_attributes
 from tensorstore_ck.training.noted_attributes import MAX_NOTED, commit_of
 from tests.gc.stores import open_store
@@ -54,6 +56,14 @@ def test_what_ranks_save_together_has_them_too(store: tsck.Store) -> None:
     assert store.log("r") == [saved]
 
 
+def test_what_a_state_notes_fails_no_save(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noted_attributes, "code_version", lambda: "\0" * 40)  # a file of git after a power failure
+    training = tsck.TrainingState(extra={"a\0b": 1, "good": 2})
+    assert training.put(store, ref="r", step=1).attributes == {"extra.good": 2}
+    given = {f"n{number}": float(number) for number in range(MAX_ATTRIBUTES)}
+    assert training.put(store, ref="r", step=2, attributes=given, unchanged="ok").attributes == given
+
+
 def test_a_state_with_much_to_note_is_saved(store: tsck.Store) -> None:
     extra = {f"n{number:03}": number for number in range(100)} | {"x" * 200: 1}
     optimizers = {name: torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1) for name in "ab"}
@@ -91,12 +101,15 @@ def test_the_commit_is_read_from_the_files_of_git(tmp_path: Path) -> None:
     assert commit_of(worktree) == COMMIT
 
 
-@pytest.mark.parametrize("damage", ["no HEAD", "not text"])
+@pytest.mark.parametrize("damage", ["no HEAD", "not text", "zeros"])
 def test_a_damaged_repository_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
-    (tmp_path / ".git").mkdir()
+    if damage == "zeros":  # a worktree's file after a power failure
+        (tmp_path / ".git").write_bytes(bytes(40))
+    else:
+        (tmp_path / ".git").mkdir()
     if damage == "not text":
         (tmp_path / ".git" / "HEAD").write_bytes(b"\xff\xfe")
-    monkeypatch.setattr("sys.modules", {"__main__": type("M", (), {"__file__": str(tmp_path / "train.py")})})
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
     noted_attributes.code_version.cache_clear()
     assert noted_attributes.code_version() is None
     noted_attributes.code_version.cache_clear()

@@ -38,8 +38,10 @@ class DedupIndex:
         self._rows: list[dict[Digest, int]] = []
         """The row of each block in each part."""
         self._usable_bytes: dict[Ulid, int] = dict.fromkeys(packs_of_damaged(engine, self._view, rank), 0)
-        info = self._view.by_root(parent) if parent else None
-        if info is None or not self._view.is_live(info.ulid):
+        # the oldest one with that root: anybody may append a later put of it, whose parts say that its blocks are elsewhere
+        held = [ulid for ulid in self._view.with_root(parent) if self._view.is_live(ulid)] if parent else []
+        info = self._view.snapshot(held[-1]) if held else None
+        if info is None:
             _logger.debug(
                 "no snapshot to share blocks with: they are looked up in this host's index" if elsewhere else "no block is shared"
             )
@@ -59,6 +61,8 @@ class DedupIndex:
         known: dict[Digest, Location] = {}
         for (part, places), rows_of_part in zip(self._parts, self._rows, strict=True):
             rows = {block: row for block in blocks if (row := rows_of_part.get(block)) is not None}
+            if not rows:
+                continue  # after a save of many more ranks, most parts
             found = locations_of(part, places.packs, places.extents, list(rows.values()))
             known |= {block: location for block, location in zip(rows, found, strict=True) if location and self._is_usable(location)}
         if self._elsewhere and len(known) < len(blocks):

@@ -85,8 +85,9 @@ class ParentBlocks:
 
     def keep(self, block: Digest, raw: Buffer, base: DeltaBase) -> None:
         """Keeps a block that changed a little in the memory of its base: it is the base of the next difference. The base is gone then."""
-        base.raw[:] = raw
-        self._kept.offer(block, base.raw)
+        memory = memoryview(bytearray(len(raw))) if base.raw.readonly else base.raw  # LZ4 and zstd decode into immutable bytes
+        memory[:] = raw
+        self._kept.offer(block, memory)
 
     def _read(self, block: Digest, place: Location) -> memoryview | None:
         raw = self._kept.take(block)

@@ -128,6 +128,7 @@ class FollowedFolder:
             plan = self._plan(content)
             target = AtomicTarget(os.path.join(self._folder, snapshot.root[:32]), is_file=False, others=re.compile(".*"))
             if os.path.exists(os.path.join(target.path, VERSION)):  # the branch was moved back
+                self._forget()  # the feed takes the mapped tensors for the version before
                 break
             followed = self._follow(plan)
             if followed is None or followed.root == snapshot.root:
@@ -175,7 +176,7 @@ class FollowedFolder:
             self._map(plan.prefix)
         if self._files and plan.prefix == self._prefix:
             if self._feed is None:
-                rename = partial(_name_in_file, prefix=plan.prefix, names=frozenset(self._tensors))
+                rename = partial(_without, prefix=plan.prefix)
                 self._feed = self._store.follow(self._ref, into=self._tensors, select=plan.globs, rename=rename)
             with suppress(MismatchError, UnsupportedValueError):
                 self._feed.poll()
@@ -215,12 +216,14 @@ class FollowedFolder:
         self._prefix = prefix
         self._files.clear()
         self._tensors.clear()
-        with suppress(OSError, ValueError, KeyError, RuntimeError):  # without it everything is read from the store
+        try:
             for name in sorted(name for name in os.listdir(folder) if name.endswith(".safetensors")):
                 data = np.memmap(os.path.join(folder, name), np.uint8, "c")
                 table, start = _header_of(data)
                 self._tensors |= {key: _tensor_at(data, start, entry) for key, entry in table.items() if key != METADATA}
                 self._files[name] = data
+        except (OSError, ValueError, KeyError, RuntimeError):  # everything is read from the store
+            self._forget()
 
     def _forget(self) -> None:
         if self._feed is not None:
@@ -230,10 +233,9 @@ class FollowedFolder:
         self._files.clear()
 
 
-def _name_in_file(name: str, prefix: str, names: frozenset[str]) -> str | None:
-    """The name in the files of a stored tensor; None if it is not in them."""
-    short = name.removeprefix(prefix)
-    return short if name.startswith(prefix) and short in names else None
+def _without(name: str, prefix: str) -> str:
+    """The name in the files of a stored tensor."""
+    return name.removeprefix(prefix)
 
 
 def _header_of(data: "np.memmap[Any, Any]") -> tuple[dict[str, Any], int]:

@@ -39,7 +39,7 @@ def test_an_answer_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     Nor do saves ask the log for their own outcome, which alone would keep them from publishing twice.
     """
     append = Log.append
-    monkeypatch.setattr(Log, "append", lambda self, build: append(self, lambda view: build(Forgetful(view))))
+    monkeypatch.setattr(Log, "append", lambda self, build, **options: append(self, lambda view: build(Forgetful(view)), **options))
 
     def create(self: EntryWriter, sealed: bytes, entry: Any) -> bool:
         try:

@@ -177,9 +177,10 @@ def test_what_gc_prints_lets_a_snapshot_go(tsck: Tsck, address: str) -> None:
     assert refused.code == 45
     for printed in refused.commands:
         if not printed.startswith("fsck"):
-            extra = ["--max-delete", "100%"] if printed.startswith("gc") else []
-            led = tsck(*arguments(printed), *extra)
+            led = tsck(*arguments(printed))
             assert led.code == 0, led.out
+    assert "its undo window has ended" in refused.out
+    assert tsck("gc", "--undo-window", "0s", "--max-delete", "100%", *STORE).code == 0  # as if it had
     assert root[1][:12] not in tsck("log", "runs/a", *STORE).out
     require_whole(tsck)
 

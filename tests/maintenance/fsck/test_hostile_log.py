@@ -12,6 +12,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.common.ids import Digest, new_ulid
 from tensorstore_ck.errors import BrokenLogError, FormatVersionError
+from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.record import record_name
 from tensorstore_ck.format.sealed import seal
 from tensorstore_ck.log import Op
@@ -158,3 +159,27 @@ def test_a_second_put_of_a_known_root_hides_nothing_and_stops_no_gc(attacked: At
         store.forget("r@1")
         store.gc(AT_ONCE)
         assert float(store.checkout("again")["w"][0]) == 1
+
+
+@pytest.mark.parametrize("field", ["raw", "offset"])
+def test_a_save_shares_no_blocks_with_a_later_put_of_its_parents_root(attacked: Attacked, field: str) -> None:
+    """Its part has the right id, which does not cover where blocks are."""
+    with attacked.open() as store:
+        engine = store.engine
+        info = engine.log.newest_view().by_root(bytes.fromhex(store.resolve("kept").root))
+        assert info is not None
+        record = engine.read_record(info)
+        part = engine.read_part(record, 0)
+        extents = part.extents.copy()
+        extents[field] += 4
+        ulid = new_ulid()
+        attacked.backend.put(part_name(ulid), part._replace(extents=extents).encode())
+        forged, snapshot = record._replace(parts=[ulid]), new_ulid()
+        attacked.backend.put(record_name(snapshot), forged.encode())
+        forge(engine, lambda _: [Op.put("mallory", snapshot, forged, forged.encode(), anchor=0, txn=new_ulid())])
+    with attacked.open() as store:
+        state = store.checkout("r@1")
+        store.put_snapshot({"w": state["w"] + 8}, ref="r", step=9, expect=tsck.ANY)
+    with attacked.open() as store:
+        assert float(store.checkout("r@9")["w"][0]) == 9
+        assert store.fsck(read_data=True).ok is False  # what was forged is named

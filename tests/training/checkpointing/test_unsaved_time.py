@@ -320,7 +320,7 @@ def test_a_conflict_with_a_save_that_may_have_happened_ends_nothing(tmp_path: Pa
             return action()
 
         patch.setattr(job.store, "retrying", unknown)
-        patch.setattr(RefFence, "settle", lambda *_: False)
+        patch.setattr(RefFence, "catch_up", lambda *_: False)
         assert any("the next save checks again" in each for each in job.save())
     job.save()
     job.ckpt.close()
