@@ -620,9 +620,9 @@ def test_a_save_after_compaction_reuses_what_was_moved(backend: Backend) -> None
 
 def test_a_block_that_lies_in_two_sparse_packs_is_copied_once() -> None:
     backend = MemoryBackend()
-    for ref in ("a", "b"):
+    for ref, first in (("a", state(1, 2, 3, 4)), ("b", state(1, 5, 6, 7))):
         cold = open_store(backend)  # knows nothing of what the other wrote
-        put_all(cold, ref, [state(1, 2, 3, 4), state(1)])
+        put_all(cold, ref, [first, state(1)])
     store = open_store(backend)
     store.forget("a@1", "b@1")
     report = collect(store)
