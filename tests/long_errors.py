@@ -1,9 +1,13 @@
 """What users call that is not decorated with `short_errors`."""
 
 from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from traceback import extract_tb
 from types import FunctionType
 from typing import Any
 
+import tensorstore_ck as tsck
 from tensorstore_ck.common.user_frames import short_errors
 
 SHORT = short_errors(lambda: None).__code__
@@ -22,6 +26,20 @@ def long_errors(public: Iterable[object]) -> list[str]:
                 f"{each.__name__}.{name}" for name, value in methods.items() if isinstance(value, FunctionType) and not _is_short(value)
             ]
     return sorted({*found} - RAISE_NOTHING)
+
+
+def long_errors_of_adapter(name: str) -> list[str]:
+    """Those of `tensorstore_ck.integrations`. Each test of a trainer's environment calls it for its own adapter."""
+    adapter = import_module(f"tensorstore_ck.integrations.{name}")
+    public = [getattr(adapter, each) for each in vars(adapter).get("__all__", ("log_snapshot", "find_snapshot"))]
+    assert public
+    return long_errors(public)
+
+
+def frames_of_package(error: BaseException) -> list[str]:
+    """The functions of the package in an error's traceback: none, in a short one."""
+    package = Path(tsck.__file__).parent
+    return [frame.name for frame in extract_tb(error.__traceback__) if package in Path(frame.filename).parents]
 
 
 def _is_short(function: Any) -> bool:

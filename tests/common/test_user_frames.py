@@ -138,7 +138,7 @@ def test_the_location_of_a_store_is_not_a_store(store: tsck.Store, call: Callabl
 
 
 def test_all_that_is_public_raises_short_errors() -> None:
-    """By what decorates it: it is too much to call. Adapters: `tests/integrations/test_adapter_arguments.py`."""
+    """By what decorates it: it is too much to call. Adapters: `tests/integrations/test_adapter_arguments.py` and their folders."""
     public = [each for name in tsck.__all__ if not isinstance(each := getattr(tsck, name), ModuleType)]
     assert long_errors(public) == []
 

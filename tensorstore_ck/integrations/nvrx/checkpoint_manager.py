@@ -154,6 +154,7 @@ class LocalCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict:
         return self._own.load(ckpt_id)
 
+    @short_errors
     def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
         self._own.save(state_dict, ckpt_id)
 

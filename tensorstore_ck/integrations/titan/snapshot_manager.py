@@ -152,6 +152,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
+    @short_errors
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._should_save(curr_step, last_step):
             return False
@@ -189,6 +190,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             checkpointer, self._checkpointer = self._checkpointer, None
             checkpointer.close(finished=finished)
 
+    @short_errors
     def _wait_for_saving(self) -> None:
         self.save_future = None
         if self._checkpointer is not None:
@@ -200,12 +202,14 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             self._lent.generator = None
             self._lent = None
 
+    @short_errors
     def _close(self) -> None:
         self._finish_saves()
         self._store.close()
 
     # --- load ---------------------------------------------------------------------------------------------------------
 
+    @short_errors
     def _load(self, step: int = -1) -> bool:
         with structured_logger.log_trace_span("checkpoint_load"):
             self._finish_saves()

@@ -16,6 +16,7 @@ from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, write_
 from tensorstore_ck.store import Store
 from tests.integrations.deepspeed.engines import Kind, Net, make, train
 from tests.integrations.deepspeed.on_cpu import deepspeed
+from tests.long_errors import long_errors_of_adapter
 from tests.servers import free_port
 from tests.training.resume_rule import ALL, check_door
 
@@ -291,3 +292,7 @@ def test_the_example_continues(tmp_path: Path) -> None:
     whole = deepspeed_loop.main(tmp_path / "whole", 20)
     deepspeed_loop.main(tmp_path / "cut", 10)
     assert deepspeed_loop.main(tmp_path / "cut", 20) == whole
+
+
+def test_errors_of_what_it_offers_are_short() -> None:
+    assert long_errors_of_adapter("deepspeed") == []

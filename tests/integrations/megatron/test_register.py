@@ -10,6 +10,7 @@ pytest.importorskip("megatron.core", reason="Megatron-core is not installed: run
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidNameError, MissingExtraError
+from tests.long_errors import long_errors_of_adapter
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,3 +41,7 @@ def test_a_changed_megatron_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("tensorstore_ck.integrations.megatron.compatibility.USED", [(load_common, ("self", "checkpoint_dir"))])
     with pytest.raises(MissingExtraError, match=r"has another .*load_common than the one that is used here"):
         tsck.megatron.register(tmp_path / "store", ref="runs/gpt")
+
+
+def test_errors_of_what_it_offers_are_short() -> None:
+    assert long_errors_of_adapter("megatron") == []

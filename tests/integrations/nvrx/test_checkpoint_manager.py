@@ -28,6 +28,7 @@ from tensorstore_ck.store import Store
 from tests.effort import effort
 from tests.integrations.kill_at import KillAt, forked, open_killable
 from tests.integrations.nvrx.on_cpu import differs, state_dict_of
+from tests.long_errors import frames_of_package, long_errors_of_adapter
 
 
 @pytest.fixture(autouse=True)
@@ -229,8 +230,9 @@ def test_what_cannot_be_stored_is_an_error(tmp_path: Path) -> None:
     manager = manager_in(tmp_path)
     other = object.__new__(Other)
     other.state_dict, other._is_hollow = {}, False
-    with pytest.raises(tsck.UnsupportedValueError, match=r"checkpoint.*Other.*tsck\.register_type"):
+    with pytest.raises(tsck.UnsupportedValueError, match=r"checkpoint.*Other.*tsck\.register_type") as caught:
         manager.save(other, 1)
+    assert frames_of_package(caught.value) == []
     opaque = state_dict_of(0, 1)
     opaque.common["args"] = {"inner": Opaque()}
     with pytest.raises(tsck.UnsupportedValueError, match=r"checkpoint\.common\.args\.inner.*Opaque"):
@@ -288,3 +290,7 @@ def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(tsck.MissingExtraError, match="has another BaseCheckpointManager"):
             manager_in(tmp_path)
         monkeypatch.undo()
+
+
+def test_errors_of_what_it_offers_are_short() -> None:
+    assert long_errors_of_adapter("nvrx") == []

@@ -7,6 +7,7 @@ import pytest
 
 import tensorstore_ck as tsck
 from tests.integrations.conftest import has_finished
+from tests.long_errors import long_errors_of_adapter
 
 
 @pytest.mark.slow
@@ -39,3 +40,8 @@ def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray.train", None)
     with pytest.raises(tsck.MissingExtraError, match=r"pip install 'ray\[train\]>=2.56,<3'"):
         tsck.ray.report  # noqa: B018 - is loaded here
+
+
+def test_errors_of_what_it_offers_are_short() -> None:
+    pytest.importorskip("ray.train", reason="the extra ray is not installed: run `make test-apart`")
+    assert long_errors_of_adapter("ray") == []

@@ -19,6 +19,7 @@ from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 from tests.gc.stores import open_store
 from tests.integrations.titan.runs import REF
 from tests.integrations.titan.small import Job, saved_steps
+from tests.long_errors import frames_of_package
 from tests.training.resume_rule import NEWEST, check_door
 
 pytestmark = pytest.mark.slow
@@ -78,8 +79,9 @@ def test_a_save_that_fails_in_the_background(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="the snapshot of step 1 was not saved"):
             job.manager.maybe_wait_for_saving()
         assert isinstance(future.exception(PATIENCE_SECONDS), tsck.NoSpaceError)
-        with pytest.raises(tsck.NoSpaceError, match="the newest save failed"):
+        with pytest.raises(tsck.NoSpaceError, match="the newest save failed") as closing:
             job.manager.close()
+        assert frames_of_package(closing.value) == []
         faults.at = 0
         store.close()
         return
@@ -218,10 +220,11 @@ def test_which_snapshot_a_resume_takes(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_ref_of_another_run(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
         job.train(2)
-    with Job(tmp_path) as other, pytest.raises(tsck.errors.ConflictError, match="snapshots of an earlier run"):
+    with Job(tmp_path) as other, pytest.raises(tsck.errors.ConflictError, match="snapshots of an earlier run") as saving:
         other.train(1)
-    with Job(tmp_path, width=5) as other, pytest.raises(tsck.errors.MismatchError, match="weight"):
+    with Job(tmp_path, width=5) as other, pytest.raises(tsck.errors.MismatchError, match="weight") as loading:
         other.manager.load()
+    assert frames_of_package(saving.value) == frames_of_package(loading.value) == []
 
 
 def test_options_that_are_missing(tmp_path: Path) -> None:
