@@ -17,8 +17,9 @@ from tests.effort import PATIENCE_SECONDS
 pytestmark = pytest.mark.slow
 HIGH: Final = 1000
 MOST_SCREENS: Final = 8
-LONGER: Final = {"reference/format.html", "troubleshooting.html"}
-"""The text that readers of stores are written from, and the one page on which links from errors lead to an entry."""
+LONGER: Final = {"reference/format.html", "requirements.html", "troubleshooting.html"}
+"""The text that readers of stores are written from, one table of all requirements, and the one page on which links from errors lead to an
+entry. `test_pages.py`: they begin with links to their sections."""
 LOOKED_FOR: Final = {
     "disk full": ("guides/operations.html", "a-full-disk"),
     "delete old": ("guides/retention.html", "delete-old-snapshots"),
