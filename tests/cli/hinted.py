@@ -354,6 +354,7 @@ ELSEWHERE: Final = {
     "ui --allow": PROSE,
     "export --to hf": "tests/integrations/hf/test_adapters.py",
     "help KIND": "tests/cli/test_guidance.py",
+    "import X --ref X": "tests/store/test_store.py: a checkpoint in a file",
     "probe": "tests/cli/test_errors.py: a server that ignores conditions",
     "staging resume --accept-owner UID --staging X": "tests/cli/test_staging.py: two users",
 }

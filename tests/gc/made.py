@@ -46,8 +46,9 @@ def open_engine(backend: MemoryBackend, table: Table | None = None) -> Engine:
 
 
 def make_part(places: Sequence[Place], *, rank: int = 0, ranks: int = 1, bases: int = 0, inline: bytes = b"") -> Part:
-    """A part whose last `bases` rows are delta bases of the first ones; its pack table has one pack that no row refers to."""
-    packs = [*sorted({pack for pack, _ in places}, reverse=True), 1 << 20]
+    """A part whose last `bases` rows are delta bases of the first ones; where it may, its pack table has one pack that no row refers to."""
+    used = sorted({pack for pack, _ in places}, reverse=True)
+    packs = [*used, 1 << 20] if len(used) < len(places) else used
     extents = np.zeros(len(places), EXTENT_DTYPE)
     extents["pack"] = [packs.index(pack) for pack, _ in places]
     extents["entry"] = [entry for _, entry in places]

@@ -1,5 +1,7 @@
 """put_snapshot and checkout through the public surface: what is written once, what is noticed, what is refused."""
 
+import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -8,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.cli import main
 from tensorstore_ck.common.ids import new_ulid
 from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.format.store_config import decode_config
@@ -208,11 +212,14 @@ def test_not_a_store(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inside", ["", "/store"])
 @pytest.mark.parametrize("options", [{}, {"create": True}, {"read_only": True}])
-def test_a_checkpoint_in_a_file_is_imported(tmp_path: Path, options: Any, inside: str) -> None:
-    torch.save({}, file := tmp_path / "o.pt")
+def test_a_checkpoint_in_a_file_is_imported(tmp_path: Path, options: Any, inside: str, store: tsck.Store) -> None:
+    torch.save({"w": torch.ones(3)}, file := tmp_path / "o.pt")
     with pytest.raises(tsck.NotAStoreError, match=f"{file} is a file, .*: `tsck import {file} -s STORE --ref REF`") as caught:
         tsck.open(f"{file}{inside}", **options)
     assert "create" not in str(caught.value)
+    printed = re.findall(r"`tsck (import .*?)`", str(caught.value))[0]
+    assert CliRunner().invoke(main, shlex.split(printed.replace("STORE", store.url).replace("REF", "runs/old"))).exit_code == 0
+    assert torch.equal(store.checkout("runs/old")["w"], torch.ones(3))
 
 
 def test_newer_format_is_refused(store: tsck.Store, url: Path, tmp_path: Path) -> None:
