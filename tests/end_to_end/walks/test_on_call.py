@@ -68,6 +68,7 @@ def test_a_damaged_pack(seaweedfs_server: S3Server, url: str, tmp_path: Path, mo
 
         failed = walk.python("job.py", url, code=1)
         assert name in failed.err.splitlines()[-2]
+        walk.follow(failed, "help corrupt_object")
         found = walk.follow(failed, "fsck --read-data", code=DAMAGED)
         assert name in found.out
         assert "hits runs/gpt@3" in found.out
