@@ -119,6 +119,8 @@ class Walk:
         assert code != USAGE, said
         self._followed.add(said.line)
         self._to_follow.pop(said.line, None)
+        if said.line.startswith("tsck help "):  # an entry of a page, whose commands are for any store
+            return said
         for printed in said.printed:
             if printed not in self._followed:
                 self._to_follow.setdefault(printed, f"of: {said.line}")
