@@ -8,7 +8,6 @@ those of this process. PROTOCOL.md, "Forged entries".
 
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from functools import cached_property
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Ulid
@@ -62,12 +61,13 @@ class Releases:
         self._window_ns = int(window_seconds * 1e9)
         self._now_ns = now_ns
         self._listed = listed
+        self._last_old_n: int | None = None
         self._read_n = 0
         self._swept_by_entry: set[tuple[ObjectKey, int]] = set()
 
     def is_over(self, n: int) -> bool:
         """Whether what entry `n` released may be freed: the store has had it for the window, or this process appended it."""
-        return not self._window_ns or self._engine.log.is_own(n) or n <= self._last_old
+        return not self._window_ns or self._engine.log.is_own(n) or n <= self._last_old()
 
     def at(self, view: RefTable) -> Released:
         """What was released, at `view`."""
@@ -87,9 +87,13 @@ class Releases:
 
     # --- the age of entries -------------------------------------------------------------------------------------------
 
-    @cached_property
     def _last_old(self) -> int:
         """The last entry that the store has had for the window. Entries are created in order, so those before it are as old."""
+        if self._last_old_n is None:  # no `cached_property`: in Python 3.11 it holds one lock for all instances while it computes
+            self._last_old_n = self._find_last_old()
+        return self._last_old_n
+
+    def _find_last_old(self) -> int:
         head = self._engine.log.view().head()
         last = 0 if head is None else head.n
         before_ns, is_timed = self._now_ns - self._window_ns, False
@@ -120,9 +124,9 @@ class Releases:
         """(object, entry) of what was swept, and of what young entries swept before others made the log forget it."""
         yield from ((key, state.n) for key, state in view.objects() if state.swept)
         head = view.head()
-        if head is None or not view.horizon() or view.horizon() <= self._last_old:
+        if head is None or not view.horizon() or view.horizon() <= self._last_old():
             return
-        for entry in self._engine.log.entries(max(self._last_old, self._read_n) + 1):
+        for entry in self._engine.log.entries(max(self._last_old(), self._read_n) + 1):
             swept = (key for op in entry.ops if op.name == "sweep" for key in Objects.of_fields(op.fields))
             self._swept_by_entry.update((key, entry.n) for key in swept)
             self._read_n = entry.n

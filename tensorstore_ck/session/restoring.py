@@ -7,7 +7,7 @@ torch is imported only by what takes or returns tensors.
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar, Unpack
 
 from tensorstore_ck.engine.engine import Engine
@@ -58,16 +58,19 @@ class Restoring:
     reading: GroupReading | None = None
     """How this rank reads together with the others of `group`."""
 
-    @cached_property
+    _opened: SnapshotContent | None = None
+
     def _content(self) -> SnapshotContent:
         """Opened once: reading the tables of a large state takes as long as reading a small state's tensors."""
-        return open_snapshot(self.engine, self.info)
+        if self._opened is None:  # no `cached_property`: in Python 3.11 it holds one lock for all instances while it reads the store
+            self._opened = open_snapshot(self.engine, self.info)
+        return self._opened
 
     def lazy(self, require_open: Callable[[], object] = lambda: None) -> "LazySnapshot":
         """The snapshot, without reading tensors. `require_open` raises if the store was closed."""
         from tensorstore_ck.state import LazySnapshot  # noqa: PLC0415 - loads torch
 
-        return LazySnapshot(self._content, require_open)
+        return LazySnapshot(self._content(), require_open)
 
     def metadata(self) -> dict[str, Any]:
         """As `Store.metadata`."""
@@ -79,7 +82,7 @@ class Restoring:
 
         group, reading = self.group, self.reading
         if group is None or reading is None:
-            return restore(self._content, **how)
+            return restore(self._content(), **how)
         together = partial(restore, group=group, unclaimed=reading.unclaimed, **how)
         open_content = partial(open_snapshot, self.engine, self.info, reading.read_blocks, position=(group.rank() + 0.5) / group.size())
         if broadcast:
@@ -104,7 +107,7 @@ class Restoring:
         """The part of the state that fits the globs, read by this rank alone."""
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
-        return restore(self._content, select=globs)
+        return restore(self._content(), select=globs)
 
     def rank_state(self, rank: int) -> Any:
         """The state that a rank saved as its own.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.common.user_frames import user_stacklevel
-from tensorstore_ck.errors import NotFoundError, SnapshotAbortedError, StoreError
+from tensorstore_ck.errors import NotFoundError, SnapshotAbortedError, SnapshotDroppedError, StoreError
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store.internals import groups_of
@@ -160,7 +160,8 @@ class PendingSaves:
         self.begin_round()
         if continues:
             return
-        error = error or unsaved.refusal or unsaved.failure
+        was_given_up = isinstance(unsaved.failure, SnapshotDroppedError)  # by the drain: no reason, but a consequence
+        error = error or unsaved.refusal or (None if was_given_up else unsaved.failure)
         self._pending = []
         unsaved.begin()
         if error is not None and will_repeat(error):
