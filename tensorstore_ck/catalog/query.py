@@ -14,7 +14,8 @@ from tensorstore_ck.catalog.current_refs import STATES
 from tensorstore_ck.catalog.results import FoundSnapshot
 from tensorstore_ck.catalog.row_writer import batches
 from tensorstore_ck.catalog.schema import attributes, metrics, pins, snapshots, stores, tags
-from tensorstore_ck.catalog.sql_conditions import FIELDS, Known, is_metric, names_of, parse_query, to_sql
+from tensorstore_ck.catalog.sql_conditions import FIELDS, Known, is_metric, names_of, to_sql
+from tensorstore_ck.common.condition_values import parse_search
 from tensorstore_ck.common.conditions import Condition, Name, is_text
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 
@@ -69,7 +70,7 @@ class CheckedQuery:
             raise InvalidOptionError(f"offset must be a whole number from 0 on, not {offset!r}", object_id="offset")
         if state is not None and state not in STATES:
             raise InvalidOptionError(f"there is no state {state!r}: there are {', '.join(STATES)}", object_id="state")
-        node = None if text == "" else parse_query(text)
+        node = None if text == "" else parse_search(text)
         names = names_of(node) if node is not None else []
         if node is not None:
             to_sql(node, now_ns, Known())  # raises for comparisons that make no sense

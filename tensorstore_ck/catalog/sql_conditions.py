@@ -25,15 +25,11 @@ from tensorstore_ck.common.condition_values import (
     texts_of,
     wrong_value,
 )
-from tensorstore_ck.common.conditions import FLIPPED, Condition, Joined, Name, NameTest, parse
+from tensorstore_ck.common.conditions import FLIPPED, Condition, Joined, Name, NameTest
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log.field_checks import MARKS
 
 SqlCondition = ColumnElement[bool]
-MAX_CHARS: Final = 10_000
-MAX_DEPTH: Final = 40
-MAX_TESTS: Final = 200
-"""SQLite takes no expression that is 1,000 deep."""
 _MAX_INT: Final = (1 << 63) - 1
 _CHOICES: Final = {"state": STATES, "mark": MARKS}
 
@@ -45,20 +41,6 @@ class Known(NamedTuple):
     """Whether a statement finds so few snapshots that a lookup by id is faster than a test of each snapshot."""
     tables_of: Callable[[str], Collection[Table]] = lambda _: (metrics, attributes)
     """Which of the tables have a name."""
-
-
-def parse_query(text: str) -> Condition:
-    """The tree of a condition that is short and shallow enough for a database.
-
-    Raises:
-        InvalidOptionError: it is not a condition, or it is too large.
-    """
-    node = parse(text, max_chars=MAX_CHARS)
-    if node.depth > MAX_DEPTH or node.tests > MAX_TESTS:
-        raise InvalidOptionError(
-            f"the condition is too long or too deep: at most {MAX_TESTS} tests, nested {MAX_DEPTH} deep", object_id="condition"
-        )
-    return node
 
 
 def to_sql(node: Condition, now_ns: int, known: Known) -> SqlCondition:

@@ -1,18 +1,36 @@
-"""Which tests a field of a condition takes, and the values to compare it with: for SQL and for snapshots in memory."""
+"""Conditions that search snapshots: their size, which tests a field takes, and the values to compare it with. For SQL and in memory."""
 
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from tensorstore_ck.common.conditions import NameTest, Value
+from tensorstore_ck.common.conditions import Condition, NameTest, Value, parse
 from tensorstore_ck.common.units import parse_bytes, parse_seconds
 from tensorstore_ck.errors import InvalidOptionError
 
+MAX_CHARS: Final = 10_000
+MAX_DEPTH: Final = 40
+MAX_TESTS: Final = 200
+"""SQLite takes no expression that is 1,000 deep."""
 ORDERED: Final = ("=", "!=", "<", "<=", ">", ">=", "in", "between")
 BEFORE: Final = ("<", "<=", ">", ">=", "between")
 TEXT_OPS: Final = ("=", "!=", "in", "like")
 _ROOT: Final = re.compile(r"[0-9a-f]{1,64}")
+
+
+def parse_search(text: object) -> Condition:
+    """The tree of a condition that is short and shallow enough for a database.
+
+    Raises:
+        InvalidOptionError: it is not a condition, or it is too large.
+    """
+    node = parse(text, max_chars=MAX_CHARS)
+    if node.depth > MAX_DEPTH or node.tests > MAX_TESTS:
+        raise InvalidOptionError(
+            f"the condition is too long or too deep: at most {MAX_TESTS} tests, nested {MAX_DEPTH} deep", object_id="condition"
+        )
+    return node
 
 
 def named_values_of(test: NameTest) -> list[float] | list[str]:

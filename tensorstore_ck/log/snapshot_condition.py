@@ -19,17 +19,16 @@ from tensorstore_ck.common.condition_values import (
     date_ns_of,
     named_values_of,
     number_of,
+    parse_search,
     roots_of,
     seconds_of,
     texts_of,
     wrong_value,
 )
-from tensorstore_ck.common.conditions import Condition, Joined, Name, NameTest, parse
+from tensorstore_ck.common.conditions import Condition, Joined, Name, NameTest
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.log.snapshot import Snapshot, job_of, searchable
 
-MAX_CHARS: Final = 10_000
-MAX_DEPTH: Final = 40
 _Holds = Callable[[Snapshot], bool]
 _COMPARE: Final[Mapping[str, Callable[..., bool]]] = {
     "=": operator.eq,
@@ -61,10 +60,7 @@ class SnapshotNames:
             InvalidOptionError: it is no condition on snapshots; the message says where.
             NotFoundError: no snapshot has a metric or an attribute of a name in it.
         """
-        node = parse(text, max_chars=MAX_CHARS)
-        if node.depth > MAX_DEPTH:
-            raise InvalidOptionError(f"the condition is nested deeper than {MAX_DEPTH}", object_id="condition")
-        return self._holds(node)
+        return self._holds(parse_search(text))
 
     def number(self, text: str) -> Callable[[Snapshot], float]:
         """A function that returns the number of a field, metric or attribute; NaN without one.
@@ -171,7 +167,7 @@ _FIELD_VALUES: Final[Mapping[str, Callable[[Snapshot], Any]]] = {
 
 def names_in(condition: str | None, sort: str | None) -> tuple[str, ...]:
     """The names in a condition and an order that are no fields, each once."""
-    nodes: list[Condition] = [parse(condition, max_chars=MAX_CHARS)] if condition is not None else []
+    nodes: list[Condition] = [parse_search(condition)] if condition is not None else []
     names = [Name((sort or "").strip('"'), is_metric=False)] if sort is not None else []
     while nodes:
         node = nodes.pop()

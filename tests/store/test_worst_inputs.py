@@ -22,7 +22,7 @@ import pytest
 import zstandard
 
 import tensorstore_ck
-from tensorstore_ck.catalog.sql_conditions import parse_query
+from tensorstore_ck.common.condition_values import parse_search
 from tensorstore_ck.common.ids import derived_hash
 from tensorstore_ck.common.metric_condition import condition
 from tensorstore_ck.errors import StoreError
@@ -250,7 +250,7 @@ ROWS: Final[dict[str, Row]] = {
     "staging manifest": Row(lambda n: staged({"version": 1, "x": [{}] * n}), lambda data: manifest.decode_manifest(data, "x"), OBJECT),
     "record of a rank": Row(lambda n: packed({"x": [{}] * n}), lambda data: decode_rank_record(data, "x"), OBJECT),
     "condition": Row(lambda n: b"not " * (n // 20) + b"a > 1", lambda data: condition(data.decode())({"a": 1.0}), 1000),
-    "condition of a catalog": Row(lambda n: b"a > 1 and " * (n // 40) + b"a > 1", lambda data: parse_query(data.decode()), 1000),
+    "condition of a catalog": Row(lambda n: b"a > 1 and " * (n // 40) + b"a > 1", lambda data: parse_search(data.decode()), 1000),
 }
 FILES: Final[dict[str, tuple[Callable[[int], bytes], int]]] = {
     "a.pt of empty lists": (lambda n: pickled(b"](" + b"]" * n + b"e"), LEAF),

@@ -1,7 +1,6 @@
 """An adapter of peft in a bucket: the page's first example, killed and started again, looked at, exported, and loaded by peft."""
 
 import re
-import uuid
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from peft import PeftModel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.end_to_end.walks.walk import Walk
-from tests.servers import BUCKET, KEY, SECRET, S3Server
 
 pytestmark = [
     pytest.mark.slow,
@@ -50,16 +48,6 @@ print("ended at", trainer.state.global_step)
 torch.save({name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}, "trained.pt")
 """
 KILLED = 9
-
-
-@pytest.fixture
-def url(seaweedfs_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A location in a bucket; how to reach it is in the environment, as users have it."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweedfs_server.endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    return f"s3://{BUCKET}/{uuid.uuid4()}"
 
 
 def test_an_adapter_in_a_bucket(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

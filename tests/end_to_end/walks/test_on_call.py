@@ -1,7 +1,6 @@
 """On call at night: a pack in S3 has been damaged, a job cannot restore, and there is a copy of the store on a disk."""
 
 import contextlib
-import uuid
 from pathlib import Path
 
 import pytest
@@ -31,16 +30,6 @@ with tsck.open(sys.argv[1], create=True) as store:
 """
 CORRUPT = 41
 DAMAGED = 40
-
-
-@pytest.fixture
-def url(seaweedfs_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A location in a bucket; how to reach it is in the environment, as users have it."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweedfs_server.endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    return f"s3://{BUCKET}/{uuid.uuid4()}"
 
 
 def damage_newest_pack(server: S3Server, url: str) -> str:
