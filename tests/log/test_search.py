@@ -140,7 +140,7 @@ def test_what_is_left_is_still_a_log(searched: Searched) -> None:
         ("step = '1'", "compared with a number"),
         ("loss", "not with nothing"),
         ("loss <", "ends too early"),
-        ("not " * 50 + "loss < 1", "nested deeper"),
+        ("not " * 50 + "loss < 1", "nested 40 deep"),
     ],
 )
 def test_what_makes_no_sense(searched: Searched, condition: str, message: str) -> None:
