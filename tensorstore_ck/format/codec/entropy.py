@@ -16,6 +16,8 @@ NOISE_BITS: Final = 7.8
 """Bytes with a higher entropy are stored unencoded."""
 REPEATING_BITS: Final = 1.5
 """Bytes with a lower entropy are coded with matches: a Huffman code takes at least a bit for each byte."""
+RUNS_SHARE: Final = 0.1
+"""How many more of all bytes than by chance are equal to the one before, where they have runs."""
 SAMPLE_PIECES: Final = 16
 SAMPLE_WORDS: Final = 512
 """Words in each piece of a sample."""
@@ -45,6 +47,12 @@ def bits_per_byte(values: Words) -> float:
     return float(-(shares * np.log2(shares)).sum())
 
 
+def has_runs(values: Words) -> bool:
+    """Whether bytes are followed by equal ones clearly more often than by chance, so that a search for matches pays."""
+    shares = np.bincount(values, minlength=256) / max(1, len(values))
+    return bool(np.count_nonzero(values[1:] == values[:-1]) > (RUNS_SHARE + (shares * shares).sum()) * len(values))
+
+
 class EntropyCoder:
     """Encodes groups of bytes. Not thread-safe."""
 
@@ -72,16 +80,21 @@ class EntropyCoder:
         return (GroupCoding.ZSTD, coded) if len(coded) < WORTH * group.nbytes else (GroupCoding.RAW, bytes_of(group))
 
 
+def check_group(how: int, stored: memoryview, count: int, width: int, name: str) -> None:
+    """Checks the size of a group of `count` integers of `width` bytes. Raises `CorruptObjectError` if it cannot be right."""
+    right = {GroupCoding.RAW: count * width, GroupCoding.CONSTANT: width if count else -1, GroupCoding.ZSTD: len(stored)}
+    if right.get(how, -1) != len(stored):  # type: ignore[call-overload]
+        raise CorruptObjectError(f"{name}: a group of bytes of a block has the wrong size", object_id=name)
+
+
 def decode_group(how: int, stored: memoryview, count: int, width: int, name: str) -> Words:
-    """Decodes a group of `count` integers of `width` bytes. Raises `CorruptObjectError` if `stored` does not decode to them."""
-    dtype, size = np.dtype(f"<u{width}"), count * width
-    if how == GroupCoding.RAW and len(stored) == size:
+    """Decodes a group that `check_group` accepts. Raises `CorruptObjectError` if `stored` does not decode to it."""
+    dtype = np.dtype(f"<u{width}")
+    if how == GroupCoding.RAW:
         return np.frombuffer(stored, dtype)
-    if how == GroupCoding.CONSTANT and len(stored) == width and count:
+    if how == GroupCoding.CONSTANT:
         return np.broadcast_to(np.frombuffer(stored, dtype), count)
-    if how == GroupCoding.ZSTD:
-        return np.frombuffer(decompress(stored, size, name), dtype)
-    raise CorruptObjectError(f"{name}: a group of bytes of a block has the wrong size", object_id=name)
+    return np.frombuffer(decompress(stored, count * width, name), dtype)
 
 
 def decompress(stored: memoryview, size: int, name: str) -> bytes:
