@@ -71,8 +71,10 @@ def encode_delta(raw: memoryview, base: memoryview, elements: Elements, coder: E
     order = FLOATS if elements.is_float else INTEGERS
     words, others = words_of(raw, elements.item_bytes), words_of(base, elements.item_bytes)
     plain = elements._replace(is_float=False)
-    differs = words != others
-    if np.count_nonzero(differs) > SPARSE_TO * len(words):
+    differs = sample(words) != sample(others)
+    if np.count_nonzero(differs) <= 2 * SPARSE_TO * len(differs):
+        differs = words != others
+    if np.count_nonzero(differs) > SPARSE_TO * len(differs):
         form = SORTED if elements.is_float else DENSE
         differences = sorted_differences(words, others) if form == SORTED else zigzag_differences(words, others, is_float=False)
         return [_HEADER.pack(form, order, elements.item_bytes, 0, 0), *planes_or_raw(bytes_of(differences), plain, coder)]

@@ -18,6 +18,8 @@ REPEATING_BITS: Final = 1.5
 """Bytes with a lower entropy are coded with matches: a Huffman code takes at least a bit for each byte."""
 RUNS_SHARE: Final = 0.1
 """How many more of all bytes than by chance are equal to the one before, where they have runs."""
+SMALL_SHARE: Final = 1 / 64
+"""Matches are not searched for in bytes that are smaller than this share without: that takes ten times as long."""
 SAMPLE_PIECES: Final = 16
 SAMPLE_WORDS: Final = 512
 """Words in each piece of a sample."""
@@ -48,9 +50,11 @@ def bits_per_byte(values: Words) -> float:
 
 
 def has_runs(values: Words) -> bool:
-    """Whether bytes are followed by equal ones clearly more often than by chance, so that a search for matches pays."""
-    shares = np.bincount(values, minlength=256) / max(1, len(values))
-    return bool(np.count_nonzero(values[1:] == values[:-1]) > (RUNS_SHARE + (shares * shares).sum()) * len(values))
+    """Whether bytes of a `sample` are followed by equal ones clearly more often than by chance: then a search for matches pays."""
+    pieces = np.arange(len(values)) // SAMPLE_WORDS * 256  # chance differs from piece to piece
+    counts = np.bincount(values + pieces).astype(np.float64)
+    by_chance = (counts * counts).sum() / SAMPLE_WORDS
+    return bool(np.count_nonzero(values[1:] == values[:-1]) > by_chance + RUNS_SHARE * len(values))
 
 
 class EntropyCoder:
@@ -71,12 +75,11 @@ class EntropyCoder:
             return GroupCoding.CONSTANT, bytes_of(group[:1])
         if bits > NOISE_BITS:
             return GroupCoding.RAW, bytes_of(group)
-        if bits < REPEATING_BITS:
+        coded = self._pure.compress(bytes_of(group))
+        if bits < REPEATING_BITS and len(coded) > SMALL_SHARE * group.nbytes:
             if self._matching is None:
                 self._matching = zstandard.ZstdCompressor(level=self._level)
-            coded = self._matching.compress(bytes_of(group))
-        else:
-            coded = self._pure.compress(bytes_of(group))
+            coded = min(coded, self._matching.compress(bytes_of(group)), key=len)
         return (GroupCoding.ZSTD, coded) if len(coded) < WORTH * group.nbytes else (GroupCoding.RAW, bytes_of(group))
 
 
