@@ -300,7 +300,7 @@ def decode_at(
         for base in place.bases
         if base.location is not None
     ]
-    if into is None and place.codec == Codec.DELTA and place.bases[0].block not in at_hand and not bases[0].readonly:
+    if into is None and place.codec == Codec.DELTA and len(bases) == 1 and place.bases[0].block not in at_hand and not bases[0].readonly:
         into = bases[0]  # nothing else needs the base: a long chain is decoded in one piece of memory
     return decode(place.codec, stored, place.raw, name, into, bases=bases)
 

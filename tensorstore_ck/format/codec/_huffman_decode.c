@@ -5,6 +5,8 @@
 #include "_kernel.h"
 
 #define MAX_SYMBOLS 6 /* at a step */
+#define LEAST_WINDOW ((17 - 10) << 3) /* of smaller ones blocks have to be smaller, too; zstd refuses larger ones than the other */
+#define MOST_WINDOW ((27 - 10) << 3)
 
 static unsigned highest_bit(uint32_t value)
 {
@@ -334,6 +336,8 @@ int begin_frame(Frame *frame, const uint8_t *stored, size_t stored_size, size_t 
     int form = stored[4], is_single = form >> 5 & 1, size_bytes = form >> 6 ? 1 << (form >> 6) : is_single;
     size_t header = 5 + (size_t)!is_single + (size_t)size_bytes, total = 0;
     if (form & 15 || !size_bytes || stored_size < header)
+        return 0;
+    if (!is_single && (stored[5] < LEAST_WINDOW || stored[5] > MOST_WINDOW))
         return 0;
     if (get_le(stored + header - size_bytes, size_bytes) + (size_bytes == 2 ? 256 : 0) != raw_size)
         return 0;
