@@ -1,5 +1,7 @@
 """The compiled kernel does, bit by bit, what numpy and zstd do."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -64,15 +66,16 @@ def test_differences_are_sorted_as_by_numpy(monkeypatch: pytest.MonkeyPatch) -> 
 
 def values(count: int, kind: int, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
     """Bytes whose code has few or many symbols, of lengths that differ little or a lot, up to what must be shortened."""
+    drawn: npt.NDArray[Any] = np.full(count, 7)
     if kind == 0:
-        return (rng.integers(0, 16, count) == 0).astype(np.uint8)
-    if kind == 1:
-        return np.clip(rng.normal(size=count) * 3 + 118, 0, 255).astype(np.uint8)
-    if kind == 2:
-        return np.clip(rng.normal(size=count) * 40 + 128, 0, 255).astype(np.uint8)
-    if kind == 3:
-        return np.array(rng.geometric(0.4, count), np.uint8)
-    return np.full(count, 7, np.uint8)
+        drawn = rng.integers(0, 16, count) == 0
+    elif kind == 1:
+        drawn = np.clip(rng.normal(size=count) * 3 + 118, 0, 255)
+    elif kind == 2:
+        drawn = np.clip(rng.normal(size=count) * 40 + 128, 0, 255)
+    elif kind == 3:
+        drawn = rng.geometric(0.4, count)
+    return drawn.astype(np.uint8)
 
 
 SIZES = [*range(1, 4097), BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 511, 2 * BLOCK + 512, 3 * BLOCK + 4096]
