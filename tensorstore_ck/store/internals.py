@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.rate_limit import RateLimit
+from tensorstore_ck.common.save_progress import Stage
 from tensorstore_ck.engine.interfaces import CapturedState, SnapshotContent
 from tensorstore_ck.engine.opening import read_config
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
@@ -76,6 +78,11 @@ def open_content(store: ReadOnlyStore, info: SnapshotInfo, *, position: float = 
     return open_snapshot(store.engine, info, position=position)
 
 
+def share_reads(store: ReadOnlyStore, ranks: int) -> None:
+    """From now on `ranks` processes share the rate at which this job may read."""
+    store.engine.reads.share(ranks)
+
+
 def read_record(store: ReadOnlyStore, info: SnapshotInfo) -> Record:
     """See `Engine.read_record`."""
     return store.engine.read_record(info)
@@ -129,6 +136,11 @@ def save_context(store: ReadOnlyStore) -> SaveContext:
 def save_queue(store: ReadOnlyStore) -> SaveQueue:
     """The saves of this handle."""
     return store.session.queue
+
+
+def write_limit_of(store: Store) -> tuple[RateLimit, Stage]:
+    """The limit of this handle's writes to the store, and the stage of a save whose bytes it limits."""
+    return store.engine.writes, "write" if store.engine.tier is None else "upload"
 
 
 def put_captured(

@@ -88,7 +88,7 @@ def test_a_slow_store_gets_fewer_bytes_from_the_second_save_on_that_was_not_smal
 def test_a_store_that_is_not_known_to_be_slow_gets_blocks_as_they_are(time: Time, rate: float, is_local: bool, limit: float | None) -> None:
     """A file system never is, and a limit that the user set says nothing of the store."""
     with open_throttled(time, rate, is_local=is_local) as store:
-        store.engine.limit = None if limit is None else RateLimit(limit)
+        store.engine.writes = RateLimit(limit)
         assert codecs_of(store, 3) == [{"raw"}] * 3
 
 
