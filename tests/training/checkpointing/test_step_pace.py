@@ -5,10 +5,12 @@ from typing import cast
 
 import pytest
 
+import tensorstore_ck as tsck
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.common.save_progress import STAGES, Progress
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.training.checkpointing.step_pace import StepPace
+from tests.session.save.places import scene, state_of
 
 STEP = 0.1
 STORE_RATE = 1e9
@@ -156,3 +158,36 @@ def test_steps_before_the_first_and_saves_at_every_step_change_nothing() -> None
         training.save(5e7)
         training.step()
     assert training.limit.rate == math.inf, "there is no step without a save to compare with"
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_a_checkpointer_watches_its_steps(*, adaptive: bool) -> None:
+    now = 0.0
+    state = state_of(0)
+    with scene() as place:
+        writes = place.store.engine.writes
+        when = tsck.at_steps([20, 40, 60])
+        ckpt = tsck.Checkpointer(place.store, state, ref="job", when=when, adaptive=adaptive, clock=lambda: now)
+
+        def run(first: int, last: int, seconds: float) -> None:
+            nonlocal now
+            for step in range(first, last + 1):
+                now += seconds
+                state["w"].fill_(step)
+                ckpt.step(step)
+                if step in (20, 40):
+                    ckpt.wait()
+
+        run(1, 59, seconds=1.0)
+        before = place.gate.stop("open packs/")
+        run(60, 60, seconds=1.0)
+        before.await_reached()
+        at_end = place.gate.stop("put parts/")
+        before.let_go()
+        at_end.await_reached()
+        run(61, 65, seconds=1.1)
+        assert (writes.rate < math.inf) == adaptive
+        at_end.let_go()
+        ckpt.close()
+        assert writes.rate == math.inf
+        assert place.steps() == [20, 40, 60]
