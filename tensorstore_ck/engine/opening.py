@@ -137,8 +137,8 @@ def open_engine(
             require_store=same_store if backend.is_local and not is_given else lambda: None,
         )
         backend = engine.backend
-        engine = replace(engine, observers=observers, writes=writes, reads=reads, min_free=kept, codecs=codecs)
-        engine.stagger_seconds = stagger_seconds
+        engine = replace(engine, observers=observers, writes=writes, reads=reads, stagger_seconds=stagger_seconds)
+        engine = replace(engine, min_free=kept, codecs=codecs)
         guard = kept if kept != MinFree() else None
         if folder is None or options is None:
             return replace(engine, backend=throttled(backend, writes=writes, reads=reads, min_free=guard))

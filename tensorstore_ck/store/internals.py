@@ -73,14 +73,15 @@ def require_location(store: ReadOnlyStore, url: str) -> None:
 # --- one snapshot by its row in the log --------------------------------------------------------------------------------
 
 
-def open_content(store: ReadOnlyStore, info: SnapshotInfo, *, position: float = 0.0) -> SnapshotContent:
-    """The tables of a snapshot, and its blocks on demand. `position`: see `SnapshotReader`."""
-    return open_snapshot(store.engine, info, position=position)
+def open_content(store: ReadOnlyStore, info: SnapshotInfo, ranks: tuple[int, int] | None = None) -> SnapshotContent:
+    """The tables of a snapshot, and its blocks on demand.
 
-
-def share_reads(store: ReadOnlyStore, ranks: int) -> None:
-    """From now on `ranks` processes share the rate at which this job may read."""
-    store.engine.reads.share(ranks)
+    `ranks`: this rank, and how many read the snapshot: they share the rate of reads, and each begins with another part of it.
+    """
+    if ranks is None:
+        return open_snapshot(store.engine, info)
+    store.engine.reads.share(ranks[1])
+    return open_snapshot(store.engine, info, position=(ranks[0] + 0.5) / ranks[1])
 
 
 def read_record(store: ReadOnlyStore, info: SnapshotInfo) -> Record:

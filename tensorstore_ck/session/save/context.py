@@ -87,9 +87,10 @@ class SaveContext:
     def note_speed(self, status: SaveStatus) -> None:
         """Notes how long the store took to write a save, so that the next ones can choose a codec.
 
-        Ignores local file systems, whose reads come from the page cache however slow their writes are, and stores with a rate limit.
+        Ignores local file systems, whose reads come from the page cache however slow their writes are, and handles with a rate limit.
         """
-        if self.engine.backend.is_local or self.engine.writes.rate < math.inf:
+        writes = self.engine.writes
+        if self.engine.backend.is_local or writes.rate < math.inf or writes.has_waited:
             return
         meter, cores = status.meter, cpu_threads()
         hashing = meter.seconds_per_byte("hash", cores)

@@ -52,9 +52,9 @@ def test_jobs_that_published_lately_share_the_rate(store: tsck.Store, clock: Clo
     assert rate(store, "other") is None
 
 
-def test_a_save_and_the_upload_of_a_staged_one_take_their_share(store: tsck.Store) -> None:
+def test_a_save_takes_its_share(store: tsck.Store, clock: Clock) -> None:
     store.set_policy("*", max_write_rate="900MB")
-    other = open_store(store.engine.backend, clock=store.engine.clock)  # another process: its rate limit is its own
+    other = open_store(store.engine.backend, clock=clock)  # another process: its rate limit is its own
     put(store, "runs/a")
     assert store.engine.writes.rate == 9e8
     put(other, "runs/b")

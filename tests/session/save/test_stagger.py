@@ -1,5 +1,6 @@
 """Ranks and jobs that save in the background do not all begin to write at once."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,9 @@ def test_a_save_that_waits_for_its_turn_can_be_cancelled(place: Scene) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 7, 4096])
 def test_ranks_are_spread_evenly_over_the_window(ranks: int) -> None:
     delays = sorted(stagger_delay(WINDOW_SECONDS, "runs/gpt", rank, ranks) for rank in range(ranks))
-    assert 0 <= delays[0]
+    assert delays[0] >= 0
     assert delays[-1] < WINDOW_SECONDS
-    assert [later - earlier for earlier, later in zip(delays, delays[1:], strict=False)] == pytest.approx(
-        [WINDOW_SECONDS / ranks] * (ranks - 1), rel=1e-6
-    )
+    assert [later - earlier for earlier, later in pairwise(delays)] == pytest.approx([WINDOW_SECONDS / ranks] * (ranks - 1), rel=1e-6)
     assert stagger_delay(0, "runs/gpt", ranks - 1, ranks) == 0
 
 

@@ -31,7 +31,7 @@ class FakeSave:
 
     def progress(self) -> Progress:
         stage_bytes = dict.fromkeys(STAGES, 0) | {"write": int(self.written)}
-        return Progress("write", int(self.written), int(self.size), 0.0, dict.fromkeys(STAGES, 0.0), stage_bytes)  # type: ignore[arg-type]
+        return Progress("write", int(self.written), int(self.size), 0.0, dict.fromkeys(STAGES, 0.0), stage_bytes)
 
 
 class Training:
