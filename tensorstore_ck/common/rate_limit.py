@@ -4,11 +4,11 @@ Its users: `backend.throttled` for plain reads and writes, `backend.staging.uplo
 """
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
+from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.common.units import parse_rate
 
 BURST_SECONDS: Final = 0.25
@@ -29,7 +29,7 @@ class RateLimit:
         self._pace_ends = 0.0
         self._ranks = 1
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._as_of = clock()
         self._taken = self._passed = 0.0
         """All bytes that were taken, and how many may have passed at `_as_of`: more than `_taken` by the capacity that was not used."""
@@ -41,19 +41,19 @@ class RateLimit:
 
     def share(self, ranks: int) -> None:
         """From now on this is one of `ranks` processes of a job, which share its rate evenly."""
-        with self._lock:
+        with self._lock.here:
             self._ranks = max(ranks, 1)
             self._set_rate()
 
     def limit_job(self, rate: float | None) -> None:
         """Limits the job, all ranks together, also to what the store leaves to it; None: to nothing else than the rate that was given."""
-        with self._lock:
+        with self._lock.here:
             self._job_rate = math.inf if rate is None else rate
             self._set_rate()
 
     def slow_to(self, rate: float, seconds: float) -> None:
         """Limits this process also to `rate` for so many seconds from now; `math.inf` ends such a limit."""
-        with self._lock:
+        with self._lock.here:
             self._pace, self._pace_ends = rate, self._clock() + seconds
             self._set_rate()
 
@@ -76,14 +76,14 @@ class RateLimit:
             sleep(min(seconds, BURST_SECONDS))
 
     def _take(self, count: int) -> float:
-        with self._lock:
+        with self._lock.here:
             self._refill()
             self._taken += count
             self._last_size = count
             return self._taken
 
     def _seconds_until(self, ticket: float) -> float:
-        with self._lock:
+        with self._lock.here:
             self._refill()
             left = ticket - self._passed
             return left / self.rate if left >= 1 else 0.0  # a part of a byte is no reason to wait
