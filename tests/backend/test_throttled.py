@@ -325,9 +325,11 @@ def test_a_handle_limits_what_it_writes_to_the_store_and_what_it_reads_from_it(
     assert (nothing.rate, reads.rate, nothing.count) == (math.inf, 9e6, 0)
     assert reads.count > 400_000
     if staged:
-        with tsck.open(tmp_path / "store", **options) as store:
+        with tsck.open(tmp_path / "store", **{**options, "staging": tmp_path / "another"}) as store:
             store.checkout("job~1")
-        assert Meter.made[5].count < 400_000
+            from_store = Meter.made[5].count
+            store.checkout("job~1")
+        assert Meter.made[5].count == from_store > 400_000
     Meter.made.clear()
 
 
