@@ -1,6 +1,7 @@
 """Bytes pass no faster than the limit; a writer stops before its backend is full; the log never waits."""
 
 import math
+import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -314,6 +315,8 @@ def test_a_handle_limits_what_it_writes_to_the_store_and_what_it_reads_from_it(
         options["staging"] = tmp_path / "stage"
     state = {"w": torch.arange(50_000)}
     with tsck.open(tmp_path / "store", create=True, **options) as store:
+        if not staged:
+            assert pickle.loads(pickle.dumps(store.engine.backend)).url == store.url, "for workers elsewhere, without the limits"
         store.put_snapshot(state, ref="job")
         store.put_snapshot_async({"w": state["w"] + 1}, ref="job").wait(PATIENCE_SECONDS)
     writes, reads = Meter.made

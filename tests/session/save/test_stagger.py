@@ -1,4 +1,4 @@
-"""Ranks and jobs that save in the background do not all begin to write at once."""
+"""Ranks and jobs that save in the background do not all begin to write at once; the ranks of a job share its rates."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -69,6 +69,21 @@ def save_on_rank(folder: str, ranks: int) -> list[float]:
 def test_each_rank_waits_for_its_turn(pool: Pool, tmp_path: Path) -> None:
     make_store(tmp_path)
     assert pool.run(save_on_rank, str(tmp_path), 3, ranks=3) == [[stagger_delay(WINDOW_SECONDS, "job", rank, 3)] for rank in range(3)]
+
+
+def rates_on_rank(folder: str, ranks: int) -> tuple[float, float]:
+    """This rank's share of both rates."""
+    options: dict[str, Any] = {"cache_dir": f"{folder}/cache-{dist.get_rank()}", "rate_limit": "3GB", "read_rate_limit": 6e9}
+    with tsck.open(f"{folder}/store", **options) as store:
+        state = {"w": torch.full((5000,), 1.0)}
+        store.put_snapshot(state, ref="job", group=GROUPS[ranks], timeout_seconds=TIMEOUT_SECONDS)
+        store.checkout("job", into=state, group=GROUPS[ranks], timeout_seconds=TIMEOUT_SECONDS)
+        return store.engine.writes.rate, store.engine.reads.rate
+
+
+def test_the_ranks_of_a_job_share_its_rates(pool: Pool, tmp_path: Path) -> None:
+    make_store(tmp_path)
+    assert pool.run(rates_on_rank, str(tmp_path), 3, ranks=3) == [(1e9, 2e9)] * 3
 
 
 @pytest.mark.parametrize(
