@@ -13,6 +13,7 @@ import shutil
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,7 +91,7 @@ def measure(folder: Path, size_bytes: int, step_seconds: float, steps: int, *, r
     plain: list[float] = []
     copying: list[float] = []
     saving: list[Turn] = []
-    turns = [
+    turns: list[Callable[[], object]] = [
         lambda: plain.append(timed(lambda: trainer.run(steps))),
         lambda: copying.append(run_copying(trainer, copy, steps)),
         lambda: saving.append(run_saving(trainer, state, folder, steps)),

@@ -119,8 +119,8 @@ def open(  # noqa: A001 - as above
         rate_limit: How fast a job may write to the store: its ranks share it evenly.
         read_rate_limit: How fast a job may read from the store: the ranks of its newest restore share it evenly. What a staging disk or
             another rank of the host has is not limited, nor is the log.
-        stagger_seconds: The ranks and jobs that save in the background begin to write at moments within this time. It holds the memory of
-            a save for longer. With a staging disk: ``tsck.Staging(stagger_seconds=...)``.
+        stagger_seconds: The ranks and jobs that save in the background begin to write at moments within this time, which holds the memory
+            of a save for longer; at once if a thread waits for the save. With a staging disk: ``tsck.Staging(stagger_seconds=...)``.
         codec: How blocks are encoded, always without loss: ``"raw"`` not at all; ``"fast"`` at about a gigabyte a second and core;
             ``"small"`` as small as possible; ``"auto"`` not at all, unless earlier saves of this handle have shown that an object store
             is so slow that saves and restores gain from ``"fast"``. Or a dict of globs over refs, whose first match counts:

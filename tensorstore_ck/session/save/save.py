@@ -200,9 +200,9 @@ class Save:
         return info
 
     def _wait_turn(self, status: SaveStatus) -> None:
-        """Of a save in the background; for any other one, training waits."""
+        """Of a save in the background; training waits for any other one."""
         if self._is_copied and (window_seconds := self._engine.stagger_seconds):
-            status.pause(stagger_delay(window_seconds, self.ref, self.rank, self._ranks.ranks))
+            status.wait_turn(stagger_delay(window_seconds, self.ref, self.rank, self._ranks.ranks))
 
     def _stage(self, tier: StagingTier, status: SaveStatus) -> StagedSave:
         context, ranks, chain = self._context, self._ranks, self._context.fence.chain(self.ref)

@@ -1,5 +1,6 @@
 """Ranks and jobs that save in the background do not all begin to write at once; the ranks of a job share its rates."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 import tensorstore_ck as tsck
+from tensorstore_ck.common import changes
 from tensorstore_ck.common.stagger import stagger_delay
 from tensorstore_ck.errors import InvalidOptionError, SnapshotDroppedError
 from tensorstore_ck.session.save.save_status import SaveStatus
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, make_store
-from tests.session.save.places import SECONDS, Scene, put_beside, state_of
+from tests.session.save.places import MIB, SECONDS, SIZE, Scene, put_beside, state_of
 
 WINDOW_SECONDS = 3600.0
 
@@ -22,11 +24,11 @@ def test_a_save_in_the_background_waits_for_its_turn_before_it_writes(place: Sce
     place.store.engine.stagger_seconds = WINDOW_SECONDS
     pauses: list[float] = []
 
-    def pause(status: SaveStatus, seconds: float) -> None:
+    def wait_turn(status: SaveStatus, seconds: float) -> None:
         assert not [call for call in place.gate.calls_made if call.startswith("open packs/")], "it has written before its turn"
         pauses.append(seconds)
 
-    monkeypatch.setattr(SaveStatus, "pause", pause)
+    monkeypatch.setattr(SaveStatus, "wait_turn", wait_turn)
     for ref in ("runs/a", "runs/b"):
         place.gate.calls_made.clear()
         put_beside(place.store, 1, ref=ref).wait(SECONDS)
@@ -46,6 +48,26 @@ def test_a_save_that_waits_for_its_turn_can_be_cancelled(place: Scene) -> None:
     assert place.steps() == []
 
 
+WAITS: dict[str, Callable[[Scene, tsck.PendingSnapshot], object]] = {
+    "for it": lambda _, pending: pending.wait(SECONDS),
+    "for all": lambda place, _: place.store.drain(SECONDS),
+    "to save": lambda place, _: place.store.put_snapshot(state_of(2), ref="job", step=2),
+    "to restore": lambda place, _: place.store.checkout("before"),
+    "for memory": lambda place, _: put_beside(place.store, 2, size_bytes=40 * MIB).wait(SECONDS),
+}
+
+
+@pytest.mark.parametrize("how", WAITS)
+def test_a_save_that_somebody_waits_for_does_not_wait_for_its_turn(place: Scene, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(changes, "LOOK_SECONDS", 0.01)
+    place.store.put_snapshot(state_of(0), ref="before")
+    place.store.engine.stagger_seconds = WINDOW_SECONDS
+    pending = put_beside(place.store, 1, size_bytes=40 * MIB if how == "for memory" else SIZE)
+    assert not pending.done()
+    WAITS[how](place, pending)
+    assert pending.wait(SECONDS).step == 1
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 7, 4096])
 def test_ranks_are_spread_evenly_over_the_window(ranks: int) -> None:
     delays = sorted(stagger_delay(WINDOW_SECONDS, "runs/gpt", rank, ranks) for rank in range(ranks))
@@ -59,7 +81,7 @@ def save_on_rank(folder: str, ranks: int) -> list[float]:
     """The pauses of this rank's save."""
     pauses: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SaveStatus, "pause", lambda _, seconds: pauses.append(seconds))
+        patch.setattr(SaveStatus, "wait_turn", lambda _, seconds: pauses.append(seconds))
         with tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{dist.get_rank()}", stagger_seconds=WINDOW_SECONDS) as store:
             state = {"w": torch.full((5000,), 1.0)}
             store.put_snapshot_async(state, ref="job", group=GROUPS[ranks], timeout_seconds=TIMEOUT_SECONDS).wait(TIMEOUT_SECONDS)
