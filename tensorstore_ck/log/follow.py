@@ -109,7 +109,7 @@ class Follower:
         Returns None if it is in `table`, which was at an entry of this log before.
         """
         cached = RefTable(table).head()
-        if cached is not None and self._is_entry(cached):
+        if cached is not None and self.is_entry(cached):
             with suppress(EmptiedError):
                 self._fold_while_readable(table, cached)
             return None
@@ -117,7 +117,8 @@ class Follower:
         self._fold_while_readable(apart, self._start_readable(apart))
         return RefTable(apart)
 
-    def _is_entry(self, head: Head) -> bool:
+    def is_entry(self, head: Head) -> bool:
+        """Whether the log has this entry."""
         with suppress(BrokenLogError):
             entry = self._chain.read(head.n)
             return entry is not None and entry.hash == head.hash

@@ -91,6 +91,7 @@ class Log:
         self._new_id = new_id
         self._writer = EntryWriter(backend, self.chain, clock=clock, sleep=sleep, require_store=require_store, shared=shared)
         self._read_only = read_only
+        self._shared = shared
         self._sleep = sleep
         self._jitter = jitter
         self._lock = ProcessLock()
@@ -292,7 +293,7 @@ class Log:
 
     # --- append -------------------------------------------------------------------------------------------------------
 
-    def append(self, build: Build, *, write_id: bytes | None = None, also: Also | None = None) -> Appended:
+    def append(self, build: Build, *, write_id: bytes | None = None, also: Also | None = None, at: RefTable | None = None) -> Appended:
         """Adds one entry with the operations that `build` makes at the head; durable and visible to all when it returns.
 
         `build` is called again, at a newer head, whenever another writer was faster. Without operations nothing is added.
@@ -301,6 +302,8 @@ class Log:
             build: Makes the operations.
             write_id: Names the entry of the first try; a write id names one exact content, so each further try draws its own.
             also: Called in the batch that folds the entry, unless the cache fails then.
+            at: A view at which the caller has followed the log. The first try is made there, and the log is followed again only if it has
+                moved since.
 
         Raises:
             UndecidedError: the backend did not say whether the entry is there; the log will show it.
@@ -309,12 +312,19 @@ class Log:
 
         def append() -> Appended:
             with self._lock.here:
-                return self._append_until_first(build, write_id, also)
+                return self._append_until_first(build, write_id, also, at)
 
         return shielded(append)
 
-    def _append_until_first(self, build: Build, write_id: bytes | None, also: Also | None) -> Appended:
+    def _append_until_first(self, build: Build, write_id: bytes | None, also: Also | None, at: RefTable | None) -> Appended:
         """Under the lock. A function of its own: see common/changes.py."""
+        head = None if at is None else at.head()
+        # Where `create` may overwrite, it does not find out that another process was faster.
+        if at is not None and head is not None and head.n == self._followed_n and self._shared:
+            appended = self._append_once(build, write_id, also, at)
+            if appended is not None:
+                return appended
+            write_id = None
         for lost in itertools.count():
             began_ns = self._clock()
             appended = self._append_once(build, write_id, also)
@@ -347,18 +357,18 @@ class Log:
             return RefTable(self.table).with_note(info)
         return info
 
-    def _append_once(self, build: Build, write_id: bytes | None, also: Also | None) -> Appended | None:
-        """Fold to the head, check and build, create the next entry; None when another writer was faster."""
+    def _append_once(self, build: Build, write_id: bytes | None, also: Also | None, at: RefTable | None = None) -> Appended | None:
+        """Checks and builds at `at`, by default at the newest entry, and creates the next entry; None if there is a newer one by then."""
         self._writer.require_decided()
-        view = self.newest_view()
+        view = at or self.newest_view()
         self._refuse_unknown_operations(view)
         head = view.head() or self._genesis
         try:
             ops = build(view)
-        except DamageError:
-            if self.sync() == head:
+        except StoreError as exc:  # a newer entry may allow it; and gc may have freed meanwhile what it read
+            if (at is None and not isinstance(exc, DamageError)) or self.sync() == head:
                 raise
-            return None  # gc may have freed meanwhile what it read
+            return None
         if not ops:
             return Appended(head.n, ())
         sign = None if head.n or self._may_begin else sign_of_lost_log(self._backend, self._prefix, self._watermark, ops)
@@ -366,6 +376,8 @@ class Log:
             if self.sync() != head:
                 return None  # a save after the first one has left it
             raise lost_log(self.chain.name(1), self._backend.url, sign)
+        if at is not None and not self._follower.is_entry(head):
+            return None  # the log went back, and the entry would leave a gap
         sealed, entry = seal_entry(
             head.n + 1, head.hash, ops, write_id=write_id or self._new_id(), time_ns=self._clock(), actor=self._actor
         )

@@ -9,14 +9,13 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.part_writer import WrittenPart
-from tensorstore_ck.engine.write.publish import at_branch, condemned_of, publish, store_record
+from tensorstore_ck.engine.write.publish import condemned_of
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.errors import MissingObjectError, SnapshotExpiredError
 from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import Body, take, take_count
-from tensorstore_ck.log import Objects, RefTable, SnapshotInfo
-from tensorstore_ck.log.log import Also
+from tensorstore_ck.log import Objects, RefTable
 
 MOVES_OBJECTS: Final = frozenset({"condemn", "sweep", "relocate", "settle"})
 
@@ -103,34 +102,6 @@ def record_of(engine: Engine, request: SaveRequest, ranks: Sequence[RankParts], 
 def ulids_of(ranks: Sequence[RankParts]) -> list[Ulid]:
     """The ULIDs of all parts, in the order of a record."""
     return [rank.ulids[at] for at in range(len(ranks[0].ulids)) for rank in ranks]
-
-
-def publish_parts(
-    engine: Engine,
-    request: SaveRequest,
-    record: Record,
-    ranks: Sequence[RankParts],
-    *,
-    txn: Ulid,
-    mark: tuple[str, str] | None = None,
-    also: Also | None = None,
-) -> SnapshotInfo:
-    """Publishes the parts of all `ranks`, in their order, as one snapshot, whose ULID is `txn`: see `publish`.
-
-    `mark`: a mark for the snapshot, and the reason. `also`: see `Log.append`.
-    """
-    encoded = store_record(engine, txn, record)  # under the id of the transaction, so that salvage recognises the record of an aborted save
-    return publish(
-        engine,
-        record,
-        encoded,
-        txn=txn,
-        anchor=min(rank.anchor for rank in ranks),
-        arrange=at_branch(engine, record, request.expect, mark),
-        condemned=lambda view: condemned_of_ranks(engine, view, txn, ranks),
-        began_ns=request.began_ns,
-        also=also,
-    )
 
 
 def condemned_of_ranks(engine: Engine, view: RefTable, snapshot: Ulid, ranks: Sequence[RankParts]) -> Objects:

@@ -16,7 +16,7 @@ from tensorstore_ck.engine.write.part_writer import slot_of_one, write_part
 from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, record_of
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings, merged
-from tensorstore_ck.errors import StoreError, UndecidedError
+from tensorstore_ck.errors import UndecidedError
 from tensorstore_ck.log import RefTable, SnapshotInfo
 
 
@@ -97,7 +97,7 @@ def commit(
         record = record_of(engine, request, reports, logical_bytes=logical_bytes, streams=streams)
         txn = txn or destination.txn or engine.put_id()
         try:
-            return destination.commit(request, record, reports, txn, mark)
+            return destination.commit(request, record, reports, txn=txn, mark=mark, at=view)
         except UndecidedError as exc:
             exc.txn = txn
             raise
@@ -120,23 +120,15 @@ def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest,
 def write_and_commit(
     destination: Destination, captured: CapturedState, request: SaveRequest, meter: SaveMeter, view: RefTable
 ) -> SnapshotInfo:
-    """Both phases for a process alone, as of `view`. Repeats them after errors that may pass if the state is written again."""
-    while True:
-        try:
-            written = write(destination, captured=captured, request=request, meter=meter, view=view)
-            info = commit(
-                destination,
-                request,
-                [written.report],
-                [written.findings],
-                logical_bytes=captured.logical_bytes,
-                meter=meter,
-                view=view,
-            )
-        except StoreError as exc:
-            if not destination.recovers(exc):
-                raise
-            view = destination.engine.log.view()
-        else:
-            destination.keep(info)
-            return info
+    """Both phases for a process alone, first as of `view`: see `Destination.repeat`."""
+    views = iter((view,))
+
+    def attempt() -> SnapshotInfo:
+        at = next(views, None) or destination.engine.log.view()
+        report, findings = write(destination, captured=captured, request=request, meter=meter, view=at)
+        size_bytes = captured.logical_bytes
+        return commit(destination, request, [report], [findings], logical_bytes=size_bytes, meter=meter, view=at)
+
+    info = destination.repeat(attempt)
+    destination.keep(info)
+    return info
