@@ -61,16 +61,18 @@ class Follower:
         self._unusable: set[int] = set()
         """Checkpoints that this build cannot use, such as those of a build with another fold."""
 
-    def follow(self, table: Table) -> Head:
+    def follow(self, table: Table, cached: Head | None = None) -> Head:
         """Folds every entry that was acknowledged before this call, and returns the head.
+
+        `cached`: a head that the table has had; by default it is read.
 
         Raises:
             BrokenLogError: an entry is missing, damaged or off the hash chain.
             LogChangedError: the log went back or was forked, with ``rollback="error"``.
             EmptiedError, TableError: try again.
         """
-        known, cached = self._watermark.last_seen(), RefTable(table).head()
-        head = cached
+        known = self._watermark.last_seen()
+        head = cached = cached or RefTable(table).head()
         seen = [] if known is None else [known]
         while True:
             newer = None if head is None else self._behind(head)

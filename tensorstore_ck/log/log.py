@@ -122,8 +122,10 @@ class Log:
 
         return shielded(fold)
 
-    def sync(self) -> Head:
+    def sync(self, known: Head | None = None) -> Head:
         """Folds every entry that was acknowledged before this call, and returns the head.
+
+        `known`: a head that the table has had; by default it is read.
 
         Raises:
             BrokenLogError: an entry is missing, damaged or off the hash chain.
@@ -133,10 +135,10 @@ class Log:
         def sync() -> Head:
             with self._lock.here:
                 self.table.return_to_disk()
-                for _ in range(_CACHE_TRIES):
+                for number in range(_CACHE_TRIES):
                     with suppress(EmptiedError, TableError):
                         try:
-                            return self._sync()
+                            return self._sync(None if number else known)
                         except CorruptObjectError:  # of the cache: damage in the log is a BrokenLogError
                             self._follower.fill(self.table)
                             self._kept = RowsAtHead(None)
@@ -147,8 +149,11 @@ class Log:
 
     def newest_view(self) -> RefTable:
         """A view at the newest entry that was acknowledged before this call, or a later one."""
-        self.sync()
-        return self.view()
+        view = self.view() if self._readable is None else None
+        head = None if view is None else view.head()
+        if view is None or self.sync(head) != head:
+            return self.view()
+        return view
 
     def readable_view(self) -> RefTable:
         """As `newest_view`, to read snapshots: of a broken log, what can be read, with a `BrokenLogWarning`.
@@ -268,8 +273,8 @@ class Log:
         self.table.leave_disk(cause)
         return self._follower.fold_until(head)
 
-    def _sync(self) -> Head:
-        head, self._readable = self._follower.follow(self.table), None
+    def _sync(self, known: Head | None = None) -> Head:
+        head, self._readable = self._follower.follow(self.table, known), None
         self._followed_n = head.n
         self._write_checkpoint_if_due(head.n)
         return head
