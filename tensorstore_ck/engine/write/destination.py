@@ -55,14 +55,14 @@ class Destination(Protocol):
         """Called when this process has written its parts. Rank 0 must be able to read those of the others, and a crash must lose none."""
 
     def commit(
-        self, request: SaveRequest, record: Record, parts: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
+        self, request: SaveRequest, record: Record, reports: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
     ) -> SnapshotInfo:
         """Makes the record durable, and appends the entry.
 
         Args:
             request: The options as of one log entry.
             record: The snapshot's.
-            parts: Those of all ranks, in their order.
+            reports: The parts of all ranks, in their order.
             txn: The transaction, and the snapshot's ULID.
             mark: A mark for the snapshot, and the reason.
             at: See `Log.append`.
@@ -133,7 +133,7 @@ class StoreDestination:
         self._written, self._is_indexed = written, False
 
     def commit(
-        self, request: SaveRequest, record: Record, parts: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
+        self, request: SaveRequest, record: Record, reports: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
     ) -> SnapshotInfo:
         """See `Destination`."""
         engine = self.engine
@@ -143,9 +143,9 @@ class StoreDestination:
             record,
             encoded,
             txn=txn,
-            anchor=min(rank.anchor for rank in parts),
+            anchor=min(rank.anchor for rank in reports),
             arrange=at_branch(engine, record, request.expect, mark),
-            condemned=lambda view: condemned_of_ranks(engine, view, txn, parts),
+            condemned=lambda view: condemned_of_ranks(engine, view, txn, reports),
             began_ns=request.began_ns,
             also=self._index,
             at=at,

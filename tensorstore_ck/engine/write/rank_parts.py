@@ -78,8 +78,8 @@ def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, v
     )
 
 
-def record_of(engine: Engine, request: SaveRequest, ranks: Sequence[RankParts], *, logical_bytes: int, streams: str = "") -> Record:
-    """The record of the parts of all `ranks`, in their order. `streams`: the rule of derived streams, if there are rank states."""
+def record_of(engine: Engine, request: SaveRequest, reports: Sequence[RankParts], *, logical_bytes: int, streams: str = "") -> Record:
+    """The record of the parts of all ranks, in their order. `streams`: the rule of derived streams, if there are rank states."""
     made_ns = request.origin.made_ns
     return Record(
         ref=request.ref,
@@ -88,10 +88,10 @@ def record_of(engine: Engine, request: SaveRequest, ranks: Sequence[RankParts], 
         metadata=request.metadata,
         metrics=request.metrics,
         time_ns=engine.clock() if made_ns is None else made_ns,
-        parts=ulids_of(ranks),
-        part_ids=b"".join(rank.part_ids[at] for at in range(len(ranks[0].ulids)) for rank in ranks),
+        parts=ulids_of(reports),
+        part_ids=b"".join(rank.part_ids[at] for at in range(len(reports[0].ulids)) for rank in reports),
         logical_bytes=logical_bytes,
-        new_bytes=sum(rank.new_bytes for rank in ranks),
+        new_bytes=sum(rank.new_bytes for rank in reports),
         streams=streams,
         triggers=request.origin.triggers,
         epoch=request.origin.epoch,
@@ -99,19 +99,19 @@ def record_of(engine: Engine, request: SaveRequest, ranks: Sequence[RankParts], 
     )
 
 
-def ulids_of(ranks: Sequence[RankParts]) -> list[Ulid]:
+def ulids_of(reports: Sequence[RankParts]) -> list[Ulid]:
     """The ULIDs of all parts, in the order of a record."""
-    return [rank.ulids[at] for at in range(len(ranks[0].ulids)) for rank in ranks]
+    return [rank.ulids[at] for at in range(len(reports[0].ulids)) for rank in reports]
 
 
-def condemned_of_ranks(engine: Engine, view: RefTable, snapshot: Ulid, ranks: Sequence[RankParts]) -> Objects:
+def condemned_of_ranks(engine: Engine, view: RefTable, snapshot: Ulid, reports: Sequence[RankParts]) -> Objects:
     """The objects to rescue at this head: those that the ranks reported, unless the log has moved objects since one of them looked."""
-    since, head = min(rank.checked for rank in ranks), view.head()
+    since, head = min(rank.checked for rank in reports), view.head()
     newer = engine.log.entries(since + 1) if head is not None and head.n > since else ()
     if not any(op.name in MOVES_OBJECTS for entry in newer for op in entry.ops):
-        return Objects(key for rank in ranks for key in rank.condemned)
+        return Objects(key for rank in reports for key in rank.condemned)
     try:
-        parts = [(ulid, read_part(engine, ulid)) for ulid in ulids_of(ranks)]
+        parts = [(ulid, read_part(engine, ulid)) for ulid in ulids_of(reports)]
     except MissingObjectError as exc:
         raise SnapshotExpiredError(f"this snapshot needs {exc.object_id}, which gc freed", object_id=exc.object_id) from exc
     return condemned_of(engine, view, [snapshot], parts)

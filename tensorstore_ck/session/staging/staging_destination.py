@@ -143,7 +143,7 @@ class StagingDestination:
         self._write_manifest(request, None)
 
     def commit(
-        self, request: SaveRequest, record: Record, parts: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
+        self, request: SaveRequest, record: Record, reports: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
     ) -> SnapshotInfo:
         """Appends to the log that it is staged, if it shares blocks with others or has several ranks.
 
@@ -153,7 +153,7 @@ class StagingDestination:
         """
         sealed, base, is_alone = record.encode(), self._base.ulid if self._base is not None else None, self._stop is None
         (self.engine if is_alone else self._store).backend.put(record_name(txn), sealed)
-        lead = PublishingLead(record=sealed, parts=parts, accepts=self._accepts, pinned=base, after=self._links.txns, mark=mark)
+        lead = PublishingLead(record=sealed, parts=reports, accepts=self._accepts, pinned=base, after=self._links.txns, mark=mark)
         self._write_manifest(request, lead)
         info = staged_info(txn, record)
         if is_alone and base is None:

@@ -13,8 +13,8 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, SnapshotDroppedError
 from tensorstore_ck.session.save.capture_budget import CaptureMemory
+from tensorstore_ck.session.save.coordination import Alone
 from tensorstore_ck.session.save.queued_save import Admission
-from tensorstore_ck.session.save.ranks import Alone
 from tests.session.save.places import MIB, SECONDS, Scene, Stop, check, put_beside, scene
 
 PutInAThread = Callable[..., "Future[tsck.PendingSnapshot]"]
