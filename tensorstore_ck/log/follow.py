@@ -283,9 +283,12 @@ class Follower:
         """Whether the table was filled from a checkpoint that `verify` has not compared with the log."""
         return table.get(_ORIGIN_KEY) is not None
 
-    def write_checkpoint_if_due(self, table: Table, n: int, make_durable: Callable[[int], None]) -> None:
-        """Writes a checkpoint if reading the entries since the last one costs more. Calls `make_durable` with the number of its entry."""
-        if n < self._next_checkpoint_try:
+    def write_checkpoint_if_due(self, table: Table, n: int, make_durable: Callable[[int], None] | None) -> None:
+        """Writes a checkpoint if reading the entries since the last one costs more. Calls `make_durable` with the number of its entry.
+
+        None: this process writes none.
+        """
+        if make_durable is None or n < self._next_checkpoint_try:
             return
         with suppress(StoreError):  # a checkpoint only saves time
             tail = Tail.read(table)

@@ -90,7 +90,7 @@ class Log:
         self._actor = actor
         self._new_id = new_id
         self._writer = EntryWriter(backend, self.chain, clock=clock, sleep=sleep, require_store=require_store, shared=shared)
-        self._read_only = read_only
+        self._make_durable = None if read_only else self._writer.make_durable
         self._shared = shared
         self._sleep = sleep
         self._jitter = jitter
@@ -276,12 +276,8 @@ class Log:
     def _sync(self, known: Head | None = None) -> Head:
         head, self._readable = self._follower.follow(self.table, known), None
         self._followed_n = head.n
-        self._write_checkpoint_if_due(head.n)
+        self._follower.write_checkpoint_if_due(self.table, head.n, self._make_durable)
         return head
-
-    def _write_checkpoint_if_due(self, n: int) -> None:
-        if not self._read_only:
-            self._follower.write_checkpoint_if_due(self.table, n, self._writer.make_durable)
 
     def entries(self, start: int = 1) -> Iterator[Entry]:
         """The entries from `start` on, each checked against the one before; reads no cache.
@@ -366,7 +362,8 @@ class Log:
         """Checks and builds at `at`, by default at the newest entry, and creates the next entry; None if there is a newer one by then."""
         self._writer.require_decided()
         view = at or self.newest_view()
-        self._refuse_unknown_operations(view)
+        if (stop := view.stop()) is not None:
+            raise self.chain.unknown_operation(stop.n, stop.op)
         head = view.head() or self._genesis
         try:
             ops = build(view)
@@ -400,9 +397,4 @@ class Log:
                 self._followed_n = entry.n
             except (EmptiedError, TableError):
                 self.sync()
-            self._write_checkpoint_if_due(entry.n)
-
-    def _refuse_unknown_operations(self, view: RefTable) -> None:
-        stop = view.stop()
-        if stop is not None:
-            raise self.chain.unknown_operation(stop.n, stop.op)
+            self._follower.write_checkpoint_if_due(self.table, entry.n, self._make_durable)

@@ -33,9 +33,9 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(94, 628, 1694),
-    "put_snapshot_async": Weight(95, 649, 1927),
-    "checkout": Weight(59, 284, 1375),
+    "put_snapshot": Weight(94, 628, 1490),
+    "put_snapshot_async": Weight(95, 649, 1680),
+    "checkout": Weight(59, 278, 1300),
 }
 """For a state of four linear layers and its optimizer, on CPython 3.11."""
 ASYNC_SHARE = 1.15

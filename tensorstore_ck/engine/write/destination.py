@@ -57,15 +57,9 @@ class Destination(Protocol):
     def commit(
         self, request: SaveRequest, record: Record, reports: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
     ) -> SnapshotInfo:
-        """Makes the record durable, and appends the entry.
+        """Makes the record durable, and appends the entry for the parts in all `reports`, in the order of ranks.
 
-        Args:
-            request: The options as of one log entry.
-            record: The snapshot's.
-            reports: The parts of all ranks, in their order.
-            txn: The transaction, and the snapshot's ULID.
-            mark: A mark for the snapshot, and the reason.
-            at: See `Log.append`.
+        `txn`: the transaction, and the snapshot's ULID. `mark`: a mark for the snapshot, and the reason. `at`: see `Log.append`.
         """
 
     def keep(self, info: SnapshotInfo) -> None:

@@ -301,36 +301,30 @@ class _RunWriter:
         return BlockEncoding(encoder.encode_tensor(raw, elements))
 
 
-class _Cut(NamedTuple):
-    """The tensors of a part: as blocks, or if they are small inside it."""
-
-    blocks: list[TensorBlock]
-    inlined: list[Inline]
-    reads: list[memoryview]
-    """The bytes of `inlined`."""
-
-
-def _cut(captured: CapturedState, places: Iterable[tuple[Region, int, BlockShare]]) -> _Cut:
-    """Cuts what lies at `places`, and reads what is small."""
-    cut, inline_bytes, read = _Cut([], [], []), 0, captured.read
+def _cut(
+    captured: CapturedState, places: Iterable[tuple[Region, int, BlockShare]]
+) -> tuple[list[TensorBlock], list[Inline], list[memoryview]]:
+    """What lies at `places`: the blocks, the tensors that are small enough to lie inside the part, and the bytes of those."""
+    blocks, inlined, reads, read = list[TensorBlock](), list[Inline](), list[memoryview](), captured.read
+    inline_bytes = 0
     for region, start, share in places:
         tensor = region.tensor
         if share.is_inline:
             size = share.lengths[0]
-            cut.reads.append(read(tensor, start, start + size))
-            cut.inlined.append(Inline(tensor, start, inline_bytes, size))
+            reads.append(read(tensor, start, start + size))
+            inlined.append(Inline(tensor, start, inline_bytes, size))
             inline_bytes += size
             continue
         for length in share.lengths:
-            cut.blocks.append(TensorBlock(len(cut.blocks), tensor, start, start + length))
+            blocks.append(TensorBlock(len(blocks), tensor, start, start + length))
             start += length
-    return cut
+    return blocks, inlined, reads
 
 
 def inline_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> tuple[list[Inline], bytes]:
     """The small tensors inside the part, and their bytes."""
-    cut = _cut(captured, places_of(captured, slot, block_bytes))
-    return cut.inlined, b"".join(cut.reads)
+    _, inlined, reads = _cut(captured, places_of(captured, slot, block_bytes))
+    return inlined, b"".join(reads)
 
 
 def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> list[tuple[Region, int, BlockShare]]:

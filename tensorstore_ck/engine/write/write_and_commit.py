@@ -4,7 +4,6 @@ The ranks of a group write their parts by `session/group/rank_save.py`, and rank
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.save_progress import SaveMeter
@@ -20,14 +19,9 @@ from tensorstore_ck.errors import UndecidedError
 from tensorstore_ck.log import RefTable, SnapshotInfo
 
 
-class Written(NamedTuple):
-    """What one process reports of the part that it has made durable, and how that compares with the snapshot before."""
-
-    report: RankParts
-    findings: SaveFindings
-
-
-def write(destination: Destination, captured: CapturedState, request: SaveRequest, meter: SaveMeter, view: RefTable) -> Written:
+def write(
+    destination: Destination, captured: CapturedState, request: SaveRequest, meter: SaveMeter, view: RefTable
+) -> tuple[RankParts, SaveFindings]:
     """Writes the only part of a snapshot, and compares it with the snapshot before; the head of `view` is its anchor.
 
     Raises:
@@ -56,7 +50,7 @@ def write(destination: Destination, captured: CapturedState, request: SaveReques
     with meter.timed("commit"):
         is_published_later = destination.is_staging and not is_offline
         at = destination.ask(engine.log.newest_view) if is_published_later else view
-        return Written(checked_parts(engine, [written], anchor, at), findings)
+        return checked_parts(engine, [written], anchor, at), findings
 
 
 def commit(
@@ -126,8 +120,7 @@ def write_and_commit(
     def attempt() -> SnapshotInfo:
         at = next(views, None) or destination.engine.log.view()
         report, findings = write(destination, captured=captured, request=request, meter=meter, view=at)
-        size_bytes = captured.logical_bytes
-        return commit(destination, request, [report], [findings], logical_bytes=size_bytes, meter=meter, view=at)
+        return commit(destination, request, [report], [findings], logical_bytes=captured.logical_bytes, meter=meter, view=at)
 
     info = destination.repeat(attempt)
     destination.keep(info)

@@ -259,7 +259,10 @@ def interrupted_once_it_has_memory(_: Alone, admit: Callable[[], Admission]) -> 
 
 @pytest.mark.parametrize(
     ("where", "fails", "error"),
-    [("save.copy_captured", raised_in_a_capture, NoSpaceError), ("coordination.Alone.decide", interrupted_once_it_has_memory, KeyboardInterrupt)],
+    [
+        ("save.copy_captured", raised_in_a_capture, NoSpaceError),
+        ("coordination.Alone.decide", interrupted_once_it_has_memory, KeyboardInterrupt),
+    ],
 )
 def test_a_save_that_fails_once_it_has_memory_gives_it_back(
     monkeypatch: pytest.MonkeyPatch, where: str, fails: object, error: type[BaseException]
