@@ -319,9 +319,8 @@ class Log:
 
     def _append_until_first(self, build: Build, write_id: bytes | None, also: Also | None, at: RefTable | None) -> Appended:
         """Under the lock. A function of its own: see common/changes.py."""
-        head = None if at is None else at.head()
         # Where `create` may overwrite, it does not find out that another process was faster.
-        if at is not None and head is not None and head.n == self._followed_n and self._shared:
+        if at is not None and self._shared and (at.head() or self._genesis).n == self._followed_n > 0:
             appended = self._append_once(build, write_id, also, at)
             if appended is not None:
                 return appended
