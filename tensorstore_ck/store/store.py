@@ -47,7 +47,7 @@ def _changes(method: Method) -> Method:
 
     @wraps(method)
     def checked(self: "Store", *args: Any, **kwargs: Any) -> Any:
-        if self.engine.read_only and not kwargs.get("dry_run"):
+        if self._session.engine.read_only and not kwargs.get("dry_run"):
             self.engine.require_writable(f"{method.__name__}()")
         return method(self, *args, **kwargs)
 
