@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from nvidia_resiliency_ext import inprocess
 from torch import nn
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
 
 import tensorstore_ck as tsck
 
@@ -29,25 +31,23 @@ def train(folder: Path, steps: int, call: inprocess.CallWrapper | None = None) -
     """Trains; returns the newest loss. NVRx passes `call`, and sets RANK and WORLD_SIZE."""
     assert call is not None
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    key_values = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0, multi_tenant=True)
-    dist.init_process_group("gloo", store=dist.PrefixStore(str(call.iteration), key_values), rank=rank, world_size=ranks)
+    key_values = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0, multi_tenant=True)
+    dist.init_process_group("gloo", store=PrefixStore(str(call.iteration), key_values), rank=rank, world_size=ranks)
     everyone = dist.group.WORLD
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     training = tsck.TrainingState(model=model, optimizer=optimizer)
     loss = torch.zeros(())
     with tsck.open(folder / "store", create=True, dead_after_seconds=5) as store:
         resumed = training.restore(store, REF, group=everyone)
-        print(f"rank {rank} of {ranks} begins after step {resumed.step if resumed else 0}", flush=True)
-        for step in range(resumed.step + 1 if resumed else 1, steps + 1):
+        done = resumed.step or 0 if resumed else 0
+        print(f"rank {rank} of {ranks} begins after step {done}", flush=True)
+        for step in range(done + 1, steps + 1):
             given = torch.randn(12, 8, generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
             loss = nn.functional.mse_loss(model(given), given.sum(1, keepdim=True))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= ranks
             optimizer.step()
             training.put(store, ref=REF, step=step, group=everyone)
     dist.destroy_process_group()

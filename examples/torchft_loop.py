@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchft import Manager, ProcessGroupGloo
 
 import tensorstore_ck as tsck
@@ -35,7 +36,7 @@ def main(folder: Path, steps: int) -> float:
     """Trains; returns the newest loss."""
     everyone, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()  # of this replica group
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def load(state: dict[str, Any]) -> None:
@@ -61,9 +62,7 @@ def main(folder: Path, steps: int) -> float:
             loss = nn.functional.mse_loss(model(given), given.sum(1, keepdim=True))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= ranks
+            for parameter in model.parameters():  # within the replica group DDP has averaged them
                 manager.allreduce(parameter.grad).wait()
             if manager.should_commit():
                 optimizer.step()

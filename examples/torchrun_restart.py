@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import tensorstore_ck as tsck
 
@@ -29,22 +30,20 @@ def main(folder: Path, steps: int) -> float:
     """Trains; returns the newest loss."""
     everyone, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     training = tsck.TrainingState(model=model, optimizer=optimizer)
     loss = torch.zeros(())
     with tsck.open(folder / "store", create=True, dead_after_seconds=5) as store:
         store.on_event(leave)
         resumed = training.restore(store, REF, group=everyone)
-        for step in range(resumed.step + 1 if resumed else 1, steps + 1):
+        done = resumed.step or 0 if resumed else 0
+        for step in range(done + 1, steps + 1):
             generator = torch.Generator().manual_seed(step)
             given = torch.randn(12, 8, generator=generator).chunk(ranks)[rank]
             loss = nn.functional.mse_loss(model(given), given.sum(1, keepdim=True))
             optimizer.zero_grad()
-            loss.backward()
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= ranks
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             training.put(store, ref=REF, step=step, group=everyone)
     return loss.item()

@@ -60,7 +60,7 @@ class Program:
 
 
 @contextmanager
-def launched(arguments: list[str], folder: Path, seconds: float = SECONDS, **variables: str) -> Iterator[Program]:
+def launched(arguments: list[str], folder: Path, seconds: float = SECONDS, /, **variables: str) -> Iterator[Program]:
     """Runs ``python`` with `arguments` in `folder`; what still runs after `seconds`, or at the end of the block, is killed.
 
     `variables` are added to the environment.

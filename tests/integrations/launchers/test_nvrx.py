@@ -23,7 +23,8 @@ def test_a_rank_dies(tmp_path: Path, is_host: bool) -> None:
         for rank in ("0", "1"):
             folder = tmp_path / rank
             folder.mkdir()
-            ranks.append(stack.enter_context(launched(job, folder, RANK=rank, TESTS_HOST=str(folder), **shared)))
+            host = {"TESTS_HOST": str(folder)} if rank == "1" else {}
+            ranks.append(stack.enter_context(launched(job, folder, RANK=rank, **host, **shared)))
         assert ranks[1].end()[0] != 0
         ranks[0].wait_for("rank 0 of 2 begins after step 0")
         ranks[0].wait_for("rank 0 of 1 begins after step 2")

@@ -17,8 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.race]
 
 
 def test_a_rank_of_a_replica_group_dies(tmp_path: Path) -> None:
-    killed = ["-m", "tests.integrations.launchers.killed_job", str(tmp_path), "3", EXAMPLE, str(tmp_path), str(STEPS)]
-    whole = ["-m", EXAMPLE, str(tmp_path), str(STEPS)]
+    job = ["-m", "tests.integrations.launchers.killed_job", str(tmp_path), "3", EXAMPLE, str(tmp_path), str(STEPS)]
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=5_000)
     address = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}"
     with ExitStack() as stack:
@@ -27,9 +26,10 @@ def test_a_rank_of_a_replica_group_dies(tmp_path: Path) -> None:
         def start(replica: int, rank: int, port: int) -> Program:
             folder = tmp_path / f"{replica}-{rank}"
             folder.mkdir()
-            variables = {"REPLICA": str(replica), "RANK": str(rank), "WORLD_SIZE": "2", "TESTS_HOST": str(folder)}
+            variables = {"REPLICA": str(replica), "RANK": str(rank), "WORLD_SIZE": "2", "TESTS_READY": "4", "TESTS_KILLS": "self"}
+            host = {} if replica else {"TESTS_HOST": str(folder)}
             there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHFT_LIGHTHOUSE": address}
-            return stack.enter_context(launched(whole if replica else killed, folder, **variables, **there))
+            return stack.enter_context(launched(job, folder, **variables, **host, **there))
 
         ports = [free_port(), free_port()]
         replicas = [[start(replica, rank, ports[replica]) for rank in (0, 1)] for replica in (0, 1)]
