@@ -32,7 +32,7 @@ _KINDS: Final[dict[str, dict[str, Any]]] = {
         "num_moe_experts": EXPERTS,
         "moe_router_topk": 2,
         "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": "allgather",
         "moe_ffn_hidden_size": INNER,
     },
 }
