@@ -3,8 +3,7 @@
 A script of Automodel sets the configuration before the recipe makes its checkpointer::
 
     recipe = TrainFinetuneRecipeForNextTokenPrediction(config)
-    options = config["checkpoint"].to_dict()  # model_save_format: torch_save
-    recipe.cfg.checkpoint = StoreCheckpointing(**options)  # of this module
+    recipe.cfg.checkpoint = StoreCheckpointing(model_save_format="torch_save", ...)  # of this module
     recipe.setup()
 
 The small files that Automodel writes itself stay in its folders.
@@ -28,6 +27,8 @@ class StoreCheckpointer(Checkpointer):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        if self.config.is_peft or self.config.is_async:
+            raise ValueError("this checkpointer saves whole models, and waits for it: set is_async: false, and no peft")
         self.writers = {part: Writer(STORE, f"{REF}/{part}") for part in ("model", "optim")}
 
     def _do_save(self, state_dict: dict[str, Any], path: str, storage_writer: Any = None) -> None:

@@ -5,6 +5,7 @@ It trains a model of transformers a step, saves it, loads it into a new one, tra
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ class Job:
 
     def values(self) -> list[torch.Tensor]:
         """This rank's shards of all that it has."""
-        state = get_optimizer_state_dict(self.model, self.optimizer)["state"]
+        state: Any = get_optimizer_state_dict(self.model, self.optimizer)["state"]
         held = [*self.model.state_dict().values(), *(each for values in state.values() for each in values.values())]
         return [each.to_local().clone() if isinstance(each, DTensor) else torch.as_tensor(each).clone() for each in held]
 
@@ -61,15 +62,21 @@ def main(folder: Path) -> None:
     job.train(1)
     checkpointer.save_model(job.model, path)
     checkpointer.save_optimizer(job.optimizer, job.model, path)
-    new = Job(2)
+    checkpointer.save_model(job.model, str(folder / "out" / "epoch_0_step_2"))  # a run that was killed before it saved the optimizer, too
+    new, checkpointer = Job(2), config.build(dist.get_rank(), 0, 0)
     differed = not same_weights(job, new)
     checkpointer.load_model(new.model, f"{path}/model")
     checkpointer.load_optimizer(new.optimizer, new.model, path)
     is_loaded = same(job, new)
     for each in (job, new):
         each.train(2)
+    is_same = same(job, new)
+    for step in (2, 3):
+        checkpointer.save_model(new.model, str(folder / "out" / f"epoch_0_step_{step}"))
+        checkpointer.save_optimizer(new.optimizer, new.model, str(folder / "out" / f"epoch_0_step_{step}"))
+        new.train(step + 1)
     files = sorted(each.name for each in (folder / "out").rglob("*") if each.is_file())
-    say(differed=differed, is_loaded=is_loaded, is_same=same(job, new), files=files)
+    say(differed=differed, is_loaded=is_loaded, is_same=is_same, files=files)
     checkpointer.close()
     dist.barrier()
     dist.destroy_process_group()
