@@ -1,21 +1,19 @@
 """NeMo Automodel over a store: its own checkpointer, whose model and optimizer go to a store, each to a branch of its own.
 
-A script of Automodel sets the configuration before the recipe makes its checkpointer::
+A script of Automodel says so before the recipe makes its checkpointer::
 
-    recipe = TrainFinetuneRecipeForNextTokenPrediction(config)
-    recipe.cfg.checkpoint = StoreCheckpointing(model_save_format="torch_save", ...)  # of this module
+    recipe = TrainFinetuneRecipeForNextTokenPrediction(config)  # checkpoint.model_save_format: torch_save
+    recipe.cfg.checkpoint.build = functools.partial(StoreCheckpointer, recipe.cfg.checkpoint)
     recipe.setup()
 
 The small files that Automodel writes itself stay in its folders.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from nemo_automodel.components.checkpoint.checkpointing import Checkpointer
-from nemo_automodel.components.checkpoint.config import CheckpointingConfig
 
 from tensorstore_ck.integrations.dcp import Reader, Writer
 
@@ -23,10 +21,10 @@ STORE, REF = "s3://bucket/ckpt", "runs/nemo"
 
 
 class StoreCheckpointer(Checkpointer):  # type: ignore[misc]
-    """Automodel makes one."""
+    """A recipe makes one."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config, **options)
         if self.config.is_peft or self.config.is_async:
             raise ValueError("this checkpointer saves whole models, and waits for it: set is_async: false, and no peft")
         self.writers = {part: Writer(STORE, f"{REF}/{part}") for part in ("model", "optim")}
@@ -48,12 +46,3 @@ class StoreCheckpointer(Checkpointer):  # type: ignore[misc]
         reader = storage_reader or self._get_storage_reader(path, None)
         dcp.load(state_dict, storage_reader=reader, process_group=self.process_group)
         return state_dict
-
-
-@dataclass
-class StoreCheckpointing(CheckpointingConfig):  # type: ignore[misc]
-    """Automodel's options, which make that checkpointer."""
-
-    def build(self, dp_rank: int, tp_rank: int, pp_rank: int, **options: Any) -> StoreCheckpointer:
-        """Called by recipes."""
-        return StoreCheckpointer(config=self, dp_rank=dp_rank, tp_rank=tp_rank, pp_rank=pp_rank, **options)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from nemo_automodel.components.checkpoint.config import CheckpointingConfig
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -54,16 +55,17 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     nemo_automodel.STORE = str(folder / "store")
-    config = nemo_automodel.StoreCheckpointing(
+    config = CheckpointingConfig(
         checkpoint_dir=folder / "out", model_save_format="torch_save", save_consolidated=False, model_repo_id="tiny", model_cache_dir=folder
     )
-    checkpointer = config.build(dist.get_rank(), 0, 0)
+    ranks = {"dp_rank": dist.get_rank(), "tp_rank": 0, "pp_rank": 0}
+    checkpointer = nemo_automodel.StoreCheckpointer(config, **ranks)
     job, path = Job(1), str(folder / "out" / "epoch_0_step_1")
     job.train(1)
     checkpointer.save_model(job.model, path)
     checkpointer.save_optimizer(job.optimizer, job.model, path)
     checkpointer.save_model(job.model, str(folder / "out" / "epoch_0_step_2"))  # a run that was killed before it saved the optimizer, too
-    new, checkpointer = Job(2), config.build(dist.get_rank(), 0, 0)
+    new, checkpointer = Job(2), nemo_automodel.StoreCheckpointer(config, **ranks)
     differed = not same_weights(job, new)
     checkpointer.load_model(new.model, f"{path}/model")
     checkpointer.load_optimizer(new.optimizer, new.model, path)
