@@ -152,8 +152,8 @@ def read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
     threads = cpu_threads() + DISK_QUEUE if local else REMOTE_THREADS
     wanted.sort(key=attrgetter("pack", "offset"))
     run_bytes = min(len(wanted) * engine.config.block_bytes // (RUNS_A_THREAD * threads), RUN_BYTES) if local else 0
-    share_bytes = sum(block.stored for block in wanted) // (RUNS_A_THREAD * threads)
-    merge_bytes = MERGE_BYTES if local else max(MERGE_BYTES, min(share_bytes, RUN_BYTES))
+    share_bytes = 0 if local else sum(block.stored for block in wanted) // (RUNS_A_THREAD * threads)
+    merge_bytes = max(MERGE_BYTES, min(share_bytes, RUN_BYTES))
     whole = [block for block in wanted if block.codec not in CODECS_WITH_BASES]
     runs = list(_merge(whole, direct=local, merge_bytes=merge_bytes, run_bytes=run_bytes))
     runs += [[block] for block in wanted if block.codec == Codec.DELTA]

@@ -89,7 +89,7 @@ class CaptureMemory:
                 drop(others[0])
             elif self.wait(queued, save, under_way):
                 break
-        for other in filter(queued.makes_obsolete, replaceable()):
+        for other in filter(queued.makes_obsolete, replaceable() if on_full == "newest" else ()):
             drop(other)
         return Admission(True, tuple(dropped))
 
