@@ -17,7 +17,7 @@ from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.store_config import StoreConfig
-from tensorstore_ck.log import Log, SnapshotInfo
+from tensorstore_ck.log import Log, RefTable, SnapshotInfo
 from tensorstore_ck.log.address import Resolved
 from tensorstore_ck.log.snapshot import GroupCost, Snapshot, SnapshotDetails
 from tensorstore_ck.session.group.process_groups import ProcessGroups
@@ -74,6 +74,11 @@ def require_location(store: ReadOnlyStore, url: str) -> None:
 def open_content(store: ReadOnlyStore, info: SnapshotInfo, *, position: float = 0.0) -> SnapshotContent:
     """The tables of a snapshot, and its blocks on demand. `position`: see `SnapshotReader`."""
     return open_snapshot(store.engine, info, position=position)
+
+
+def resolve(store: ReadOnlyStore, address: str, view: RefTable | None = None) -> Resolved:
+    """See `Engine.resolve`."""
+    return store.engine.resolve(address, view)
 
 
 def read_record(store: ReadOnlyStore, info: SnapshotInfo) -> Record:
