@@ -6,7 +6,7 @@ moves a trusted ref, neither forwards nor back; and where the log itself goes ba
 """
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tensorstore_ck.common.ids import Digest
@@ -73,10 +73,10 @@ class RefVerifier:
         is_head = head is not None and head.ulid == resolved.info.ulid
         root = resolved.info.root
         if is_head and head is not None:
-            found = self._newest(log, view, ref, root, head.n)
+            found = self._newest(log, view, ref, root=root, moved_n=head.n)
         else:
             same = [info.n for ulid in view.with_root(root) if (info := view.snapshot(ulid)) is not None]
-            found = self._any(log, view, ref, root, min([resolved.info.n, *same]))
+            found = self._any(log, view, ref, root=root, start=min([resolved.info.n, *same]))
         if found.signature is None:
             at, name = f"root {root.hex()[:16]}, step {resolved.info.step}", shlex.quote(ref)
             raise UntrustedError(
@@ -86,6 +86,16 @@ class RefVerifier:
                 object_id=ref,
             )
         return found.signature
+
+    def newest(self, entries: Iterable[Entry]) -> dict[str, str]:
+        """Ref -> the root in its newest valid signature among `entries`, which may be what is left of a log."""
+        found = {}
+        for entry in entries:
+            for op in entry.ops:
+                signature = self._verify(entry, op.fields)[0] if op.name == "sign" else None
+                if signature is not None:
+                    found[signature.ref] = signature.root
+        return found
 
     def _require_all(self, log: Log, view: RefTable, ref: str) -> None:
         seen, head = log.seen(), view.head()

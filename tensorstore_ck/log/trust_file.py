@@ -62,7 +62,7 @@ def read_trust(path: str | os.PathLike[str] | None) -> TrustFile | None:
         with open(shown, "rb") as file:
             status = os.fstat(file.fileno())
             data = file.read(_MAX_BYTES)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if path is None:
             return None
         raise InvalidOptionError(f"there is no trust file {shown}", object_id=shown) from None
