@@ -59,7 +59,12 @@ def test_an_encrypted_key_asks_for_its_passphrase(
     tsck: Tsck, tmp_path: Path, model: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("click.prompt", lambda text, **_: asked.append(text) or "secret words")
+
+    def prompt(text: str, **_: object) -> str:
+        asked.append(text)
+        return "secret words"
+
+    monkeypatch.setattr("click.prompt", prompt)
     made = tsck("keygen", "mine", "--passphrase", "--json")
     assert made.code == 0
     assert b"ENCRYPTED" in (tmp_path / "mine.key").read_bytes()

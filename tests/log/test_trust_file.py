@@ -21,9 +21,9 @@ def test_the_first_table_that_matches_counts(tmp_path: Path) -> None:
     )
     trust = read_trust(path)
     assert trust is not None
-    assert trust.keys_of("models/base") == trust.keys_of("v1") == {ONE.public_bytes}
-    assert trust.keys_of("models/other") == {ONE.public_bytes, TWO.public_bytes}
-    assert (trust.keys_of("runs/x"), trust.revoked) == (None, {THREE.public_bytes})
+    assert trust.keys_of("models/base") == trust.keys_of("v1") == frozenset({ONE.public_bytes})
+    assert trust.keys_of("models/other") == frozenset({ONE.public_bytes, TWO.public_bytes})
+    assert (trust.keys_of("runs/x"), trust.revoked) == (None, frozenset({THREE.public_bytes}))
 
 
 @pytest.mark.parametrize(
