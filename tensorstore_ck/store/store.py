@@ -344,6 +344,21 @@ class Store(ReadOnlyStore):
         return change_refs.finish(self.engine, ref)
 
     @_changes
+    def sign(self, ref: str, root: str = "") -> Snapshot:
+        """Signs where a branch or tag is, with the key of ``open(sign=)``, which signs only what this handle moves. Returns the snapshot.
+
+        Args:
+            ref: The branch or tag.
+            root: The first digits of the root that it must have: somebody may move it before it is signed.
+
+        Raises:
+            ConflictError: the ref has another root; nothing was signed.
+            InvalidOptionError: the store was opened without a key for this ref.
+            NotFoundError: there is no such branch or tag.
+        """
+        return change_refs.sign(self.engine, ref, root)
+
+    @_changes
     def pin(self, address: str, *, reason: str = "", owner: str | None = None, expires: "str | float | None" = None) -> Snapshot:
         """Holds a snapshot until it is unpinned or `expires` has passed. An owner's second pin replaces the first.
 
