@@ -7,7 +7,6 @@ start; medians are compared. The first round warms up and does not count. s3fs v
 
 import argparse
 import random
-import shutil
 import statistics
 import uuid
 from collections import Counter
@@ -21,6 +20,7 @@ import torch
 from aiobotocore.client import AioBaseClient
 
 import tensorstore_ck as tsck
+from benches._folder import new_folder
 from benches.local import make_state, ratio, timed
 from tests.servers import BUCKET, S3Server, seaweedfs
 
@@ -108,15 +108,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    args.folder.mkdir(parents=True)
-    try:
+    with new_folder(args.folder):
         state = make_state(64, int(args.gib * (1 << 30)) // 64)
         with seaweedfs(args.folder) as server:
             bench = Bench(server, state, args.folder)
             for number in range(args.rounds + 1):
                 bench.run_round(number)
-    finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
     seconds = {name: taken[1:] for name, taken in bench.seconds.items()}
     print(f"{len(state)} fp32 tensors, {bench.size / 2**30:.2f} GiB, SeaweedFS on loopback, median (least-most) of {args.rounds} rounds")
     print("| what | GB/s | seconds | requests |\n|---|---|---|---|")
