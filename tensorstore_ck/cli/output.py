@@ -115,9 +115,9 @@ def step_text(step: int | None) -> str:
     return "-" if step is None else str(step)
 
 
-def short_number(value: float | str) -> str:
-    """A metric, in at most six digits; or an attribute, which may be a text."""
-    return printable(value) if isinstance(value, str) else f"{value:.6g}"
+def short_number(value: float | str, digits: int = 6) -> str:
+    """A metric, in at most `digits` digits; or an attribute, which may be a text."""
+    return printable(value) if isinstance(value, str) else f"{value:.{digits}g}"
 
 
 def counted(count: int, noun: str) -> str:
@@ -138,11 +138,15 @@ def printable(text: object) -> str:
 
 
 def metrics_text(metrics: Mapping[str, float | str], width: int | None = None) -> str:
-    """``name=number``, sorted by name. Metrics that do not fit into `width` are counted; losses come first then."""
-    words = {name: f"{printable(name)}={short_number(value)}" for name, value in sorted(metrics.items())}
-    text = " ".join(words.values())
-    if width is None or len(text) <= width:
-        return text
+    """``name=number``, sorted by name. Where they do not fit into `width`, in three digits; those that do not fit then are counted, and
+    losses come first.
+    """
+    words: dict[str, str] = {}
+    for digits in (6, 3):
+        words = {name: f"{printable(name)}={short_number(value, digits)}" for name, value in sorted(metrics.items())}
+        text = " ".join(words.values())
+        if width is None or len(text) <= width:
+            return text
     text = ""
     for shown, name in enumerate(sorted(words, key=lambda name: ("loss" not in name, name))):
         rest = f"+{len(words) - shown}"
