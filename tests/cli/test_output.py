@@ -125,6 +125,6 @@ def test_thousands_of_names_of_one_snapshot_make_short_rows() -> None:
     assert "+99" in rows[1]
 
 
-@pytest.mark.parametrize(("columns", "shown"), [(15, "loss=0.00333333"), (14, "loss=0.00333"), (11, "+1")])
+@pytest.mark.parametrize(("columns", "shown"), [(15, "loss=0.00333333"), (14, "loss=0.00333"), (11, "loss=0.0033"), (10, "+1")])
 def test_metrics_are_rounded_before_they_are_left_out(columns: int, shown: str) -> None:
     assert metrics_text({"loss": 1 / 300}, columns) == shown
