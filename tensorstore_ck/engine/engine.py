@@ -85,6 +85,8 @@ class Engine:
     """How blocks are encoded."""
     put_ids: ObjectIds | None = None
     """Names of this process's objects, by which gc knows the process; None: plain ids."""
+    on_read: Callable[[int], object] | None = None
+    """Receives the raw bytes of each verified read of a snapshot's blocks, on the thread that read them."""
     unpublished: list[Ulid] | None = None
     """In the engine of one save: the names that it drew; see `StoreDestination`."""
     signer: RefSigner | None = None

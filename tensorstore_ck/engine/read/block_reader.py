@@ -172,6 +172,8 @@ def read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
             for pack in _packs_of(run[0]):
                 engine.distrust(pack_name(pack))
             read(engine, run)  # once more: the bytes that came may be wrong although the stored ones are right
+        if engine.on_read is not None:
+            engine.on_read(sum(block.raw for block in run))
 
     for_each(runs, fetch, min(threads, len(runs)))
     if roundings:  # their masters are most likely restored by now
