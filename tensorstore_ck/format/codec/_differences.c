@@ -1,7 +1,7 @@
 /* Differences sorted by the exponents of their base (see delta.py, which says the same in numpy, 6 times slower).
 
-   A counting sort: one pass counts the exponents, another one writes each difference to its place, or takes it from there. The second pass
-   waits for memory: vectors, and several parts of the words in turns, made it slower. */
+   A counting sort: one pass counts the exponents, another one writes each difference to its place, or takes it from there. Vectors, and
+   several parts of the words in turns, made the second pass slower. */
 
 #include "_kernel.h"
 
