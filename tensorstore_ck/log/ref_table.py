@@ -103,6 +103,10 @@ class RefTable:
         """The names of all branches, in order."""
         return [name.decode("ascii") for name, _ in self.scan(rows.BRANCHES)]
 
+    def heads(self) -> Iterator[BranchHead]:
+        """Where all branches are, in the order of their names."""
+        return (rows.BRANCHES.decode(value, name.decode("ascii")) for name, value in self.scan(rows.BRANCHES))
+
     def branch(self, name: str) -> BranchHead | None:
         """Where a branch is."""
         return self.read(rows.BRANCHES, name.encode("ascii", "replace"), name)

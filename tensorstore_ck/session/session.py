@@ -210,8 +210,7 @@ class Session:
             _require_no_rank_state(given.get("rank_state"))
             coordination = Alone(self.context, next(self._numbers))
         else:
-            if self.engine.limit is not None:
-                self.engine.limit.share(group.size())
+            self.engine.writes.share(group.size())
             self._resume(group, timeout_seconds)
             coordination = RankRound(self.context, group, ref, timeout_seconds)
         return Save(self.context, coordination, state, ref=ref, **given)

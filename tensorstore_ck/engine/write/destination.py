@@ -42,6 +42,9 @@ class Destination(Protocol):
     def is_staging(self) -> bool:
         """Whether the entry says "staged", and not "put"."""
 
+    def wait_turn(self) -> None:
+        """Waits until this process may begin to write, where ranks are staggered."""
+
     def ask(self, call: Callable[[], T]) -> T:
         """The result of `call`, which may need the store. Raises if that takes long and the save can do without."""
 
@@ -83,14 +86,19 @@ class StoreDestination:
     is_offline = is_staging = False
     txn: Ulid | None = None
 
-    def __init__(self, engine: Engine, rank: int = 0, *, is_alone: bool = False) -> None:
+    def __init__(self, engine: Engine, rank: int = 0, *, is_alone: bool = False, wait_turn: Callable[[], object] = lambda: None) -> None:
         """`rank`: this process's rank, or 0. If `is_alone`, `admit` checks where the ref is before anything is written."""
         self.engine = engine
         self._rank = rank
         self._is_alone = is_alone
+        self._wait_turn = wait_turn
         self._written: Sequence[WrittenPart] = ()
         self._is_indexed = False
         """Whether the block index has the blocks of `_written`."""
+
+    def wait_turn(self) -> None:
+        """See `Destination`."""
+        self._wait_turn()
 
     def ask(self, call: Callable[[], T]) -> T:
         """Waits for the store."""

@@ -84,6 +84,7 @@ class Alone:
     def save_together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
         """Writes and commits. Repeats it after a conflict with a save of this handle that was published although its reply was lost."""
         engine, fence = self._context.engine, self._context.fence
+        destination.wait_turn()
         while True:
             request, captured, view = begin()
             try:

@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Unpack
 
 from tensorstore_ck.backend.staging import StagingTier
+from tensorstore_ck.common.stagger import stagger_delay
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
@@ -76,7 +77,7 @@ class Save:
         self._captured: CapturedState | None = None
         self._changed_by = changed_by
         self._is_copied = False
-        """Whether the state was copied into memory that a later save reuses."""
+        """Whether the state was copied into memory that a later save reuses: of each save in the background."""
 
     # --- check --------------------------------------------------------------------------------------------------------
 
@@ -191,11 +192,17 @@ class Save:
         with context.explains_errors():
             if tier is not None:
                 return self._stage(tier, status)
-            with StoreDestination(self._engine, self.rank, is_alone=self._coordination.is_alone) as destination:
+            turn = partial(self._wait_turn, status)
+            with StoreDestination(self._engine, self.rank, is_alone=self._coordination.is_alone, wait_turn=turn) as destination:
                 info = self._write_and_commit(destination, status)
         context.note_speed(status)
         context.fence.note(self.ref, info.root, info.root)
         return info
+
+    def _wait_turn(self, status: SaveStatus) -> None:
+        """Of a save in the background; training waits for any other one."""
+        if self._is_copied and (window_seconds := self._engine.stagger_seconds):
+            status.wait_turn(stagger_delay(window_seconds, self.ref, self.rank, self._coordination.ranks))
 
     def _stage(self, tier: StagingTier, status: SaveStatus) -> StagedSave:
         context, coordination, chain = self._context, self._coordination, self._context.fence.chain(self.ref)
@@ -220,7 +227,8 @@ class Save:
     def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState, RefTable]:
         """The request, the state, and a view of the log at its newest entry. Takes the state apart if `capture` was not called before."""
         status.check()
-        fence, options, captured = self._context.fence, self.check(), self.capture()
+        context, options, captured = self._context, self.check(), self.capture()
+        fence = context.fence
         size_bytes = captured.logical_bytes if self._coordination.is_alone else captured.held_bytes
         status.meter.expect("hash", size_bytes)
         self._require_space(size_bytes, status)
@@ -232,6 +240,7 @@ class Save:
                 raise
             view = self._engine.log.view()
             request = fence.request_at(self._engine, view, options, is_offline=True)
+        context.limit_writes(view, self.ref)
         return request, captured, view
 
     def _require_space(self, needed_bytes: int, status: SaveStatus) -> None:

@@ -66,6 +66,9 @@ class StagingDestination:
         self._contact = contact if stop is None else None
         self._begin_writing()
 
+    def wait_turn(self) -> None:
+        """Does not wait: uploads are staggered, not writes to this host's disk."""
+
     def _begin_writing(self) -> None:
         self._writes = StagingWriteBackend(self._tier.folder, self._store.backend, self.ask)
         self._known: list[ChainedBlocks] = []
