@@ -21,6 +21,7 @@ prices.py            what a gigabyte costs a month at each location
 printed_commands.py  commands in messages name their store
 private_folder.py    a folder of this user alone
 processes.py         which process this is, and whether another one has ended
+signing_keys.py      Ed25519 keys, which sign refs
 save_progress.py     where the time and the bytes of a save go
 rate_limit.py        a token bucket
 replace_file.py      a small file that replaces another one at once
