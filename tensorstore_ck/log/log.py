@@ -287,12 +287,7 @@ class Log:
         Raises:
             BrokenLogError: an entry is missing, damaged or off the hash chain.
         """
-        before = self.chain.read(start - 1) if start > 1 else None
-        if start > 1 and before is None:
-            return
-        prev = self.chain.genesis if before is None else before.hash
-        for batch in self.chain.entries(start - 1, prev):
-            yield from batch
+        return self.chain.entries_from(start)
 
     # --- append -------------------------------------------------------------------------------------------------------
 

@@ -33,9 +33,9 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(96, 638, 1699),
-    "put_snapshot_async": Weight(97, 659, 1935),
-    "checkout": Weight(59, 284, 1375),
+    "put_snapshot": Weight(96, 636, 1500),
+    "put_snapshot_async": Weight(97, 659, 1690),
+    "checkout": Weight(59, 277, 1300),
 }
 """For a state of four linear layers and its optimizer, on CPython 3.11."""
 ASYNC_SHARE = 1.15
