@@ -15,7 +15,7 @@ from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.engine.read.snapshot_reader import count_rank_states, open_rank_state, open_snapshot
 from tensorstore_ck.format.random_streams import RULE, Streams
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.log.address import Resolved
+from tensorstore_ck.log.address import Resolved, is_staged_address
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.session.group.group_restore import GroupReading, GroupRestore
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
@@ -235,12 +235,19 @@ def _read_together(
         resolved = find(address)
         return read(Restoring(engine, resolved.info)), resolved
 
+    engine.reads.share(group.size())
+
     def read_as_rank(info: SnapshotInfo, reading: GroupReading) -> T:
         restoring = Restoring(engine, info, group, reading)
         result = read(restoring)
         restoring.finish()
         return result
 
+    sources = None
+    if engine.tier is not None and is_staged_address(address):
+        from tensorstore_ck.session.peers import SharedDisks  # noqa: PLC0415 - loads torch
+
+        sources = SharedDisks(engine.tier, group.rank())
     return GroupRestore(
         engine=engine,
         own=session.groups.of(group)[0],
@@ -248,5 +255,6 @@ def _read_together(
         find=find,
         read=read_as_rank,
         must_agree=must_agree,
+        sources=sources,
         timeout_seconds=timeout_seconds,
     ).run()
