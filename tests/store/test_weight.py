@@ -45,8 +45,8 @@ MOST_LINES = {
     "backend": 6100,
     "catalog": 2400,
     "chunker": 100,
-    "cli": 5800,
-    "common": 2900,
+    "cli": 5900,
+    "common": 3000,
     "engine": 4900,
     "errors": 400,
     "events": 300,
@@ -54,14 +54,14 @@ MOST_LINES = {
     "format": 4200,
     "gc": 3500,
     "integrations": 20300,
-    "log": 6800,
+    "log": 7100,
     "maintenance": 7500,
     "redaction": 200,
-    "session": 10800,
+    "session": 11300,
     "state": 7000,
     "store": 1700,
     "training": 5100,
-    "ui": 4100,
+    "ui": 4200,
 }
 """Of the Python files of each area, rounded up to hundreds."""
 MOST_LINES_A_FILE = 399
