@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.format.pack import pack_name
-from tensorstore_ck.session.peers.pack_wire import FOUND, HELLO_SECONDS, MAX_RANGE_BYTES, REQUEST, greet_server, receive, receive_into
+from tensorstore_ck.session.peers.pack_wire import CONNECT_SECONDS, FOUND, MAX_RANGE_BYTES, REQUEST, greet_server, receive, receive_into
 
 
 class ServerAddress(NamedTuple):
@@ -107,7 +107,7 @@ class PackReader:
 
 
 def _connected(host: str, server: ServerAddress) -> socket.socket:
-    connection = socket.create_connection((host, server.port), timeout=HELLO_SECONDS)
+    connection = socket.create_connection((host, server.port), timeout=CONNECT_SECONDS)
     try:
         greet_server(connection, server.secret)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -103,10 +103,16 @@ def test_a_server_torn_at_every_byte(servers: list[PackServer]) -> None:
     assert read(alone, 100, RANGE) is None
 
 
-def test_a_server_that_is_gone(servers: list[PackServer]) -> None:
+def test_a_server_that_is_gone(servers: list[PackServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked once, whatever it had."""
     gone = address_of(servers[1])
     servers[1].close()
-    assert read(PackReader({PACK: [gone]}), 0, RANGE) is None
+    reader = PackReader({PACK: [gone], MISSING: [gone]})
+    tries, connect = [], socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda *args, **options: (tries.append(args), connect(*args, **options)))
+    assert read(reader, 0, RANGE) is None
+    assert read(reader, 0, RANGE, MISSING) is None
+    assert len(tries) == 1
 
 
 @pytest.mark.parametrize("known", [b"", b"\x00" * 32])
