@@ -40,12 +40,16 @@ class PackReader:
             self._strike(name, server)
         return False
 
+    def has(self, name: str) -> bool:
+        """Whether a rank that is not lost is said to have an object."""
+        return self._server_of(name) is not None
+
     def distrust(self, name: str) -> bool:
         """The bytes of an object were wrong: asks the next rank from now on; False if there is none."""
         server = self._server_of(name)
         if server is not None:
             self._strike(name, server)
-        return self._server_of(name) is not None
+        return self.has(name)
 
     def close(self) -> None:
         """Closes all connections."""
