@@ -22,6 +22,7 @@ from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_plan
 from tensorstore_ck.format.codec.byte_split import Words, add_differences, bytes_of, words_of, zigzag_differences
 from tensorstore_ck.format.codec.entropy import EntropyCoder, sample
 
+
 def sorted_differences(words: Words, base: Words) -> Words:
     """Zigzag differences of floats, stably sorted by the exponent of the base."""
     if not compiled.HAS_KERNEL:
