@@ -70,8 +70,12 @@ class Engine:
     """Receive events."""
     tier: StagingTier | None = None
     """The staging disk, if any; `backend` then reads through it."""
-    limit: RateLimit | None = None
-    """This process's share of the job's write rate."""
+    writes: RateLimit = field(default_factory=RateLimit)
+    """Of this process's writes to the store."""
+    reads: RateLimit = field(default_factory=RateLimit)
+    """Of its reads from the store."""
+    stagger_seconds: float = 0.0
+    """Saves in the background begin to write to the store at moments within this time; see `common.stagger`."""
     min_free: MinFree = field(default_factory=MinFree)
     """Free space to leave at the store's location."""
     codecs: CodecPolicy = field(default_factory=CodecPolicy)

@@ -30,6 +30,7 @@ from tensorstore_ck.common.ids import Clock, IdSource, new_ulid
 from tensorstore_ck.common.printed_commands import name_store
 from tensorstore_ck.common.processes import Process, this_process
 from tensorstore_ck.common.rate_limit import RateLimit
+from tensorstore_ck.common.stagger import require_stagger
 from tensorstore_ck.engine.engine import Engine, current_actor
 from tensorstore_ck.engine.object_ids import ObjectIds
 from tensorstore_ck.engine.range_verifier import open_verifier
@@ -63,6 +64,8 @@ def open_engine(
     staging: str | os.PathLike[str] | Staging | None = None,
     min_free: str | int | None = None,
     rate_limit: float | str | None = None,
+    read_rate_limit: float | str | None = None,
+    stagger_seconds: float = 0.0,
     codec: CodecOption = "auto",
     delta: DeltaRules = None,
     read_only: bool = False,
@@ -79,7 +82,8 @@ def open_engine(
         name = "create" if create else "staging"
         raise InvalidOptionError(f"{name}= is for stores that are written to: leave it out with read_only=True", object_id=name)
     asked, codecs, allowed = MinFree.parse(min_free or 0), CodecPolicy(codec, delta), parse_allowed(places)
-    limit = None if rate_limit is None else RateLimit(rate_limit)
+    writes, reads = RateLimit(rate_limit), RateLimit(read_rate_limit)
+    require_stagger(stagger_seconds, is_staged=staging is not None)
     observers = logged_observers()
     backend = open_backend(url, storage_options, no_sync=no_sync, on_wait=observers.emit)
     if read_only:
@@ -133,12 +137,13 @@ def open_engine(
             require_store=same_store if backend.is_local and not is_given else lambda: None,
         )
         backend = engine.backend
-        engine = replace(engine, observers=observers, limit=limit, min_free=kept, codecs=codecs)
+        engine = replace(engine, observers=observers, writes=writes, reads=reads, stagger_seconds=stagger_seconds)
+        engine = replace(engine, min_free=kept, codecs=codecs)
         guard = kept if kept != MinFree() else None
         if folder is None or options is None:
-            return replace(engine, backend=throttled(backend, writes=limit, min_free=guard))
-        tiered = ReadThroughBackend(folder, throttled(backend, min_free=guard))
-        uploader = Uploader(folder, tiered.store, max_parallel_requests=options.max_parallel_requests, limit=limit)
+            return replace(engine, backend=throttled(backend, writes=writes, reads=reads, min_free=guard))
+        tiered = ReadThroughBackend(folder, throttled(backend, reads=reads, min_free=guard))
+        uploader = Uploader(folder, tiered.store, max_parallel_requests=options.max_parallel_requests, limit=writes)
         return replace(engine, backend=tiered, tier=StagingTier(folder, uploader, tiered, options))
     except BaseException as exc:
         backend.close()

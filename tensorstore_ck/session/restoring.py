@@ -235,6 +235,8 @@ def _read_together(
         resolved = find(address)
         return read(Restoring(engine, resolved.info)), resolved
 
+    engine.reads.share(group.size())
+
     def read_as_rank(info: SnapshotInfo, reading: GroupReading) -> T:
         restoring = Restoring(engine, info, group, reading)
         result = read(restoring)

@@ -29,6 +29,8 @@ class OpenOptions(TypedDict, total=False):
     staging: str | os.PathLike[str] | Staging | None
     min_free: str | int | None
     rate_limit: float | str | None
+    read_rate_limit: float | str | None
+    stagger_seconds: float
     codec: CodecOption
     delta: DeltaRules
     dead_after_seconds: float
@@ -45,6 +47,7 @@ def open(  # noqa: A001 - `tsck.open` reads as `gzip.open` does, and a TypeError
     cache_dir: str | os.PathLike[str] | None = None,
     rollback: Rollback = "warn",
     state_dir: str | os.PathLike[str] | None = None,
+    read_rate_limit: float | str | None = None,
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
     places: Sequence[str | os.PathLike[str]] = (),
 ) -> ReadOnlyStore: ...
@@ -63,6 +66,8 @@ def open(  # noqa: A001 - as above
     staging: str | os.PathLike[str] | Staging | None = None,
     min_free: str | int | None = None,
     rate_limit: float | str | None = None,
+    read_rate_limit: float | str | None = None,
+    stagger_seconds: float = 0.0,
     codec: CodecOption = "auto",
     delta: DeltaRules = None,
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
@@ -85,6 +90,8 @@ def open(  # noqa: A001 - as above
     staging: str | os.PathLike[str] | Staging | None = None,
     min_free: str | int | None = None,
     rate_limit: float | str | None = None,
+    read_rate_limit: float | str | None = None,
+    stagger_seconds: float = 0.0,
     codec: CodecOption = "auto",
     delta: DeltaRules = None,
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
@@ -110,6 +117,10 @@ def open(  # noqa: A001 - as above
         min_free: Space that saves must leave free in the store: ``"5%"``, ``"50GB"`` or bytes; checked here, at each save and while it
             writes. By default 1 %, at most 1 GiB, of the disk of a store in a folder, which is checked by saves alone.
         rate_limit: How fast a job may write to the store: its ranks share it evenly.
+        read_rate_limit: How fast a job may read from the store: the ranks of its newest restore share it evenly. What a staging disk or
+            another rank of the host has is not limited, nor is the log.
+        stagger_seconds: The ranks and jobs that save in the background begin to write at moments within this time, which holds the memory
+            of a save for longer; at once if a thread waits for the save. With a staging disk: ``tsck.Staging(stagger_seconds=...)``.
         codec: How blocks are encoded, always without loss: ``"raw"`` not at all; ``"fast"`` at about a gigabyte a second and core;
             ``"small"`` as small as possible; ``"auto"`` not at all, unless earlier saves of this handle have shown that an object store
             is so slow that saves and restores gain from ``"fast"``. Or a dict of globs over refs, whose first match counts:
@@ -145,6 +156,8 @@ def open(  # noqa: A001 - as above
             staging=staging,
             min_free=min_free,
             rate_limit=rate_limit,
+            read_rate_limit=read_rate_limit,
+            stagger_seconds=stagger_seconds,
             codec=codec,
             delta=delta,
             read_only=read_only,

@@ -47,7 +47,7 @@ def _changes(method: Method) -> Method:
 
     @wraps(method)
     def checked(self: "Store", *args: Any, **kwargs: Any) -> Any:
-        if self.engine.read_only and not kwargs.get("dry_run"):
+        if self._session.engine.read_only and not kwargs.get("dry_run"):
             self.engine.require_writable(f"{method.__name__}()")
         return method(self, *args, **kwargs)
 
@@ -446,6 +446,8 @@ class Store(ReadOnlyStore):
                 Snapshots that `at_steps` and `at_fraction` saved are kept, too, without ``keep_milestones=False``.
                 Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, oldest first (by `apply_policies` only).
                 Age, by `tier`: ``recode_after="7d"``; ``move_after=("30d", "s3://cold/ckpt")``, or several of these.
+                Pace: ``max_write_rate="2GB"``: what all jobs that save to these branches may write a second, together; a save takes the
+                rate divided by the branches that were saved to in the last 15 minutes (docs/guides/many-ranks.md).
 
         Raises:
             InvalidOptionError: a rule is unknown or invalid, or the rules contradict each other, or keep nothing.

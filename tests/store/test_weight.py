@@ -33,8 +33,8 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(94, 628, 1694),
-    "put_snapshot_async": Weight(95, 649, 1927),
+    "put_snapshot": Weight(96, 638, 1699),
+    "put_snapshot_async": Weight(97, 659, 1935),
     "checkout": Weight(59, 284, 1375),
 }
 """For a state of four linear layers and its optimizer, on CPython 3.11."""
@@ -46,7 +46,7 @@ MOST_LINES = {
     "catalog": 2400,
     "chunker": 100,
     "cli": 5800,
-    "common": 2800,
+    "common": 2900,
     "engine": 4800,
     "errors": 400,
     "events": 300,
@@ -60,7 +60,7 @@ MOST_LINES = {
     "session": 10800,
     "state": 7000,
     "store": 1700,
-    "training": 5000,
+    "training": 5100,
     "ui": 4100,
 }
 """Of the Python files of each area, rounded up to hundreds."""

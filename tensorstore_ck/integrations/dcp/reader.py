@@ -46,7 +46,7 @@ from tensorstore_ck.state.registered_types import decode_torch
 from tensorstore_ck.state.wrapper_subclasses import OUTER_KEY
 from tensorstore_ck.store import OpenOptions, ReadOnlyStore
 from tensorstore_ck.store.internals import log_of, note_restored, open_content
-from tensorstore_ck.training.rank_group import position_among_ranks
+from tensorstore_ck.training.rank_group import rank_and_world_size
 
 _CPU: Final = torch.device("cpu")
 
@@ -199,7 +199,7 @@ class Reader(StorageReader):
         snapshot = Snapshot.from_info(resolved.info)
         if not self._allow_marked:
             refuse_marked(snapshot, address, "pass allow_marked=True")
-        self._content = open_content(store, resolved.info, position=position_among_ranks())
+        self._content = open_content(store, resolved.info, rank_and_world_size())
         metadata = self._describe(address)
         self.snapshot = snapshot
         note_restored(store, resolved)

@@ -16,7 +16,7 @@ from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.store import Store
 from tensorstore_ck.store.internals import log_of, note_restored, open_content
-from tensorstore_ck.training.rank_group import position_among_ranks
+from tensorstore_ck.training.rank_group import rank_and_world_size
 
 
 class UnpublishedError(NotFoundError, CheckpointingException):  # type: ignore[misc]
@@ -108,7 +108,7 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
         refuse_marked(Snapshot.from_info(resolved.info), path, "resume from an earlier one")
         root = resolved.info.root.hex()
         if self._opened is None or self._opened[0] != root:
-            content = open_content(self._store, resolved.info, position=position_among_ranks())
+            content = open_content(self._store, resolved.info, rank_and_world_size())
             self._opened = root, StoredState(content, f"the snapshot that {path} names")
         note_restored(self._store, resolved)
         return self._opened[1]

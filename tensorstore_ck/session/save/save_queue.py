@@ -245,6 +245,7 @@ class SaveQueue:
     def _enqueue(self, queued: QueuedSave) -> bool:
         """Hands a captured save over to the thread; False: no thread can be started."""
         queued.status.on_drop(lambda: self._release_if_waiting(queued))
+        queued.status.queue_changes = self._changed
         queued.is_handed_over = True
         try:
             self._stores.put(queued)
