@@ -8,7 +8,6 @@ read by a plain client, as trainers write them that have no store. The first rou
 
 import argparse
 import os
-import shutil
 import statistics
 import time
 import uuid
@@ -22,6 +21,7 @@ import torch
 import zstandard
 
 import tensorstore_ck as tsck
+from benches._folder import new_folder
 from tests.backend.chaos import ChaosProxy, Fault, chaos_proxy
 from tests.servers import BUCKET, KEY, SECRET, seaweedfs, storage_options
 
@@ -149,8 +149,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--local", action="store_true", help="In the folder, without a server: also seconds of processor time.")
     args = parser.parse_args()
-    args.folder.mkdir(parents=True)
-    try:
+    with new_folder(args.folder):
         if args.local:
             bench = Bench(str(args.folder), args.gib)
             run(bench, args.rounds)
@@ -159,8 +158,6 @@ def main() -> None:
                 proxy.plan = delayed
                 bench = BenchOnS3(proxy, args.gib)
                 run(bench, args.rounds)
-    finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
     print(f"{args.gib} GiB of bf16, {SHARE:.1%} changed, load {os.getloadavg()[0]:.1f} at the end")
     for name, taken in bench.seconds.items():
         cpu = f", {statistics.median(bench.cpu_seconds[name][1:]):.3f} s of processor time" if args.local else ""

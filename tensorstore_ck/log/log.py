@@ -8,7 +8,7 @@ losing the cache costs time only. Knows nothing of packs, parts or tensors.
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, TypeVar
 
@@ -58,6 +58,7 @@ class Log:
         read_only: bool = False,
         may_begin: bool = False,
         require_store: Callable[[], object] = lambda: None,
+        sign: Callable[[RefTable, Sequence[Op]], Iterable[Op]] | None = None,
         sleep: Callable[[float], object] = time.sleep,
         jitter: Callable[[], float] = JITTER,
     ) -> None:
@@ -65,8 +66,8 @@ class Log:
 
         `require_store` raises if the location does not hold this store any more; it is called before an entry is created, and if the log is
         empty. `may_begin`: whether the log may be empty although the store has another one, as in salvage. `watermark`: what was seen of
-        this log; by default only what this object sees itself. `on_swept` is called with the packs that an entry sweeps, in the batch that
-        folds it: the block index must drop them in that batch.
+        this log; by default only what this object sees itself. `sign` returns the signatures that belong to an entry's operations.
+        `on_swept` is called with the packs that an entry sweeps, in the batch that folds it: the block index must drop them in that batch.
         """
         self.chain = EntryReader(backend, uuid=uuid, prefix=prefix)
         self._genesis = Head(0, self.chain.genesis)
@@ -92,6 +93,7 @@ class Log:
         self._writer = EntryWriter(backend, self.chain, clock=clock, sleep=sleep, require_store=require_store, shared=shared)
         self._make_durable = None if read_only else self._writer.make_durable
         self._shared = shared
+        self._sign = sign
         self._sleep = sleep
         self._jitter = jitter
         self._lock = ProcessLock()
@@ -372,11 +374,13 @@ class Log:
             return None
         if not ops:
             return Appended(head.n, ())
-        sign = None if head.n or self._may_begin else sign_of_lost_log(self._backend, self._prefix, self._watermark, ops)
-        if sign is not None:
+        if self._sign is not None:
+            ops = [*ops, *self._sign(view, ops)]
+        lost = None if head.n or self._may_begin else sign_of_lost_log(self._backend, self._prefix, self._watermark, ops)
+        if lost is not None:
             if self.sync() != head:
                 return None  # a save after the first one has left it
-            raise lost_log(self.chain.name(1), self._backend.url, sign)
+            raise lost_log(self.chain.name(1), self._backend.url, lost)
         if at is not None and not self._follower.is_entry(head):
             return None  # the log went back, and the entry would leave a gap
         sealed, entry = seal_entry(

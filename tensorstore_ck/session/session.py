@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from tensorstore_ck.common.host_memory import default_limit_bytes, memory_errors
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, StoreError
-from tensorstore_ck.log.address import Resolved, is_staged_address, resolve
+from tensorstore_ck.log.address import is_staged_address, resolve
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, ProcessGroups, process_group
@@ -58,10 +58,6 @@ class Session:
             finish_at_exit(self.queue)
             for staged in resume_alone(self.context, engine.tier):
                 self.queue.resume(staged, staged.ref, staged.step, staged.rank)
-
-    def resolve(self, address: str) -> Resolved:
-        """The snapshot that an address means at the newest entry of the log."""
-        return resolve(self.engine.log.readable_view(), address)
 
     def put(
         self,

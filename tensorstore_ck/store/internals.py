@@ -19,7 +19,7 @@ from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.store_config import StoreConfig
-from tensorstore_ck.log import Log, SnapshotInfo
+from tensorstore_ck.log import Log, RefTable, SnapshotInfo
 from tensorstore_ck.log.address import Resolved
 from tensorstore_ck.log.snapshot import GroupCost, Snapshot, SnapshotDetails
 from tensorstore_ck.session.group.process_groups import ProcessGroups
@@ -82,6 +82,11 @@ def open_content(store: ReadOnlyStore, info: SnapshotInfo, ranks: tuple[int, int
         return open_snapshot(store.engine, info)
     store.engine.reads.share(ranks[1])
     return open_snapshot(store.engine, info, position=(ranks[0] + 0.5) / ranks[1])
+
+
+def resolve(store: ReadOnlyStore, address: str, view: RefTable | None = None) -> Resolved:
+    """See `Engine.resolve`."""
+    return store.engine.resolve(address, view)
 
 
 def read_record(store: ReadOnlyStore, info: SnapshotInfo) -> Record:

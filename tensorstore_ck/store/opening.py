@@ -10,6 +10,7 @@ from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.format.codec import CodecOption, DeltaRules
 from tensorstore_ck.log import Rollback
+from tensorstore_ck.log.ref_signer import SignOption
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
 from tensorstore_ck.store.store import Store
@@ -36,6 +37,8 @@ class OpenOptions(TypedDict, total=False):
     dead_after_seconds: float
     read_only: bool
     places: Sequence[str | os.PathLike[str]]
+    sign: SignOption
+    trust: str | os.PathLike[str] | None
 
 
 @overload
@@ -50,6 +53,7 @@ def open(  # noqa: A001 - `tsck.open` reads as `gzip.open` does, and a TypeError
     read_rate_limit: float | str | None = None,
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
     places: Sequence[str | os.PathLike[str]] = (),
+    trust: str | os.PathLike[str] | None = None,
 ) -> ReadOnlyStore: ...
 @overload
 def open(  # noqa: A001 - as above
@@ -73,6 +77,8 @@ def open(  # noqa: A001 - as above
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
     read_only: Literal[False] = False,
     places: Sequence[str | os.PathLike[str]] = (),
+    sign: SignOption = None,
+    trust: str | os.PathLike[str] | None = None,
 ) -> Store: ...
 @short_errors
 @renamed_argument(max_bytes_per_second="rate_limit")
@@ -97,6 +103,8 @@ def open(  # noqa: A001 - as above
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
     read_only: bool = False,
     places: Sequence[str | os.PathLike[str]] = (),
+    sign: SignOption = None,
+    trust: str | os.PathLike[str] | None = None,
 ) -> Store:
     """Opens the store at a path or URL (``file://``, ``s3://bucket/prefix``, ``memory://``, any fsspec URL).
 
@@ -135,12 +143,17 @@ def open(  # noqa: A001 - as above
             refused; for a type checker, the returned object does not have them.
         places: Locations of packs that `tier` moved, as URLs or absolute paths, with everything inside them. Other buckets at the store's
             endpoint, and the folder around a local store, are always allowed. Other locations that the log names are refused.
+        sign: Signs each ref that this handle moves: the file of a key, as `tsck keygen` makes it, or a `SigningKey`; or a dict of globs
+            over refs, as for `codec`: ``{"models/*": "release.key"}``. With `group=`, rank 0 signs.
+        trust: The file that says which keys must have signed which refs; by default ``trust.toml`` in the user's configuration folder, if
+            there is one. A ref that it names is only read if its signature is valid.
 
     Raises:
         NotAStoreError: nothing there, and `create` is false; or the path is a file.
         InvalidUrlError: the URL cannot be understood.
         LogChangedError: with ``rollback="error"``, not here, but from every method that reads the log.
         UnsafeBackendError: the backend lets two writers create the same object.
+        PermissionDeniedError: the trust file can be changed by other users.
         NoSpaceError: less than `min_free` is free, or the staging disk is too small.
     """
     return Store(
@@ -162,6 +175,8 @@ def open(  # noqa: A001 - as above
             delta=delta,
             read_only=read_only,
             places=places,
+            sign=sign,
+            trust=trust,
         ),
         host_memory_bytes=host_memory_bytes,
         dead_after_seconds=dead_after_seconds,

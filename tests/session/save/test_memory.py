@@ -241,7 +241,7 @@ def test_a_state_that_does_not_fit_at_all(on_full: Any) -> None:
 
 
 def test_a_bad_value_says_which_are_good(place: Scene) -> None:
-    with pytest.raises(InvalidOptionError, match="'block', 'skip' or 'replace', not 'drop'"):
+    with pytest.raises(InvalidOptionError, match="'block', 'skip', 'replace' or 'newest', not 'drop'"):
         place.store.put_snapshot_async({}, ref="job", on_full="drop")  # type: ignore[arg-type]
     with pytest.raises(InvalidOptionError, match="more than 0"):
         tsck.open("memory://never", create=True, host_memory_bytes=0)
