@@ -99,18 +99,20 @@ $(OLDEST)/.installed: $(INSTALLED) .ci/oldest-trainers.txt
 # fsspec and huggingface_hub (they work with them), so it is installed without dependencies. DeepSpeed changes what transformers and accelerate
 # do where it is installed. Ray takes half a gigabyte; its other tests take seven minutes: .venv-apart/bin/python -m pytest tests/integrations/ray
 # Megatron's tests run with the oldest and with the newest Megatron-core.
-APART_TESTS ?= $(addprefix tests/integrations/, titan deepspeed megatron nvrx ray/test_example.py)
-NEWEST_TESTS = $(filter tests/integrations/megatron% tests/integrations/nvrx%, $(APART_TESTS))
+APART_TESTS ?= $(addprefix tests/integrations/, titan deepspeed megatron nemo nvrx ray/test_example.py launchers/test_nvrx.py \
+    launchers/test_torchft.py)
+NEWEST_TESTS = $(filter tests/integrations/megatron% tests/integrations/nvrx% %/test_nvrx.py, $(APART_TESTS))
 test-apart: $(APART)/.installed
 	mkdir -p build
 	$(ON_TWO_CORES) $(APART)/bin/python $(RUN_TESTS) --dist loadfile $(APART_TESTS)
 	$(if $(NEWEST_TESTS), PYTHONPATH=$(CURDIR)/$(APART)/newest-megatron $(ON_TWO_CORES) $(APART)/bin/python \
 	    $(subst $@.jsonl,$@-newest.jsonl,$(RUN_TESTS)) --dist loadfile $(NEWEST_TESTS))
 
-$(APART)/.installed: $(INSTALLED) .ci/torchtitan.txt .ci/newest-megatron.txt
+$(APART)/.installed: $(INSTALLED) .ci/torchtitan.txt .ci/nemo.txt .ci/newest-megatron.txt
 	$(call on_top,$(APART))
-	$(APART)/bin/python -m pip install --quiet --no-deps --requirement .ci/torchtitan.txt
-	$(APART)/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train]' deepspeed megatron-core nvidia-resiliency-ext
+	$(APART)/bin/python -m pip install --quiet --no-deps --requirement .ci/torchtitan.txt --requirement .ci/nemo.txt
+	$(APART)/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train]' deepspeed megatron-core nvidia-resiliency-ext \
+	    torchft opentelemetry-exporter-otlp-proto-http
 	$(APART)/bin/python -m pip install --quiet --upgrade --target $(APART)/newest-megatron --no-deps --ignore-requires-python --only-binary :all: \
 	    --platform manylinux_2_39_$(shell uname -m) --platform manylinux_2_28_$(shell uname -m) --requirement .ci/newest-megatron.txt
 	touch $@

@@ -24,7 +24,6 @@ from tensorstore_ck.feed.held_blocks import HeldBlocks, Place, place_of
 from tensorstore_ck.feed.match_tensors import Wanted, match_tensors
 from tensorstore_ck.feed.read_changes import ChangesReader
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 
 POLL_SECONDS: Final = 1.0
@@ -222,7 +221,7 @@ class Feed:
         return staged.version
 
     def _find(self, address: str) -> SnapshotInfo:
-        info = resolve(self._engine.log.readable_view(), address).info
+        info = self._engine.resolve(address).info
         refuse_marked(Snapshot.from_info(info), address, "move the branch to it")
         return info
 

@@ -220,12 +220,13 @@ class ColdTierBackend:
     # --- inner --------------------------------------------------------------------------------------------------------
 
     def _read(self, name: str, read: Callable[[Backend], Any]) -> Any:
-        url = self._location_of(name)
+        url = self._known.get(pack) if (pack := _pack_of(name)) is not None else None
         if url is None:
             try:
-                return read(self._own)
+                return read(self._own)  # most packs are there, and then no view of the log is needed
             except MissingObjectError:
-                url = self._location_of(name, refresh=True)  # a cache that is behind, or was emptied, must not make it missing
+                # A cache that is behind, or was emptied, must not make it missing.
+                url = self._location_of(name) or self._location_of(name, refresh=True)
                 if url is None:
                     raise
         try:
@@ -244,7 +245,7 @@ class ColdTierBackend:
             raise exc from None
 
     def _location_of(self, name: str, *, refresh: bool = False) -> str | None:
-        pack = parse_ulid(name[-26:]) if name.startswith(PACKS) else None
+        pack = _pack_of(name)
         if pack is None:
             return None
         url = self._known.get(pack)
@@ -291,6 +292,11 @@ class ColdTierBackend:
             "reached with the right credentials? If it is, only the marker is lost: `tsck tier --claim-locations` writes it again",
             object_id=url,
         )
+
+
+def _pack_of(name: str) -> Ulid | None:
+    """The pack of that name; None for other objects."""
+    return parse_ulid(name[-26:]) if name.startswith(PACKS) else None
 
 
 def _from_pickle(own: Backend, open_location: Callable[[str], Backend], store: str, by_url: Mapping[str, bytes]) -> ColdTierBackend:

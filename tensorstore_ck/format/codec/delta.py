@@ -10,7 +10,6 @@ exponent, and zstd makes a new Huffman code for each 128 KiB.
 """
 
 import struct
-import sys
 from typing import Any, Final
 
 import numpy as np
@@ -18,34 +17,25 @@ import numpy.typing as npt
 
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.codec import compiled
 from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, estimate_planes_bytes, planes_or_raw
 from tensorstore_ck.format.codec.byte_split import Words, add_differences, bytes_of, words_of, zigzag_differences
 from tensorstore_ck.format.codec.entropy import EntropyCoder, sample
 
-try:
-    if sys.byteorder != "little":
-        raise ImportError("the kernel needs little-endian words")
-    from tensorstore_ck.format.codec import _kernel
-except ImportError:
-    HAS_KERNEL = False
-else:
-    HAS_KERNEL = True
-
-
 def sorted_differences(words: Words, base: Words) -> Words:
     """Zigzag differences of floats, stably sorted by the exponent of the base."""
-    if not HAS_KERNEL:
+    if not compiled.HAS_KERNEL:
         differences: Words = zigzag_differences(words, base, is_float=True)[np.argsort(exponents(base), kind="stable")]
         return differences
     into = np.empty_like(words)
-    _kernel.take_differences(bytes_of(words), bytes_of(base), bytes_of(into), words.dtype.itemsize)
+    compiled.kernel.take_differences(bytes_of(words), bytes_of(base), bytes_of(into), words.dtype.itemsize)
     return into
 
 
 def add_sorted(base: Words, differences: Words, into: Words) -> None:
     """The inverse of `sorted_differences`."""
-    if HAS_KERNEL:
-        _kernel.add_differences(bytes_of(differences), bytes_of(base), bytes_of(into), into.dtype.itemsize)
+    if compiled.HAS_KERNEL:
+        compiled.kernel.add_differences(bytes_of(differences), bytes_of(base), bytes_of(into), into.dtype.itemsize)
         return
     unsorted = np.empty_like(differences)
     unsorted[np.argsort(exponents(base), kind="stable")] = differences
@@ -81,11 +71,14 @@ def encode_delta(raw: memoryview, base: memoryview, elements: Elements, coder: E
     order = FLOATS if elements.is_float else INTEGERS
     words, others = words_of(raw, elements.item_bytes), words_of(base, elements.item_bytes)
     plain = elements._replace(is_float=False)
-    changed = np.flatnonzero(words != others)
-    if len(changed) > SPARSE_TO * len(words):
+    differs = sample(words) != sample(others)
+    if np.count_nonzero(differs) <= 2 * SPARSE_TO * len(differs):
+        differs = words != others
+    if np.count_nonzero(differs) > SPARSE_TO * len(differs):
         form = SORTED if elements.is_float else DENSE
         differences = sorted_differences(words, others) if form == SORTED else zigzag_differences(words, others, is_float=False)
         return [_HEADER.pack(form, order, elements.item_bytes, 0, 0), *planes_or_raw(bytes_of(differences), plain, coder)]
+    changed = np.flatnonzero(differs)
     gaps = np.diff(changed, prepend=-1).astype("<u4")
     values = zigzag_differences(words[changed], others[changed], is_float=elements.is_float)
     first = planes_or_raw(bytes_of(gaps), Elements(4, False), coder)

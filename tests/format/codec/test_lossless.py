@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.codec import Codec, Elements, Encoded, Encoder, decode, delta, elements_of
+from tensorstore_ck.format.codec import Codec, Elements, Encoded, Encoder, decode, elements_of
 
 ELEMENTS = [Elements(size, is_float) for size in (1, 2, 4, 8) for is_float in (False, True)]
 
@@ -72,34 +72,6 @@ def test_differences(elements: Elements, data: st.DataObject) -> None:
     if encoded is not None:
         assert encoded.codec == Codec.DELTA
         assert again(encoded, raw, [base]) == raw
-
-
-@pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
-@settings(max_examples=15)
-@given(data=st.data())
-def test_the_kernel_does_what_numpy_does(item_bytes: int, data: st.DataObject) -> None:
-    if not delta.HAS_KERNEL:
-        pytest.skip("no compiler was there when this was installed")
-    base = np.frombuffer(data.draw(blocks(Elements(item_bytes, is_float=True))), f"<u{item_bytes}")
-    words = np.random.default_rng(len(base)).permutation(base)
-    found = delta.sorted_differences(words, base)
-    again = np.empty_like(words)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delta, "HAS_KERNEL", False)
-        assert np.array_equal(delta.sorted_differences(words, base), found)
-        delta.add_sorted(base, found, again)
-    assert np.array_equal(again, words)
-    delta.add_sorted(base, found, again := np.empty_like(words))
-    assert np.array_equal(again, words)
-
-
-def test_the_kernel_refuses_what_does_not_fit() -> None:
-    kernel = pytest.importorskip("tensorstore_ck.format.codec._kernel")
-    for words, base, into, item_bytes in ((8, 8, 4, 4), (8, 4, 8, 4), (6, 6, 6, 4), (8, 8, 8, 3), (8, 8, 8, 0), (8, 8, 8, 16)):
-        with pytest.raises(ValueError, match="of one size"):
-            kernel.add_differences(bytes(words), bytes(base), bytearray(into), item_bytes)
-    with pytest.raises((BufferError, TypeError)):
-        kernel.take_differences(bytes(8), bytes(8), bytes(8), 4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
