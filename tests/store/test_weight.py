@@ -51,7 +51,7 @@ MOST_LINES = {
     "errors": 400,
     "events": 300,
     "feed": 900,
-    "format": 4200,
+    "format": 4300,
     "gc": 3500,
     "integrations": 20300,
     "log": 6800,

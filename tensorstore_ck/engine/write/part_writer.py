@@ -26,7 +26,7 @@ from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSamp
 from tensorstore_ck.engine.write.unchanged_blocks import skip_unchanged
 from tensorstore_ck.errors import FrozenChangedError
 from tensorstore_ck.format.block_assignment import BlockShare, Region, assign_blocks, encode_regions, regions_of_rank
-from tensorstore_ck.format.codec import Coding, Encoder, elements_of
+from tensorstore_ck.format.codec import Changes, Coding, Encoder, elements_of
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name, require_readable
 from tensorstore_ck.format.values import msgpack_blobs
@@ -245,7 +245,7 @@ def write_tensors(
             # A frozen tensor is read from its owner's memory: even if it changes now, a block's bytes must match its id.
             buffers.append(bytes(data) if block.tensor in captured.frozen else data)
         sample.note(run, buffers)
-        encoder, little_changed = Encoder(coding.mode), dict[int, DeltaBase]()
+        encoder, little_changed = Encoder(coding.mode), dict[int, tuple[DeltaBase, Changes]]()
 
         def encode(number: int) -> BlockEncoding:
             block, raw = run[number], buffers[number]
@@ -256,10 +256,11 @@ def write_tensors(
                 if cast is not None:
                     return BlockEncoding(cast, tuple(Base(ids[base.row], None) for base in bases), len(bases))
             candidate = earlier.candidate(block.row, len(raw)) if earlier is not None else None
-            if candidate is not None and (delta := encoder.encode_delta(raw, candidate.raw, elements)) is not None:
-                if sum(map(len, delta.pieces)) <= SPARSE_SHARE * len(raw):
-                    little_changed[number] = candidate
-                return BlockEncoding(delta, (candidate.base,), candidate.age)
+            delta = encoder.encode_delta(raw, candidate.raw, elements, candidate.sum) if candidate is not None else None
+            if candidate is not None and delta is not None:
+                if delta.changes is not None and sum(map(len, delta.encoded.pieces)) <= SPARSE_SHARE * len(raw):
+                    little_changed[number] = candidate, delta.changes
+                return BlockEncoding(delta.encoded, (candidate.base,), candidate.age)
             return BlockEncoding(encoder.encode_tensor(raw, elements))
 
         is_raw = coding.mode == "raw" and earlier is None
@@ -267,9 +268,9 @@ def write_tensors(
             ids[block.row] = block_id
             if computed.get(block.row, block_id) != block_id and (sampling.verify_share or must_agree):
                 require_unchanged(captured, {block.tensor})
-        for number, base in little_changed.items():
+        for number, (base, changes) in little_changed.items():
             assert earlier is not None
-            earlier.keep(ids[run[number].row], buffers[number], base)
+            earlier.keep(ids[run[number].row], changes, base)
 
     fresh = {block.tensor for block in blocks if ids[block.row] is ZERO_DIGEST}  # others are not read: they may stay on a device
     masters = Fp32Masters(captured, [block for block in blocks if block.tensor in fresh]) if coding.mode != "raw" else None
