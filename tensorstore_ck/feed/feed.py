@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Self
 
 import torch
@@ -20,6 +20,7 @@ from tensorstore_ck.errors import BackendUnavailableError, InputError, InvalidOp
 from tensorstore_ck.events import Event, Kind
 from tensorstore_ck.feed.followed_tensor import Change, FollowedTensor
 from tensorstore_ck.feed.held_blocks import HeldBlocks, Place, place_of
+from tensorstore_ck.feed.host_cache import HostCache
 from tensorstore_ck.feed.match_tensors import Wanted, match_tensors
 from tensorstore_ck.feed.read_changes import ChangesReader
 from tensorstore_ck.log import SnapshotInfo
@@ -62,10 +63,14 @@ class Feed:
     fails, the tensors are one version, and `version` says which.
     """
 
-    def __init__(self, engine: Engine, ref: str, wanted: Wanted, *, poll_seconds: float = POLL_SECONDS) -> None:
+    def __init__(
+        self, engine: Engine, ref: str, wanted: Wanted, *, poll_seconds: float = POLL_SECONDS, host_cache: str | None = None
+    ) -> None:
         """See `Store.follow`."""
         if not poll_seconds > 0:
             raise InvalidOptionError(f"poll_seconds must be above 0, not {poll_seconds}", object_id="poll_seconds")
+        if host_cache is not None and not engine.backend.is_local:
+            engine = replace(engine, backend=HostCache(engine.backend, host_cache))
         self._engine, self._ref, self._wanted, self._poll_seconds = engine, ref, wanted, poll_seconds
         self._polling = threading.Lock()
         """One thread at a time looks for a version."""
