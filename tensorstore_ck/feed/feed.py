@@ -14,7 +14,6 @@ from tensorstore_ck.common.ids import Clock, Digest
 from tensorstore_ck.common.threads import cpu_threads, for_each, shielded
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import WantedBox
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import BackendUnavailableError, InputError, InvalidOptionError, SnapshotExpiredError
 from tensorstore_ck.events import Event, Kind
@@ -226,9 +225,8 @@ class Feed:
         started = time.perf_counter()
         content = open_snapshot(self._engine, info)
         what = f"{self._ref}, step {info.step}, root {info.root.hex()[:16]}"
-        tensors, targets = match_tensors(content, self._wanted, what)
-        specs = content.layout.tensors
-        blocks = content.blocks_of(WantedBox(number, specs[number].whole, target) for number, target in targets.items())
+        tensors, boxes = match_tensors(content, self._wanted, what)
+        blocks = content.blocks_of(boxes)
         held = HeldBlocks(self._ids, blocks)
         missing = held.missing(blocks)
         size_bytes = sum(block.raw for block in missing)

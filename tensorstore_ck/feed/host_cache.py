@@ -20,7 +20,7 @@ from tensorstore_ck.common.owned_files import FILE_MODE
 SHARE: Final = 1 / 8
 """Of the space that the folder's filesystem has free, or these files use, at most."""
 KEPT_SECONDS: Final = 600
-"""Files older than this are removed by the next write: all followers of the host have taken the version by then."""
+"""Files that nobody used for so long are removed by the next write: all followers of the host have taken the version by then."""
 WAIT_SECONDS: Final = 60.0
 """How long a follower waits for another one's read."""
 PAUSE_SECONDS: Final = 0.005
@@ -111,5 +111,6 @@ def _read(fd: int, target: memoryview) -> bool:
         digest = memoryview(bytearray(DIGEST_BYTES))
         if os.fstat(fd).st_size == len(target) + DIGEST_BYTES and read_at(fd, target, 0) == len(target):
             read_at(fd, digest, len(target))
-            return digest == block_id(target)
+            os.utime(fd)
+            return bytes(digest) == block_id(target)
     return False
