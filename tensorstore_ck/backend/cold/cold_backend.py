@@ -16,6 +16,8 @@ from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import CorruptObjectError, GcRefusedError, MissingObjectError, PlaceUnavailableError, StoreError
 
 PACKS: Final = "packs/"
+MOST_REMEMBERED: Final = 1 << 16
+"""Names of packs, of about 100 bytes each."""
 
 
 class LocationView(Protocol):
@@ -52,6 +54,8 @@ class ColdTierBackend:
         self._newest_view = newest_view or view
         self._store = store
         self._known: dict[Ulid, str] = {}
+        self._read_here: set[str] = set()
+        """Packs that were read from the store's own backend: the log is not asked again where they are, as long as they are there."""
         self._opened: dict[str, Backend] = {}
         self._uploads: dict[str, Backend] = {}
         self._lock = ProcessLock()
@@ -220,14 +224,19 @@ class ColdTierBackend:
     # --- inner --------------------------------------------------------------------------------------------------------
 
     def _read(self, name: str, read: Callable[[Backend], Any]) -> Any:
-        url = self._location_of(name)
+        url = None if name in self._read_here else self._location_of(name)
         if url is None:
             try:
-                return read(self._own)
+                result = read(self._own)
             except MissingObjectError:
+                self._read_here.discard(name)
                 url = self._location_of(name, refresh=True)  # a cache that is behind, or was emptied, must not make it missing
                 if url is None:
                     raise
+            else:
+                if name.startswith(PACKS) and len(self._read_here) < MOST_REMEMBERED:
+                    self._read_here.add(name)
+                return result
         try:
             backend = self.at(url)
         except PlaceUnavailableError as exc:

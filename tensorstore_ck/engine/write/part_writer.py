@@ -150,9 +150,9 @@ def write_part(
         return write_tensors(captured, packs, slot=slot, block_bytes=block_bytes, coding=coding, earlier=earlier, sampling=sampling)
 
     with open_packs(engine, known, meter) as first:
-        packs, blobs = [first], write_blobs(captured, first, slot, coding)
-        if not apart:
+        if not apart:  # tensors first: after a layout of an odd size, the reads of all of them would be copied a third slower
             tensors = write(first)
+        packs, blobs = [first], write_blobs(captured, first, slot, coding)
     if apart:
         with open_packs(engine, known, meter) as second:
             packs, tensors = [first, second], write(second)

@@ -101,22 +101,6 @@ def test_neighbours_are_read_and_copied_together(device: Device, store: tsck.Sto
     assert len(device.writes) <= 2 * blocks // RUN_BLOCKS
 
 
-def test_neighbours_in_memory_are_read_together(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    state, sizes, read_into = {"a": torch.randn(4_000_000)}, list[int](), LocalBackend.read_into
-    store.put_snapshot(state, ref=REF, step=1, codec="raw")
-
-    def counted_read(backend: LocalBackend, name: str, offset: int, target: memoryview) -> None:
-        sizes.append(len(target))
-        read_into(backend, name, offset, target)
-
-    monkeypatch.setattr(block_reader, "DIRECT_BYTES", 1)
-    monkeypatch.setattr(LocalBackend, "read_into", counted_read)
-    found = zeros(state)
-    store.checkout(REF, into=found)
-    assert torch.equal(found["a"], state["a"])
-    assert max(sizes) > 4 * BLOCK_BYTES
-
-
 @pytest.mark.parametrize("block", [0, 3, 7])
 def test_a_damaged_block_of_a_run_is_named_and_delivered_to_nobody(device: Device, store: tsck.Store, tmp_path: Path, block: int) -> None:
     state = {"large": torch.ones(RUN_BLOCKS * BLOCK_BYTES // 4) * torch.arange(RUN_BLOCKS).repeat_interleave(BLOCK_BYTES // 4)}
