@@ -14,7 +14,7 @@ entropy.py         entropy-codes a group of bytes with zstd
 
 from tensorstore_ck.format.codec.byte_planes import Elements, elements_of
 from tensorstore_ck.format.codec.cast import KINDS, cast_sample
-from tensorstore_ck.format.codec.changed_words import Changes, apply_changes
+from tensorstore_ck.format.codec.changed_words import Changes, apply_changes, find_changes
 from tensorstore_ck.format.codec.codec_policy import (
     CodecName,
     CodecOption,
@@ -57,4 +57,5 @@ __all__ = [
     "decode",
     "elements_in",
     "elements_of",
+    "find_changes",
 ]
