@@ -30,12 +30,16 @@ dev:
 	@echo "downloads 310 MB into $(DEV), 1.5 GB on the disk: torch for CPUs (192 MB), and some 100 packages"
 	$(PYTHON) -m venv $(DEV)
 	$(DEV)/bin/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+	$(call known_files,$(DEV)/bin/python)
 	$(DEV)/bin/python -m pip install --quiet --no-deps --extra-index-url https://download.pytorch.org/whl/cpu torch==$(TORCH)+cpu
 	$(DEV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[s3,safetensors,pandas,plot,catalog,ui,exporter]' --group core
 	@echo 'now: $(DEV)/bin/python -m pytest -n 2 -m "not slow and not gpu" $(DEV_TESTS)'
 
 OLDEST_TESTS := $(addprefix $(TESTS)/integrations/, hf accelerate lightning ray/test_example.py importing/test_trainer_folder.py \
     test_mlflow.py test_wandb.py test_examples.py test_adapter_arguments.py)
+
+# What the package needs at run time, but for torch: from files with known hashes, which there are for Linux.
+known_files = $(if $(filter Linux,$(shell uname)),$(1) -m pip install --quiet --no-deps --require-hashes --requirement .ci/run-time.txt)
 
 # Makes an environment that has the packages of .venv but for those that are installed into it.
 define on_top
@@ -95,18 +99,20 @@ $(OLDEST)/.installed: $(INSTALLED) .ci/oldest-trainers.txt
 # fsspec and huggingface_hub (they work with them), so it is installed without dependencies. DeepSpeed changes what transformers and accelerate
 # do where it is installed. Ray takes half a gigabyte; its other tests take seven minutes: .venv-apart/bin/python -m pytest tests/integrations/ray
 # Megatron's tests run with the oldest and with the newest Megatron-core.
-APART_TESTS ?= $(addprefix tests/integrations/, titan deepspeed megatron nvrx ray/test_example.py)
-NEWEST_TESTS = $(filter tests/integrations/megatron% tests/integrations/nvrx%, $(APART_TESTS))
+APART_TESTS ?= $(addprefix tests/integrations/, titan deepspeed megatron nemo nvrx ray/test_example.py launchers/test_nvrx.py \
+    launchers/test_torchft.py)
+NEWEST_TESTS = $(filter tests/integrations/megatron% tests/integrations/nvrx% %/test_nvrx.py, $(APART_TESTS))
 test-apart: $(APART)/.installed
 	mkdir -p build
 	$(ON_TWO_CORES) $(APART)/bin/python $(RUN_TESTS) --dist loadfile $(APART_TESTS)
 	$(if $(NEWEST_TESTS), PYTHONPATH=$(CURDIR)/$(APART)/newest-megatron $(ON_TWO_CORES) $(APART)/bin/python \
 	    $(subst $@.jsonl,$@-newest.jsonl,$(RUN_TESTS)) --dist loadfile $(NEWEST_TESTS))
 
-$(APART)/.installed: $(INSTALLED) .ci/torchtitan.txt .ci/newest-megatron.txt
+$(APART)/.installed: $(INSTALLED) .ci/torchtitan.txt .ci/nemo.txt .ci/newest-megatron.txt
 	$(call on_top,$(APART))
-	$(APART)/bin/python -m pip install --quiet --no-deps --requirement .ci/torchtitan.txt
-	$(APART)/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train]' deepspeed megatron-core nvidia-resiliency-ext
+	$(APART)/bin/python -m pip install --quiet --no-deps --requirement .ci/torchtitan.txt --requirement .ci/nemo.txt
+	$(APART)/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train]' deepspeed megatron-core nvidia-resiliency-ext \
+	    torchft opentelemetry-exporter-otlp-proto-http
 	$(APART)/bin/python -m pip install --quiet --upgrade --target $(APART)/newest-megatron --no-deps --ignore-requires-python --only-binary :all: \
 	    --platform manylinux_2_39_$(shell uname -m) --platform manylinux_2_28_$(shell uname -m) --requirement .ci/newest-megatron.txt
 	touch $@
@@ -128,8 +134,9 @@ docs: $(INSTALLED)
 clean:
 	rm -rf .venv .venv-* .demo dist site
 
-$(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard tensorstore_ck/format/codec/*.c)
+$(INSTALLED): pyproject.toml setup.py constraints.txt .ci/run-time.txt $(wildcard tensorstore_ck/format/codec/*.c)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+	$(call known_files,$(BIN)/python)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]' --group dev --group docs
 	touch $@

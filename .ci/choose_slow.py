@@ -19,7 +19,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 RECORD = Path(__file__).with_name("slow_seconds.json")
-APART = tuple(f"tests/integrations/{name}" for name in ("titan/", "deepspeed/", "megatron/", "nvrx/", "ray/test_example.py"))
+APART = tuple(
+    f"tests/integrations/{name}"
+    for name in (
+        *("titan/", "deepspeed/", "megatron/", "nemo/", "nvrx/", "ray/test_example.py"),
+        *("launchers/test_nvrx.py", "launchers/test_torchft.py"),
+    )
+)
 """As in the Makefile: their tests run in an environment of their own."""
 BUDGET_SECONDS = 1200
 """Of tests, two at a time."""

@@ -3,9 +3,8 @@
 It needs the environment of `make test-apart`. CHECKOUT: the sources of Megatron-LM core_v0.16.1; or of core_v0.19.0, with the absolute path
 of .venv-apart/newest-megatron in PYTHONPATH. On Python 3.11 stock saves of the latter also need a sitecustomize.py that sets
 `typing.override`, since Megatron-LM imports it in processes that it spawns. FOLDER: for the store, and what the ranks say. ARGUMENTS:
-Megatron-LM's own, after those below. ``stored`` hands tsck.megatron's strategy to each save, as docs/trainers/megatron.md says, in the
-wrapper for parallel saves if FULLY_PARALLEL=1, and saves
-to the ref REF; local checkpoints are those of tsck.nvrx. It prints what the first rank says;
+Megatron-LM's own, after those below. ``stored`` runs the script by `run_script` of tsck.megatron, as docs/trainers/megatron.md says, and
+saves to the ref REF; local checkpoints are those of tsck.nvrx. It prints what the first rank says;
 each rank ends with a hash of its weights, moments and generators, which a resumed job must have, too.
 """
 
@@ -52,8 +51,6 @@ def be_rank(checkout: Path, folder: Path, which: str, rank: int, arguments: list
         initialize._compile_dependencies = lambda: None  # the package has the helpers, and kernels need CUDA
         megatron.core.tensor_parallel.random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
         held: dict[str, Any] = {}
-        if which == "stored":
-            replace_save(training, folder)
         training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
         original = training.setup_model_and_optimizer
 
@@ -64,8 +61,12 @@ def be_rank(checkout: Path, folder: Path, which: str, rank: int, arguments: list
         training.setup_model_and_optimizer = setup
         training.train_step = with_loss(training.train_step)
         training.build_train_valid_test_data_iterators = without_draws(training.build_train_valid_test_data_iterators)
-        sys.argv = ["pretrain_gpt.py", *ARGUMENTS, *arguments]
-        runpy.run_path(str(checkout / "pretrain_gpt.py"), run_name="__main__")
+        script, arguments = str(checkout / "pretrain_gpt.py"), [*ARGUMENTS, *arguments]
+        if which == "stored":
+            run_stored(script, folder, arguments)
+        else:
+            sys.argv = [script, *arguments]
+            runpy.run_path(script, run_name="__main__")
         print(f"\nrank {rank} ends with {digest(held['model'], held['optimizer'])}")
         code = 0
     except SystemExit as exc:
@@ -101,28 +102,15 @@ def without_draws(make: Any) -> Any:
     return made
 
 
-def replace_save(training: Any, folder: Path) -> None:
-    """What docs/trainers/megatron.md says that a training script does."""
+def run_stored(script: str, folder: Path, arguments: list[str]) -> None:
+    """As docs/trainers/megatron.md says: the script as it is, with flags of the store in front."""
     from nvidia_resiliency_ext.checkpointing.local.ckpt_managers import local_manager  # noqa: PLC0415
 
     import tensorstore_ck as tsck  # noqa: PLC0415
+    from tensorstore_ck.integrations.megatron import run_script  # noqa: PLC0415
 
     local_manager.LocalCheckpointManager = tsck.nvrx.LocalCheckpointManager
-    registered = tsck.megatron.register(folder / "store", ref=os.environ.get("REF", "runs/gpt"))
-    original = training.save_checkpoint
-
-    def save_checkpoint(*args: Any, **options: Any) -> None:
-        registered.changed_by(args[2])
-        strategy = registered.save
-        if os.environ.get("FULLY_PARALLEL"):
-            from megatron.core import parallel_state as mpu  # noqa: PLC0415
-            from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: PLC0415
-
-            strategy = FullyParallelSaveStrategyWrapper(strategy, mpu.get_data_parallel_group(with_context_parallel=True))
-        args[5]["save_strategy"] = strategy
-        original(*args, **options)
-
-    training.save_checkpoint = save_checkpoint
+    run_script.main(["--store", str(folder / "store"), "--ref", os.environ.get("REF", "runs/gpt"), script, *arguments])
 
 
 def digest(model: list[Any], optimizer: Any) -> str:

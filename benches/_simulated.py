@@ -7,11 +7,13 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.s3_multipart_writer import PIECE_BYTES
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, Ulid
 
 LIST_PAGE: Final = 1000
-S3_PIECE_BYTES: Final = 16 << 20
+WINDOW_BYTES: Final = 16 << 20
+"""What a write to a file takes."""
 
 
 class Faked:
@@ -150,11 +152,12 @@ class _SparseWriter:
 
     def close(self) -> None:
         backend, name = self._backend, self._name
-        is_upload = not backend.is_local and self._size > S3_PIECE_BYTES
+        is_upload = not backend.is_local and self._size > PIECE_BYTES
         if backend.is_local or is_upload:
             backend.count("create", name)  # of the file or the upload
-        for start in range(0, self._size, S3_PIECE_BYTES):
-            backend.count("write", name, min(S3_PIECE_BYTES, self._size - start))
+        piece_bytes = WINDOW_BYTES if backend.is_local else PIECE_BYTES
+        for start in range(0, self._size, piece_bytes):
+            backend.count("write", name, min(piece_bytes, self._size - start))
         if is_upload:
             backend.count("create", name)  # of the object
         backend.packs[name] = SparsePack(self._size, tuple(self._pieces))

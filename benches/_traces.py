@@ -91,11 +91,11 @@ def loss_of(model: nn.Module, text: torch.Tensor, batch: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
 
 
-def pretraining(steps_apart: int, snapshots: int, *, warm_up: int = WARM_UP) -> Iterator[State]:
+def pretraining(steps_apart: int, snapshots: int, *, warm_up: int = WARM_UP, beta2: float = 0.95) -> Iterator[State]:
     """The states of a run, the first after its warm-up: always the same tensors, which the run changes further."""
     torch.manual_seed(0)
     text, model = tokens(), Gpt()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, beta2), weight_decay=0.1)
     names: dict[torch.Tensor, str] = {weights: name for name, weights in model.named_parameters()}
     for step in range(warm_up + steps_apart * (snapshots - 1) + 1):
         if step >= warm_up and (step - warm_up) % steps_apart == 0:

@@ -10,7 +10,6 @@ constant and a cost for each block, from runs of `--gib` and of a quarter of it.
 
 import argparse
 import os
-import shutil
 import statistics
 import time
 import uuid
@@ -24,6 +23,7 @@ import torch
 import zstandard
 
 import tensorstore_ck as tsck
+from benches._folder import new_folder
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.format.store_config import BLOCK_BYTES
 from tests.backend.chaos import ChaosProxy, Fault, chaos_proxy
@@ -161,8 +161,7 @@ def main() -> None:
     if args.followers:
         print_requests(args.followers)
         return
-    args.folder.mkdir(parents=True)
-    try:
+    with new_folder(args.folder):
         if args.simulate:
             small, bench = (Bench(str(args.folder / f"1-{part}"), args.gib / part, LAYERS // part) for part in (4, 1))
             run(small, args.rounds)
@@ -176,8 +175,6 @@ def main() -> None:
                 proxy.plan = delayed
                 bench = BenchOnS3(proxy, args.gib)
                 run(bench, args.rounds)
-    finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
     print(f"{args.gib} GiB of bf16, {SHARE:.1%} changed, load {os.getloadavg()[0]:.1f} at the end")
     for name, taken in bench.seconds.items():
         cpu = f", {statistics.median(bench.cpu_seconds[name][1:]):.3f} s of processor time" if args.local else ""

@@ -18,6 +18,7 @@ from tensorstore_ck.format.codec import Elements, Encoded, Encoder
 from tensorstore_ck.format.layout import Layout, TensorSpec
 from tensorstore_ck.format.part import encode_values
 from tensorstore_ck.format.record import encode_metadata
+from tensorstore_ck.format.ref_statement import LogName, RefStatement
 from tensorstore_ck.format.sealed import HEADER_BYTES, pack_body
 from tensorstore_ck.format.store_config import new_config
 from tensorstore_ck.log.entry import genesis_hash, seal_entry
@@ -60,6 +61,9 @@ def seeds() -> Iterator[tuple[str, bytes]]:
     for path in ("", "runs/a", "runs/a@1/model.safetensors", "runs/a@", "best/snapshot.json", "runs"):
         yield "path", path.encode()
     yield "catalog", catalog() + b"\nstep > 3 and loss < 2.5 or tag = 'best'"
+    statement = RefStatement(LogName(bytes(16), "log"), ref="runs/a", root=samples.ROOT, step=3, number=1, time_ns=1)
+    signed = Op.sign(statement, bytes(32), bytes(64))
+    yield "log", body(seal_entry(1, genesis_hash(bytes(16)), [signed], write_id=bytes(16), time_ns=0, actor="")[0])
 
 
 def catalog() -> bytes:

@@ -12,6 +12,7 @@ import tensorstore_ck.integrations.titan as _titan
 import tensorstore_ck.integrations.wandb as _wandb
 
 from .backend.staging import Staging as Staging
+from .common.signing_keys import SigningKey as SigningKey
 from .engine.write.suspicious_save import SuspiciousSaveWarning as SuspiciousSaveWarning
 from .errors import (
     AlreadyExistsError as AlreadyExistsError,
@@ -49,6 +50,7 @@ from .errors import (
     UnreadableError as UnreadableError,
     UnsafeBackendError as UnsafeBackendError,
     UnsupportedValueError as UnsupportedValueError,
+    UntrustedError as UntrustedError,
     WaitTimeoutError as WaitTimeoutError,
 )
 from .events import Event as Event

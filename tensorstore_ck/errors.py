@@ -268,6 +268,13 @@ class LogChangedError(InputError):
     exit_code = 46
 
 
+class UntrustedError(InputError):
+    """The user's trust file wants a ref to be signed, and it has no valid signature (`tsck verify`)."""
+
+    kind = "untrusted"
+    exit_code = 48
+
+
 class SnapshotMarkedBadError(InputError):
     """The snapshot is marked; a resume uses it only on explicit request."""
 

@@ -42,6 +42,8 @@ class S3Server:
     """Where an S3 server listens."""
 
     port: int
+    tls: bool = False
+    """Over TLS, with a certificate that nobody signed."""
 
     @property
     def url(self) -> str:
@@ -50,19 +52,20 @@ class S3Server:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     @property
     def storage_options(self) -> dict[str, Any]:
         """What `tsck.open(..., storage_options=)` takes."""
-        return storage_options(self.endpoint)
+        options = storage_options(self.endpoint)
+        return options | {"client_kwargs": {**options["client_kwargs"], "verify": False}} if self.tls else options
 
     def client(self) -> Any:
         """A plain botocore client, which shares nothing with what is tested."""
         import botocore.session  # not on the machine with a GPU
 
         return botocore.session.Session().create_client(
-            "s3", "us-east-1", endpoint_url=self.endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET
+            "s3", "us-east-1", endpoint_url=self.endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET, verify=not self.tls
         )
 
 
@@ -127,8 +130,10 @@ def moto() -> Iterator[S3Server]:
 
 
 @contextlib.contextmanager
-def seaweedfs(folder: Path, policies: Mapping[str, Any] | None = None) -> Iterator[S3Server]:
+def seaweedfs(folder: Path, policies: Mapping[str, Any] | None = None, certificate: Path | None = None) -> Iterator[S3Server]:
     """With `policies` also an identity for each of these roles, which may do what its policy document says.
+
+    With a `certificate`, a file that has its key, too, it speaks TLS.
 
     One process with master, volume server, filer and S3 gateway; SeaweedFS derives its gRPC ports as port + 10000."""
     data = folder / "data"
@@ -148,7 +153,9 @@ def seaweedfs(folder: Path, policies: Mapping[str, Any] | None = None) -> Iterat
     command += ["-master.volumeSizeLimitMB=1024", "-volume.max=20", "-s3.port.iceberg=0", "-s3.port.lance=0"]  # those have fixed ports
     for role, port in ports.items():
         command += [f"-{role}.port={port}", f"-{role}.port.grpc={port + 10000}"]
-    with _running(command, S3Server(ports["s3"]), cwd=folder) as server:
+    if certificate is not None:
+        command += [f"-s3.cert.file={certificate}", f"-s3.key.file={certificate}"]
+    with _running(command, S3Server(ports["s3"], tls=certificate is not None), cwd=folder) as server:
         yield server
 
 

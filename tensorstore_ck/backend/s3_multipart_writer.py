@@ -17,8 +17,8 @@ from tensorstore_ck.backend.s3_create import NewObject, S3Creator, UploadedPiece
 from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.errors import BackendUnavailableError, StoreError
 
-PIECE_BYTES: Final = 15 << 20
-"""A piece takes 16 MiB with the request's own memory."""
+PIECE_BYTES: Final = 31 << 20
+"""A piece takes 32 MiB with the request's own memory. A prefix takes 3,500 requests a second: with half the size 4,096 ranks need 350 s."""
 PIECES_IN_FLIGHT: Final = 4
 PIECES_OF_ONE_SIZE: Final = 1000  # of the 10,000 that S3 allows: sizes double after each 1,000
 

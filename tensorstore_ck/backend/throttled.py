@@ -2,10 +2,11 @@
 
 It is for bulk reads and writes in the background of a training. Uploads from a staging disk are limited in `backend.staging.upload_pass`
 instead. All objects, ranges and appends are limited, so the log, for which nobody should wait, uses the backend itself. `create`,
-`replace`, listings and deletions are never delayed. Large ranges and appends pass in slices. Free space is checked once per
+`replace`, listings and deletions are never delayed. Large ranges pass in slices. Free space is checked once per
 `CHECK_BYTES` written, for all objects together, and more often when there is less of it.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -74,7 +75,7 @@ class ThrottledBackend:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For workers in other processes: they check the free space themselves, and cannot share a rate limit with this process."""
-        return _from_pickle, (self._inner, self._writes, self._reads, self._min_free)
+        return _from_pickle, (self._inner, self._min_free)
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """Reads, then waits: the size is not known before."""
@@ -84,11 +85,13 @@ class ThrottledBackend:
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """Waits and reads, in slices."""
-        done = 0
-        for size in _slices(self._reads, len(target)):
-            self._wait(self._reads, size)
+        limit, done = self._reads, 0
+        while limit is not None and limit.rate < math.inf and (size := min(limit.burst_bytes, len(target) - done)):
+            self._wait(limit, size)
             self._inner.read_into(name, offset + done, target[done : done + size])
             done += size
+        if done < len(target) or not done:
+            self._inner.read_into(name, offset + done, target[done:])
 
     def put(self, name: str, data: Buffer) -> None:
         """Waits, then writes."""
@@ -105,8 +108,8 @@ class ThrottledBackend:
         return _ThrottledWriter(self, name, self._inner.open_whole_writer(name))
 
     def _wait(self, limit: RateLimit | None, size: int) -> None:
-        if limit is not None and (seconds := limit.take(size)) > 0:
-            self._sleep(seconds)
+        if limit is not None and limit.rate < math.inf:
+            limit.wait(size, self._sleep)
 
     def _before_writing(self, name: str, size: int) -> None:
         if self._min_free is None or not size:
@@ -120,33 +123,19 @@ class ThrottledBackend:
 
 
 class _ThrottledWriter:
-    """Limited appends of several threads go one at a time, so that each stays contiguous."""
+    """Waits before each append, which stays whole."""
 
     def __init__(self, backend: ThrottledBackend, name: str, inner: ObjectWriter) -> None:
         self._backend = backend
         self._name = name
         self._inner = inner
-        self._lock = threading.Lock()
 
     def append(self, data: Sequence[Buffer]) -> int:
         views = byte_views(data)
         size = sum(map(len, views))
-        backend, limit = self._backend, self._backend._writes
-        backend._before_writing(self._name, size)
-        if limit is None:
-            return self._inner.append(views)
-        with self._lock:
-            if size <= limit.burst_bytes:
-                backend._wait(limit, size)
-                return self._inner.append(views)
-            offsets = []
-            for view in views:
-                done = 0
-                for count in _slices(limit, len(view)):
-                    backend._wait(limit, count)
-                    offsets.append(self._inner.append([view[done : done + count]]))
-                    done += count
-            return offsets[0]
+        self._backend._before_writing(self._name, size)
+        self._backend._wait(self._backend._writes, size)
+        return self._inner.append(views)
 
     def close(self) -> None:
         self._inner.close()
@@ -155,13 +144,5 @@ class _ThrottledWriter:
         self._inner.abort()
 
 
-def _from_pickle(inner: Backend, writes: RateLimit | None, reads: RateLimit | None, min_free: MinFree | None) -> Backend:
-    return throttled(inner, writes=writes, reads=reads, min_free=min_free)
-
-
-def _slices(limit: RateLimit | None, size: int) -> list[int]:
-    """The sizes of the slices of `size` bytes."""
-    if limit is None or size <= limit.burst_bytes:
-        return [size]
-    whole, rest = divmod(size, limit.burst_bytes)
-    return [limit.burst_bytes] * whole + ([rest] if rest else [])
+def _from_pickle(inner: Backend, min_free: MinFree | None) -> Backend:
+    return throttled(inner, min_free=min_free)

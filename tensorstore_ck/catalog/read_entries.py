@@ -41,6 +41,7 @@ CHANGED_TABLES: Final[Mapping[str, tuple[str, ...]]] = {
     "quota": ("quotas",),
     "report": (),
     "finished": (),
+    "sign": (),
 }
 """Operation -> the tables that it may change, among the tables that are read from the fold. Any other operation changes none."""
 _GC: Final = ("condemn", "sweep", "relocate", "purge", "settle")

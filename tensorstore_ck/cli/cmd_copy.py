@@ -13,7 +13,7 @@ from tensorstore_ck.cli.options import (
     json_option,
     named_value,
     rate_option,
-    unsafe_options,
+    write_options,
 )
 from tensorstore_ck.cli.output import counted, emit, fields_of, green, printable, red, short_root, table
 from tensorstore_ck.cli.progress import Bar
@@ -37,7 +37,7 @@ from tensorstore_ck.maintenance.copy_store import CopyReport, Pace, copy_refs
 @click.option("--dst-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For DST's storage service (repeatable).")
 @host_options
 @allow_place_option
-@unsafe_options
+@write_options
 @click.option("--dask", metavar="ADDRESS", help="Copy the data on the workers of a Dask cluster.")
 @json_option
 @click.pass_context
@@ -54,6 +54,8 @@ def copy(
     allow_place: tuple[str, ...],
     state_dir: str | None,
     rollback: Rollback,
+    trust: str | None,
+    sign: str | None,
     single_writer_unsafe: bool,
     no_sync: bool,
     dask: str | None,
@@ -62,15 +64,19 @@ def copy(
     """Copy branches with their histories, and tags, from the store SRC to the store DST.
 
     Only blocks that DST lacks are copied, each verified. May be killed at any time and run again. A ref that has other snapshots in DST is
-    not changed.
+    not changed. A ref of SRC that the trust file names is copied only if its signature is valid. A signature counts in one store: --sign
+    signs the refs of DST with a key of your own.
     """
-    from_choice = StoreChoice(source, dict(src_storage_option), cache_dir, places=allow_place, state_dir=state_dir, rollback=rollback)
+    from_choice = StoreChoice(
+        source, dict(src_storage_option), cache_dir, places=allow_place, state_dir=state_dir, rollback=rollback, trust=trust
+    )
     to_choice = replace(
         from_choice,
         url=target,
         storage_options=dict(dst_storage_option),
         single_writer_unsafe=single_writer_unsafe,
         no_sync=no_sync,
+        sign=sign,
     )
     pace = Pace.limited(rate_limit)
     with ExitStack() as stack:

@@ -1,5 +1,6 @@
 """Commands on a whole store: init, probe, accept-log, adopt, salvage. They need no torch."""
 
+import shlex
 import warnings
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -12,15 +13,17 @@ from tensorstore_ck.backend import probe as run_probe
 from tensorstore_ck.backend.local_modes import share_with_group
 from tensorstore_ck.backend.save_estimate import SaveEstimate, estimate_save
 from tensorstore_ck.cli.options import StoreChoice, byte_count, command, store_options
-from tensorstore_ck.cli.output import counted, emit, facts, green, indented, printable, red, short_root, table
+from tensorstore_ck.cli.output import counted, emit, facts, fields_of, green, indented, printable, red, short_root, table
 from tensorstore_ck.common.free_space import writing_to
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.opening import init_store
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, StoreError, UnsafeBackendError
 from tensorstore_ck.log import Head, LogChangedWarning
+from tensorstore_ck.log.trust_file import read_trust
 from tensorstore_ck.maintenance.salvage import Salvaged, SalvageReport
 from tensorstore_ck.maintenance.salvage import adopt as run_adopt
 from tensorstore_ck.maintenance.salvage import salvage as run_salvage
+from tensorstore_ck.maintenance.salvage.signed_refs import RefToSign, refs_to_sign
 
 
 @command(
@@ -192,10 +195,24 @@ def salvage(choice: StoreChoice, *, dry_run: bool, leave_out_unknown: bool, as_j
     with closing(choice.open_backend()) as backend:
         opener = choice.place_opener(backend.url)
         report = run_salvage(backend, dry_run=dry_run, leave_out_unknown=leave_out_unknown, open_place=opener)
+    to_sign: list[RefToSign] = []
     if report.log and not dry_run:
         with suppress(StoreError):  # else the next command warns of the new log
             _accept(choice)
-    emit(report, map(choice.complete, _salvage_lines(report, dry_run=dry_run)), as_json=as_json)
+        trust = read_trust(choice.trust)
+        if trust is not None:
+            with closing(choice.open_engine(read_only=True)) as engine:
+                to_sign = refs_to_sign(engine, trust)
+    lines = [*_salvage_lines(report, dry_run=dry_run), *map(_to_sign_line, to_sign)]
+    emit({**fields_of(report), "to_sign": to_sign}, map(choice.complete, lines), as_json=as_json)
+
+
+def _to_sign_line(needed: RefToSign) -> str:
+    ref, root = shlex.quote(needed.ref), needed.root[:16]
+    command = f"`tsck sign {ref} {root} --sign KEY`"
+    if needed.was_signed:
+        return f"{printable(needed.ref)} was signed in the old log; a signature counts in one log: {command}"
+    return red(f"{printable(needed.ref)} has no valid signature in the old log: look at what it is (`tsck log {ref}`) before {command}")
 
 
 def _salvage_lines(report: SalvageReport, *, dry_run: bool) -> list[str]:

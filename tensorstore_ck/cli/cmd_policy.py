@@ -53,7 +53,8 @@ def policy(
     keeps it. What the triggers at_steps and at_fraction saved stays without keep_milestones=no. Limits on that: expire_after=30d,
     max_bytes=2TB. The newest, a second one as a fallback, and tagged or pinned snapshots always stay. `test REF` shows what the policies,
     or RULEs, would do. `tsck tier` applies the age rules: recode_after=7d, move_after=30d:s3://cold/ckpt (more stages, joined by ','). This
-    user's commands on this host may then use that location; others may need --allow-place.
+    user's commands on this host may then use that location; others may need --allow-place. All jobs that save to the branches share
+    max_write_rate=2GB, bytes a second.
     """
     if dry_run and action != "apply":
         raise click.UsageError("--dry-run is for apply.")

@@ -47,6 +47,11 @@ GROUPS: Final = {
         "recode": "cmd_recode_tier",
         "tier": "cmd_recode_tier",
     }),
+    "trust": ("Sign refs, and check who did", {
+        "keygen": "cmd_sign",
+        "sign": "cmd_sign",
+        "verify": "cmd_sign",
+    }),
     "repair": ("Check and repair", {
         "fsck": "cmd_fsck",
         "accept-log": "cmd_init_probe_salvage",

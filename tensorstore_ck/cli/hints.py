@@ -18,7 +18,7 @@ def store_arguments(
     context: click.Context,
     url: str | None,
     storage_options: Mapping[str, Any],
-    folders: Mapping[str, str | None],
+    files: Mapping[str, str | None],
     places: Sequence[str],
 ) -> list[str]:
     """The arguments that chose the store, without those of the environment and the current folder, which hold for the next command, too.
@@ -34,8 +34,8 @@ def store_arguments(
         text = value if isinstance(value, str) else json.dumps(value)
         arguments += ["--storage-option", f"{name}={text}"]
     arguments += [word for place in places for word in ("--allow-place", place)]
-    for name, folder in folders.items():
-        arguments += [f"--{name.replace('_', '-')}", folder] if folder and is_given(name) else []
+    for name, file in files.items():
+        arguments += [f"--{name.replace('_', '-')}", file] if file and is_given(name) else []
     return arguments
 
 

@@ -27,6 +27,7 @@ from tensorstore_ck.cli.hints import complete, show_completed, store_arguments
 from tensorstore_ck.cli.known_stores import note_store
 from tensorstore_ck.cli.output import printable, say
 from tensorstore_ck.cli.progress import Bar, CountingBackend
+from tensorstore_ck.common.signing_keys import PASSPHRASE_VARIABLE, SigningKey, is_encrypted
 from tensorstore_ck.common.units import parse_bytes, parse_seconds
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
@@ -43,6 +44,8 @@ STORE_VARIABLE: Final = "TSCK_STORE"
 CACHE_VARIABLE: Final = "TSCK_CACHE_DIR"
 STATE_VARIABLE: Final = "TSCK_STATE_DIR"
 ROLLBACK_VARIABLE: Final = "TSCK_ROLLBACK"
+TRUST_VARIABLE: Final = "TSCK_TRUST"
+SIGN_VARIABLE: Final = "TSCK_SIGN"
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -63,6 +66,10 @@ class StoreChoice:
     """Completes the commands in a message, so that they work on this store as they are printed."""
     state_dir: str | None = None
     rollback: Rollback = "warn"
+    trust: str | None = None
+    """The trust file; None: the user's own."""
+    sign: str | None = None
+    """The file of the key that signs what the command moves."""
 
     def require_url(self) -> str:
         """Where the store is.
@@ -89,12 +96,14 @@ class StoreChoice:
         return self.open(bar, read_only=True)
 
     def open(self, bar: Bar | None = None, codec: CodecName = "auto", *, read_only: bool = False) -> "Store":
-        """The store; close it, or use it as a context manager. `bar` counts the bytes of blocks that are read and written."""
+        """The store; close it, or use it as a context manager. `bar` counts the raw bytes of blocks that are read, and the stored bytes of
+        those that are written.
+        """
         from tensorstore_ck.store import Store  # noqa: PLC0415 - neither help nor a completion needs it
 
         engine = self.open_engine(codec, read_only=read_only)
         if bar is not None:
-            engine = replace(engine, backend=cast(Backend, CountingBackend(engine.backend, bar)))
+            engine = replace(engine, backend=cast(Backend, CountingBackend(engine.backend, bar)), on_read=bar.add)
         return Store(engine)
 
     def open_engine(
@@ -119,6 +128,8 @@ class StoreChoice:
             rollback=self.rollback,
             state_dir=self.state_dir,
             staging=staging,
+            sign=None if self.sign is None else _signing_key(self.sign),
+            trust=self.trust,
             config=config,
         )
         note_store(url, self.storage_options, self.cache_dir, f"{engine.config.uuid}-{engine.config.log}")
@@ -144,6 +155,7 @@ class StoreChoice:
             "storage_options": hidden_options(self.storage_options),
             "cache_dir": self.cache_dir,
             "state_dir": self.state_dir,
+            "trust": self.trust,
             "places": list(self.allowed_places()),
         }
         return cast("OpenOptions", {name: value for name, value in options.items() if value})
@@ -245,6 +257,12 @@ def byte_rate(text: str) -> int:
     return rate
 
 
+def _signing_key(path: str) -> SigningKey:
+    """The key in a file; asks for its passphrase if it needs one."""
+    is_asked = is_encrypted(path) and not os.environ.get(PASSPHRASE_VARIABLE)
+    return SigningKey.load(path, click.prompt(f"Passphrase of {path}", hide_input=True, err=True) if is_asked else None)
+
+
 ref_option: Final = click.option(
     "--ref", required=True, metavar="NAME", shell_complete=complete_ref, help="The branch to put it on; made if it does not exist."
 )
@@ -278,17 +296,21 @@ json_option: Final = click.option("--json", "as_json", is_flag=True, help="Print
 
 
 def host_options(command: Command) -> Command:
-    """Adds the arguments `cache_dir`, `state_dir` and `rollback`: what this host keeps for a store."""
+    """Adds the arguments `cache_dir`, `state_dir`, `rollback` and `trust`: what this host keeps for a store, and believes of it."""
     cache_help = f"Where this host keeps its cache (or ${CACHE_VARIABLE})."
     state_help = f"Where this user keeps the last seen entry of each log (or ${STATE_VARIABLE})."
     rollback_help = f"What to do about a log that went back or forked, until `tsck accept-log` (or ${ROLLBACK_VARIABLE}; default: warn)."
+    trust_help = f"Which keys must have signed which refs (or ${TRUST_VARIABLE}; default: trust.toml in your configuration folder)."
+    command = click.option("--trust", metavar="FILE", envvar=TRUST_VARIABLE, help=trust_help)(command)
     command = click.option("--rollback", type=click.Choice(ROLLBACK), default="warn", envvar=ROLLBACK_VARIABLE, help=rollback_help)(command)
     command = click.option("--state-dir", metavar="FOLDER", envvar=STATE_VARIABLE, help=state_help)(command)
     return click.option("--cache-dir", metavar="FOLDER", envvar=CACHE_VARIABLE, help=cache_help)(command)
 
 
-def unsafe_options(command: Command) -> Command:
-    """Adds the arguments `single_writer_unsafe` and `no_sync`, which weaken safety."""
+def write_options(command: Command) -> Command:
+    """Adds the arguments `sign`, and `single_writer_unsafe` and `no_sync`, which weaken safety."""
+    sign_help = f"Sign each ref that the command moves with this key (or ${SIGN_VARIABLE}), as `tsck keygen` makes it."
+    command = click.option("--sign", metavar="FILE", envvar=SIGN_VARIABLE, help=sign_help)(command)
     unsafe_help = "Write to a backend without exclusive creation: a second writer would lose commits."
     command = click.option("--no-sync", is_flag=True, help="Skip fsync: a power failure may lose acknowledged snapshots.")(command)
     return click.option("--single-writer-unsafe", is_flag=True, help=unsafe_help)(command)
@@ -298,7 +320,7 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
     """Adds the options that choose a store, as the argument `choice`, and ``--json``.
 
     Args:
-        writes: Whether the command can write: adds `unsafe_options`.
+        writes: Whether the command can write: adds `write_options`.
         url_argument: Whether the first argument can be the store.
     """
 
@@ -311,15 +333,16 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
             allow_place: tuple[str, ...],
             state_dir: str | None,
             rollback: Rollback,
+            trust: str | None,
+            sign: str | None = None,
             single_writer_unsafe: bool = False,
             no_sync: bool = False,
             url: str | None = None,
             **kwargs: Any,
         ) -> None:
             context, chosen, given = click.get_current_context(), url or store, dict(storage_option)
-            arguments = store_arguments(
-                context, url=chosen, storage_options=given, folders={"cache_dir": cache_dir, "state_dir": state_dir}, places=allow_place
-            )
+            files = {"cache_dir": cache_dir, "state_dir": state_dir, "trust": trust}
+            arguments = store_arguments(context, url=chosen, storage_options=given, files=files, places=allow_place)
             choice = StoreChoice(
                 url=chosen,
                 storage_options=given,
@@ -330,6 +353,8 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
                 complete=lambda text: complete(context, text, arguments),
                 state_dir=state_dir,
                 rollback=rollback,
+                trust=trust,
+                sign=sign,
             )
             show_completed(choice.complete)
             try:
@@ -349,7 +374,7 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
             allow_place_option,
         ]
         if writes:
-            options.append(unsafe_options)
+            options.append(write_options)
         if url_argument:
             options.insert(0, click.argument("url", required=False))
         decorated: Callable[..., None] = json_option(run)

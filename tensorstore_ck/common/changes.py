@@ -29,6 +29,11 @@ class Changes:
         self.lock = threading.RLock()
         self._waiting: set[SimpleQueue[None]] = set()
 
+    @property
+    def waiting(self) -> int:
+        """How many threads wait."""
+        return len(self._waiting)
+
     def wait_for(self, look: Callable[[], T], timeout_seconds: float | None = None) -> T:
         """Calls `look` under the lock until it returns a true value or the timeout ends; returns its last result.
 

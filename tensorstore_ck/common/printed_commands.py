@@ -35,6 +35,7 @@ TAKE_STORE: Final = TAKE_URL | {
     "reset",
     "salvage",
     "show",
+    "sign",
     "staging",
     "tag",
     "tier",
@@ -42,6 +43,7 @@ TAKE_STORE: Final = TAKE_URL | {
     "unpin",
     "untag",
     "usage",
+    "verify",
     "verify-resume",
     "watch",
 }

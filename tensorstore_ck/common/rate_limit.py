@@ -1,48 +1,105 @@
-"""A token bucket: how many bytes per second may pass. The clock is injected. It does not wait itself.
+"""A token bucket: how many bytes per second may pass. The clock and the sleep are injected.
 
-Its users wait: `backend.throttled` for plain reads and writes, `backend.staging.upload_pass` for uploads from a staging disk.
+Its users: `backend.throttled` for plain reads and writes, `backend.staging.upload_pass` for uploads from a staging disk, and copies.
 """
 
-import threading
+import math
 import time
 from collections.abc import Callable
 from typing import Final
 
+from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.common.units import parse_rate
 
 BURST_SECONDS: Final = 0.25
-"""Unused capacity is kept this long."""
+"""Unused capacity is kept this long, or for one more take of the last size; a wait notices within this time that the rate has changed."""
 
 
 class RateLimit:
-    """Limits all threads together to `rate`: bytes per second, or text such as ``100MB``."""
+    """Limits all threads together. The rate in force is the lowest of three: the one given, the job's share of the store, and the pace."""
 
-    def __init__(
-        self,
-        rate: float | str,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Begins with an empty bucket. Raises `InvalidOptionError` if it is not a rate."""
-        self._rate = self._whole = parse_rate(rate)
+    def __init__(self, rate: float | str | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begins with an empty bucket. `rate`: bytes per second, or text such as ``100MB``; None: no limit.
+
+        Raises:
+            InvalidOptionError: not a rate.
+        """
+        self._given = math.inf if rate is None else parse_rate(rate)
+        self._job_rate = self._pace = math.inf
+        self._pace_ends = 0.0
+        self._ranks = 1
         self._clock = clock
-        self._lock = threading.Lock()
-        self._free_at = clock()
-        """When all bytes taken so far will have passed."""
+        self._lock = ProcessLock()
+        self._as_of = clock()
+        self._taken = self._passed = 0.0
+        """All bytes that were taken, and how many may have passed at `_as_of`: more than `_taken` by the capacity that was not used."""
+        self._last_size = 0
+        self.rate = self._given
+        """Bytes per second; infinite without a limit."""
+        self.has_waited = False
+        """Whether anybody has ever waited because of it."""
 
-    def share(self, among: int) -> None:
-        """From now on this is one of `among` processes that share the rate."""
-        with self._lock:
-            self._rate = self._whole / max(among, 1)
+    def share(self, ranks: int) -> None:
+        """From now on this is one of `ranks` processes of a job, which share its rate evenly."""
+        with self._lock.here:
+            self._ranks = max(ranks, 1)
+            self._set_rate()
+
+    def limit_job(self, rate: float | None) -> None:
+        """Limits the job, all ranks together, also to what the store leaves to it; None: to nothing else than the rate that was given."""
+        with self._lock.here:
+            self._job_rate = math.inf if rate is None else rate
+            self._set_rate()
+
+    def slow_to(self, rate: float, seconds: float) -> None:
+        """Limits this process also to `rate` for so many seconds from now; `math.inf` ends such a limit."""
+        with self._lock.here:
+            self._pace, self._pace_ends = rate, self._clock() + seconds
+            self._set_rate()
 
     @property
     def burst_bytes(self) -> int:
         """The most bytes that are worth taking at once."""
-        return max(1, int(self._rate * BURST_SECONDS))
+        return max(1, int(min(self.rate * BURST_SECONDS, 1 << 62)))
 
     def take(self, count: int) -> float:
-        """Takes `count` bytes; returns the seconds until they may pass."""
-        with self._lock:
-            now = self._clock()
-            self._free_at = max(self._free_at, now - BURST_SECONDS) + count / self._rate
-            return max(0.0, self._free_at - now)
+        """Takes `count` bytes; returns the seconds until they may pass at the present rate."""
+        return self._seconds_until(self._take(count))
+
+    def wait(self, count: int, sleep: Callable[[float], object]) -> None:
+        """Takes `count` bytes and sleeps until they may pass, a moment at a time, as the rate may change meanwhile."""
+        if self.rate == math.inf:
+            return
+        ticket = self._take(count)
+        while (seconds := self._seconds_until(ticket)) > 0:
+            self.has_waited = True
+            sleep(min(seconds, BURST_SECONDS))
+
+    def _take(self, count: int) -> float:
+        with self._lock.here:
+            self._refill()
+            self._taken += count
+            self._last_size = count
+            return self._taken
+
+    def _seconds_until(self, ticket: float) -> float:
+        with self._lock.here:
+            self._refill()
+            left = ticket - self._passed
+            return left / self.rate if left >= 1 else 0.0  # a part of a byte is no reason to wait
+
+    def _set_rate(self) -> None:
+        self._refill()
+        self.rate = min(min(self._given, self._job_rate) / self._ranks, self._pace)
+
+    def _refill(self) -> None:
+        now = self._clock()
+        if self.rate == math.inf:
+            self._passed = self._taken
+        else:
+            kept = max(self.rate * BURST_SECONDS, self._last_size)
+            self._passed = min(self._passed + self.rate * (now - self._as_of), self._taken + kept)
+        self._as_of = now
+        if now >= self._pace_ends and self._pace < math.inf:
+            self._pace = math.inf
+            self.rate = min(self._given, self._job_rate) / self._ranks

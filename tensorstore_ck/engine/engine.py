@@ -33,9 +33,12 @@ from tensorstore_ck.format.record import Record, decode_metadata, decode_record,
 from tensorstore_ck.format.relocation import RelocationMap, decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.format.store_config import StoreConfig
-from tensorstore_ck.log import Log, ObjectKey, Relocation, SnapshotInfo
+from tensorstore_ck.log import Log, ObjectKey, RefTable, Relocation, SnapshotInfo
+from tensorstore_ck.log.address import Resolved, resolve
 from tensorstore_ck.log.block_index import BlockIndex
 from tensorstore_ck.log.cache import Table
+from tensorstore_ck.log.ref_signer import RefSigner
+from tensorstore_ck.log.ref_verifier import RefSignature, RefVerifier
 
 T = TypeVar("T")
 
@@ -78,16 +81,26 @@ class Engine:
     """Receive events."""
     tier: StagingTier | None = None
     """The staging disk, if any; `backend` then reads through it."""
-    limit: RateLimit | None = None
-    """This process's share of the job's write rate."""
+    writes: RateLimit = field(default_factory=RateLimit)
+    """Of this process's writes to the store."""
+    reads: RateLimit = field(default_factory=RateLimit)
+    """Of its reads from the store."""
+    stagger_seconds: float = 0.0
+    """Saves in the background begin to write to the store at moments within this time; see `common.stagger`."""
     min_free: MinFree = field(default_factory=MinFree)
     """Free space to leave at the store's location."""
     codecs: CodecPolicy = field(default_factory=CodecPolicy)
     """How blocks are encoded."""
     put_ids: ObjectIds | None = None
     """Names of this process's objects, by which gc knows the process; None: plain ids."""
+    on_read: Callable[[int], object] | None = None
+    """Receives the raw bytes of each verified read of a snapshot's blocks, on the thread that read them."""
     unpublished: list[Ulid] | None = None
     """In the engine of one save: the names that it drew; see `StoreDestination`."""
+    signer: RefSigner | None = None
+    """Signs the refs that this handle moves."""
+    trust: RefVerifier | None = None
+    """The user's trust file, for the refs of this store."""
     find_process: Callable[[], Process | None] = lambda: None
     """Identifies this process; returns None where that is impossible."""
     warned_quotas: set[tuple[str, str]] = field(default_factory=set)
@@ -113,6 +126,25 @@ class Engine:
                 "open it with single_writer_unsafe=True if this is the only process that writes",
                 object_id=self.backend.url,
             )
+
+    def resolve(self, address: str, view: RefTable | None = None) -> Resolved:
+        """The snapshot that an address means, in `view` or at the newest entry of the log, and that the user's trust file admits.
+
+        Raises:
+            NotFoundError: nothing is at this address.
+            UntrustedError: the trust file names its ref, and it has no valid signature.
+        """
+        view = self.log.readable_view() if view is None else view
+        resolved = resolve(view, address)
+        if self.trust is not None:
+            self.trust.check(self.log, view, resolved)
+        return resolved
+
+    def signature(self, address: str) -> RefSignature | None:
+        """The signature of the snapshot at an address; None if no trust file demands one. Raises as `resolve`."""
+        view = self.log.readable_view()
+        resolved = resolve(view, address)
+        return None if self.trust is None else self.trust.check(self.log, view, resolved)
 
     def put_id(self) -> Ulid:
         """A name for an object that a save writes to the store itself."""

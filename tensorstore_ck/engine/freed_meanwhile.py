@@ -39,7 +39,7 @@ def raise_if_expired(log: Log, info: SnapshotInfo, trouble: Exception) -> RefTab
             return view
         raise MissingObjectError(
             f"snapshot {info.root.hex()[:16]} (step {info.step}) is staged, and not completely on this host: {trouble}. Restore on "
-            "the hosts that staged it, or wait until it is published",
+            "the hosts that staged it, with group= and all their ranks, or wait until it is published",
             object_id=info.root.hex(),
         ) from trouble
     if not view.is_live(info.ulid):

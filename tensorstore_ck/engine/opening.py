@@ -30,6 +30,7 @@ from tensorstore_ck.common.ids import Clock, IdSource, new_ulid
 from tensorstore_ck.common.printed_commands import name_store
 from tensorstore_ck.common.processes import Process, this_process
 from tensorstore_ck.common.rate_limit import RateLimit
+from tensorstore_ck.common.stagger import require_stagger
 from tensorstore_ck.engine.engine import Engine, current_actor
 from tensorstore_ck.engine.object_ids import ObjectIds
 from tensorstore_ck.engine.range_verifier import open_verifier
@@ -44,10 +45,14 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.events import logged_observers
 from tensorstore_ck.format.codec import CodecOption, CodecPolicy, DeltaRules
+from tensorstore_ck.format.ref_statement import LogName
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark, foreign_object, holds_snapshots
 from tensorstore_ck.log.block_index import BlockIndex, forget_packs
 from tensorstore_ck.log.cache import MemoryTable, Table, open_table
+from tensorstore_ck.log.ref_signer import RefSigner, SignOption
+from tensorstore_ck.log.ref_verifier import RefVerifier
+from tensorstore_ck.log.trust_file import read_trust
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 
@@ -63,12 +68,16 @@ def open_engine(
     staging: str | os.PathLike[str] | Staging | None = None,
     min_free: str | int | None = None,
     rate_limit: float | str | None = None,
+    read_rate_limit: float | str | None = None,
+    stagger_seconds: float = 0.0,
     codec: CodecOption = "auto",
     delta: DeltaRules = None,
     read_only: bool = False,
     places: Sequence[str | os.PathLike[str]] = (),
     rollback: Rollback = "warn",
     state_dir: str | os.PathLike[str] | None = None,
+    sign: SignOption = None,
+    trust: str | os.PathLike[str] | None = None,
     config: StoreConfig | None = None,
 ) -> Engine:
     """The engine of the store at `url`. `create` makes the store if there is none; `read_only` changes nothing in it.
@@ -79,7 +88,9 @@ def open_engine(
         name = "create" if create else "staging"
         raise InvalidOptionError(f"{name}= is for stores that are written to: leave it out with read_only=True", object_id=name)
     asked, codecs, allowed = MinFree.parse(min_free or 0), CodecPolicy(codec, delta), parse_allowed(places)
-    limit = None if rate_limit is None else RateLimit(rate_limit)
+    writes, reads = RateLimit(rate_limit), RateLimit(read_rate_limit)
+    require_stagger(stagger_seconds, is_staged=staging is not None)
+    trusted = read_trust(trust)
     observers = logged_observers()
     backend = open_backend(url, storage_options, no_sync=no_sync, on_wait=observers.emit)
     if read_only:
@@ -120,6 +131,8 @@ def open_engine(
             on_wait=observers.emit,
             allowed=allowed,
         )
+        names = LogName(store=uuid.UUID(config.uuid).bytes, log=config.log)
+        signer = None if sign is None else RefSigner(sign, names, time.time_ns)
         same_store = partial(require_same_store, backend, config, config.encode())
         engine = make_engine(
             backend,
@@ -130,15 +143,18 @@ def open_engine(
             open_place=opener,
             read_only=read_only,
             find_process=this_process,
+            signer=signer,
             require_store=same_store if backend.is_local and not is_given else lambda: None,
         )
         backend = engine.backend
-        engine = replace(engine, observers=observers, limit=limit, min_free=kept, codecs=codecs)
+        verifier = None if trusted is None else RefVerifier(trusted, names)
+        engine = replace(engine, observers=observers, writes=writes, reads=reads, stagger_seconds=stagger_seconds)
+        engine = replace(engine, min_free=kept, codecs=codecs, trust=verifier)
         guard = kept if kept != MinFree() else None
         if folder is None or options is None:
-            return replace(engine, backend=throttled(backend, writes=limit, min_free=guard))
-        tiered = ReadThroughBackend(folder, throttled(backend, min_free=guard))
-        uploader = Uploader(folder, tiered.store, max_parallel_requests=options.max_parallel_requests, limit=limit)
+            return replace(engine, backend=throttled(backend, writes=writes, reads=reads, min_free=guard))
+        tiered = ReadThroughBackend(folder, throttled(backend, reads=reads, min_free=guard))
+        uploader = Uploader(folder, tiered.store, max_parallel_requests=options.max_parallel_requests, limit=writes)
         return replace(engine, backend=tiered, tier=StagingTier(folder, uploader, tiered, options))
     except BaseException as exc:
         backend.close()
@@ -159,6 +175,7 @@ def make_engine(
     open_place: Callable[[str], Backend] | None = None,
     read_only: bool = False,
     find_process: Callable[[], Process | None] | None = None,
+    signer: RefSigner | None = None,
     require_store: Callable[[], object] = lambda: None,
 ) -> Engine:
     """An engine from its components; tests pass their own clock, ids and delays. `open_place` opens the locations of moved packs.
@@ -167,7 +184,8 @@ def make_engine(
     """
     options: dict[str, Any] = {"uuid": uuid.UUID(config.uuid).bytes, "prefix": config.log, "clock": clock, "new_id": new_id, "sleep": sleep}
     options |= {"actor": current_actor(), "read_only": read_only, "require_store": require_store}
-    log = Log(backend, table, **options, watermark=watermark, on_swept=forget_packs, shared=not single_writer)
+    sign = None if signer is None else signer.moves
+    log = Log(backend, table, **options, watermark=watermark, on_swept=forget_packs, shared=not single_writer, sign=sign)
     apart = Log(backend, MemoryTable(), **options)
 
     def newest_view() -> RefTable:
@@ -187,6 +205,7 @@ def make_engine(
         placed=placed,
         single_writer=single_writer,
         read_only=read_only,
+        signer=signer,
         put_ids=ObjectIds(backend, new_id, clock, find_process) if find_process is not None and not read_only else None,
         find_process=find_process or (lambda: None),
     )

@@ -50,11 +50,11 @@ def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> Part
         row += 1
     for place in wanted:
         numbers.setdefault(place.pack, len(numbers))
-    rows = (
+    rows = [
         (numbers[place.pack], place.entry, place.offset, place.stored, place.raw, first_base.get(row, -1), place.codec, place.flags)
         for row, place in enumerate(wanted)
-    )
-    return PartExtents(list(numbers), np.fromiter(rows, EXTENT_DTYPE, len(wanted)), b"".join(base_ids))
+    ]
+    return PartExtents(list(numbers), np.array(rows, EXTENT_DTYPE), b"".join(base_ids))
 
 
 def with_bases(place: Location, places: Mapping[Digest, Location]) -> Location:
@@ -85,7 +85,7 @@ def location_of(part: Part, packs: Sequence[Ulid], extents: Extents, row: int, d
 def locations_of(part: Part, packs: Sequence[Ulid], extents: Extents, rows: Sequence[int]) -> list[Location | None]:
     """The locations of the blocks in these rows: see `location_of`. None where the bases are not valid."""
     chosen = extents[list(rows)]
-    of_rows, *columns = (chosen[field].tolist() for field in ("pack", "entry", "offset", "stored", "raw", "codec"))
+    of_rows, *columns = [chosen[field].tolist() for field in ("pack", "entry", "offset", "stored", "raw", "codec")]
     found: list[Location | None] = [*map(Location, [packs[pack] for pack in of_rows], *columns)]
     for position in np.flatnonzero(np.isin(chosen["codec"], _WITH_BASES)).tolist():
         try:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Self
@@ -23,7 +24,6 @@ from tensorstore_ck.feed.host_cache import HostCache
 from tensorstore_ck.feed.match_tensors import Wanted, match_tensors
 from tensorstore_ck.feed.read_changes import ChangesReader
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 
 POLL_SECONDS: Final = 1.0
@@ -81,6 +81,8 @@ class Feed:
         self._ids: dict[Place, Digest] = {}
         """The blocks of `version`."""
         self._version: FeedVersion | None = None
+        self._events: deque[Event] = deque()
+        """Not delivered yet: callbacks run without the locks, so that they may call this feed."""
 
     def __enter__(self) -> Self:
         return self
@@ -117,13 +119,16 @@ class Feed:
             NoSpaceError: what changes does not fit into the memory that is free.
             BackendUnavailableError: the store cannot be read now.
         """
-        with self._polling:
-            try:
-                with self._lock:
-                    self._is_staging = True
-                return self._poll(self._ref if address is None else address, verify=verify)
-            finally:
-                self._is_staging = False
+        try:
+            with self._polling:
+                try:
+                    with self._lock:
+                        self._is_staging = True
+                    return self._poll(self._ref if address is None else address, verify=verify)
+                finally:
+                    self._is_staging = False
+        finally:
+            self._deliver()
 
     def _poll(self, address: str, *, verify: bool) -> FeedVersion | None:
         if self._closed.is_set():
@@ -183,18 +188,21 @@ class Feed:
         Only copies in memory: call it between two uses of the tensors. All tensors change, or none: after an error they are the version
         that they were.
         """
-        with self._lock:
-            staged = None if self._is_staging else self._staged
-            if staged is None:
-                return None
-            streams = _streams_of(staged.tensors)
-            for own, callers in streams:  # what the caller has queued may read the tensors
-                own.wait_stream(callers)
-            try:
-                return shielded(lambda: self._apply(staged), finish=True)
-            finally:
-                for own, callers in streams:
-                    callers.wait_stream(own)
+        try:
+            with self._lock:
+                staged = None if self._is_staging else self._staged
+                if staged is None:
+                    return None
+                streams = _streams_of(staged.tensors)
+                for own, callers in streams:  # what the caller has queued may read the tensors
+                    own.wait_stream(callers)
+                try:
+                    return shielded(lambda: self._apply(staged), finish=True)
+                finally:
+                    for own, callers in streams:
+                        callers.wait_stream(own)
+        finally:
+            self._deliver()
 
     def _apply(self, staged: _Staged) -> FeedVersion:
         started = time.perf_counter()
@@ -213,11 +221,11 @@ class Feed:
                 change.undo()
             raise
         self._version, self._ids, self._staged = staged.version, staged.ids, None
-        self._emit("swapped", staged.version, pause_seconds=time.perf_counter() - started)
+        self._note("swapped", staged.version, pause_seconds=time.perf_counter() - started)
         return staged.version
 
     def _find(self, address: str) -> SnapshotInfo:
-        info = resolve(self._engine.log.readable_view(), address).info
+        info = self._engine.resolve(address).info
         refuse_marked(Snapshot.from_info(info), address, "move the branch to it")
         return info
 
@@ -236,7 +244,7 @@ class Feed:
         read(self._engine, info, missing)
         changes = [change for tensor in tensors for change in tensor.changes]
         version = FeedVersion(info.root.hex(), info.step, info.time_ns, self._engine.clock)
-        self._emit(
+        self._note(
             "fetched",
             version,
             fetch_seconds=time.perf_counter() - started,
@@ -246,11 +254,17 @@ class Feed:
         )
         return _Staged(version, tensors, changes, {place_of(block): block.source.part.block_id(block.row) for block in blocks})
 
-    def _emit(self, kind: Kind, version: FeedVersion, **fields: float) -> None:
+    def _note(self, kind: Kind, version: FeedVersion, **fields: float) -> None:
         about: dict[str, float | str] = {"root": version.root, "age_seconds": version.age_seconds}
-        self._engine.observers.emit(
-            Event(kind, "", self._ref, version.step, rank=0, time_ns=self._engine.clock(), fields={**about, **fields})
-        )
+        self._events.append(Event(kind, "", self._ref, version.step, rank=0, time_ns=self._engine.clock(), fields={**about, **fields}))
+
+    def _deliver(self) -> None:
+        while True:
+            try:
+                event = self._events.popleft()
+            except IndexError:  # perhaps another thread delivers the last one
+                return
+            self._engine.observers.emit(event)
 
 
 def _streams_of(tensors: Sequence[FollowedTensor]) -> list[tuple[torch.cuda.Stream, torch.cuda.Stream]]:

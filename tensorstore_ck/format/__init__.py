@@ -18,6 +18,7 @@ pack.py                packs of blocks and their footers
 codec/                 how the bytes of a block are encoded
 relocation.py          relocation maps: which pack entries are in other packs now
 writer_record.py       writer records: the process behind a series of names
+ref_statement.py       what a signature of a ref covers
 random_streams.py      derived seeds of random generators
 step_counters.py       finds the step counters of optimizers
 """

@@ -40,6 +40,7 @@ from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.store import ReadOnlyStore, open_store
 from tensorstore_ck.store.internals import log_of, open_content, read_record
+from tensorstore_ck.store.internals import resolve as resolve_in
 
 MAX_OPEN_SNAPSHOTS: Final = 8
 _NEW_BYTES: Final = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(("PyBytes_FromStringAndSize", ctypes.pythonapi))
@@ -144,21 +145,20 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """
         path = self._strip_protocol(path)
         folder, _, name = path.rpartition("/")
-        info = _ref(view, path)
-        if info is not None:
-            return _PathTarget(path, info)
+        if view.branch(path) or view.tag(path):
+            return _PathTarget(path, self._resolve(view, path))
         if name in FILES and folder:
-            info = _resolve(view, folder)
+            info = self._resolve(view, folder)
             if name not in self._open_snapshot(info).files:
                 raise NotFoundError(f"{folder!r} has no {name}: see `ls`", object_id=path)
             return _PathTarget(path, info, name)
         if not path or (path.endswith("@") and view.branch(_base(path))) or any(ref.startswith(f"{path}/") for ref in _refs(view)):
             return _PathTarget(path, None)
         if folder and is_model_file(name):
-            info = _resolve(view, folder)
+            info = self._resolve(view, folder)
             if name in self._open_snapshot(info).files:
                 return _PathTarget(path, info, name)
-        return _PathTarget(path, _resolve(view, path))
+        return _PathTarget(path, self._resolve(view, path))
 
     def _info(self, target: _PathTarget) -> Info:
         info: Info = {"name": target.path, "size": 0, "type": "directory"}
@@ -208,6 +208,10 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def _view(self) -> RefTable:
         return log_of(self._get_store()).readable_view()
+
+    def _resolve(self, view: RefTable, folder: str) -> SnapshotInfo:
+        """The snapshot at a folder's address, which may also be written ``ref/@step`` or ``ref/~n``."""
+        return resolve_in(self._get_store(), folder.replace("/@", "@").replace("/~", "~"), view).info
 
     def _get_store(self) -> ReadOnlyStore:
         with self._lock:
@@ -330,11 +334,6 @@ def _refs(view: RefTable) -> list[str]:
 def _ref(view: RefTable, path: str) -> SnapshotInfo | None:
     """The snapshot at a branch or tag of that name."""
     return resolve(view, path).info if view.branch(path) or view.tag(path) else None
-
-
-def _resolve(view: RefTable, folder: str) -> SnapshotInfo:
-    """The snapshot at a folder's address, which may also be written ``ref/@step`` or ``ref/~n``."""
-    return resolve(view, folder.replace("/@", "@").replace("/~", "~")).info
 
 
 def _base(path: str) -> str:

@@ -20,6 +20,8 @@ store_folders.py                         the folders of a store, and what else l
 lost_log.py                              signs that a log which looks empty was lost
 entry_reader.py                          entries read from the backend
 watermark.py, head_file.py               the highest entry that was seen, to notice a log that goes back or forks
+trust_file.py                            which keys must have signed which refs
+ref_signer.py, ref_verifier.py           signs the refs that an entry moves; checks the signatures of refs
 follow.py                                brings a table to the log's head; writes checkpoints
 entry_writer.py                          creates the next entry, in the reserve if the disk is full; reads back after a lost reply
 log.py                                   sync and append: the commit protocol

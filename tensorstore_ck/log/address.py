@@ -7,13 +7,13 @@ runs/gpt^staged   the newest snapshot staged for it and not published yet; witho
 runs/gpt^best:val_loss       the one in the branch's history with the lowest value of a metric; runs/gpt^best:acc:max: the highest
 """
 
-import difflib
 import math
 import re
 import shlex
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.similar_names import similar_names
 from tensorstore_ck.errors import AmbiguousAddressError, InvalidNameError, NotFoundError
 from tensorstore_ck.log import RefTable, SnapshotInfo, validate_ref_name
 
@@ -37,6 +37,8 @@ class Resolved(NamedTuple):
     """The branch that the address goes through, if any."""
     branch_root: Digest | None
     """The root of that branch's head."""
+    tag: str | None = None
+    """The tag that the address goes through, if any."""
 
 
 def resolve(view: RefTable, address: str) -> Resolved:
@@ -57,7 +59,7 @@ def resolve(view: RefTable, address: str) -> Resolved:
             f"{address!r} is not an address: use a ref, ref@step, ref~n, ref^best:metric, or a root (4 or more hex digits)",
             object_id=str(address),
         )
-    base, step, back = match["base"], match["step"], int(match["back"] or 0)
+    base, step, back, tag = match["base"], match["step"], int(match["back"] or 0), None
     branch = None if _ROOT.fullmatch(base) else view.branch(base)
     if branch is not None:
         ulid = branch.ulid if step is None else view.newest_with_step(base, int(step))
@@ -65,7 +67,7 @@ def resolve(view: RefTable, address: str) -> Resolved:
             raise NotFoundError(f"{base!r} has no snapshot of step {step}: see `tsck log {base}`", object_id=address)
         info = view.snapshot(ulid)
     else:
-        info = _tag_or_root(view, base)
+        info, tag = _tag_or_root(view, base)
         if info is not None and step is not None and info.step != int(step):
             raise NotFoundError(f"{base!r} is a snapshot of step {info.step}, not {step}", object_id=address)
     if info is None:
@@ -76,7 +78,7 @@ def resolve(view: RefTable, address: str) -> Resolved:
             known = ("no snapshot", "one snapshot", f"{before:,} snapshots")[min(before, 2)]
             raise NotFoundError(f"{address!r}: {base!r} has {known} before it; see `tsck log {shlex.quote(base)}`", object_id=address)
         info = parent
-    return Resolved(info, base if branch else None, branch.root if branch else None)
+    return Resolved(info, base if branch else None, branch.root if branch else None, tag)
 
 
 def _staged(view: RefTable, name: str) -> Resolved:
@@ -111,23 +113,24 @@ def _best(view: RefTable, address: str) -> Resolved:
     return Resolved(best, name, branch.root)
 
 
-def _tag_or_root(view: RefTable, base: str) -> SnapshotInfo | None:
+def _tag_or_root(view: RefTable, base: str) -> tuple[SnapshotInfo | None, str | None]:
+    """The snapshot, and the name of the tag, if it is one."""
     if not _ROOT.fullmatch(base):
         validate_ref_name(base)
         tag = view.tag_row(base)
         if tag is not None or not _SHORT_ROOT.fullmatch(base):
-            return view.snapshot(tag.ulid) if tag else None
+            return (view.snapshot(tag.ulid), base) if tag else (None, None)
     roots = view.roots_with_prefix(base)
     if len(roots) > 1:
         raise AmbiguousAddressError(f"{base!r} matches {len(roots)} snapshots or more: give more digits of the root", object_id=base)
     if roots:
-        return view.by_root(roots[0])
-    return next((info for _, info in view.all_staged() if info.root.hex().startswith(base)), None)
+        return view.by_root(roots[0]), None
+    return next((info for _, info in view.all_staged() if info.root.hex().startswith(base)), None), None
 
 
 def _nothing_at(view: RefTable, base: str) -> str:
     names = [*view.branches(), *view.tags()]
-    similar = difflib.get_close_matches(base, names, 3)
+    similar = similar_names(base, names)
     listed = [*similar, *sorted({*names} - {*similar})]
     known = ", ".join(listed[:8]) + (", ..." if len(names) > 8 else "") if names else "the store has no refs yet"
     return f"there is no ref or snapshot {base!r} (refs: {known})"

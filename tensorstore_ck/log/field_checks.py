@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES
+from tensorstore_ck.common.signing_keys import PUBLIC_KEY_BYTES, SIGNATURE_BYTES
 from tensorstore_ck.format.attributes import MAX_ATTRIBUTES, are_attributes
 from tensorstore_ck.format.record import are_triggers, is_epoch
 from tensorstore_ck.log.object_set import is_ulids
@@ -112,3 +113,5 @@ TRIGGERS: Final = Field(list, rule=are_triggers)
 EPOCH: Final = Field(float, rule=is_epoch).or_nil()
 ATTRIBUTES: Final = Field(dict, 0, MAX_ATTRIBUTES, are_attributes).or_nil()
 ACTOR: Final = Field(str, 0, MAX_ACTOR_CHARS)
+PUBLIC_KEY: Final = Field(bytes, PUBLIC_KEY_BYTES, PUBLIC_KEY_BYTES)
+SIGNATURE: Final = Field(bytes, SIGNATURE_BYTES, SIGNATURE_BYTES)

@@ -50,12 +50,12 @@ def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     rows.TXNS.put(batch, op["txn"], rows.TxnOutcome(put=True, n=entry.n))
     is_held = view.is_live(info.ulid)  # no writer draws a ULID twice; if a log repeats one, the later snapshot counts
     if is_held:
-        _count(batch, view, info.ulid, -1)
+        _count(batch, view, view.snapshot(info.ulid), -1)
     rows.SNAPSHOTS.put(batch, info.ulid, info)
     rows.ROOTS.put(batch, info.root + info.ulid, rows.EntryRow(entry.n))
     if is_held:
-        _count(batch, view, info.ulid, 1)
-    _move(batch, view=view, entry=entry, name=info.ref, move=_arrival(info, entry, "put"))
+        _count(batch, view, info, 1)
+    _move(batch, view, entry, info, name=info.ref, op="put")
     if ULID.accepts(op.get("staged")):
         rows.STAGED.delete(batch, op["staged"])
 
@@ -74,34 +74,32 @@ def _abort(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
 def _branch(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     info = view.by_root(op["root"])
     if info is not None and view.branch(op["name"]) is None:
-        _move(batch, view=view, entry=entry, name=op["name"], move=_arrival(info, entry, "branch"))
+        _move(batch, view, entry, info, name=op["name"], op="branch")
 
 
 def _reset(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     info = view.by_root(op["root"])
     if info is not None and view.branch(op["name"]) is not None:
-        _move(batch, view=view, entry=entry, name=op["name"], move=_arrival(info, entry, "reset"))
+        _move(batch, view, entry, info, name=op["name"], op="reset")
 
 
-def _arrival(info: SnapshotInfo, entry: Entry, op: str) -> BranchMove:
-    return BranchMove(ulid=info.ulid, root=info.root, step=info.step, n=entry.n, time_ns=entry.time_ns, op=op)
-
-
-def _move(batch: Batch, view: RefTable, entry: Entry, name: str, move: BranchMove) -> None:
+def _move(batch: Batch, view: RefTable, entry: Entry, info: SnapshotInfo, *, name: str, op: str) -> None:
+    """Moves a branch to a snapshot."""
+    move = BranchMove(ulid=info.ulid, root=info.root, step=info.step, n=entry.n, time_ns=entry.time_ns, op=op)
     seq = view.length(name)
     rows.MOVES.put(batch, rows.numbered(name, seq), move)
     if move.step is not None:
         rows.STEPS.put(batch, rows.numbered(name, rows.step_number(move.step)), rows.StepRow(seq))
     rows.BRANCHES.put(batch, name.encode(), BranchHead(name, *move[:-1], length=seq + 1))
     rows.LENGTHS.delete(batch, name.encode())
-    _hold(batch, view=view, ulid=move.ulid, change=1, entry=entry)
+    _hold(batch, view, entry, info.ulid, change=1, info=info)
 
 
 def _tag(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     info = view.by_root(op["root"])
     if info is not None and view.tag(op["name"]) is None:
         rows.TAGS.put(batch, op["name"].encode(), rows.TagRow(info.ulid, info.root, entry.n, entry.time_ns))
-        _hold(batch, view=view, ulid=info.ulid, change=1, entry=entry)
+        _hold(batch, view, entry, info.ulid, change=1, info=info)
 
 
 def _annotate(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
@@ -120,18 +118,17 @@ def _mark(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
 # --- policies and pins ------------------------------------------------------------------------------------------------
 
 
-def _hold(batch: Batch, view: RefTable, ulid: Ulid, change: int, entry: Entry) -> None:
-    """Changes the number of holders of a snapshot."""
+def _hold(batch: Batch, view: RefTable, entry: Entry, ulid: Ulid, *, change: int, info: SnapshotInfo | None = None) -> None:
+    """Changes the number of holders of a snapshot; `info`: its row, by default read from `view`."""
     before = view.holds(ulid)
     after = max(0, before + change)
     rows.HOLDS.put(batch, ulid, rows.HoldsRow(after, entry.n))
     if bool(before) != bool(after):
-        _count(batch, view, ulid, 1 if after else -1)
+        _count(batch, view, info or view.snapshot(ulid), 1 if after else -1)
 
 
-def _count(batch: Batch, view: RefTable, ulid: Ulid, sign: int) -> None:
+def _count(batch: Batch, view: RefTable, info: SnapshotInfo | None, sign: int) -> None:
     """Adds a snapshot's new bytes to the sums of its branch and of the matching quotas, or subtracts them."""
-    info = view.read(rows.SNAPSHOTS, ulid, ulid)
     if info is None:
         return
     before = view.added_bytes(info.ref)
@@ -168,14 +165,14 @@ def _pin(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
         return
     pin = rows.Pin(ulid=info.ulid, owner=op["owner"], reason=op["reason"], expires_ns=op["expires_ns"], n=entry.n, time_ns=entry.time_ns)
     if not view.is_pinned(pin.ulid, pin.owner):
-        _hold(batch, view=view, ulid=pin.ulid, change=1, entry=entry)
+        _hold(batch, view, entry, pin.ulid, change=1, info=info)
     rows.PINS.put(batch, pin.ulid + pin.owner.encode(), pin)
 
 
 def _unpin(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.is_pinned(op["snapshot"], op["owner"]):
         rows.PINS.delete(batch, op["snapshot"] + op["owner"].encode())
-        _hold(batch, view=view, ulid=op["snapshot"], change=-1, entry=entry)
+        _hold(batch, view, entry, op["snapshot"], change=-1)
 
 
 # --- forget and undo --------------------------------------------------------------------------------------------------
@@ -270,7 +267,7 @@ def _purge(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     window = rows.window_key(op["n"], op["name"])
     for key, value in list(view.scan(rows.FORGOTTEN, window + b"\0")):
         rows.FORGOTTEN.delete(batch, window + b"\0" + key)
-        _hold(batch, view=view, ulid=rows.FORGOTTEN.decode(value).ulid, change=-1, entry=entry)
+        _hold(batch, view, entry, rows.FORGOTTEN.decode(value).ulid, change=-1)
     _close_window_if_empty(batch, view, window)
 
 

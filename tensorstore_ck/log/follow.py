@@ -61,16 +61,18 @@ class Follower:
         self._unusable: set[int] = set()
         """Checkpoints that this build cannot use, such as those of a build with another fold."""
 
-    def follow(self, table: Table) -> Head:
+    def follow(self, table: Table, cached: Head | None = None) -> Head:
         """Folds every entry that was acknowledged before this call, and returns the head.
+
+        `cached`: a head that the table has had; by default it is read.
 
         Raises:
             BrokenLogError: an entry is missing, damaged or off the hash chain.
             LogChangedError: the log went back or was forked, with ``rollback="error"``.
             EmptiedError, TableError: try again.
         """
-        known, cached = self._watermark.last_seen(), RefTable(table).head()
-        head = cached
+        known = self._watermark.last_seen()
+        head = cached = cached or RefTable(table).head()
         seen = [] if known is None else [known]
         while True:
             newer = None if head is None else self._behind(head)
@@ -109,7 +111,7 @@ class Follower:
         Returns None if it is in `table`, which was at an entry of this log before.
         """
         cached = RefTable(table).head()
-        if cached is not None and self._is_entry(cached):
+        if cached is not None and self.is_entry(cached):
             with suppress(EmptiedError):
                 self._fold_while_readable(table, cached)
             return None
@@ -117,7 +119,8 @@ class Follower:
         self._fold_while_readable(apart, self._start_readable(apart))
         return RefTable(apart)
 
-    def _is_entry(self, head: Head) -> bool:
+    def is_entry(self, head: Head) -> bool:
+        """Whether the log has this entry."""
         with suppress(BrokenLogError):
             entry = self._chain.read(head.n)
             return entry is not None and entry.hash == head.hash
@@ -280,9 +283,12 @@ class Follower:
         """Whether the table was filled from a checkpoint that `verify` has not compared with the log."""
         return table.get(_ORIGIN_KEY) is not None
 
-    def write_checkpoint_if_due(self, table: Table, n: int, make_durable: Callable[[int], None]) -> None:
-        """Writes a checkpoint if reading the entries since the last one costs more. Calls `make_durable` with the number of its entry."""
-        if n < self._next_checkpoint_try:
+    def write_checkpoint_if_due(self, table: Table, n: int, make_durable: Callable[[int], None] | None) -> None:
+        """Writes a checkpoint if reading the entries since the last one costs more. Calls `make_durable` with the number of its entry.
+
+        None: this process writes none.
+        """
+        if make_durable is None or n < self._next_checkpoint_try:
             return
         with suppress(StoreError):  # a checkpoint only saves time
             tail = Tail.read(table)

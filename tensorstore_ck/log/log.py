@@ -8,7 +8,7 @@ losing the cache costs time only. Knows nothing of packs, parts or tensors.
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, TypeVar
 
@@ -58,6 +58,7 @@ class Log:
         read_only: bool = False,
         may_begin: bool = False,
         require_store: Callable[[], object] = lambda: None,
+        sign: Callable[[RefTable, Sequence[Op]], Iterable[Op]] | None = None,
         sleep: Callable[[float], object] = time.sleep,
         jitter: Callable[[], float] = JITTER,
     ) -> None:
@@ -65,8 +66,8 @@ class Log:
 
         `require_store` raises if the location does not hold this store any more; it is called before an entry is created, and if the log is
         empty. `may_begin`: whether the log may be empty although the store has another one, as in salvage. `watermark`: what was seen of
-        this log; by default only what this object sees itself. `on_swept` is called with the packs that an entry sweeps, in the batch that
-        folds it: the block index must drop them in that batch.
+        this log; by default only what this object sees itself. `sign` returns the signatures that belong to an entry's operations.
+        `on_swept` is called with the packs that an entry sweeps, in the batch that folds it: the block index must drop them in that batch.
         """
         self.chain = EntryReader(backend, uuid=uuid, prefix=prefix)
         self._genesis = Head(0, self.chain.genesis)
@@ -90,7 +91,9 @@ class Log:
         self._actor = actor
         self._new_id = new_id
         self._writer = EntryWriter(backend, self.chain, clock=clock, sleep=sleep, require_store=require_store, shared=shared)
-        self._read_only = read_only
+        self._make_durable = None if read_only else self._writer.make_durable
+        self._shared = shared
+        self._sign = sign
         self._sleep = sleep
         self._jitter = jitter
         self._lock = ProcessLock()
@@ -121,8 +124,10 @@ class Log:
 
         return shielded(fold)
 
-    def sync(self) -> Head:
+    def sync(self, known: Head | None = None) -> Head:
         """Folds every entry that was acknowledged before this call, and returns the head.
+
+        `known`: a head that the table has had; by default it is read.
 
         Raises:
             BrokenLogError: an entry is missing, damaged or off the hash chain.
@@ -132,10 +137,10 @@ class Log:
         def sync() -> Head:
             with self._lock.here:
                 self.table.return_to_disk()
-                for _ in range(_CACHE_TRIES):
+                for number in range(_CACHE_TRIES):
                     with suppress(EmptiedError, TableError):
                         try:
-                            return self._sync()
+                            return self._sync(None if number else known)
                         except CorruptObjectError:  # of the cache: damage in the log is a BrokenLogError
                             self._follower.fill(self.table)
                             self._kept = RowsAtHead(None)
@@ -146,8 +151,11 @@ class Log:
 
     def newest_view(self) -> RefTable:
         """A view at the newest entry that was acknowledged before this call, or a later one."""
-        self.sync()
-        return self.view()
+        view = self.view() if self._readable is None else None
+        head = None if view is None else view.head()
+        if view is None or self.sync(head) != head:
+            return self.view()
+        return view
 
     def readable_view(self) -> RefTable:
         """As `newest_view`, to read snapshots: of a broken log, what can be read, with a `BrokenLogWarning`.
@@ -267,15 +275,11 @@ class Log:
         self.table.leave_disk(cause)
         return self._follower.fold_until(head)
 
-    def _sync(self) -> Head:
-        head, self._readable = self._follower.follow(self.table), None
+    def _sync(self, known: Head | None = None) -> Head:
+        head, self._readable = self._follower.follow(self.table, known), None
         self._followed_n = head.n
-        self._write_checkpoint_if_due(head.n)
+        self._follower.write_checkpoint_if_due(self.table, head.n, self._make_durable)
         return head
-
-    def _write_checkpoint_if_due(self, n: int) -> None:
-        if not self._read_only:
-            self._follower.write_checkpoint_if_due(self.table, n, self._writer.make_durable)
 
     def entries(self, start: int = 1) -> Iterator[Entry]:
         """The entries from `start` on, each checked against the one before; reads no cache.
@@ -292,7 +296,7 @@ class Log:
 
     # --- append -------------------------------------------------------------------------------------------------------
 
-    def append(self, build: Build, *, write_id: bytes | None = None, also: Also | None = None) -> Appended:
+    def append(self, build: Build, *, write_id: bytes | None = None, also: Also | None = None, at: RefTable | None = None) -> Appended:
         """Adds one entry with the operations that `build` makes at the head; durable and visible to all when it returns.
 
         `build` is called again, at a newer head, whenever another writer was faster. Without operations nothing is added.
@@ -301,6 +305,8 @@ class Log:
             build: Makes the operations.
             write_id: Names the entry of the first try; a write id names one exact content, so each further try draws its own.
             also: Called in the batch that folds the entry, unless the cache fails then.
+            at: A view at which the caller has followed the log. The first try is made there, and the log is followed again only if it has
+                moved since.
 
         Raises:
             UndecidedError: the backend did not say whether the entry is there; the log will show it.
@@ -309,12 +315,18 @@ class Log:
 
         def append() -> Appended:
             with self._lock.here:
-                return self._append_until_first(build, write_id, also)
+                return self._append_until_first(build, write_id, also, at)
 
         return shielded(append)
 
-    def _append_until_first(self, build: Build, write_id: bytes | None, also: Also | None) -> Appended:
+    def _append_until_first(self, build: Build, write_id: bytes | None, also: Also | None, at: RefTable | None) -> Appended:
         """Under the lock. A function of its own: see common/changes.py."""
+        # Where `create` may overwrite, it does not find out that another process was faster.
+        if at is not None and self._shared and (at.head() or self._genesis).n == self._followed_n > 0:
+            appended = self._append_once(build, write_id, also, at)
+            if appended is not None:
+                return appended
+            write_id = None
         for lost in itertools.count():
             began_ns = self._clock()
             appended = self._append_once(build, write_id, also)
@@ -347,25 +359,30 @@ class Log:
             return RefTable(self.table).with_note(info)
         return info
 
-    def _append_once(self, build: Build, write_id: bytes | None, also: Also | None) -> Appended | None:
-        """Fold to the head, check and build, create the next entry; None when another writer was faster."""
+    def _append_once(self, build: Build, write_id: bytes | None, also: Also | None, at: RefTable | None = None) -> Appended | None:
+        """Checks and builds at `at`, by default at the newest entry, and creates the next entry; None if there is a newer one by then."""
         self._writer.require_decided()
-        view = self.newest_view()
-        self._refuse_unknown_operations(view)
+        view = at or self.newest_view()
+        if (stop := view.stop()) is not None:
+            raise self.chain.unknown_operation(stop.n, stop.op)
         head = view.head() or self._genesis
         try:
             ops = build(view)
-        except DamageError:
-            if self.sync() == head:
+        except StoreError as exc:  # a newer entry may allow it; and gc may have freed meanwhile what it read
+            if (at is None and not isinstance(exc, DamageError)) or self.sync() == head:
                 raise
-            return None  # gc may have freed meanwhile what it read
+            return None
         if not ops:
             return Appended(head.n, ())
-        sign = None if head.n or self._may_begin else sign_of_lost_log(self._backend, self._prefix, self._watermark, ops)
-        if sign is not None:
+        if self._sign is not None:
+            ops = [*ops, *self._sign(view, ops)]
+        lost = None if head.n or self._may_begin else sign_of_lost_log(self._backend, self._prefix, self._watermark, ops)
+        if lost is not None:
             if self.sync() != head:
                 return None  # a save after the first one has left it
-            raise lost_log(self.chain.name(1), self._backend.url, sign)
+            raise lost_log(self.chain.name(1), self._backend.url, lost)
+        if at is not None and not self._follower.is_entry(head):
+            return None  # the log went back, and the entry would leave a gap
         sealed, entry = seal_entry(
             head.n + 1, head.hash, ops, write_id=write_id or self._new_id(), time_ns=self._clock(), actor=self._actor
         )
@@ -383,9 +400,4 @@ class Log:
                 self._followed_n = entry.n
             except (EmptiedError, TableError):
                 self.sync()
-            self._write_checkpoint_if_due(entry.n)
-
-    def _refuse_unknown_operations(self, view: RefTable) -> None:
-        stop = view.stop()
-        if stop is not None:
-            raise self.chain.unknown_operation(stop.n, stop.op)
+            self._follower.write_checkpoint_if_due(self.table, entry.n, self._make_durable)

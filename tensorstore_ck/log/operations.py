@@ -12,6 +12,7 @@ from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.errors import AlreadyExistsError, InvalidOptionError, NotFoundError
 from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.format.record import Record
+from tensorstore_ck.format.ref_statement import RefStatement
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log.field_checks import (
     COUNT,
@@ -28,11 +29,13 @@ from tensorstore_ck.log.field_checks import (
     METRICS,
     OWNER,
     PARENT,
+    PUBLIC_KEY,
     REASON,
     REF,
     RULES,
     RUN,
     SHORT_TEXT,
+    SIGNATURE,
     STEP,
     ULID,
     ULIDS,
@@ -218,6 +221,12 @@ class Op:
         """Says that the training of a branch ended with the snapshot `root`. Nothing is folded: pages and alerts read the entry."""
         return _op("finished", critical=False, ref=ref, root=root)
 
+    @classmethod
+    def sign(cls, statement: RefStatement, key: bytes, signature: bytes) -> "Op":
+        """Carries the signature of a ref. Nothing is folded: who has a trust file reads the entry."""
+        said = {"ref": statement.ref, "root": statement.root, "step": statement.step}
+        return _op("sign", critical=False, **said, number=statement.number, time_ns=statement.time_ns, key=key, signature=signature)
+
     def check(self, view: "RefTable") -> None:
         """Checks the operation's preconditions at `view`. The caller checks those of a put.
 
@@ -307,5 +316,6 @@ SCHEMA: Final[Mapping[str, Mapping[str, Field]]] = {
     "quota": {"glob": GLOB, "warn_bytes": LIMIT, "refuse_bytes": LIMIT},
     "report": {"run": RUN, "outcome": SHORT_TEXT, "duration_ns": COUNT, "counts": COUNTS, "message": MESSAGE},
     "finished": {"ref": REF, "root": DIGEST},
+    "sign": {"ref": REF, "root": DIGEST, "step": STEP, "number": COUNT, "time_ns": COUNT, "key": PUBLIC_KEY, "signature": SIGNATURE},
 }
 """Operation -> its fields."""

@@ -40,6 +40,8 @@ class RowsAtHead:
         self.head = head
         self.rows: dict[bytes, Any] = {}
         """Key -> row, or None. A root with its prefix -> its snapshot. The prefix of a kind that is read as a whole -> its rows by key."""
+        self.ulids: dict[bytes, list[Ulid]] = {}
+        """Root -> the snapshots with that root."""
         self.has_rows: dict[bytes, bool] = {}
         """Prefix of a kind -> whether there is a row of it."""
 
@@ -100,6 +102,10 @@ class RefTable:
     def branches(self) -> list[str]:
         """The names of all branches, in order."""
         return [name.decode("ascii") for name, _ in self.scan(rows.BRANCHES)]
+
+    def heads(self) -> Iterator[BranchHead]:
+        """Where all branches are, in the order of their names."""
+        return (rows.BRANCHES.decode(value, name.decode("ascii")) for name, value in self.scan(rows.BRANCHES))
 
     def branch(self, name: str) -> BranchHead | None:
         """Where a branch is."""
@@ -191,10 +197,16 @@ class RefTable:
         """The snapshots with this root, the newest first; live ones before all others."""
         if len(root) != DIGEST_BYTES:
             return []
+        kept = {} if self._kept is None else self._kept.ulids
+        if root in kept:
+            return kept[root]
         found = [(Ulid(ulid), rows.ROOTS.decode(value).n) for ulid, value in self.scan(rows.ROOTS, root)]
         if len(found) > 1:
             found.sort(key=lambda item: (self.is_live(item[0]), item[1]), reverse=True)
-        return [ulid for ulid, _ in found]
+        ulids = [ulid for ulid, _ in found]
+        if len(kept) < _MAX_KEPT_ROWS:
+            kept[root] = ulids
+        return ulids
 
     def marked(self, mark: str) -> Iterator[SnapshotInfo]:
         """The newest snapshot of each root with that mark."""

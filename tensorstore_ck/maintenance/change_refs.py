@@ -59,6 +59,17 @@ def finish(engine: Engine, ref: str) -> Snapshot:
     return _append(engine, ref, lambda root: Op.finished(ref, root))
 
 
+def sign(engine: Engine, ref: str, expect: str) -> Snapshot:
+    """See `Store.sign`."""
+    engine.require_writable()
+    validate_ref_name(ref)
+    signer = engine.signer
+    if signer is None:
+        raise InvalidOptionError(f"signing {ref!r} needs a key: open the store with sign=, or give --sign FILE", object_id="sign")
+    engine.log.append(lambda view: [signer.head(view, ref, expect)])
+    return Snapshot.from_info(resolve(engine.log.view(), ref).info)
+
+
 def pin(engine: Engine, address: str, *, reason: str, owner: str | None, expires: "str | float | None") -> Snapshot:
     """See `Store.pin`."""
     seconds = None if expires is None else parse_seconds(expires, "expires")

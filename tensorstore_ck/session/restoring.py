@@ -15,7 +15,7 @@ from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.engine.read.snapshot_reader import count_rank_states, open_rank_state, open_snapshot
 from tensorstore_ck.format.random_streams import RULE, Streams
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.log.address import Resolved
+from tensorstore_ck.log.address import Resolved, is_staged_address
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.session.group.group_restore import GroupReading, GroupRestore
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
@@ -163,7 +163,7 @@ def restoring(
     session.context.frozen.forget()
 
     def find(address: str) -> Resolved:
-        resolved = session.resolve(address)
+        resolved = session.engine.resolve(address)
         _logger.debug("%s is step %s of %s, root %s", address, resolved.info.step, resolved.info.ref, resolved.info.root.hex())
         if not allow_marked:
             refuse_marked(Snapshot.from_info(resolved.info), address, "pass allow_marked=True")
@@ -199,20 +199,20 @@ def rank_state(
         whose = own if rank_state_map is None or stored == size else rank_state_map(own, stored)
         return [restored.rank_state(wanted) for wanted in whose] if isinstance(whose, Iterable) else restored.rank_state(whose)
 
-    return _read_together(session, address=address, find=session.resolve, read=read, group=ranks, timeout_seconds=timeout_seconds)[0]
+    return _read_together(session, address=address, find=session.engine.resolve, read=read, group=ranks, timeout_seconds=timeout_seconds)[0]
 
 
 def streams(session: Session, address: str, *, group: "ProcessGroup | DeviceMesh | None", timeout_seconds: float) -> Streams:
     """See `Store.streams`."""
     ranks = process_group(group)
     return _read_together(
-        session, address=address, find=session.resolve, read=Restoring.streams, group=ranks, timeout_seconds=timeout_seconds
+        session, address=address, find=session.engine.resolve, read=Restoring.streams, group=ranks, timeout_seconds=timeout_seconds
     )[0]
 
 
 def open_lazily(session: Session, address: str, require_open: Callable[[], object]) -> "LazySnapshot":
     """See `Store.open_snapshot`. `require_open` raises if the store was closed."""
-    return Restoring(session.engine, session.resolve(address).info).lazy(require_open)
+    return Restoring(session.engine, session.engine.resolve(address).info).lazy(require_open)
 
 
 def _read_together(
@@ -235,12 +235,19 @@ def _read_together(
         resolved = find(address)
         return read(Restoring(engine, resolved.info)), resolved
 
+    engine.reads.share(group.size())
+
     def read_as_rank(info: SnapshotInfo, reading: GroupReading) -> T:
         restoring = Restoring(engine, info, group, reading)
         result = read(restoring)
         restoring.finish()
         return result
 
+    sources = None
+    if engine.tier is not None and is_staged_address(address):
+        from tensorstore_ck.session.peers import SharedDisks  # noqa: PLC0415 - loads torch
+
+        sources = SharedDisks(engine.tier, group.rank())
     return GroupRestore(
         engine=engine,
         own=session.groups.of(group)[0],
@@ -248,5 +255,6 @@ def _read_together(
         find=find,
         read=read_as_rank,
         must_agree=must_agree,
+        sources=sources,
         timeout_seconds=timeout_seconds,
     ).run()

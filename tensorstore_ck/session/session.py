@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from tensorstore_ck.common.host_memory import default_limit_bytes, memory_errors
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, StoreError
-from tensorstore_ck.log.address import Resolved, is_staged_address, resolve
+from tensorstore_ck.log.address import is_staged_address, resolve
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, ProcessGroups, process_group
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+    from tensorstore_ck.session.save.coordination import Coordination
     from tensorstore_ck.session.save.save import Save, StateArguments
     from tensorstore_ck.state import StateCheck
     from tensorstore_ck.state.capture_copy import Arena
@@ -58,10 +59,6 @@ class Session:
             for staged in resume_alone(self.context, engine.tier):
                 self.queue.resume(staged, staged.ref, staged.step, staged.rank)
 
-    def resolve(self, address: str) -> Resolved:
-        """The snapshot that an address means at the newest entry of the log."""
-        return resolve(self.engine.log.readable_view(), address)
-
     def put(
         self,
         state: object,
@@ -72,13 +69,13 @@ class Session:
         **given: "Unpack[StateArguments]",
     ) -> Snapshot:
         """See `Store.put_snapshot`; `state` may be a `CapturedState`."""
-        ranks = process_group(group)
-        if ranks is not None:
+        torch_group = process_group(group)
+        if torch_group is not None:
             self.queue.require_no_worker()
 
         def make() -> "Save":
-            save = self._new_save(state, ref=ref, group=ranks, timeout_seconds=timeout_seconds, given=given)
-            if ranks is None:  # with ranks this happens in the round, so that an error reaches all at once
+            save = self._new_save(state, ref=ref, group=torch_group, timeout_seconds=timeout_seconds, given=given)
+            if torch_group is None:  # with ranks this happens in the round, so that an error reaches all at once
                 save.check_and_capture()
             return save
 
@@ -98,12 +95,12 @@ class Session:
     ) -> PendingSnapshot:
         """See `Store.put_snapshot_async`; `optimizers` is its `changed_by`."""
         given["changed_by"] = _optimizers(optimizers)
-        ranks = process_group(group)
+        torch_group = process_group(group)
 
         def make() -> "Save":
-            held = state if ranks is None else self._count_local_ranks(state, ranks, timeout_seconds)
-            save = self._new_save(held, ref=ref, group=ranks, timeout_seconds=timeout_seconds, given=given)
-            if ranks is None and self.queue.is_quiet():
+            held = state if torch_group is None else self._count_local_ranks(state, torch_group, timeout_seconds)
+            save = self._new_save(held, ref=ref, group=torch_group, timeout_seconds=timeout_seconds, given=given)
+            if torch_group is None and self.queue.is_quiet():
                 save.check_branch()
             save.check_and_capture()
             return save
@@ -125,18 +122,18 @@ class Session:
 
         from tensorstore_ck.session.save.prepare_memory import prepare  # noqa: PLC0415 - loads torch
 
-        ranks, optimizers = process_group(group), _optimizers(changed_by)
+        torch_group, optimizers = process_group(group), _optimizers(changed_by)
         if torch.cuda.is_available():
-            if ranks is not None:
-                self._local_ranks = self.groups.local_ranks(ranks, timeout_seconds=timeout_seconds)
-            self.queue.prepare(*prepare(self.context, state, ranks, frozen, optimizers))
+            if torch_group is not None:
+                self._local_ranks = self.groups.local_ranks(torch_group, timeout_seconds=timeout_seconds)
+            self.queue.prepare(*prepare(self.context, state, torch_group, frozen, optimizers))
 
     def check(
         self, state: object, *, group: "ProcessGroup | DeviceMesh | None", rank_state: object, timeout_seconds: float
     ) -> "StateCheck":
         """See `Store.check`."""
-        ranks = process_group(group)
-        if ranks is None:
+        torch_group = process_group(group)
+        if torch_group is None:
             from tensorstore_ck.state import check_state  # noqa: PLC0415 - loads torch
 
             _require_no_rank_state(rank_state)
@@ -144,7 +141,7 @@ class Session:
         from tensorstore_ck.session.save.dry_run import check_ranks  # noqa: PLC0415 - loads torch
 
         return check_ranks(
-            self.engine, groups=self.groups, group=ranks, state=state, rank_state=rank_state, timeout_seconds=timeout_seconds
+            self.engine, groups=self.groups, group=torch_group, state=state, rank_state=rank_state, timeout_seconds=timeout_seconds
         )
 
     def finish_staged(self, address: str, group: "ProcessGroup | None", timeout_seconds: float) -> None:
@@ -192,7 +189,7 @@ class Session:
         Even if host_memory_bytes is given: other ranks may not have it, and all must take part. After an error the other ranks may know
         it and begin the save, so that this one must fail it.
         """
-        from tensorstore_ck.session.save.ranks import UnpreparedState  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.session.save.coordination import UnpreparedState  # noqa: PLC0415 - loads torch
 
         try:
             self._local_ranks = self.groups.local_ranks(group, timeout_seconds=timeout_seconds)
@@ -201,19 +198,18 @@ class Session:
         return state
 
     def _new_save(self, state: object, ref: str, group: "ProcessGroup | None", timeout_seconds: float, given: "StateArguments") -> "Save":
-        from tensorstore_ck.session.save.ranks import Alone, RankRound  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.session.save.coordination import Alone, RankRound  # noqa: PLC0415 - loads torch
         from tensorstore_ck.session.save.save import Save  # noqa: PLC0415 - loads torch
 
-        ranks: Alone | RankRound
+        coordination: Coordination
         if group is None:
             _require_no_rank_state(given.get("rank_state"))
-            ranks = Alone(self.context, next(self._numbers))
+            coordination = Alone(self.context, next(self._numbers))
         else:
-            if self.engine.limit is not None:
-                self.engine.limit.share(group.size())
+            self.engine.writes.share(group.size())
             self._resume(group, timeout_seconds)
-            ranks = RankRound(self.context, group, ref, timeout_seconds)
-        return Save(self.context, ranks, state, ref=ref, **given)
+            coordination = RankRound(self.context, group, ref, timeout_seconds)
+        return Save(self.context, coordination, state, ref=ref, **given)
 
     def _open_arena(self) -> "Arena":
         import torch  # noqa: PLC0415 - takes a second

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.rate_limit import RateLimit
+from tensorstore_ck.common.save_progress import Stage
 from tensorstore_ck.engine.interfaces import CapturedState, SnapshotContent
 from tensorstore_ck.engine.opening import read_config
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
@@ -17,7 +19,7 @@ from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.store_config import StoreConfig
-from tensorstore_ck.log import Log, SnapshotInfo
+from tensorstore_ck.log import Log, RefTable, SnapshotInfo
 from tensorstore_ck.log.address import Resolved
 from tensorstore_ck.log.snapshot import GroupCost, Snapshot, SnapshotDetails
 from tensorstore_ck.session.group.process_groups import ProcessGroups
@@ -71,9 +73,20 @@ def require_location(store: ReadOnlyStore, url: str) -> None:
 # --- one snapshot by its row in the log --------------------------------------------------------------------------------
 
 
-def open_content(store: ReadOnlyStore, info: SnapshotInfo, *, position: float = 0.0) -> SnapshotContent:
-    """The tables of a snapshot, and its blocks on demand. `position`: see `SnapshotReader`."""
-    return open_snapshot(store.engine, info, position=position)
+def open_content(store: ReadOnlyStore, info: SnapshotInfo, ranks: tuple[int, int] | None = None) -> SnapshotContent:
+    """The tables of a snapshot, and its blocks on demand.
+
+    `ranks`: this rank, and how many read the snapshot: they share the rate of reads, and each begins with another part of it.
+    """
+    if ranks is None:
+        return open_snapshot(store.engine, info)
+    store.engine.reads.share(ranks[1])
+    return open_snapshot(store.engine, info, position=(ranks[0] + 0.5) / ranks[1])
+
+
+def resolve(store: ReadOnlyStore, address: str, view: RefTable | None = None) -> Resolved:
+    """See `Engine.resolve`."""
+    return store.engine.resolve(address, view)
 
 
 def read_record(store: ReadOnlyStore, info: SnapshotInfo) -> Record:
@@ -129,6 +142,11 @@ def save_context(store: ReadOnlyStore) -> SaveContext:
 def save_queue(store: ReadOnlyStore) -> SaveQueue:
     """The saves of this handle."""
     return store.session.queue
+
+
+def write_limit_of(store: Store) -> tuple[RateLimit, Stage]:
+    """The limit of this handle's writes to the store, and the stage of a save whose bytes it limits."""
+    return store.engine.writes, "write" if store.engine.tier is None else "upload"
 
 
 def put_captured(

@@ -10,6 +10,7 @@ from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.format.codec import CodecOption, DeltaRules
 from tensorstore_ck.log import Rollback
+from tensorstore_ck.log.ref_signer import SignOption
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
 from tensorstore_ck.store.store import Store
@@ -29,11 +30,15 @@ class OpenOptions(TypedDict, total=False):
     staging: str | os.PathLike[str] | Staging | None
     min_free: str | int | None
     rate_limit: float | str | None
+    read_rate_limit: float | str | None
+    stagger_seconds: float
     codec: CodecOption
     delta: DeltaRules
     dead_after_seconds: float
     read_only: bool
     places: Sequence[str | os.PathLike[str]]
+    sign: SignOption
+    trust: str | os.PathLike[str] | None
 
 
 @overload
@@ -45,8 +50,10 @@ def open(  # noqa: A001 - `tsck.open` reads as `gzip.open` does, and a TypeError
     cache_dir: str | os.PathLike[str] | None = None,
     rollback: Rollback = "warn",
     state_dir: str | os.PathLike[str] | None = None,
+    read_rate_limit: float | str | None = None,
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
     places: Sequence[str | os.PathLike[str]] = (),
+    trust: str | os.PathLike[str] | None = None,
 ) -> ReadOnlyStore: ...
 @overload
 def open(  # noqa: A001 - as above
@@ -63,11 +70,15 @@ def open(  # noqa: A001 - as above
     staging: str | os.PathLike[str] | Staging | None = None,
     min_free: str | int | None = None,
     rate_limit: float | str | None = None,
+    read_rate_limit: float | str | None = None,
+    stagger_seconds: float = 0.0,
     codec: CodecOption = "auto",
     delta: DeltaRules = None,
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
     read_only: Literal[False] = False,
     places: Sequence[str | os.PathLike[str]] = (),
+    sign: SignOption = None,
+    trust: str | os.PathLike[str] | None = None,
 ) -> Store: ...
 @short_errors
 @renamed_argument(max_bytes_per_second="rate_limit")
@@ -85,11 +96,15 @@ def open(  # noqa: A001 - as above
     staging: str | os.PathLike[str] | Staging | None = None,
     min_free: str | int | None = None,
     rate_limit: float | str | None = None,
+    read_rate_limit: float | str | None = None,
+    stagger_seconds: float = 0.0,
     codec: CodecOption = "auto",
     delta: DeltaRules = None,
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
     read_only: bool = False,
     places: Sequence[str | os.PathLike[str]] = (),
+    sign: SignOption = None,
+    trust: str | os.PathLike[str] | None = None,
 ) -> Store:
     """Opens the store at a path or URL (``file://``, ``s3://bucket/prefix``, ``memory://``, any fsspec URL).
 
@@ -110,6 +125,10 @@ def open(  # noqa: A001 - as above
         min_free: Space that saves must leave free in the store: ``"5%"``, ``"50GB"`` or bytes; checked here, at each save and while it
             writes. By default 1 %, at most 1 GiB, of the disk of a store in a folder, which is checked by saves alone.
         rate_limit: How fast a job may write to the store: its ranks share it evenly.
+        read_rate_limit: How fast a job may read from the store: the ranks of its newest restore share it evenly. What a staging disk or
+            another rank of the host has is not limited, nor is the log.
+        stagger_seconds: The ranks and jobs that save in the background begin to write at moments within this time, which holds the memory
+            of a save for longer; at once if a thread waits for the save. With a staging disk: ``tsck.Staging(stagger_seconds=...)``.
         codec: How blocks are encoded, always without loss: ``"raw"`` not at all; ``"fast"`` at about a gigabyte a second and core;
             ``"small"`` as small as possible; ``"auto"`` not at all, unless earlier saves of this handle have shown that an object store
             is so slow that saves and restores gain from ``"fast"``. Or a dict of globs over refs, whose first match counts:
@@ -124,12 +143,17 @@ def open(  # noqa: A001 - as above
             refused; for a type checker, the returned object does not have them.
         places: Locations of packs that `tier` moved, as URLs or absolute paths, with everything inside them. Other buckets at the store's
             endpoint, and the folder around a local store, are always allowed. Other locations that the log names are refused.
+        sign: Signs each ref that this handle moves: the file of a key, as `tsck keygen` makes it, or a `SigningKey`; or a dict of globs
+            over refs, as for `codec`: ``{"models/*": "release.key"}``. With `group=`, rank 0 signs.
+        trust: The file that says which keys must have signed which refs; by default ``trust.toml`` in the user's configuration folder, if
+            there is one. A ref that it names is only read if its signature is valid.
 
     Raises:
         NotAStoreError: nothing there, and `create` is false; or the path is a file.
         InvalidUrlError: the URL cannot be understood.
         LogChangedError: with ``rollback="error"``, not here, but from every method that reads the log.
         UnsafeBackendError: the backend lets two writers create the same object.
+        PermissionDeniedError: the trust file can be changed by other users.
         NoSpaceError: less than `min_free` is free, or the staging disk is too small.
     """
     return Store(
@@ -145,10 +169,14 @@ def open(  # noqa: A001 - as above
             staging=staging,
             min_free=min_free,
             rate_limit=rate_limit,
+            read_rate_limit=read_rate_limit,
+            stagger_seconds=stagger_seconds,
             codec=codec,
             delta=delta,
             read_only=read_only,
             places=places,
+            sign=sign,
+            trust=trust,
         ),
         host_memory_bytes=host_memory_bytes,
         dead_after_seconds=dead_after_seconds,

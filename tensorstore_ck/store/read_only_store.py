@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.gc.report import Progress as GcProgress
     from tensorstore_ck.gc.tiering import TierReport
     from tensorstore_ck.gc.usage import Usage
+    from tensorstore_ck.log.ref_verifier import RefSignature
     from tensorstore_ck.log.retention import Policy
     from tensorstore_ck.maintenance.advise import Advice
     from tensorstore_ck.maintenance.apply_policies import RetentionReport
@@ -358,7 +359,16 @@ class ReadOnlyStore:
 
     def resolve(self, address: str) -> Snapshot:
         """The snapshot at an address."""
-        return Snapshot.from_info(self.session.resolve(address).info)
+        return Snapshot.from_info(self.engine.resolve(address).info)
+
+    def signature(self, address: str) -> "RefSignature | None":
+        """Who signed the snapshot at an address; None if it goes through no branch or tag that the trust file names: see `open`.
+
+        Raises:
+            UntrustedError: the trust file demands a signature, and there is no valid one.
+            LogChangedError: it does, and the log lacks entries that this user has seen.
+        """
+        return self.engine.signature(address)
 
     def log(self, ref: str | None = None, *, limit: int | None = None) -> SnapshotLog:
         """The history of a branch (a tag: its one snapshot), newest first; of all branches together without `ref`.
@@ -402,13 +412,13 @@ class ReadOnlyStore:
 
     def metadata(self, address: str) -> dict[str, Any]:
         """The metadata that a snapshot was saved with. Reads one small object, where `show` reads the tables of all ranks."""
-        return self.engine.read_metadata(self.session.resolve(address).info)
+        return self.engine.read_metadata(self.engine.resolve(address).info)
 
     def show(self, address: str) -> SnapshotDetails:
         """Metadata, tensors and values of a snapshot."""
         from tensorstore_ck.maintenance.describe import describe  # noqa: PLC0415
 
-        return describe(self.engine, self.session.resolve(address).info)
+        return describe(self.engine, self.engine.resolve(address).info)
 
     def diff(self, old: str, new: str) -> "SnapshotDiff":
         """Which tensors and values differ between two snapshots, and how many of their bytes.
@@ -417,7 +427,7 @@ class ReadOnlyStore:
         """
         from tensorstore_ck.maintenance.describe import diff_snapshots  # noqa: PLC0415
 
-        return diff_snapshots(self.engine, self.session.resolve(old).info, self.session.resolve(new).info)
+        return diff_snapshots(self.engine, self.engine.resolve(old).info, self.engine.resolve(new).info)
 
     def statistics(self, address: str, select: Sequence[str] | None = None, bins: int = 0) -> "list[TensorStatistics]":
         """Minimum, maximum, mean, standard deviation, norm, and counts of NaN, infinity and zero of each tensor, in the state's order.
@@ -437,7 +447,7 @@ class ReadOnlyStore:
         """
         from tensorstore_ck.maintenance.describe import statistics  # noqa: PLC0415
 
-        return statistics(self.engine, self.session.resolve(address).info, select, bins)
+        return statistics(self.engine, self.engine.resolve(address).info, select, bins)
 
     def change_statistics(self, old: str, new: str, select: Sequence[str] | None = None) -> "list[ChangeStatistics]":
         """How much each differing tensor changed between two snapshots. The largest relative change comes first; tensors that were
@@ -457,7 +467,7 @@ class ReadOnlyStore:
         """
         from tensorstore_ck.maintenance.describe import change_statistics  # noqa: PLC0415
 
-        return change_statistics(self.engine, self.session.resolve(old).info, self.session.resolve(new).info, select)
+        return change_statistics(self.engine, self.engine.resolve(old).info, self.engine.resolve(new).info, select)
 
     def find_nan(self, address: str, select: Sequence[str] | None = None) -> str | None:
         """The name of a snapshot's first tensor that has a NaN or an infinity; None if no tensor has one. Reads no tensor after it.
@@ -472,7 +482,7 @@ class ReadOnlyStore:
         """
         from tensorstore_ck.maintenance.describe import find_nan  # noqa: PLC0415
 
-        return find_nan(self.engine, self.session.resolve(address).info, select)
+        return find_nan(self.engine, self.engine.resolve(address).info, select)
 
     def usage(self, *, per_snapshot: bool = False, progress: "GcProgress | None" = None) -> "Usage":
         """Logical, unique, stored, shared and exclusive bytes, per ref, job and pack, and in all; reads no tensor data.

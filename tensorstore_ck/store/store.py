@@ -47,7 +47,7 @@ def _changes(method: Method) -> Method:
 
     @wraps(method)
     def checked(self: "Store", *args: Any, **kwargs: Any) -> Any:
-        if self.engine.read_only and not kwargs.get("dry_run"):
+        if self._session.engine.read_only and not kwargs.get("dry_run"):
             self.engine.require_writable(f"{method.__name__}()")
         return method(self, *args, **kwargs)
 
@@ -205,8 +205,9 @@ class Store(ReadOnlyStore):
             verify_capture: As in `put_snapshot`, but compares the copies, before this returns. For larger tensors on CUDA devices, the ids
                 are computed at the call, and compared with those of all bytes that are written.
             on_full: What to do when the buffers of earlier saves leave no memory: ``block`` until there is; ``skip`` this save; or
-                ``replace`` the oldest save that waits in the queue. With `group`, rank 0 decides for all. The returned object, a
-                warning in the log and an event report a dropped save.
+                ``replace`` the oldest save that waits in the queue. ``newest``: as ``replace``; and even with memory left it replaces
+                those earlier ``newest`` saves of `ref` that wait, so that the newest state is stored next. With `group`, rank 0
+                decides for all. The returned object, a warning in the log and an event report a dropped save.
             changed_by: Optimizers that alone change their parameters and states, in ``step``. Then those on CUDA devices are copied while
                 the next forward and backward passes run, and the next ``step`` comes after the copy. An optimizer that has
                 not stepped since the last save, or whose tensors changed between that and its next step, waits as without this. If
@@ -343,6 +344,21 @@ class Store(ReadOnlyStore):
         return change_refs.finish(self.engine, ref)
 
     @_changes
+    def sign(self, ref: str, root: str = "") -> Snapshot:
+        """Signs where a branch or tag is, with the key of ``open(sign=)``, which signs only what this handle moves. Returns the snapshot.
+
+        Args:
+            ref: The branch or tag.
+            root: The first digits of the root that it must have: somebody may move it before it is signed.
+
+        Raises:
+            ConflictError: the ref has another root; nothing was signed.
+            InvalidOptionError: the store was opened without a key for this ref.
+            NotFoundError: there is no such branch or tag.
+        """
+        return change_refs.sign(self.engine, ref, root)
+
+    @_changes
     def pin(self, address: str, *, reason: str = "", owner: str | None = None, expires: "str | float | None" = None) -> Snapshot:
         """Holds a snapshot until it is unpinned or `expires` has passed. An owner's second pin replaces the first.
 
@@ -446,6 +462,8 @@ class Store(ReadOnlyStore):
                 Snapshots that `at_steps` and `at_fraction` saved are kept, too, without ``keep_milestones=False``.
                 Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, oldest first (by `apply_policies` only).
                 Age, by `tier`: ``recode_after="7d"``; ``move_after=("30d", "s3://cold/ckpt")``, or several of these.
+                Pace: ``max_write_rate="2GB"``: what all jobs that save to these branches may write a second, together; a save takes the
+                rate divided by the branches that were saved to in the last 15 minutes (docs/guides/many-ranks.md).
 
         Raises:
             InvalidOptionError: a rule is unknown or invalid, or the rules contradict each other, or keep nothing.

@@ -21,12 +21,6 @@ def rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-def position_among_ranks() -> float:
-    """The position of this rank among all ranks, from 0 to 1, for a `SnapshotReader`, which otherwise begins with the part of rank 0."""
-    rank, ranks = rank_and_world_size()
-    return (rank + 0.5) / ranks
-
-
 def require_group(group: "ProcessGroup | DeviceMesh | None") -> "ProcessGroup | None":
     """Resolves ``group=``. Raises if it is missing with several ranks: the others' generators and positions would be lost."""
     rank, ranks = rank_and_world_size()

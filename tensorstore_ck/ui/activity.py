@@ -47,6 +47,7 @@ WORDS: Final[Mapping[str, str]] = {
     "quota": "changed a quota",
     "report": "ran gc or fsck",
     "finished": "training finished",
+    "sign": "signed",
 }
 """Operation -> what a user did, or what happened."""
 _SIZES: Final = {"logical_bytes": "", "new_bytes": " new"}

@@ -1,11 +1,16 @@
 """Bytes pass no faster than the limit; a writer stops before its backend is full; the log never waits."""
 
+import math
+import pickle
 import threading
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
+import tensorstore_ck as tsck
 from tensorstore_ck.backend import Backend, Buffer, Created, ObjectWriter
 from tensorstore_ck.backend import throttled as limited_module
 from tensorstore_ck.backend.memory import MemoryBackend
@@ -13,9 +18,11 @@ from tensorstore_ck.backend.throttled import CHECK_BYTES, throttled, throttled_t
 from tensorstore_ck.common.executor import LocalThreads
 from tensorstore_ck.common.free_space import MinFree, Space
 from tensorstore_ck.common.rate_limit import RateLimit
+from tensorstore_ck.engine import opening
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.maintenance.fsck import FsckOptions, run_fsck, run_repair
+from tests.effort import PATIENCE_SECONDS
 from tests.maintenance.fsck.stores import build, reopen
 
 RATE = 1000
@@ -105,7 +112,8 @@ def test_small_objects_are_paced_too() -> None:
     assert time.now == pytest.approx(19, abs=1.1)  # what nobody read meanwhile is kept for a second
 
 
-def test_what_takes_long_passes_in_slices() -> None:
+def test_a_large_read_passes_in_slices_and_an_append_as_a_whole() -> None:
+    """So that appends of several threads stay whole."""
     time = Time()
     inner = Calls(time)
     backend = paced(inner, time)
@@ -114,7 +122,7 @@ def test_what_takes_long_passes_in_slices() -> None:
     assert writer.append([b"head"]) == 0
     assert writer.append([data, b"", b"tail"]) == 4
     writer.close()
-    assert inner.sizes == [4, *[250] * 10, 4]
+    assert inner.sizes == [4, 2504]
     target = bytearray(2508)
     inner.sizes.clear()
     backend.read_into("object", 0, memoryview(target))
@@ -123,24 +131,42 @@ def test_what_takes_long_passes_in_slices() -> None:
     assert time.longest <= 1.0
 
 
-def test_appends_of_several_threads_stay_whole() -> None:
+def test_a_wait_ends_early_when_the_rate_rises_and_a_pace_ends_by_itself() -> None:
+    """A step that no longer comes must not leave a save slow."""
     time = Time()
-    offsets: list[int] = []
-    other = threading.Thread(target=lambda: offsets.append(writer.append([b"b" * 10])))
+    limit = RateLimit(clock=time.clock)
+    sleeps: list[float] = []
 
     def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
         time.sleep(seconds)
-        if time.now == 2.0:  # in the middle of the long one
-            other.start()
-            other.join(0.05)
+        if len(sleeps) == 4:
+            limit.slow_to(math.inf, 0)
 
-    inner = MemoryBackend()
-    writer = throttled(inner, writes=RateLimit(100, clock=time.clock), sleep=sleep).open_writer("object")
-    offsets.append(writer.append([b"a" * 450]))
-    other.join()
-    writer.close()
-    assert offsets == [0, 450]
-    assert inner.get("object", max_bytes=460) == b"a" * 450 + b"b" * 10
+    limit.wait(10**9, sleep)
+    assert sleeps == [], "without a limit nobody waits"
+    limit.slow_to(10, 1000)
+    limit.wait(10_000, sleep)
+    assert time.now == 1.0
+    limit.slow_to(10, seconds=5)
+    limit.wait(10_000, sleep)
+    assert time.now == pytest.approx(6.0, abs=0.25)
+    limit.wait(10_000, sleep)
+    assert time.now == pytest.approx(6.0, abs=0.25)
+
+
+def test_the_lowest_of_the_given_rate_the_share_of_the_store_and_the_pace_counts() -> None:
+    limit = RateLimit("8MB", clock=Time().clock)
+    limit.share(4)
+    assert limit.rate == 2e6
+    limit.limit_job(4e6)
+    assert limit.rate == 1e6
+    limit.slow_to(3e5, seconds=1)
+    assert limit.rate == 3e5
+    limit.slow_to(math.inf, 0)
+    limit.limit_job(None)
+    limit.share(1)
+    assert limit.rate == 8e6
 
 
 def test_the_log_and_all_that_is_no_data_waits_for_nobody() -> None:
@@ -214,15 +240,18 @@ class Meter:
     made: ClassVar[list["Meter"]] = []
     burst_bytes = 1 << 30
 
-    def __init__(self, rate: float) -> None:
-        self.rate, self.count = rate, 0
+    def __init__(self, rate: float | None) -> None:
+        self.rate = math.inf if rate is None else rate
+        self.count = 0
         self._lock = threading.Lock()
         self.made.append(self)
 
-    def take(self, count: int) -> float:
+    def wait(self, count: int, _: object) -> None:
         with self._lock:
             self.count += count
-        return 0.0
+
+    def limit_job(self, rate: float | None) -> None:
+        """Policies limit nothing here."""
 
 
 @pytest.fixture
@@ -270,3 +299,44 @@ def test_work_elsewhere_cannot_be_limited() -> None:
 
     with pytest.raises(InvalidOptionError, match="this process only"):
         run_fsck(reopen(build()).engine, FsckOptions(read_data=True, rate_limit=5e6), executor=Elsewhere(1))
+
+
+# --- an open store -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_handle_limits_what_it_writes_to_the_store_and_what_it_reads_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, staged: bool
+) -> None:
+    """Not what a staging disk has."""
+    monkeypatch.setattr(opening, "RateLimit", Meter)
+    options: dict[str, Any] = {"cache_dir": tmp_path / "cache", "rate_limit": 5e6, "read_rate_limit": 7e6}
+    if staged:
+        options["staging"] = tmp_path / "stage"
+    state = {"w": torch.arange(50_000)}
+    with tsck.open(tmp_path / "store", create=True, **options) as store:
+        if not staged:
+            assert pickle.loads(pickle.dumps(store.engine.backend)).url == store.url, "for workers elsewhere, without the limits"
+        store.put_snapshot(state, ref="job")
+        store.put_snapshot_async({"w": state["w"] + 1}, ref="job").wait(PATIENCE_SECONDS)
+    writes, reads = Meter.made
+    assert (writes.rate, reads.rate) == (5e6, 7e6)
+    assert writes.count > 2 * 400_000
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache", read_only=True, read_rate_limit=9e6) as store:
+        assert torch.equal(store.checkout("job~1")["w"], state["w"])
+    nothing, reads = Meter.made[2:]
+    assert (nothing.rate, reads.rate, nothing.count) == (math.inf, 9e6, 0)
+    assert reads.count > 400_000
+    if staged:
+        with tsck.open(tmp_path / "store", **{**options, "staging": tmp_path / "another"}) as store:
+            store.checkout("job~1")
+            from_store = Meter.made[5].count
+            store.checkout("job~1")
+        assert Meter.made[5].count == from_store > 400_000
+    Meter.made.clear()
+
+
+def test_rates_that_are_none(tmp_path: Path) -> None:
+    for name in ("rate_limit", "read_rate_limit"):
+        with pytest.raises(InvalidOptionError, match="rate limit must be more than 0"):
+            tsck.open(tmp_path / "store", create=True, **{name: 0})  # type: ignore[call-overload]

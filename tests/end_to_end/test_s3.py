@@ -161,7 +161,7 @@ def test_a_save_writes_the_pack_and_three_objects_and_a_process_its_record(open_
     assert count(proxy.seen, "PUT", "POST", "DELETE") == 3
 
     forget()
-    large = tensors(0, count=10, rows=5_000)
+    large = tensors(0, count=10, rows=10_000)
     store.put_snapshot(large, ref="large")
     pieces = sum(tensor.nbytes for tensor in large.values()) // PIECE_BYTES + 1
     assert pieces > 1

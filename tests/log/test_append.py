@@ -20,7 +20,7 @@ from tensorstore_ck.errors import (
     UndecidedError,
     UnsupportedValueError,
 )
-from tensorstore_ck.log import Log, Op, RefTable
+from tensorstore_ck.log import Log, LogChangedWarning, Op, RefTable
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.entry import entry_name
 from tensorstore_ck.log.entry_writer import RESEND_DELAYS
@@ -353,3 +353,68 @@ def test_preconditions_name_what_is_there() -> None:
     for op, error in [(Op.branch("job", root), "reset"), (Op.branch("v1", root), "another name"), (Op.tag("job", root), "another name")]:
         with pytest.raises(AlreadyExistsError, match=error):
             op.check(log.view())
+
+
+# --- at a view at which the caller has followed the log -----------------------------------------------------------------
+
+
+def test_a_log_that_the_caller_has_followed_is_not_followed_again(backend: Tricky) -> None:
+    log = open_log(backend)
+    view = log.newest_view()
+    backend.calls.clear()
+    assert log.append(lambda _view: [mark_op("mine")], at=view).n == 2
+    assert [name for what, name in backend.calls if what == "get"] == [entry_name("log", 1)], "the entry before is still there"
+    assert names_in(backend.inner) == ["first", "mine"]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_view_that_is_behind_costs_no_pause(backend: Tricky, is_known: bool) -> None:
+    pauses: list[float] = []
+    log = open_log(backend, sleep=pauses.append)
+    view = log.newest_view()
+    other_writer(backend)()
+    if is_known:
+        log.sync()
+    assert log.append(lambda _view: [mark_op("mine")], at=view).n == 3
+    assert (names_in(backend.inner), pauses) == (["first", "other", "mine"], [])
+
+
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_a_refusal_at_a_view_holds_only_if_it_is_the_newest(backend: Tricky, is_behind: bool) -> None:
+    log, built = open_log(backend), list[int]()
+    view = log.newest_view()
+    if is_behind:
+        other_writer(backend)()
+
+    def build(at: RefTable) -> list[Op]:
+        head = at.head()
+        assert head is not None
+        built.append(head.n)
+        if head.n == 1:
+            raise ConflictError("injected: not from here")
+        return [mark_op("mine")]
+
+    if is_behind:
+        assert log.append(build, at=view).n == 3
+    else:
+        with pytest.raises(ConflictError):
+            log.append(build, at=view)
+    assert built == ([1, 2] if is_behind else [1])
+
+
+def test_no_entry_follows_one_that_is_gone(backend: Tricky) -> None:
+    log = open_log(backend)
+    append(log, "lost")
+    view = log.newest_view()
+    backend.inner.delete([entry_name("log", 2)])
+    with pytest.warns(LogChangedWarning):
+        assert log.append(lambda _view: [mark_op("mine")], at=view).n == 2
+    assert names_in(backend.inner) == ["first", "mine"]
+
+
+def test_where_create_may_overwrite_the_log_is_followed_first(backend: Tricky) -> None:
+    log = open_log(backend, shared=False)
+    view = log.newest_view()
+    other_writer(backend)()
+    assert log.append(lambda _view: [mark_op("mine")], at=view).n == 3
+    assert [name for name, _ in backend.sent] == [entry_name("log", 3)]

@@ -33,8 +33,8 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(94, 628, 1694),
-    "put_snapshot_async": Weight(95, 649, 1927),
+    "put_snapshot": Weight(96, 638, 1699),
+    "put_snapshot_async": Weight(97, 659, 1935),
     "checkout": Weight(59, 284, 1375),
 }
 """For a state of four linear layers and its optimizer, on CPython 3.11."""
@@ -45,23 +45,23 @@ MOST_LINES = {
     "backend": 6100,
     "catalog": 2400,
     "chunker": 100,
-    "cli": 5800,
-    "common": 2800,
+    "cli": 5900,
+    "common": 3000,
     "engine": 4900,
     "errors": 400,
     "events": 300,
-    "feed": 1000,
-    "format": 4300,
+    "feed": 1100,
+    "format": 4400,
     "gc": 3500,
-    "integrations": 20400,
-    "log": 6800,
+    "integrations": 20500,
+    "log": 7100,
     "maintenance": 7500,
     "redaction": 200,
-    "session": 10800,
+    "session": 11300,
     "state": 7000,
-    "store": 1700,
-    "training": 5000,
-    "ui": 4100,
+    "store": 1800,
+    "training": 5100,
+    "ui": 4200,
 }
 """Of the Python files of each area, rounded up to hundreds."""
 MOST_LINES_A_FILE = 399

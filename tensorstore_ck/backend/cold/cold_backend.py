@@ -16,8 +16,6 @@ from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import CorruptObjectError, GcRefusedError, MissingObjectError, PlaceUnavailableError, StoreError
 
 PACKS: Final = "packs/"
-MOST_REMEMBERED: Final = 1 << 16
-"""Names of packs, of about 100 bytes each."""
 
 
 class LocationView(Protocol):
@@ -54,8 +52,6 @@ class ColdTierBackend:
         self._newest_view = newest_view or view
         self._store = store
         self._known: dict[Ulid, str] = {}
-        self._read_here: set[str] = set()
-        """Packs that were read from the store's own backend: the log is not asked again where they are, as long as they are there."""
         self._opened: dict[str, Backend] = {}
         self._uploads: dict[str, Backend] = {}
         self._lock = ProcessLock()
@@ -224,19 +220,15 @@ class ColdTierBackend:
     # --- inner --------------------------------------------------------------------------------------------------------
 
     def _read(self, name: str, read: Callable[[Backend], Any]) -> Any:
-        url = None if name in self._read_here else self._location_of(name)
+        url = self._known.get(pack) if (pack := _pack_of(name)) is not None else None
         if url is None:
             try:
-                result = read(self._own)
+                return read(self._own)  # most packs are there, and then no view of the log is needed
             except MissingObjectError:
-                self._read_here.discard(name)
-                url = self._location_of(name, refresh=True)  # a cache that is behind, or was emptied, must not make it missing
+                # A cache that is behind, or was emptied, must not make it missing.
+                url = self._location_of(name) or self._location_of(name, refresh=True)
                 if url is None:
                     raise
-            else:
-                if name.startswith(PACKS) and len(self._read_here) < MOST_REMEMBERED:
-                    self._read_here.add(name)
-                return result
         try:
             backend = self.at(url)
         except PlaceUnavailableError as exc:
@@ -253,7 +245,7 @@ class ColdTierBackend:
             raise exc from None
 
     def _location_of(self, name: str, *, refresh: bool = False) -> str | None:
-        pack = parse_ulid(name[-26:]) if name.startswith(PACKS) else None
+        pack = _pack_of(name)
         if pack is None:
             return None
         url = self._known.get(pack)
@@ -300,6 +292,11 @@ class ColdTierBackend:
             "reached with the right credentials? If it is, only the marker is lost: `tsck tier --claim-locations` writes it again",
             object_id=url,
         )
+
+
+def _pack_of(name: str) -> Ulid | None:
+    """The pack of that name; None for other objects."""
+    return parse_ulid(name[-26:]) if name.startswith(PACKS) else None
 
 
 def _from_pickle(own: Backend, open_location: Callable[[str], Backend], store: str, by_url: Mapping[str, bytes]) -> ColdTierBackend:

@@ -20,7 +20,7 @@ class Staging:
     capacity: int | str = "80%"
     """How much it may use: bytes, ``"500GB"``, or a part of the space that is free at `tensorstore_ck.open`."""
     max_parallel_requests: int = 4
-    """Parallel uploads of this process; each takes up to 16 MiB of memory."""
+    """Parallel uploads of this process; each takes up to 32 MiB of memory."""
     stagger_seconds: float = 0.0
     """The uploads of ranks and jobs begin at random moments within this time."""
     replicate_to_peers: int = 0

@@ -1,4 +1,5 @@
-"""A store's backend that reads objects from the staging folder if they are there, else from the store, and keeps a copy.
+"""A store's backend that reads objects from the staging folder if they are there, else from the store, and keeps a copy. In a restore of
+several hosts it reads what only their folders have from there.
 
 Everything else goes to the store. Only immutable objects are kept: never log entries, checkpoints or store.json. Readers verify the
 bytes, and call `distrust` on wrong ones, since a disk may corrupt them. The folder never makes a read fail: objects that cannot be read
@@ -10,7 +11,7 @@ the store still has the objects that they rely on.
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.staging.folder import StagingFolder
@@ -25,6 +26,16 @@ FETCH_BYTES: Final = 16 << 20
 """Bytes that are fetched and kept at once."""
 
 
+class OtherFolders(Protocol):
+    """The staging folders of other hosts."""
+
+    def read_into(self, name: str, offset: int, target: memoryview, /) -> bool:
+        """Fills `target` with bytes of an object if one of them has it."""
+
+    def distrust(self, name: str, /) -> bool:
+        """The bytes of an object were wrong; returns whether another folder has it."""
+
+
 class ReadThroughBackend:
     """The backend `store`, read through `folder`. All other attributes are the store's own."""
 
@@ -36,6 +47,8 @@ class ReadThroughBackend:
         self._quota = _SpaceQuota(folder)
         self._buffers = threading.local()
         self._distrusted: set[str] = set()
+        self.others: list[OtherFolders] = []
+        """Asked before the store, while a restore of several hosts runs."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
@@ -79,6 +92,8 @@ class ReadThroughBackend:
         with contextlib.suppress(OSError):
             if self.folder.copies.read_into(name, offset, target):
                 return
+        if any(other.read_into(name, offset, target) for other in self.others):
+            return
         with _instead_of(fault):
             size_bytes = self._size_to_keep(name, len(target))
             for start in range(0, len(target), FETCH_BYTES):
@@ -111,7 +126,9 @@ class ReadThroughBackend:
             if entry is None or not entry.is_complete or not self._store_has(name, unsent_bytes):
                 return False
             self.folder.unsent.delete([name])
-        self._distrusted.add(name)
+        is_elsewhere = [other.distrust(name) for other in self.others]  # all of them learn it
+        if not any(is_elsewhere):
+            self._distrusted.add(name)
         return True
 
     # --- write ---

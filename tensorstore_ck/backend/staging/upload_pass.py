@@ -242,7 +242,9 @@ class UploadPass:
     # --- both ---
 
     def _take_turn(self, size_bytes: int) -> None:
-        self._policy.pause(0 if self._limit is None else self._limit.take(size_bytes))
+        self._policy.check()
+        if self._limit is not None:
+            self._limit.wait(size_bytes, self._policy.pause)
 
     def _stored_bytes(self, store_name: str) -> int | None:
         try:

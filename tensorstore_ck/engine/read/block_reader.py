@@ -14,6 +14,8 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
+import numpy as np
+
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.common.threads import cpu_threads, for_each
@@ -31,7 +33,7 @@ from tensorstore_ck.log.block_index import Location
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
 MERGE_BYTES: Final = 8 << 20
-"""Neighbouring blocks are fetched together up to this size."""
+"""Neighbouring blocks are fetched together up to this size; from a remote backend up to `RUN_BYTES`, if there are enough runs."""
 DIRECT_BYTES: Final = 1 << 20
 """On a local backend a raw block of this size or more is read straight into its destination, as are several that follow each other."""
 RUN_BYTES: Final = 16 << 20
@@ -153,7 +155,10 @@ def read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
     threads = cpu_threads() + DISK_QUEUE if local else REMOTE_THREADS
     wanted.sort(key=attrgetter("pack", "offset"))
     run_bytes = min(len(wanted) * engine.config.block_bytes // (RUNS_A_THREAD * threads), RUN_BYTES) if local else 0
-    runs = list(_merge([block for block in wanted if block.codec not in CODECS_WITH_BASES], direct=local, run_bytes=run_bytes))
+    share_bytes = 0 if local else sum(block.stored for block in wanted) // (RUNS_A_THREAD * threads)
+    merge_bytes = max(MERGE_BYTES, min(share_bytes, RUN_BYTES))
+    whole = [block for block in wanted if block.codec not in CODECS_WITH_BASES]
+    runs = list(_merge(whole, direct=local, merge_bytes=merge_bytes, run_bytes=run_bytes))
     runs += [[block] for block in wanted if block.codec == Codec.DELTA]
     roundings = [[block] for block in wanted if block.codec == Codec.CAST]
     buffers = threading.local()
@@ -167,6 +172,8 @@ def read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
             for pack in _packs_of(run[0]):
                 engine.distrust(pack_name(pack))
             read(engine, run)  # once more: the bytes that came may be wrong although the stored ones are right
+        if engine.on_read is not None:
+            engine.on_read(sum(block.raw for block in run))
 
     for_each(runs, fetch, min(threads, len(runs)))
     if roundings:  # their masters are most likely restored by now
@@ -304,13 +311,15 @@ def decode_at(
     base_bytes = sum(base.location.raw for base in place.bases if base.location is not None)
     if base_bytes > 2 * place.raw:  # at most fp32 masters of 16-bit weights; checked before any of them is decoded
         raise CorruptObjectError(f"{name}: a block of {place.raw:,} bytes is said to need {base_bytes:,} bytes of others", object_id=name)
-    stored = memoryview(bytearray(place.stored))
+    stored: memoryview = memoryview(np.empty(place.stored, np.uint8))  # type: ignore[arg-type]
     backend.read_into(name, place.offset, stored)
     bases = [
         at_hand[base.block] if base.block in at_hand else decode_at(backend, base.location)
         for base in place.bases
         if base.location is not None
     ]
+    if into is None and place.codec == Codec.DELTA and len(bases) == 1 and place.bases[0].block not in at_hand and not bases[0].readonly:
+        into = bases[0]  # nothing else needs the base: a long chain is decoded in one piece of memory
     return decode(place.codec, stored, place.raw, name, into, bases=bases)
 
 
@@ -341,8 +350,8 @@ def deliver(target: ByteTarget, start: int, raw: memoryview) -> None:
         memory[start : start + len(raw)] = raw
 
 
-def _merge(wanted: list[WantedBlock], *, direct: bool, run_bytes: int) -> Iterator[list[WantedBlock]]:
-    """Groups sorted blocks that are worth fetching in one request; raw ones that can be read straight by up to `run_bytes`."""
+def _merge(wanted: list[WantedBlock], *, direct: bool, merge_bytes: int, run_bytes: int) -> Iterator[list[WantedBlock]]:
+    """Groups sorted blocks by up to `merge_bytes`, to fetch in one request; raw ones that can be read straight by up to `run_bytes`."""
     run: list[WantedBlock] = []
     for block in wanted:
         if run:
@@ -351,7 +360,7 @@ def _merge(wanted: list[WantedBlock], *, direct: bool, run_bytes: int) -> Iterat
             same = block.pack == last.pack and block.offset == last.offset
             span = block.offset + block.stored - first.offset
             alone = direct and max(block.raw, last.raw) >= DIRECT_BYTES
-            if not same and (not near or alone or span > MERGE_BYTES) and (span > run_bytes or not _belong_together(last, block)):
+            if not same and (not near or alone or span > merge_bytes) and (span > run_bytes or not _belong_together(last, block)):
                 yield run
                 run = []
         run.append(block)

@@ -6,6 +6,7 @@ request.py           what a save says besides the state: its options, and the re
 part_writer.py       one rank's blocks and its part
 pack_writer.py       blocks into packs, each once
 dedup.py             which blocks need not be written
+frozen_blocks.py     blocks of frozen tensors, which only some saves read
 unchanged_blocks.py  blocks on devices that are in the store already, and need not be read
 delta_bases.py       which blocks may be encoded against others
 rank_parts.py        what each rank has written and checked; the record of all

@@ -1,27 +1,24 @@
 """Where the bytes of a save become durable: a store, or a staging disk in front of it. Knows no torch."""
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Final, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart
-from tensorstore_ck.engine.write.publish import MAX_TRIES, check_expected
-from tensorstore_ck.engine.write.rank_parts import RankParts, publish_parts
+from tensorstore_ck.engine.write.publish import at_branch, check_expected, publish, retry_expired, store_record
+from tensorstore_ck.engine.write.rank_parts import RankParts, condemned_of_ranks
 from tensorstore_ck.engine.write.request import SaveRequest
-from tensorstore_ck.errors import NoSpaceError, SnapshotExpiredError, StoreError
+from tensorstore_ck.errors import NoSpaceError, StoreError
 from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 from tensorstore_ck.log.block_index import write_blocks
 from tensorstore_ck.log.cache import Batch
 from tensorstore_ck.log.quota import check_quotas, quotas_of
-
-_logger: Final = logging.getLogger("tensorstore_ck.engine")
 
 T = TypeVar("T")
 
@@ -45,6 +42,9 @@ class Destination(Protocol):
     def is_staging(self) -> bool:
         """Whether the entry says "staged", and not "put"."""
 
+    def wait_turn(self) -> None:
+        """Waits until this process may begin to write, where ranks are staggered."""
+
     def ask(self, call: Callable[[], T]) -> T:
         """The result of `call`, which may need the store. Raises if that takes long and the save can do without."""
 
@@ -58,9 +58,12 @@ class Destination(Protocol):
         """Called when this process has written its parts. Rank 0 must be able to read those of the others, and a crash must lose none."""
 
     def commit(
-        self, request: SaveRequest, record: Record, parts: Sequence[RankParts], txn: Ulid, mark: tuple[str, str] | None = None
+        self, request: SaveRequest, record: Record, reports: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
     ) -> SnapshotInfo:
-        """Makes the record durable, and appends the entry: see `publish_parts`."""
+        """Makes the record durable, and appends the entry for the parts in all `reports`, in the order of ranks.
+
+        `txn`: the transaction, and the snapshot's ULID. `mark`: a mark for the snapshot, and the reason. `at`: see `Log.append`.
+        """
 
     def keep(self, info: SnapshotInfo) -> None:
         """Remembers what the next save is likely to need of the parts that this process wrote."""
@@ -68,8 +71,8 @@ class Destination(Protocol):
     def go_offline(self) -> bool:
         """Continues without the store, if it does not answer; returns False if that is not possible."""
 
-    def recovers(self, error: StoreError) -> bool:
-        """After an error of a process that saves alone: prepares to write the state once more; returns False if that cannot help."""
+    def repeat(self, attempt: Callable[[], T]) -> T:
+        """The result of `attempt`, by which a process alone writes and commits: called again after errors that may pass by that."""
 
 
 class StoreDestination:
@@ -83,15 +86,19 @@ class StoreDestination:
     is_offline = is_staging = False
     txn: Ulid | None = None
 
-    def __init__(self, engine: Engine, rank: int = 0, *, is_alone: bool = False) -> None:
+    def __init__(self, engine: Engine, rank: int = 0, *, is_alone: bool = False, wait_turn: Callable[[], object] = lambda: None) -> None:
         """`rank`: this process's rank, or 0. If `is_alone`, `admit` checks where the ref is before anything is written."""
         self.engine = engine
         self._rank = rank
         self._is_alone = is_alone
-        self._tries = 1
+        self._wait_turn = wait_turn
         self._written: Sequence[WrittenPart] = ()
         self._is_indexed = False
         """Whether the block index has the blocks of `_written`."""
+
+    def wait_turn(self) -> None:
+        """See `Destination`."""
+        self._wait_turn()
 
     def ask(self, call: Callable[[], T]) -> T:
         """Waits for the store."""
@@ -128,11 +135,24 @@ class StoreDestination:
         self._written, self._is_indexed = written, False
 
     def commit(
-        self, request: SaveRequest, record: Record, parts: Sequence[RankParts], txn: Ulid, mark: tuple[str, str] | None = None
+        self, request: SaveRequest, record: Record, reports: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
     ) -> SnapshotInfo:
         """See `Destination`."""
-        info = publish_parts(self.engine, request, record, parts, txn=txn, mark=mark, also=self._index)
-        self.engine.keep_record(info.ulid, record)
+        engine = self.engine
+        encoded = store_record(engine, txn, record)  # under the transaction's id, so that salvage recognises the record of an aborted save
+        info = publish(
+            engine,
+            record,
+            encoded,
+            txn=txn,
+            anchor=min(rank.anchor for rank in reports),
+            arrange=at_branch(engine, record, request.expect, mark),
+            condemned=lambda view: condemned_of_ranks(engine, view, txn, reports),
+            began_ns=request.began_ns,
+            also=self._index,
+            at=at,
+        )
+        engine.keep_record(info.ulid, record)
         return info
 
     def keep(self, info: SnapshotInfo) -> None:
@@ -153,11 +173,6 @@ class StoreDestination:
         """See `Destination`."""
         return False
 
-    def recovers(self, error: StoreError) -> bool:
-        """Follows the log, a few times, after gc freed something that the save relied on: the bytes are still in memory."""
-        if not isinstance(error, SnapshotExpiredError) or self._tries == MAX_TRIES:
-            return False
-        self._tries += 1
-        _logger.debug("written again: %s", error)
-        self.engine.log.sync()
-        return True
+    def repeat(self, attempt: Callable[[], T]) -> T:
+        """See `retry_expired`. Each further try is made at the newest entry."""
+        return retry_expired(attempt, self.engine.log.sync)

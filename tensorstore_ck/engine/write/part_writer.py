@@ -4,8 +4,9 @@ Knows neither refs nor the log, and no torch.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -21,10 +22,10 @@ from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
 from tensorstore_ck.engine.part_extents import extents_of, with_bases
 from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, DeltaBase, Fp32Masters, ParentBlocks, PartKey, earlier_part
+from tensorstore_ck.engine.write.frozen_blocks import FrozenBlocks
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Inline, Sampling, require_unchanged
 from tensorstore_ck.engine.write.unchanged_blocks import skip_unchanged
-from tensorstore_ck.errors import FrozenChangedError
 from tensorstore_ck.format.block_assignment import BlockShare, Region, assign_blocks, encode_regions, regions_of_rank
 from tensorstore_ck.format.codec import Changes, Coding, Encoder, elements_of
 from tensorstore_ck.format.layout import layout_id
@@ -205,103 +206,138 @@ def write_tensors(
 
     Raises:
         FrozenChangedError: a tensor declared frozen has other bytes than when it was last read.
+        CaptureChangedError: a device and the host read other bytes.
     """
-    sample, specs, read = CaptureSample(captured, sampling), captured.layout.tensors[:], captured.read
-    inline: list[memoryview] = []
-    inlined: list[Inline] = []
-    inline_size = 0
-    blocks: list[TensorBlock] = []
-    for tensor, start, share in places_of(captured, slot, block_bytes):
+    sample, places = CaptureSample(captured, sampling), places_of(captured, slot, block_bytes)
+    blocks, inlined, reads = _cut(captured, places)
+    small, ids = b"".join(reads), [ZERO_DIGEST] * len(blocks)
+    frozen = FrozenBlocks(captured, blocks, places) if captured.frozen else None
+    if frozen is not None:
+        frozen.rely_on_known(packs, ids)
+    computed: Mapping[int, Digest] = {}
+    must_agree = sampling.verify_share > 0
+    if captured.device_blocks is not None:
+        must_agree = must_agree or captured.device_blocks.must_agree
+        unknown = [block for block in blocks if ids[block.row] is ZERO_DIGEST]
+        computed = skip_unchanged(captured, blocks=unknown, ids=ids, packs=packs, sample=sample)
+
+    fresh = {block.tensor for block in blocks if ids[block.row] is ZERO_DIGEST}  # others are not read: they may stay on a device
+    masters = Fp32Masters(captured, [block for block in blocks if block.tensor in fresh]) if coding.mode != "raw" else None
+    writer = _RunWriter(
+        captured, packs, sample, ids, coding=coding, earlier=earlier, masters=masters, computed=computed, must_agree=must_agree
+    )
+    threads = cpu_threads() + 1
+    for later in (False, True):  # weights after their masters
+        unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in writer.weights) == later]
+        run_bytes = min(max(len(unread) * block_bytes // (RUNS_A_THREAD * threads), MIN_RUN_BYTES), MAX_RUN_BYTES)
+        runs = [*batches(unread, lambda block: block.stop - block.start, run_bytes, RUN_BLOCKS)]
+        for_each(runs, writer.store, min(threads, len(runs)))
+    if frozen is not None:
+        frozen.note(ids)
+    sample.note_inline(inlined, reads, small)
+    return TensorBlocks(ids=ids, inline=small, rows=blocks, inlined=inlined, sample=sample)
+
+
+class _RunWriter:
+    """Reads runs of blocks, samples, encodes and stores them, and sets their `ids`; from several threads."""
+
+    def __init__(
+        self,
+        captured: CapturedState,
+        packs: PackWriter,
+        sample: CaptureSample,
+        ids: list[Digest],
+        *,
+        coding: Coding,
+        earlier: ParentBlocks | None,
+        masters: Fp32Masters | None,
+        computed: Mapping[int, Digest],
+        must_agree: bool,
+    ) -> None:
+        """`computed`: the ids that devices computed, by row; if they `must_agree`, another id is an error."""
+        self._captured, self._packs, self._sample, self._ids = captured, packs, sample, ids
+        self._coding, self._earlier, self._masters = coding, earlier, masters
+        self._computed, self._must_agree = computed, must_agree
+        self._specs, self._read = captured.layout.tensors[:], captured.read
+        self.weights: Mapping[int, int] = masters.of if masters is not None else {}
+        """The tensors that are stored as casts of others, which must be written first."""
+
+    def store(self, run: Sequence[TensorBlock]) -> None:
+        """Stores the blocks of a run, in order."""
+        captured, earlier = self._captured, self._earlier
+        buffers: list[Buffer] = []
+        for block in run:
+            data = self._read(block.tensor, block.start, block.stop)
+            # A frozen tensor is read from its owner's memory: even if it changes now, a block's bytes must match its id.
+            buffers.append(bytes(data) if block.tensor in captured.frozen else data)
+        self._sample.note(run, buffers)
+        little_changed: dict[int, tuple[DeltaBase, Changes]] = {}
+        encode = partial(self._encode, Encoder(self._coding.mode), run, buffers, little_changed)
+        is_raw = self._coding.mode == "raw" and earlier is None
+        for block, block_id in zip(run, self._packs.add(buffers, None if is_raw else encode), strict=True):
+            self._ids[block.row] = block_id
+            if self._computed.get(block.row, block_id) != block_id and self._must_agree:
+                require_unchanged(captured, {block.tensor})
+        for number, (base, changes) in little_changed.items():
+            assert earlier is not None
+            earlier.keep(self._ids[run[number].row], changes, base)
+
+    def _encode(
+        self,
+        encoder: Encoder,
+        run: Sequence[TensorBlock],
+        buffers: Sequence[Buffer],
+        little_changed: dict[int, tuple[DeltaBase, Changes]],
+        number: int,
+    ) -> BlockEncoding:
+        """The stored form of a block of a run: a cast of its master, a difference to its base, or its own bytes."""
+        block, raw, masters, earlier = run[number], buffers[number], self._masters, self._earlier
+        spec = self._specs[block.tensor]
+        elements = elements_of(spec.dtype, spec.item_bytes)
+        if masters is not None and block.tensor in self.weights and (bases := masters.blocks(block)):
+            cast = encoder.encode_cast(raw, [masters.read(base) for base in bases], spec.dtype)
+            if cast is not None:
+                return BlockEncoding(cast, tuple(Base(self._ids[base.row], None) for base in bases), len(bases))
+        candidate = earlier.candidate(block.row, len(raw)) if earlier is not None else None
+        delta = encoder.encode_delta(raw, candidate.raw, elements, candidate.sum) if candidate is not None else None
+        if candidate is not None and delta is not None:
+            if delta.changes is not None and sum(map(len, delta.encoded.pieces)) <= SPARSE_SHARE * len(raw):
+                little_changed[number] = candidate, delta.changes
+            return BlockEncoding(delta.encoded, (candidate.base,), candidate.age)
+        return BlockEncoding(encoder.encode_tensor(raw, elements))
+
+
+def _cut(
+    captured: CapturedState, places: Iterable[tuple[Region, int, BlockShare]]
+) -> tuple[list[TensorBlock], list[Inline], list[memoryview]]:
+    """What lies at `places`: the blocks, the tensors that are small enough to lie inside the part, and the bytes of those."""
+    blocks, inlined, reads, read = list[TensorBlock](), list[Inline](), list[memoryview](), captured.read
+    inline_bytes = 0
+    for region, start, share in places:
+        tensor = region.tensor
         if share.is_inline:
             size = share.lengths[0]
-            inline.append(read(tensor, start, start + size))
-            inlined.append(Inline(tensor, start, inline_size, size))
-            inline_size += size
+            reads.append(read(tensor, start, start + size))
+            inlined.append(Inline(tensor, start, inline_bytes, size))
+            inline_bytes += size
             continue
         for length in share.lengths:
             blocks.append(TensorBlock(len(blocks), tensor, start, start + length))
             start += length
-    small = b"".join(inline)
-    ids = [ZERO_DIGEST] * len(blocks)
-    frozen, cuts = _frozen_blocks(captured, slot, block_bytes, blocks)
-    for tensor in [*frozen]:
-        known = captured.frozen[tensor]
-        if not known.is_due and known.cut == cuts[tensor] and len(known.ids) == len(frozen[tensor]) and packs.rely_on(known.ids):
-            known.unread += 1
-            for row, block in zip(frozen.pop(tensor), known.ids, strict=True):
-                ids[row] = block
-
-    computed: Mapping[int, Digest] = {}
-    must_agree = captured.device_blocks is not None and captured.device_blocks.must_agree
-    if captured.device_blocks is not None:
-        computed = skip_unchanged(
-            captured, blocks=[block for block in blocks if ids[block.row] is ZERO_DIGEST], ids=ids, packs=packs, sample=sample
-        )
-
-    def store(run: list[TensorBlock]) -> None:
-        buffers: list[Buffer] = []
-        for block in run:
-            data = read(block.tensor, block.start, block.stop)
-            # A frozen tensor is read from its owner's memory: even if it changes now, a block's bytes must match its id.
-            buffers.append(bytes(data) if block.tensor in captured.frozen else data)
-        sample.note(run, buffers)
-        encoder, little_changed = Encoder(coding.mode), dict[int, tuple[DeltaBase, Changes]]()
-
-        def encode(number: int) -> BlockEncoding:
-            block, raw = run[number], buffers[number]
-            spec = specs[block.tensor]
-            elements = elements_of(spec.dtype, spec.item_bytes)
-            if masters is not None and block.tensor in weights and (bases := masters.blocks(block)):
-                cast = encoder.encode_cast(raw, [masters.read(base) for base in bases], spec.dtype)
-                if cast is not None:
-                    return BlockEncoding(cast, tuple(Base(ids[base.row], None) for base in bases), len(bases))
-            candidate = earlier.candidate(block.row, len(raw)) if earlier is not None else None
-            delta = encoder.encode_delta(raw, candidate.raw, elements, candidate.sum) if candidate is not None else None
-            if candidate is not None and delta is not None:
-                if delta.changes is not None and sum(map(len, delta.encoded.pieces)) <= SPARSE_SHARE * len(raw):
-                    little_changed[number] = candidate, delta.changes
-                return BlockEncoding(delta.encoded, (candidate.base,), candidate.age)
-            return BlockEncoding(encoder.encode_tensor(raw, elements))
-
-        is_raw = coding.mode == "raw" and earlier is None
-        for block, block_id in zip(run, packs.add(buffers, None if is_raw else encode), strict=True):
-            ids[block.row] = block_id
-            if computed.get(block.row, block_id) != block_id and (sampling.verify_share or must_agree):
-                require_unchanged(captured, {block.tensor})
-        for number, (base, changes) in little_changed.items():
-            assert earlier is not None
-            earlier.keep(ids[run[number].row], changes, base)
-
-    fresh = {block.tensor for block in blocks if ids[block.row] is ZERO_DIGEST}  # others are not read: they may stay on a device
-    masters = Fp32Masters(captured, [block for block in blocks if block.tensor in fresh]) if coding.mode != "raw" else None
-    weights, threads = masters.of if masters is not None else {}, cpu_threads() + 1
-    for later in (False, True):  # weights after their masters
-        unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in weights) == later]
-        run_bytes = min(max(len(unread) * block_bytes // (RUNS_A_THREAD * threads), MIN_RUN_BYTES), MAX_RUN_BYTES)
-        runs = [*batches(unread, lambda block: block.stop - block.start, run_bytes, RUN_BLOCKS)]
-        for_each(runs, store, min(threads, len(runs)))
-    for tensor, rows in frozen.items():
-        _note_frozen(captured, tensor, [ids[row] for row in rows], cuts[tensor])
-    sample.note_inline(inlined, inline, small)
-    return TensorBlocks(ids=ids, inline=small, rows=blocks, inlined=inlined, sample=sample)
+    return blocks, inlined, reads
 
 
 def inline_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> tuple[list[Inline], bytes]:
     """The small tensors inside the part, and their bytes."""
-    inlined: list[Inline] = []
-    data, read = bytearray(), captured.read
-    for tensor, start, share in places_of(captured, slot, block_bytes):
-        if share.is_inline:
-            inlined.append(Inline(tensor, start, len(data), share.lengths[0]))
-            data += read(tensor, start, start + share.lengths[0])
-    return inlined, bytes(data)
+    _, inlined, reads = _cut(captured, places_of(captured, slot, block_bytes))
+    return inlined, b"".join(reads)
 
 
-def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> list[tuple[int, int, BlockShare]]:
-    """What this rank stores: for each share the tensor, its offset in the tensor's source, and how it is cut."""
+def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> list[tuple[Region, int, BlockShare]]:
+    """What this rank stores: for each share the region, its offset in the tensor's source, and how it is cut."""
     held = regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
     bases, shares = source_offsets(captured, held), assign_blocks(captured.layout, held, slot.rank, block_bytes)
-    return [(held[share.region].tensor, bases[share.region] + share.start, share) for share in shares]
+    return [(held[share.region], bases[share.region] + share.start, share) for share in shares]
 
 
 def store_part(
@@ -357,33 +393,3 @@ def source_offsets(captured: CapturedState, held: Sequence[Region]) -> list[int]
         if before.tensor == held[number].tensor:  # a tensor's regions follow each other
             bases[number] = bases[number - 1] + before.size_bytes(captured.layout.tensors[before.tensor])
     return bases
-
-
-def _frozen_blocks(
-    captured: CapturedState, slot: PartSlot, block_bytes: int, blocks: Sequence[TensorBlock]
-) -> tuple[dict[int, list[int]], dict[int, bytes]]:
-    """The rows of each frozen tensor, and which of its blocks this rank stores: another rank may store them at the next save."""
-    rows: dict[int, list[int]] = {}
-    cuts: dict[int, list[tuple[object, ...]]] = {}
-    if captured.frozen:
-        for block in blocks:
-            if block.tensor in captured.frozen:
-                rows.setdefault(block.tensor, []).append(block.row)
-        held = regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
-        for share in assign_blocks(captured.layout, held, slot.rank, block_bytes):
-            region = held[share.region]
-            if region.tensor in captured.frozen:
-                cuts.setdefault(region.tensor, []).append((region.is_flat, region.offsets, region.sizes, share.start, share.lengths))
-    return rows, {tensor: repr(several).encode() for tensor, several in cuts.items()}
-
-
-def _note_frozen(captured: CapturedState, tensor: int, ids: list[Digest], cut: bytes) -> None:
-    """Remembers the blocks of a frozen tensor that was read."""
-    known, name = captured.frozen[tensor], captured.layout.tensors[tensor].name
-    if known.cut == cut and len(known.ids) == len(ids) and known.ids != ids:
-        raise FrozenChangedError(
-            f"{name} was declared frozen, but has changed since it was last read: nothing was published, and the {known.unread} "
-            "snapshots since then have its earlier values. Leave it out of frozen=",
-            object_id=name,
-        )
-    known.ids, known.cut, known.unread = ids, cut, 0

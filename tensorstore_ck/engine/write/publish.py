@@ -73,6 +73,7 @@ def publish(
     snapshot: Ulid | None = None,
     began_ns: int | None = None,
     also: Also | None = None,
+    at: RefTable | None = None,
 ) -> SnapshotInfo:
     """Appends the entry that publishes a snapshot whose packs, parts and record are durable.
 
@@ -90,6 +91,7 @@ def publish(
         snapshot: The ULID of its record; by default `staged`, or else `txn`.
         began_ns: When the save began, by the engine's clock, for the entry to say how long it took.
         also: See `Log.append`.
+        at: See `Log.append`.
 
     Raises:
         ConflictError: the ref is elsewhere; nothing is visible.
@@ -114,7 +116,7 @@ def publish(
             _logger.debug("rescue what gc has condemned of it: %s", ", ".join(key.name for key in needed))
         return [*ops, Op.rescue(needed)] if needed else ops
 
-    info = engine.log.published(engine.log.append(build, also=also), snapshot)
+    info = engine.log.published(engine.log.append(build, also=also, at=at), snapshot)
     if info is None:
         raise SnapshotAbortedError(
             f"the save to {record.ref!r} was aborted by another process before it was published", object_id=record.ref

@@ -9,14 +9,13 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.part_writer import WrittenPart
-from tensorstore_ck.engine.write.publish import at_branch, condemned_of, publish, store_record
+from tensorstore_ck.engine.write.publish import condemned_of
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.errors import MissingObjectError, SnapshotExpiredError
 from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import Body, take, take_count
-from tensorstore_ck.log import Objects, RefTable, SnapshotInfo
-from tensorstore_ck.log.log import Also
+from tensorstore_ck.log import Objects, RefTable
 
 MOVES_OBJECTS: Final = frozenset({"condemn", "sweep", "relocate", "settle"})
 
@@ -79,8 +78,8 @@ def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, v
     )
 
 
-def record_of(engine: Engine, request: SaveRequest, ranks: Sequence[RankParts], *, logical_bytes: int, streams: str = "") -> Record:
-    """The record of the parts of all `ranks`, in their order. `streams`: the rule of derived streams, if there are rank states."""
+def record_of(engine: Engine, request: SaveRequest, reports: Sequence[RankParts], *, logical_bytes: int, streams: str = "") -> Record:
+    """The record of the parts of all ranks, in their order. `streams`: the rule of derived streams, if there are rank states."""
     made_ns = request.origin.made_ns
     return Record(
         ref=request.ref,
@@ -89,10 +88,10 @@ def record_of(engine: Engine, request: SaveRequest, ranks: Sequence[RankParts], 
         metadata=request.metadata,
         metrics=request.metrics,
         time_ns=engine.clock() if made_ns is None else made_ns,
-        parts=ulids_of(ranks),
-        part_ids=b"".join(rank.part_ids[at] for at in range(len(ranks[0].ulids)) for rank in ranks),
+        parts=ulids_of(reports),
+        part_ids=b"".join(rank.part_ids[at] for at in range(len(reports[0].ulids)) for rank in reports),
         logical_bytes=logical_bytes,
-        new_bytes=sum(rank.new_bytes for rank in ranks),
+        new_bytes=sum(rank.new_bytes for rank in reports),
         streams=streams,
         triggers=request.origin.triggers,
         epoch=request.origin.epoch,
@@ -100,47 +99,19 @@ def record_of(engine: Engine, request: SaveRequest, ranks: Sequence[RankParts], 
     )
 
 
-def ulids_of(ranks: Sequence[RankParts]) -> list[Ulid]:
+def ulids_of(reports: Sequence[RankParts]) -> list[Ulid]:
     """The ULIDs of all parts, in the order of a record."""
-    return [rank.ulids[at] for at in range(len(ranks[0].ulids)) for rank in ranks]
+    return [rank.ulids[at] for at in range(len(reports[0].ulids)) for rank in reports]
 
 
-def publish_parts(
-    engine: Engine,
-    request: SaveRequest,
-    record: Record,
-    ranks: Sequence[RankParts],
-    *,
-    txn: Ulid,
-    mark: tuple[str, str] | None = None,
-    also: Also | None = None,
-) -> SnapshotInfo:
-    """Publishes the parts of all `ranks`, in their order, as one snapshot, whose ULID is `txn`: see `publish`.
-
-    `mark`: a mark for the snapshot, and the reason. `also`: see `Log.append`.
-    """
-    encoded = store_record(engine, txn, record)  # under the id of the transaction, so that salvage recognises the record of an aborted save
-    return publish(
-        engine,
-        record,
-        encoded,
-        txn=txn,
-        anchor=min(rank.anchor for rank in ranks),
-        arrange=at_branch(engine, record, request.expect, mark),
-        condemned=lambda view: condemned_of_ranks(engine, view, txn, ranks),
-        began_ns=request.began_ns,
-        also=also,
-    )
-
-
-def condemned_of_ranks(engine: Engine, view: RefTable, snapshot: Ulid, ranks: Sequence[RankParts]) -> Objects:
+def condemned_of_ranks(engine: Engine, view: RefTable, snapshot: Ulid, reports: Sequence[RankParts]) -> Objects:
     """The objects to rescue at this head: those that the ranks reported, unless the log has moved objects since one of them looked."""
-    since, head = min(rank.checked for rank in ranks), view.head()
+    since, head = min(rank.checked for rank in reports), view.head()
     newer = engine.log.entries(since + 1) if head is not None and head.n > since else ()
     if not any(op.name in MOVES_OBJECTS for entry in newer for op in entry.ops):
-        return Objects(key for rank in ranks for key in rank.condemned)
+        return Objects(key for rank in reports for key in rank.condemned)
     try:
-        parts = [(ulid, read_part(engine, ulid)) for ulid in ulids_of(ranks)]
+        parts = [(ulid, read_part(engine, ulid)) for ulid in ulids_of(reports)]
     except MissingObjectError as exc:
         raise SnapshotExpiredError(f"this snapshot needs {exc.object_id}, which gc freed", object_id=exc.object_id) from exc
     return condemned_of(engine, view, [snapshot], parts)

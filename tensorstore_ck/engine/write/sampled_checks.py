@@ -95,7 +95,8 @@ def share_of(state_bytes: int, share: float) -> float:
 
 def pieces(tensor: int, start: int, stop: int, share: float, turn: int) -> list[tuple[int, int]]:
     """The sampled pieces of bytes [start, stop) of a tensor."""
-    length, offset = _length_and_offset(tensor, share, turn)
+    length = -(-int(share * STRIDE_BYTES) // _ALIGN) * _ALIGN
+    offset = (((turn ^ tensor * 0x9E3779B1) & 0xFFFFFFFF) * 0x85EBCA6B >> 13) % STRIDE_BYTES // _ALIGN * _ALIGN  # of the first piece
     at = offset + (start - offset) // STRIDE_BYTES * STRIDE_BYTES
     sampled = []
     while at < stop:
@@ -104,23 +105,6 @@ def pieces(tensor: int, start: int, stop: int, share: float, turn: int) -> list[
             sampled.append((first, last))
         at += STRIDE_BYTES
     return sampled
-
-
-def sampled_bytes(tensor: int, start: int, stop: int, share: float, turn: int) -> int:
-    """How many bytes `pieces` has."""
-    length, offset = _length_and_offset(tensor, share, turn)
-
-    def before(at: int) -> int:
-        strides, rest = divmod(at - offset, STRIDE_BYTES)
-        return strides * length + min(rest, length)
-
-    return before(stop) - before(start)
-
-
-def _length_and_offset(tensor: int, share: float, turn: int) -> tuple[int, int]:
-    """The length of a sampled piece, and the offset of the first one."""
-    length = -(-int(share * STRIDE_BYTES) // _ALIGN) * _ALIGN
-    return length, (((turn ^ tensor * 0x9E3779B1) & 0xFFFFFFFF) * 0x85EBCA6B >> 13) % STRIDE_BYTES // _ALIGN * _ALIGN
 
 
 def is_floating(dtype: str, item_bytes: int) -> bool:
@@ -195,8 +179,9 @@ class CaptureSample:
             if tensor in self._captured.frozen or _mask_of(spec.dtype, spec.item_bytes) is None:
                 continue
             several = list(group)
-            sampled = sum(sampled_bytes(tensor, start, stop, share=self._share, turn=self._turn) for start, stop in _joined(several))
-            self._elements += sampled // elements_of(spec.dtype, spec.item_bytes).item_bytes
+            joined = (pieces(tensor, start, stop, share=self._share, turn=self._turn) for start, stop in _joined(several))
+            sampled_bytes = sum(last - first for sampled in joined for first, last in sampled)
+            self._elements += sampled_bytes // elements_of(spec.dtype, spec.item_bytes).item_bytes
             if not self._is_finite(tensor):
                 self._count_unread(several)
 

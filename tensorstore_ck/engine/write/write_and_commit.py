@@ -4,7 +4,6 @@ The ranks of a group write their parts by `session/group/rank_save.py`, and rank
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.save_progress import SaveMeter
@@ -16,18 +15,13 @@ from tensorstore_ck.engine.write.part_writer import slot_of_one, write_part
 from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, record_of
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings, merged
-from tensorstore_ck.errors import StoreError, UndecidedError
+from tensorstore_ck.errors import UndecidedError
 from tensorstore_ck.log import RefTable, SnapshotInfo
 
 
-class Written(NamedTuple):
-    """What one process reports of the part that it has made durable, and how that compares with the snapshot before."""
-
-    report: RankParts
-    findings: SaveFindings
-
-
-def write(destination: Destination, captured: CapturedState, request: SaveRequest, meter: SaveMeter, view: RefTable) -> Written:
+def write(
+    destination: Destination, captured: CapturedState, request: SaveRequest, meter: SaveMeter, view: RefTable
+) -> tuple[RankParts, SaveFindings]:
     """Writes the only part of a snapshot, and compares it with the snapshot before; the head of `view` is its anchor.
 
     Raises:
@@ -56,7 +50,7 @@ def write(destination: Destination, captured: CapturedState, request: SaveReques
     with meter.timed("commit"):
         is_published_later = destination.is_staging and not is_offline
         at = destination.ask(engine.log.newest_view) if is_published_later else view
-        return Written(checked_parts(engine, [written], anchor, at), findings)
+        return checked_parts(engine, [written], anchor, at), findings
 
 
 def commit(
@@ -97,7 +91,7 @@ def commit(
         record = record_of(engine, request, reports, logical_bytes=logical_bytes, streams=streams)
         txn = txn or destination.txn or engine.put_id()
         try:
-            return destination.commit(request, record, reports, txn, mark)
+            return destination.commit(request, record, reports, txn=txn, mark=mark, at=view)
         except UndecidedError as exc:
             exc.txn = txn
             raise
@@ -120,23 +114,14 @@ def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest,
 def write_and_commit(
     destination: Destination, captured: CapturedState, request: SaveRequest, meter: SaveMeter, view: RefTable
 ) -> SnapshotInfo:
-    """Both phases for a process alone, as of `view`. Repeats them after errors that may pass if the state is written again."""
-    while True:
-        try:
-            written = write(destination, captured=captured, request=request, meter=meter, view=view)
-            info = commit(
-                destination,
-                request,
-                [written.report],
-                [written.findings],
-                logical_bytes=captured.logical_bytes,
-                meter=meter,
-                view=view,
-            )
-        except StoreError as exc:
-            if not destination.recovers(exc):
-                raise
-            view = destination.engine.log.view()
-        else:
-            destination.keep(info)
-            return info
+    """Both phases for a process alone, first as of `view`: see `Destination.repeat`."""
+    views = iter((view,))
+
+    def attempt() -> SnapshotInfo:
+        at = next(views, None) or destination.engine.log.view()
+        report, findings = write(destination, captured=captured, request=request, meter=meter, view=at)
+        return commit(destination, request, [report], [findings], logical_bytes=captured.logical_bytes, meter=meter, view=at)
+
+    info = destination.repeat(attempt)
+    destination.keep(info)
+    return info

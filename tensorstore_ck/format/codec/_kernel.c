@@ -1,328 +1,233 @@
-/* Differences sorted by the exponents of their base (see sorting.py, which says the same in numpy, 6 times slower).
-
-   A counting sort: one pass counts the exponents, another one writes each difference to its place, or takes it from there. */
+/* The module `_kernel`: what numpy is too slow for. Checks what it is given; the work is in the other files, without the GIL. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <stdint.h>
-#include <string.h>
 
-#define WORD(BITS)                                                                                                                         \
-    static uint##BITS##_t load##BITS(const char *from, size_t i)                                                                           \
-    {                                                                                                                                      \
-        uint##BITS##_t word;                                                                                                               \
-        memcpy(&word, from + i * sizeof word, sizeof word);                                                                                \
-        return word;                                                                                                                       \
-    }                                                                                                                                      \
-                                                                                                                                           \
-    static void store##BITS(char *to, size_t i, uint##BITS##_t word)                                                                       \
-    {                                                                                                                                      \
-        memcpy(to + i * sizeof word, &word, sizeof word);                                                                                  \
-    }                                                                                                                                      \
-                                                                                                                                           \
-    static unsigned exponent##BITS(uint##BITS##_t word)                                                                                    \
-    {                                                                                                                                      \
-        return (uint##BITS##_t)(word << 1) >> (BITS - 8);                                                                                  \
-    }                                                                                                                                      \
-                                                                                                                                           \
-    /* Floats as integers in their order, in two's complement; its own inverse. */                                                        \
-    static uint##BITS##_t ordered##BITS(uint##BITS##_t word)                                                                               \
-    {                                                                                                                                      \
-        uint##BITS##_t sign = (uint##BITS##_t)(0 - (word >> (BITS - 1)));                                                                  \
-        return word ^ (uint##BITS##_t)(sign >> 1);                                                                                         \
-    }                                                                                                                                      \
-                                                                                                                                           \
-    static void starts##BITS(const char *base, size_t count, size_t starts[256])                                                           \
-    {                                                                                                                                      \
-        size_t counts[4][256]; /* several, as neighbours are often alike, and a count waits for the one before */                         \
-        memset(counts, 0, sizeof counts);                                                                                                  \
-        for (size_t i = 0; i < count; i++)                                                                                                 \
-            counts[i & 3][exponent##BITS(load##BITS(base, i))]++;                                                                          \
-        for (size_t e = 0, start = 0; e < 256; e++) {                                                                                      \
-            starts[e] = start;                                                                                                             \
-            start += counts[0][e] + counts[1][e] + counts[2][e] + counts[3][e];                                                            \
-        }                                                                                                                                  \
-    }                                                                                                                                      \
-                                                                                                                                           \
-    static void take##BITS(const char *words, const char *base, char *into, size_t count)                                                 \
-    {                                                                                                                                      \
-        size_t at[256];                                                                                                                    \
-        starts##BITS(base, count, at);                                                                                                     \
-        for (size_t i = 0; i < count; i++) {                                                                                               \
-            uint##BITS##_t other = load##BITS(base, i);                                                                                    \
-            uint##BITS##_t difference = (uint##BITS##_t)(ordered##BITS(load##BITS(words, i)) - ordered##BITS(other));                      \
-            uint##BITS##_t sign = (uint##BITS##_t)(0 - (difference >> (BITS - 1)));                                                        \
-            store##BITS(into, at[exponent##BITS(other)]++, (uint##BITS##_t)(difference << 1) ^ sign);                                      \
-        }                                                                                                                                  \
-    }                                                                                                                                      \
-                                                                                                                                           \
-    static void add##BITS(const char *sorted, const char *base, char *into, size_t count)                                                 \
-    {                                                                                                                                      \
-        size_t at[256];                                                                                                                    \
-        starts##BITS(base, count, at);                                                                                                     \
-        for (size_t i = 0; i < count; i++) {                                                                                               \
-            uint##BITS##_t other = load##BITS(base, i), zigzag = load##BITS(sorted, at[exponent##BITS(other)]++);                          \
-            uint##BITS##_t difference = (uint##BITS##_t)((zigzag >> 1) ^ (uint##BITS##_t)(0 - (zigzag & 1)));                              \
-            store##BITS(into, i, ordered##BITS((uint##BITS##_t)(ordered##BITS(other) + difference)));                                      \
-        }                                                                                                                                  \
-    }
+#include "_kernel.h"
 
-WORD(8)
-WORD(16)
-WORD(32)
-WORD(64)
+#define MAX_BUFFERS (MAX_GROUPS + 1)
 
-typedef void (*Loop)(const char *, const char *, char *, size_t);
+typedef struct {
+    Py_buffer views[MAX_BUFFERS];
+    int count;
+} Buffers;
 
-static PyObject *run(PyObject *args, const Loop loops[4])
+static Py_buffer *add_buffer(Buffers *buffers, PyObject *source, int flags)
+{
+    if (PyObject_GetBuffer(source, &buffers->views[buffers->count], flags) < 0)
+        return NULL;
+    return &buffers->views[buffers->count++];
+}
+
+static PyObject *release(Buffers *buffers, PyObject *result)
+{
+    while (buffers->count > 0)
+        PyBuffer_Release(&buffers->views[--buffers->count]);
+    return result;
+}
+
+static PyObject *misfit(const char *message)
+{
+    PyErr_SetString(PyExc_ValueError, message);
+    return NULL;
+}
+
+/* The binary logarithm of a word's bytes; 4 if no word has so many. */
+static int width_of(int item_bytes)
+{
+    int width = 0;
+    while (width < 4 && 1 << width != item_bytes)
+        width++;
+    return width;
+}
+
+static PyObject *difference(PyObject *args, const DifferenceLoop loops[4])
 {
     PyObject *sources[3];
-    Py_buffer buffers[3];
-    int item_bytes, got = 0, width;
+    Buffers buffers = {.count = 0};
+    int item_bytes, width;
     if (!PyArg_ParseTuple(args, "OOOi", &sources[0], &sources[1], &sources[2], &item_bytes))
         return NULL;
-    for (width = 0; width < 4 && 1 << width != item_bytes; width++)
-        ;
-    for (; got < 3; got++)
-        if (PyObject_GetBuffer(sources[got], &buffers[got], got == 2 ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
-            break;
-    if (got == 3) {
-        if (width == 4 || buffers[0].len != buffers[2].len || buffers[1].len != buffers[2].len || buffers[2].len % item_bytes)
-            PyErr_SetString(PyExc_ValueError, "buffers of one size, and of whole words of 1, 2, 4 or 8 bytes");
-        else {
-            Py_BEGIN_ALLOW_THREADS
-            loops[width](buffers[0].buf, buffers[1].buf, buffers[2].buf, (size_t)(buffers[2].len / item_bytes));
-            Py_END_ALLOW_THREADS
-        }
-    }
-    while (got > 0)
-        PyBuffer_Release(&buffers[--got]);
-    if (PyErr_Occurred())
-        return NULL;
-    Py_RETURN_NONE;
+    width = width_of(item_bytes);
+    for (int i = 0; i < 3; i++)
+        if (!add_buffer(&buffers, sources[i], i == 2 ? PyBUF_WRITABLE : PyBUF_SIMPLE))
+            return release(&buffers, NULL);
+    const Py_buffer *from = &buffers.views[0], *base = &buffers.views[1], *into = &buffers.views[2];
+    if (width == 4 || from->len != into->len || base->len != into->len || into->len % item_bytes || into->len / item_bytes > UINT32_MAX)
+        return release(&buffers, misfit("buffers of one size, and of whole words of 1, 2, 4 or 8 bytes"));
+    Py_BEGIN_ALLOW_THREADS
+    loops[width](from->buf, base->buf, into->buf, (size_t)(into->len / item_bytes));
+    Py_END_ALLOW_THREADS
+    Py_INCREF(Py_None);
+    return release(&buffers, Py_None);
 }
 
 static PyObject *take_differences(PyObject *module, PyObject *args)
 {
-    static const Loop loops[4] = {take8, take16, take32, take64};
     (void)module;
-    return run(args, loops);
+    return difference(args, take_loops);
 }
 
 static PyObject *add_differences(PyObject *module, PyObject *args)
 {
-    static const Loop loops[4] = {add8, add16, add32, add64};
     (void)module;
-    return run(args, loops);
+    return difference(args, add_loops);
 }
 
-/* Changed words: their distances from one another, and their zigzag differences, in one pass at the pace of memory. */
-
-#define LINE_BYTES 64
-
-typedef uint64_t Pair __attribute__((vector_size(16)));
-
-/* Sums of words, and of those sums, in two lanes: the order counts, and no bit can change unnoticed. Not stored anywhere. */
-typedef struct {
-    Pair words, sums;
-} Sum;
-
-typedef struct {
-    const char *words, *base;
-    char *gaps, *values;
-    size_t limit, count; /* capacity in changed words; how many were found */
-    size_t next;         /* behind the last changed word */
-    int is_float;
-    Sum of_words, of_base;
-} Search;
-
-/* Adds a line to both sums, which the caller holds in registers; whether it differs. */
-static inline int add_line(const char *words, const char *base, Sum *of_words, Sum *of_base)
+static PyObject *places_of(const Group *groups, int count, const uint8_t *start)
 {
-    Pair differ = {0, 0};
-    for (int at = 0; at < LINE_BYTES; at += (int)sizeof(Pair)) {
-        Pair word, other;
-        memcpy(&word, words + at, sizeof word);
-        memcpy(&other, base + at, sizeof other);
-        of_words->words += word;
-        of_words->sums += of_words->words;
-        of_base->words += other;
-        of_base->sums += of_base->words;
-        differ |= word ^ other;
-    }
-    return (differ[0] | differ[1]) != 0;
-}
-
-#define CHANGES(BITS)                                                                                                                      \
-    static uint##BITS##_t signed_order##BITS(uint##BITS##_t word, int is_float)                                                            \
-    {                                                                                                                                      \
-        uint##BITS##_t negative = (uint##BITS##_t)(0 - (word >> (BITS - 1)));                                                              \
-        return word ^ (uint##BITS##_t)(is_float ? negative >> 1 : 0);                                                                      \
-    }                                                                                                                                      \
-                                                                                                                                           \
-    static void note##BITS(Search *search, size_t first, const char *words, const char *base)                                              \
-    {                                                                                                                                      \
-        for (size_t at = 0; at < LINE_BYTES / 8; at++) {                                                                                   \
-            uint64_t some, other;                                                                                                          \
-            memcpy(&some, words + at * 8, 8);                                                                                              \
-            memcpy(&other, base + at * 8, 8);                                                                                              \
-            for (uint64_t differ = some ^ other; differ;) {                                                                                \
-                unsigned bit = (unsigned)__builtin_ctzll(differ) / BITS * BITS;                                                            \
-                size_t word = first + at * (64 / BITS) + bit / BITS;                                                                       \
-                differ &= ~((uint64_t)(uint##BITS##_t)-1 << bit);                                                                          \
-                if (search->count++ >= search->limit)                                                                                      \
-                    continue;                                                                                                              \
-                uint##BITS##_t difference = (uint##BITS##_t)(signed_order##BITS((uint##BITS##_t)(some >> bit), search->is_float) -         \
-                                                             signed_order##BITS((uint##BITS##_t)(other >> bit), search->is_float));        \
-                uint##BITS##_t sign = (uint##BITS##_t)(0 - (difference >> (BITS - 1)));                                                    \
-                uint32_t gap = (uint32_t)(word + 1 - search->next);                                                                        \
-                memcpy(search->gaps + (search->count - 1) * 4, &gap, 4);                                                                   \
-                store##BITS(search->values, search->count - 1, (uint##BITS##_t)(difference << 1) ^ sign);                                  \
-                search->next = word + 1;                                                                                                   \
-            }                                                                                                                              \
-        }                                                                                                                                  \
-    }                                                                                                                                      \
-                                                                                                                                           \
-    static void find##BITS(Search *search, size_t size_bytes)                                                                              \
-    {                                                                                                                                      \
-        Sum of_words = {{0, 0}, {0, 0}}, of_base = of_words;                                                                               \
-        char last[2][LINE_BYTES] = {{0}};                                                                                                  \
-        size_t at = 0;                                                                                                                     \
-        for (; at + LINE_BYTES <= size_bytes; at += LINE_BYTES)                                                                            \
-            if (add_line(search->words + at, search->base + at, &of_words, &of_base) && search->count <= search->limit)                    \
-                note##BITS(search, at / (BITS / 8), search->words + at, search->base + at);                                                \
-        memcpy(last[0], search->words + at, size_bytes - at);                                                                              \
-        memcpy(last[1], search->base + at, size_bytes - at);                                                                               \
-        if (add_line(last[0], last[1], &of_words, &of_base) && search->count <= search->limit)                                             \
-            note##BITS(search, at / (BITS / 8), last[0], last[1]);                                                                         \
-        search->of_words = of_words;                                                                                                       \
-        search->of_base = of_base;                                                                                                         \
-    }                                                                                                                                      \
-                                                                                                                                           \
-    static void apply##BITS(const char *gaps, const char *values, char *into, size_t count, int is_float)                                  \
-    {                                                                                                                                      \
-        size_t next = 0;                                                                                                                   \
-        for (size_t i = 0; i < count; i++) {                                                                                               \
-            next += load32(gaps, i);                                                                                                       \
-            uint##BITS##_t zigzag = load##BITS(values, i);                                                                                 \
-            uint##BITS##_t difference = (uint##BITS##_t)((zigzag >> 1) ^ (uint##BITS##_t)(0 - (zigzag & 1)));                              \
-            uint##BITS##_t word = (uint##BITS##_t)(signed_order##BITS(load##BITS(into, next - 1), is_float) + difference);                 \
-            store##BITS(into, next - 1, signed_order##BITS(word, is_float));                                                               \
-        }                                                                                                                                  \
-    }
-
-CHANGES(8)
-CHANGES(16)
-CHANGES(32)
-CHANGES(64)
-
-/* Gets `count` buffers, from the one numbered `first_writable` on writable; false with an error. */
-static int get_buffers(PyObject **sources, Py_buffer *buffers, int count, int first_writable)
-{
-    for (int got = 0; got < count; got++)
-        if (PyObject_GetBuffer(sources[got], &buffers[got], got >= first_writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0) {
-            while (got > 0)
-                PyBuffer_Release(&buffers[--got]);
-            return 0;
+    PyObject *places = PyList_New(count);
+    for (int g = 0; places && g < count; g++) {
+        Py_ssize_t begin = groups[g].bytes - start;
+        PyObject *place = Py_BuildValue("nn", begin, begin + (Py_ssize_t)groups[g].size);
+        if (!place || PyList_SetItem(places, g, place) < 0) {
+            Py_DECREF(places);
+            return NULL;
         }
-    return 1;
+    }
+    return places;
 }
 
-static void release_buffers(Py_buffer *buffers, int count)
+static PyObject *encode(PyObject *module, PyObject *args)
 {
-    while (count > 0)
-        PyBuffer_Release(&buffers[--count]);
+    PyObject *source, *destination;
+    const char *widths, *hows;
+    Py_ssize_t group_count, how_count;
+    int item_bytes, rotated, is_done;
+    Buffers buffers = {.count = 0};
+    Group groups[MAX_GROUPS];
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOipy#y#", &source, &destination, &item_bytes, &rotated, &widths, &group_count, &hows, &how_count))
+        return NULL;
+    const Py_buffer *words = add_buffer(&buffers, source, PyBUF_SIMPLE);
+    const Py_buffer *into = words ? add_buffer(&buffers, destination, PyBUF_WRITABLE) : NULL;
+    if (!into)
+        return release(&buffers, NULL);
+    if (group_count != how_count || group_count < 1 || group_count > MAX_GROUPS)
+        return release(&buffers, misfit("1 to 8 groups"));
+    for (int g = 0; g < group_count; g++)
+        groups[g] = (Group){.width = widths[g], .how = hows[g] == HUFFMAN ? HUFFMAN : RAW};
+    if (!are_groups_of(groups, (int)group_count, item_bytes) || words->len % item_bytes || words->len / item_bytes > UINT32_MAX)
+        return release(&buffers, misfit("whole words, and groups of bytes that make one up"));
+    size_t count = (size_t)(words->len / item_bytes), needed = 0;
+    for (int g = 0; g < group_count; g++) {
+        groups[g].bytes = (uint8_t *)into->buf + needed;
+        needed += groups[g].how == HUFFMAN ? huffman_bound(count) : count * (size_t)groups[g].width;
+    }
+    if ((size_t)into->len < needed)
+        return release(&buffers, misfit("too little memory for what is encoded"));
+    Py_BEGIN_ALLOW_THREADS
+    is_done = encode_groups(words->buf, count, item_bytes, rotated, groups, (int)group_count);
+    Py_END_ALLOW_THREADS
+    return release(&buffers, is_done ? places_of(groups, (int)group_count, into->buf) : PyErr_NoMemory());
 }
 
-static int is_width(int item_bytes)
+static int take_group(Buffers *buffers, PyObject *row, Group *group)
 {
-    return item_bytes == 1 || item_bytes == 2 || item_bytes == 4 || item_bytes == 8;
+    PyObject *stored;
+    if (!PyTuple_Check(row)) {
+        misfit("a group is a tuple");
+        return 0;
+    }
+    if (!PyArg_ParseTuple(row, "iiO", &group->width, &group->how, &stored))
+        return 0;
+    const Py_buffer *view = add_buffer(buffers, stored, PyBUF_SIMPLE);
+    if (view) {
+        group->bytes = view->buf;
+        group->size = (size_t)view->len;
+    }
+    return view != NULL;
+}
+
+static PyObject *decode(PyObject *module, PyObject *args)
+{
+    PyObject *rows, *destination;
+    int item_bytes, rotated, found;
+    Buffers buffers = {.count = 0};
+    Group groups[MAX_GROUPS];
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOip", &rows, &destination, &item_bytes, &rotated))
+        return NULL;
+    Py_ssize_t group_count = PyList_Check(rows) ? PyList_Size(rows) : 0;
+    const Py_buffer *into = add_buffer(&buffers, destination, PyBUF_WRITABLE);
+    if (!into)
+        return NULL;
+    if (group_count < 1 || group_count > MAX_GROUPS)
+        return release(&buffers, misfit("a list of 1 to 8 groups"));
+    for (int g = 0; g < group_count; g++)
+        if (!take_group(&buffers, PyList_GetItem(rows, g), &groups[g]))
+            return release(&buffers, NULL);
+    if (!are_groups_of(groups, (int)group_count, item_bytes) || into->len % item_bytes)
+        return release(&buffers, misfit("whole words, and groups of bytes that make one up"));
+    size_t count = (size_t)(into->len / item_bytes);
+    for (int g = 0; g < group_count; g++) {
+        size_t width = (size_t)groups[g].width, size = groups[g].how == RAW ? count * width : width;
+        if (groups[g].how != HUFFMAN && ((groups[g].how != RAW && groups[g].how != CONSTANT) || groups[g].size != size))
+            return release(&buffers, misfit("a group of the wrong size"));
+    }
+    Py_BEGIN_ALLOW_THREADS
+    found = decode_groups(groups, (int)group_count, into->buf, count, item_bytes, rotated);
+    Py_END_ALLOW_THREADS
+    if (found >= 0)
+        return release(&buffers, PyLong_FromLong(found));
+    return release(&buffers, found == NO_MEMORY ? PyErr_NoMemory() : Py_BuildValue(""));
 }
 
 static PyObject *find_changes(PyObject *module, PyObject *args)
 {
     PyObject *sources[4];
-    Py_buffer buffers[4];
-    int item_bytes;
+    Buffers buffers = {.count = 0};
     Search search = {0};
+    int item_bytes;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOOip", &sources[0], &sources[1], &sources[2], &sources[3], &item_bytes, &search.is_float) ||
-        !get_buffers(sources, buffers, 4, 2))
+    if (!PyArg_ParseTuple(args, "OOOOip", &sources[0], &sources[1], &sources[2], &sources[3], &item_bytes, &search.is_float))
         return NULL;
-    Py_ssize_t size_bytes = buffers[0].len, limit = buffers[2].len / 4;
-    if (!is_width(item_bytes) || buffers[1].len != size_bytes || size_bytes % item_bytes || buffers[3].len != limit * item_bytes ||
-        (uint64_t)size_bytes / (unsigned)item_bytes > UINT32_MAX)
-        PyErr_SetString(PyExc_ValueError, "two buffers of one size of whole words, and as many gaps as differences");
-    else {
-        search.words = buffers[0].buf, search.base = buffers[1].buf, search.gaps = buffers[2].buf, search.values = buffers[3].buf;
-        search.limit = (size_t)limit;
-        Py_BEGIN_ALLOW_THREADS
-        if (item_bytes == 1)
-            find8(&search, (size_t)size_bytes);
-        else if (item_bytes == 2)
-            find16(&search, (size_t)size_bytes);
-        else if (item_bytes == 4)
-            find32(&search, (size_t)size_bytes);
-        else
-            find64(&search, (size_t)size_bytes);
-        Py_END_ALLOW_THREADS
-    }
-    release_buffers(buffers, 4);
-    if (PyErr_Occurred())
-        return NULL;
-    return Py_BuildValue("ny#y#", (Py_ssize_t)search.count, (const char *)&search.of_words, (Py_ssize_t)sizeof(Sum),
-                         (const char *)&search.of_base, (Py_ssize_t)sizeof(Sum));
-}
-
-/* Whether all gaps lead to words of `words`: checked before any is written. */
-static int gaps_fit(const char *gaps, size_t count, size_t words)
-{
-    size_t next = 0;
-    for (size_t i = 0; i < count; i++) {
-        if (!load32(gaps, i))
-            return 0;
-        next += load32(gaps, i);
-    }
-    return next <= words;
+    for (int i = 0; i < 4; i++)
+        if (!add_buffer(&buffers, sources[i], i > 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE))
+            return release(&buffers, NULL);
+    const Py_buffer *words = &buffers.views[0], *gaps = &buffers.views[2];
+    int width = width_of(item_bytes);
+    if (width == 4 || buffers.views[1].len != words->len || words->len % item_bytes || words->len / item_bytes > UINT32_MAX ||
+        buffers.views[3].len != gaps->len / 4 * item_bytes)
+        return release(&buffers, misfit("two buffers of one size, of whole words, and as many gaps as differences"));
+    search.words = words->buf, search.base = buffers.views[1].buf, search.gaps = gaps->buf, search.values = buffers.views[3].buf;
+    search.limit = (size_t)gaps->len / 4;
+    Py_BEGIN_ALLOW_THREADS
+    find_loops[width](&search, (size_t)words->len);
+    Py_END_ALLOW_THREADS
+    return release(&buffers, Py_BuildValue("ny#y#", (Py_ssize_t)search.count, (const char *)&search.of_words, (Py_ssize_t)sizeof(Sum),
+                                           (const char *)&search.of_base, (Py_ssize_t)sizeof(Sum)));
 }
 
 static PyObject *apply_changes(PyObject *module, PyObject *args)
 {
     PyObject *sources[3];
-    Py_buffer buffers[3];
+    Buffers buffers = {.count = 0};
     int item_bytes, is_float, fits;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOip", &sources[0], &sources[1], &sources[2], &item_bytes, &is_float) ||
-        !get_buffers(sources, buffers, 3, 2))
+    if (!PyArg_ParseTuple(args, "OOOip", &sources[0], &sources[1], &sources[2], &item_bytes, &is_float))
         return NULL;
-    const char *gaps = buffers[0].buf, *values = buffers[1].buf;
-    char *into = buffers[2].buf;
-    size_t count = (size_t)buffers[0].len / 4;
-    fits = is_width(item_bytes) && (size_t)buffers[1].len == count * (size_t)item_bytes && buffers[2].len % item_bytes == 0;
-    if (!fits)
-        PyErr_SetString(PyExc_ValueError, "whole words, and as many gaps as differences");
-    else {
-        Py_BEGIN_ALLOW_THREADS
-        fits = gaps_fit(gaps, count, (size_t)buffers[2].len / (size_t)item_bytes);
-        if (!fits)
-            ;
-        else if (item_bytes == 1)
-            apply8(gaps, values, into, count, is_float);
-        else if (item_bytes == 2)
-            apply16(gaps, values, into, count, is_float);
-        else if (item_bytes == 4)
-            apply32(gaps, values, into, count, is_float);
-        else
-            apply64(gaps, values, into, count, is_float);
-        Py_END_ALLOW_THREADS
-    }
-    release_buffers(buffers, 3);
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(fits);
+    for (int i = 0; i < 3; i++)
+        if (!add_buffer(&buffers, sources[i], i == 2 ? PyBUF_WRITABLE : PyBUF_SIMPLE))
+            return release(&buffers, NULL);
+    const Py_buffer *gaps = &buffers.views[0], *values = &buffers.views[1], *into = &buffers.views[2];
+    int width = width_of(item_bytes);
+    size_t count = (size_t)gaps->len / 4;
+    if (width == 4 || (size_t)values->len != count * (size_t)item_bytes || into->len % item_bytes)
+        return release(&buffers, misfit("whole words, and as many gaps as differences"));
+    Py_BEGIN_ALLOW_THREADS
+    fits = gaps_fit(gaps->buf, count, (size_t)(into->len / item_bytes));
+    if (fits)
+        apply_loops[width](gaps->buf, values->buf, into->buf, count, is_float);
+    Py_END_ALLOW_THREADS
+    return release(&buffers, PyBool_FromLong(fits));
 }
 
 static PyMethodDef methods[] = {
     {"take_differences", take_differences, METH_VARARGS, "(words, base, into, item_bytes): the zigzag differences, sorted."},
     {"add_differences", add_differences, METH_VARARGS, "(sorted, base, into, item_bytes): the words again."},
+    {"encode_groups", encode, METH_VARARGS, "(words, into, item_bytes, rotated, widths, hows): where in `into` each group of bytes is."},
+    {"decode_groups", decode, METH_VARARGS, "(groups, into, item_bytes, rotated): None, or the number of a group that only zstd itself can decode."},
     {"find_changes", find_changes, METH_VARARGS, "(words, base, gaps, values, item_bytes, is_float): count, sum of words, sum of base."},
     {"apply_changes", apply_changes, METH_VARARGS, "(gaps, values, into, item_bytes, is_float): whether the gaps fit, and were applied."},
     {NULL, NULL, 0, NULL},

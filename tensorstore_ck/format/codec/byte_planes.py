@@ -6,16 +6,42 @@ Source: ZipNN (arXiv:2411.05239): in weights only the exponents repeat. A sample
 """
 
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.codec.byte_split import Words, merge, split, words_of
-from tensorstore_ck.format.codec.entropy import NOISE_BITS, EntropyCoder, GroupCoding, bits_per_byte, decode_group, sample
+from tensorstore_ck.format.codec import compiled
+from tensorstore_ck.format.codec.byte_split import Words, bytes_of, merge, split, words_of
+from tensorstore_ck.format.codec.entropy import (
+    NOISE_BITS,
+    REPEATING_BITS,
+    EntropyCoder,
+    GroupCoding,
+    bits_per_byte,
+    check_group,
+    decode_group,
+    has_runs,
+    sample,
+)
+
+COMPILED_WORDS: Final = 1024
+"""From this many words on the compiled kernel encodes them. Of fewer, zstd makes smaller frames."""
+FRAME_BLOCK: Final = 1 << 17
+"""Raw bytes in each block of a frame that the kernel writes."""
+FRAME_BYTES: Final = 10
+BLOCK_BYTES: Final = 3
+"""The headers of a frame and of a block."""
 
 ROTATED: Final = 1
 _HEADER: Final = struct.Struct("<BBBx")
 _GROUP: Final = struct.Struct("<BBxxI")
+
+CodedGroup = tuple[int, int, memoryview]
+"""The width of a group in bytes, how it is coded, and its stored bytes."""
 
 
 class Elements(NamedTuple):
@@ -62,17 +88,41 @@ def estimate_planes_bytes(raw: memoryview, elements: Elements) -> float:
 def encode_planes(raw: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview] | None:
     """The pieces of the stored bytes; None if nothing is worth coding."""
     words = words_of(raw, elements.item_bytes)
-    bits = _bits(sample(words), rotated=elements.is_float)
+    sampled = split(sample(words), [1] * elements.item_bytes, rotated=elements.is_float)
+    bits = [bits_per_byte(group) for group in sampled]
     if min(bits) > NOISE_BITS:
         return None
     widths, heads = _group(bits)
-    groups = split(words, widths, rotated=elements.is_float)
-    coded = [coder.encode(group, entropy) for group, entropy in zip(groups, heads, strict=True)]
-    if all(how == GroupCoding.RAW for how, _ in coded):
+    if compiled.HAS_KERNEL and len(words) >= COMPILED_WORDS:
+        firsts = [sampled[at - width] for at, width in zip(accumulate(widths), widths, strict=True)]
+        coded = _split_and_encode(words, list(zip(widths, heads, firsts, strict=True)), coder, rotated=elements.is_float)
+    else:
+        groups = split(words, widths, rotated=elements.is_float)
+        coded = [coder.encode(group, entropy) for group, entropy in zip(groups, heads, strict=True)]
+    if sum(len(data) for _, data in coded) >= len(raw):
         return None
-    header = [_HEADER.pack(elements.item_bytes, ROTATED if elements.is_float else 0, len(groups))]
+    header = [_HEADER.pack(elements.item_bytes, ROTATED if elements.is_float else 0, len(coded))]
     header += [_GROUP.pack(width, how, len(data)) for width, (how, data) in zip(widths, coded, strict=True)]
     return [b"".join(header), *(data for _, data in coded)]
+
+
+def _split_and_encode(
+    words: Words, groups: Sequence[tuple[int, float, Words]], coder: EntropyCoder, *, rotated: bool
+) -> list[tuple[GroupCoding, bytes | memoryview]]:
+    """Splits words and codes the groups, each of a width, an entropy, and a sample: Huffman codes in one pass, others in a second one."""
+    hows = [
+        GroupCoding.ZSTD if REPEATING_BITS <= entropy <= NOISE_BITS and not has_runs(some) else GroupCoding.RAW for _, entropy, some in groups
+    ]
+    widths = bytes(width for width, _, _ in groups)
+    into = np.empty(words.nbytes + len(groups) * (FRAME_BYTES + BLOCK_BYTES * (len(words) // FRAME_BLOCK + 1)), np.uint8)
+    places = compiled.kernel.encode_groups(bytes_of(words), bytes_of(into), words.itemsize, rotated, widths, bytes(hows))
+    coded: list[tuple[GroupCoding, bytes | memoryview]] = []
+    for how, (width, entropy, _), (start, stop) in zip(hows, groups, places, strict=True):
+        if how == GroupCoding.ZSTD:
+            coded.append((how, bytes_of(into[start:stop])))
+        else:
+            coded.append(coder.encode(into[start:stop].view(f"<u{width}"), entropy))
+    return coded
 
 
 def decode_planes(stored: memoryview, into: memoryview, name: str) -> None:
@@ -93,11 +143,26 @@ def decode_planes(stored: memoryview, into: memoryview, name: str) -> None:
         or start + sum(size for _, _, size in rows) != len(stored)
     ):
         raise CorruptObjectError(f"{name}: a block has planes that do not fit together", object_id=name)
-    groups = []
+    groups: list[CodedGroup] = []
     for width, how, size in rows:
-        groups.append(decode_group(how, stored=stored[start : start + size], count=len(into) // item_bytes, width=width, name=name))
+        groups.append((width, how, stored[start : start + size]))
+        check_group(how, groups[-1][2], len(into) // item_bytes, width, name)
         start += size
-    merge(groups, words_of(into, item_bytes), rotated=bool(flags & ROTATED))
+    words, rotated = words_of(into, item_bytes), bool(flags & ROTATED)
+    if compiled.HAS_KERNEL:
+        _decode_and_merge(groups, words, name, rotated=rotated)
+    else:
+        merge([decode_group(how, data, len(words), width=width, name=name) for width, how, data in groups], words, rotated=rotated)
+
+
+def _decode_and_merge(groups: list[CodedGroup], into: Words, name: str, *, rotated: bool) -> None:
+    """Decodes and merges groups in one pass; those that the kernel does not decode, such as frames with matches, before that."""
+    unknown: int | None = -1
+    while unknown is not None:
+        for number, (width, how, stored) in enumerate(groups):
+            if number == unknown or (how == GroupCoding.ZSTD and width > 1):
+                groups[number] = (width, GroupCoding.RAW, bytes_of(decode_group(how, stored, len(into), width=width, name=name)))
+        unknown = compiled.kernel.decode_groups(groups, bytes_of(into), into.itemsize, rotated)
 
 
 def _bits(words: Words, *, rotated: bool) -> list[float]:

@@ -38,7 +38,7 @@ def find_changes(raw: memoryview, base: memoryview, item_bytes: int, *, is_float
         gaps = np.diff(few, prepend=-1).astype("<u4")
         return Changes(len(changed), gaps=gaps, values=values, is_float=is_float, sum=_crc(raw), base_sum=_crc(base))
     gaps, values = np.empty(limit, "<u4"), np.empty(limit, f"<u{item_bytes}")
-    count, raw_sum, base_sum = compiled.find_changes(raw, base, bytes_of(gaps), bytes_of(values), item_bytes, is_float)
+    count, raw_sum, base_sum = compiled.kernel.find_changes(raw, base, bytes_of(gaps), bytes_of(values), item_bytes, is_float)
     return Changes(count, gaps=gaps[:count], values=values[:count], is_float=is_float, sum=raw_sum, base_sum=base_sum)
 
 
@@ -49,7 +49,7 @@ def _crc(data: memoryview) -> bytes:
 def apply_changes(gaps: Words, values: Words, base: memoryview, *, is_float: bool) -> bool:
     """Makes `base` the block in place; False, and `base` as it was, if the gaps do not fit it."""
     if compiled.HAS_KERNEL:
-        return compiled.apply_changes(bytes_of(gaps), bytes_of(values), base, values.dtype.itemsize, is_float)
+        return compiled.kernel.apply_changes(bytes_of(gaps), bytes_of(values), base, values.dtype.itemsize, is_float)
     positions: npt.NDArray[Any] = np.cumsum(gaps, dtype=np.int64) - 1
     words = words_of(base, values.dtype.itemsize)
     if len(gaps) and (int(gaps.min()) == 0 or int(positions[-1]) >= len(words)):

@@ -29,14 +29,14 @@ def sorted_differences(words: Words, base: Words) -> Words:
         differences: Words = zigzag_differences(words, base, is_float=True)[np.argsort(exponents(base), kind="stable")]
         return differences
     into = np.empty_like(words)
-    compiled.take_differences(bytes_of(words), bytes_of(base), bytes_of(into), words.dtype.itemsize)
+    compiled.kernel.take_differences(bytes_of(words), bytes_of(base), bytes_of(into), words.dtype.itemsize)
     return into
 
 
 def add_sorted(base: Words, differences: Words, into: Words) -> None:
     """The inverse of `sorted_differences`."""
     if compiled.HAS_KERNEL:
-        compiled.add_differences(bytes_of(differences), bytes_of(base), bytes_of(into), into.dtype.itemsize)
+        compiled.kernel.add_differences(bytes_of(differences), bytes_of(base), bytes_of(into), into.dtype.itemsize)
         return
     unsorted = np.empty_like(differences)
     unsorted[np.argsort(exponents(base), kind="stable")] = differences
@@ -65,6 +65,12 @@ def estimate_delta_bytes(raw: memoryview, base: memoryview, elements: Elements) 
     if changed <= SPARSE_TO:
         return len(raw) * changed * (1 + 1 / elements.item_bytes)
     return estimate_planes_bytes(bytes_of(differences), elements._replace(is_float=False)) * len(raw) / differences.nbytes
+
+
+def is_dense(raw: memoryview, base: memoryview, item_bytes: int) -> bool:
+    """Whether so many words of a sample differ that a comparison of all is not worth it."""
+    differs = sample(words_of(raw, item_bytes)) != sample(words_of(base, item_bytes))
+    return bool(np.count_nonzero(differs) > 2 * SPARSE_TO * len(differs))
 
 
 def encode_few(changes: Changes, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview]:

@@ -10,7 +10,7 @@ from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.format.codec.byte_planes import Elements, encode_planes, estimate_planes_bytes, guess_elements
 from tensorstore_ck.format.codec.cast import KINDS, encode_cast
 from tensorstore_ck.format.codec.changed_words import Changes, find_changes
-from tensorstore_ck.format.codec.delta import SPARSE_TO, encode_all, encode_few, estimate_delta_bytes
+from tensorstore_ck.format.codec.delta import SPARSE_TO, encode_all, encode_few, estimate_delta_bytes, is_dense
 from tensorstore_ck.format.codec.entropy import EntropyCoder
 from tensorstore_ck.format.codec.registry import Codec, encode_lz4, encode_zstd
 
@@ -68,10 +68,14 @@ class Encoder:
         """
         view, coder = memoryview(raw).cast("B"), self._coder_of_mode()
         limit = int(SPARSE_TO * (len(view) // elements.item_bytes))
-        changes = find_changes(view, base, elements.item_bytes, is_float=elements.is_float, limit=limit)
-        if base_sum not in (None, changes.base_sum):
-            return None
-        if changes.changed <= limit:
+        changes = None
+        if base_sum is not None or not is_dense(view, base, elements.item_bytes):
+            changes = find_changes(view, base, elements.item_bytes, is_float=elements.is_float, limit=limit)
+            if base_sum not in (None, changes.base_sum):
+                return None
+        if changes is not None and changes.changed > limit:
+            changes = None
+        if changes is not None:
             pieces = encode_few(changes, elements, coder)
         elif estimate_delta_bytes(view, base, elements) > WORTH * estimate_planes_bytes(view, elements):
             return None
@@ -80,7 +84,7 @@ class Encoder:
         size_bytes = sum(map(len, pieces))
         if size_bytes > SMALL * len(view) and size_bytes > WORTH * estimate_planes_bytes(view, elements):
             return None
-        return EncodedDelta(Encoded(Codec.DELTA, tuple(pieces)), changes if changes.changed <= limit else None)
+        return EncodedDelta(Encoded(Codec.DELTA, tuple(pieces)), changes)
 
     def encode_opaque(self, raw: Buffer) -> Encoded:
         """Encodes opaque bytes, with compression in every mode, since they are few."""

@@ -16,6 +16,10 @@ NOISE_BITS: Final = 7.8
 """Bytes with a higher entropy are stored unencoded."""
 REPEATING_BITS: Final = 1.5
 """Bytes with a lower entropy are coded with matches: a Huffman code takes at least a bit for each byte."""
+RUNS_SHARE: Final = 0.1
+"""How many more of all bytes than by chance are equal to the one before, where they have runs."""
+SMALL_SHARE: Final = 1 / 64
+"""Matches are not searched for in bytes that are smaller than this share without: that takes ten times as long."""
 SAMPLE_PIECES: Final = 16
 SAMPLE_WORDS: Final = 512
 """Words in each piece of a sample."""
@@ -45,6 +49,14 @@ def bits_per_byte(values: Words) -> float:
     return float(-(shares * np.log2(shares)).sum())
 
 
+def has_runs(values: Words) -> bool:
+    """Whether bytes of a `sample` are followed by equal ones clearly more often than by chance: then a search for matches pays."""
+    pieces = np.arange(len(values)) // SAMPLE_WORDS * 256  # chance differs from piece to piece
+    counts = np.bincount(values + pieces).astype(np.float64)
+    by_chance = (counts * counts).sum() / SAMPLE_WORDS
+    return bool(np.count_nonzero(values[1:] == values[:-1]) > by_chance + RUNS_SHARE * len(values))
+
+
 class EntropyCoder:
     """Encodes groups of bytes. Not thread-safe."""
 
@@ -63,25 +75,29 @@ class EntropyCoder:
             return GroupCoding.CONSTANT, bytes_of(group[:1])
         if bits > NOISE_BITS:
             return GroupCoding.RAW, bytes_of(group)
-        if bits < REPEATING_BITS:
+        coded = self._pure.compress(bytes_of(group))
+        if bits < REPEATING_BITS and len(coded) > SMALL_SHARE * group.nbytes:
             if self._matching is None:
                 self._matching = zstandard.ZstdCompressor(level=self._level)
-            coded = self._matching.compress(bytes_of(group))
-        else:
-            coded = self._pure.compress(bytes_of(group))
+            coded = min(coded, self._matching.compress(bytes_of(group)), key=len)
         return (GroupCoding.ZSTD, coded) if len(coded) < WORTH * group.nbytes else (GroupCoding.RAW, bytes_of(group))
 
 
+def check_group(how: int, stored: memoryview, count: int, width: int, name: str) -> None:
+    """Checks the size of a group of `count` integers of `width` bytes. Raises `CorruptObjectError` if it cannot be right."""
+    right = {GroupCoding.RAW: count * width, GroupCoding.CONSTANT: width if count else -1, GroupCoding.ZSTD: len(stored)}
+    if right.get(how, -1) != len(stored):  # type: ignore[call-overload]
+        raise CorruptObjectError(f"{name}: a group of bytes of a block has the wrong size", object_id=name)
+
+
 def decode_group(how: int, stored: memoryview, count: int, width: int, name: str) -> Words:
-    """Decodes a group of `count` integers of `width` bytes. Raises `CorruptObjectError` if `stored` does not decode to them."""
-    dtype, size = np.dtype(f"<u{width}"), count * width
-    if how == GroupCoding.RAW and len(stored) == size:
+    """Decodes a group that `check_group` accepts. Raises `CorruptObjectError` if `stored` does not decode to it."""
+    dtype = np.dtype(f"<u{width}")
+    if how == GroupCoding.RAW:
         return np.frombuffer(stored, dtype)
-    if how == GroupCoding.CONSTANT and len(stored) == width and count:
+    if how == GroupCoding.CONSTANT:
         return np.broadcast_to(np.frombuffer(stored, dtype), count)
-    if how == GroupCoding.ZSTD:
-        return np.frombuffer(decompress(stored, size, name), dtype)
-    raise CorruptObjectError(f"{name}: a group of bytes of a block has the wrong size", object_id=name)
+    return np.frombuffer(decompress(stored, count * width, name), dtype)
 
 
 def decompress(stored: memoryview, size: int, name: str) -> bytes:

@@ -144,9 +144,10 @@ class DcpSave:
         """Prepares a save before its first write: takes its share of the job's write rate, and checks the space for a ref's first save."""
         engine, size = self._engine, sum(source.size_bytes for source in captured.sources)
         meter.expect("hash", size)
-        if engine.limit is not None:
-            engine.limit.share(role.parts)
-        is_first = engine.log.view().branch(self.ref) is None
+        engine.writes.share(role.parts)
+        view = engine.log.view()
+        self._context.limit_writes(view, self.ref)
+        is_first = view.branch(self.ref) is None
         with self._context.explains_errors():
             require_free_space(engine.backend, engine.min_free, size if is_first else 0, f"the save to {self.ref!r}")
 

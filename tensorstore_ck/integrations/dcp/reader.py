@@ -35,7 +35,6 @@ from tensorstore_ck.format.tree import REQUIRES_GRAD, Container, Leaf, Tree, lea
 from tensorstore_ck.format.values import decode
 from tensorstore_ck.integrations.dcp.byte_items import torch_zip
 from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
-from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.state.allocate import TensorAllocator, form_of
 from tensorstore_ck.state.byte_sources import source_of, target_of
@@ -45,8 +44,8 @@ from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.registered_types import decode_torch
 from tensorstore_ck.state.wrapper_subclasses import OUTER_KEY
 from tensorstore_ck.store import OpenOptions, ReadOnlyStore
-from tensorstore_ck.store.internals import log_of, note_restored, open_content
-from tensorstore_ck.training.rank_group import position_among_ranks
+from tensorstore_ck.store.internals import note_restored, open_content, resolve
+from tensorstore_ck.training.rank_group import rank_and_world_size
 
 _CPU: Final = torch.device("cpu")
 
@@ -195,11 +194,11 @@ class Reader(StorageReader):
 
     def _metadata(self) -> Metadata:
         store, address = self._target.store, self._target.address(self._checkpoint_id)
-        resolved = resolve(log_of(store).readable_view(), address)
+        resolved = resolve(store, address)
         snapshot = Snapshot.from_info(resolved.info)
         if not self._allow_marked:
             refuse_marked(snapshot, address, "pass allow_marked=True")
-        self._content = open_content(store, resolved.info, position=position_among_ranks())
+        self._content = open_content(store, resolved.info, rank_and_world_size())
         metadata = self._describe(address)
         self.snapshot = snapshot
         note_restored(store, resolved)

@@ -22,12 +22,11 @@ from tensorstore_ck.integrations.exporting.strip_prefix import sole_prefix, with
 from tensorstore_ck.integrations.model_file_names import USUAL_FILE
 from tensorstore_ck.integrations.weight_names import read_names
 from tensorstore_ck.integrations.weight_names.content import convert_content
-from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
 from tensorstore_ck.state.select import Selection
 from tensorstore_ck.store import ReadOnlyStore
-from tensorstore_ck.store.internals import log_of, open_content, require_opened
+from tensorstore_ck.store.internals import open_content, require_opened, resolve
 
 Format = Literal["dcp", "deepspeed-universal", "hf", "megatron", "safetensors", "torch"]
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)
@@ -124,7 +123,7 @@ def export_snapshot(
     if config_from is not None and format != "hf":
         raise InvalidOptionError(f"config_from= (--config-from) is for the format hf, not {format}", object_id="config_from")
     target.check(overwrite=overwrite)
-    info = resolve(log_of(store).readable_view(), address).info
+    info = resolve(store, address).info
     snapshot = Snapshot.from_info(info)
     if not allow_marked:
         refuse_marked(snapshot, address, "pass allow_marked=True (--allow-marked)")

@@ -39,13 +39,12 @@ from tensorstore_ck.integrations.exporting.safetensors_files import write_safete
 from tensorstore_ck.integrations.exporting.strip_prefix import sole_prefix, without_prefix
 from tensorstore_ck.integrations.model_file_names import ADAPTER_CONFIG, CONFIG, stored_files
 from tensorstore_ck.integrations.safetensors_format import METADATA, TORCH_DTYPES
-from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.state.byte_sources import memory_at
 from tensorstore_ck.state.registered_types import torch_dtype
 from tensorstore_ck.state.select import Selection
 from tensorstore_ck.store import ReadOnlyStore
-from tensorstore_ck.store.internals import log_of, open_content
+from tensorstore_ck.store.internals import open_content, resolve
 
 CURRENT: Final = "current"
 VERSION: Final = "version.json"
@@ -119,7 +118,7 @@ class FollowedFolder:
             StoreError: see `export_snapshot`. ``current`` is what it was.
         """
         while True:
-            info = resolve(log_of(self._store).readable_view(), self._ref).info
+            info = resolve(self._store, self._ref).info
             snapshot = Snapshot.from_info(info)
             if snapshot.root == self.root:
                 return None

@@ -44,12 +44,12 @@ def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
         blobs[number] = (len(lengths), 0, len(blob))
     inline: list[bytes] = []
     blocks: list[tuple[int, int, int]] = []
-    for tensor, start, share in places_of(captured, slot, block_bytes):
+    for region, start, share in places_of(captured, slot, block_bytes):
         if share.is_inline:
-            inline.append(bytes(captured.sources[tensor].read(start, start + share.lengths[0])))
+            inline.append(bytes(captured.sources[region.tensor].read(start, start + share.lengths[0])))
             continue
         for length in share.lengths:
-            blocks.append((tensor, start, start + length))
+            blocks.append((region.tensor, start, start + length))
             start += length
     hashes = [ZERO_DIGEST] * len(blocks)
 

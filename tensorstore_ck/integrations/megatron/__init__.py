@@ -1,6 +1,7 @@
 """Megatron-core's `dist_checkpointing` over a store: ``tensorstore_ck.megatron.register("s3://bucket/ckpt", ref="runs/gpt")``.
 
 register.py        `register`: lets Megatron save into a store and load from it
+run_script.py      runs a script of Megatron-LM as it is, with flags for the store
 registered_strategies.py  0.16: the backend "tsck" among the strategies of Megatron's registry
 redirected_calls.py       0.17 and newer, without a registry: Megatron's own functions, for folders that name snapshots
 save_strategy.py   saves a sharded state dict as one snapshot of all ranks, now or by Megatron's `AsyncRequest`

@@ -12,11 +12,10 @@ from tensorstore_ck.integrations.megatron.compatibility import LoadBase
 from tensorstore_ck.integrations.megatron.snapshot_folder import BACKEND, VERSION, other_backend, version_of
 from tensorstore_ck.integrations.megatron.stored_state import StoredState
 from tensorstore_ck.integrations.trainer.pointers import POINTER, read_pointer
-from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.store import Store
-from tensorstore_ck.store.internals import log_of, note_restored, open_content
-from tensorstore_ck.training.rank_group import position_among_ranks
+from tensorstore_ck.store.internals import note_restored, open_content, resolve
+from tensorstore_ck.training.rank_group import rank_and_world_size
 
 
 class UnpublishedError(NotFoundError, CheckpointingException):  # type: ignore[misc]
@@ -96,7 +95,7 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
                 f"{path} is missing: no snapshot was published for this folder; resume from an earlier one", object_id=path
             )
         try:
-            resolved = resolve(log_of(self._store).readable_view(), pointer.address_in(self._store, path))
+            resolved = resolve(self._store, pointer.address_in(self._store, path))
         except NotFoundError as exc:
             if pointer.store == self._store.url:
                 why = "is not there: a policy or a person dropped it; resume from another one"
@@ -108,7 +107,7 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
         refuse_marked(Snapshot.from_info(resolved.info), path, "resume from an earlier one")
         root = resolved.info.root.hex()
         if self._opened is None or self._opened[0] != root:
-            content = open_content(self._store, resolved.info, position=position_among_ranks())
+            content = open_content(self._store, resolved.info, rank_and_world_size())
             self._opened = root, StoredState(content, f"the snapshot that {path} names")
         note_restored(self._store, resolved)
         return self._opened[1]

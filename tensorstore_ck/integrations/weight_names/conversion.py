@@ -24,6 +24,10 @@ def row_runs(rule: Rule, names: WeightNames, rows: int) -> list[list[RowRun]]:
     """For each part the runs of its rows, in order; of a fused weight of `rows` rows. Raises `ValueError` if `rows` does not fit."""
     if rule.fusion == "names":
         return [[RowRun(0, 0, rows)]]
+    if rule.fusion == "vocabulary":
+        if rows < names.vocab_size:
+            raise ValueError(f"{rows} rows are fewer than the vocab_size of {names.vocab_size}")
+        return [[RowRun(0, 0, names.vocab_size)]]
     if rule.fusion == "gate_up":
         if rows % 2:
             raise ValueError(f"{rows} rows are not those of a gate and of as many of up")
@@ -35,11 +39,15 @@ def row_runs(rule: Rule, names: WeightNames, rows: int) -> list[list[RowRun]]:
     head = rows // (heads + 2 * groups)
     queries = heads // groups * head
     group = queries + 2 * head
-    return [
+    parts = [
         [RowRun(number * group, number * queries, queries) for number in range(groups)],
         [RowRun(number * group + queries, number * head, head) for number in range(groups)],
         [RowRun(number * group + queries + head, number * head, head) for number in range(groups)],
     ]
+    if len(rule.hf) == len(parts):
+        return parts
+    starts = (0, heads * head, (heads + groups) * head)
+    return [[run._replace(part=start + run.part) for start, runs in zip(starts, parts, strict=True) for run in runs]]
 
 
 SIDES: Final = ("Megatron", "Hugging Face")
@@ -181,9 +189,12 @@ class _Plan:
         all_runs = self._runs(rule, target, inner)
         expected = [TensorForm((sum(run.rows for run in runs), *inner[1:]) if inner else (), forms[0].dtype) for runs in all_runs]
         if forms != expected:
-            heads = f" with {self._names.attention_heads} attention heads and {self._names.query_groups} query groups"
+            numbers = {
+                "qkv": f" with {self._names.attention_heads} attention heads and {self._names.query_groups} query groups",
+                "vocabulary": f": vocab_size is {self._names.vocab_size}",
+            }
             shown = ", ".join(f"{name} {_text(form)}" for name, form in zip(parts, forms, strict=True))
-            self._fail(target, f"{shown} do not fit each other{heads if rule.fusion == 'qkv' else ''}")
+            self._fail(target, f"{shown} do not fit each other{numbers.get(rule.fusion, '')}")
         copies = [
             RowCopy(source=name, source_index=(), source_row=run.part, target_index=index, target_row=run.fused, rows=run.rows)
             for name, runs in zip(parts, all_runs, strict=True)

@@ -2,9 +2,12 @@
 
     attention_heads = 32
     query_groups = 8
+    vocab_size = 32000
+
+    [vocabulary]
+    "embedding.word_embeddings.weight" = "model.embed_tokens.weight"
 
     [names]
-    "embedding.word_embeddings.weight" = "model.embed_tokens.weight"
     "decoder.layers.{i}.mlp.linear_fc2.weight" = "model.layers.{i}.mlp.down_proj.weight"
 
     [qkv]
@@ -13,7 +16,9 @@
     [gate_up]
     "decoder.layers.{i}.mlp.linear_fc1.weight" = ["...gate_proj.weight", "...up_proj.weight"]
 
-``{i}`` stands for a number between dots. If only the right side has it, the tensor of Megatron has one more axis for it, in front.
+``{i}`` stands for a number between dots. If only the right side has it, the tensor of Megatron has one more axis for it, in front. One
+name in place of the three of ``[qkv]`` is a tensor of Hugging Face that has all queries, then all keys, then all values. Megatron may have
+more rows than ``vocab_size`` of what is in ``[vocabulary]``, which are padding.
 """
 
 import os
@@ -24,9 +29,14 @@ from typing import Any, Final, Literal, NamedTuple
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.errors import InputError, NotFoundError
 
-Fusion = Literal["names", "qkv", "gate_up"]
-PARTS: Final[Mapping[Fusion, tuple[str, ...]]] = {"names": ("",), "qkv": ("query", "key", "value"), "gate_up": ("gate", "up")}
-_NUMBERS: Final = ("attention_heads", "query_groups")
+Fusion = Literal["names", "vocabulary", "qkv", "gate_up"]
+PARTS: Final[Mapping[Fusion, tuple[str, ...]]] = {
+    "names": ("",),
+    "vocabulary": ("",),
+    "qkv": ("query", "key", "value"),
+    "gate_up": ("gate", "up"),
+}
+_NUMBERS: Final = ("attention_heads", "query_groups", "vocab_size")
 MAX_FILE_BYTES: Final = 1 << 20
 
 
@@ -80,6 +90,8 @@ class WeightNames(NamedTuple):
     attention_heads: int
     """0: the file has no ``[qkv]``."""
     query_groups: int
+    vocab_size: int
+    """0: the file has no ``[vocabulary]``."""
 
 
 def read_names(path: str | os.PathLike[str]) -> WeightNames:
@@ -111,10 +123,12 @@ def _parsed(path: str, document: dict[str, Any]) -> WeightNames:
     rules = [rule for fusion in PARTS for rule in _rules(fusion, document.get(fusion, {}))]
     if not rules:
         raise ValueError("it has no names")
-    heads, groups = (document.get(key, 0) for key in _NUMBERS)
+    heads, groups, vocabulary = (document.get(key, 0) for key in _NUMBERS)
     if document.get("qkv") and not (type(heads) is int and type(groups) is int and 0 < groups <= heads and heads % groups == 0):
         raise ValueError("[qkv] needs attention_heads and query_groups, of which the second divides the first")
-    return WeightNames(path, tuple(rules), heads, groups)
+    if document.get("vocabulary") and not (type(vocabulary) is int and vocabulary > 0):
+        raise ValueError("[vocabulary] needs vocab_size, the number of rows of Hugging Face's tensors")
+    return WeightNames(path, tuple(rules), heads, groups, vocabulary)
 
 
 def _rules(fusion: Fusion, table: Any) -> Iterator[Rule]:
@@ -122,8 +136,9 @@ def _rules(fusion: Fusion, table: Any) -> Iterator[Rule]:
         raise ValueError(f"[{fusion}] is no table")
     for left, right in table.items():
         names = [right] if type(right) is str else right
-        if type(names) is not list or len(names) != len(PARTS[fusion]) or any(type(name) is not str for name in names):
-            parts = PARTS[fusion]
+        parts = PARTS[fusion]
+        is_one = type(right) is str and fusion in ("names", "vocabulary", "qkv")
+        if not is_one and (type(names) is not list or len(names) != len(parts) or any(type(name) is not str for name in names)):
             wanted = "one name" if len(parts) == 1 else f"a list of {len(parts)} names: {', '.join(parts)}"
             raise ValueError(f"{left!r} in [{fusion}] needs {wanted}")
         rule = Rule(Pattern(left), tuple(map(Pattern, names)), fusion)

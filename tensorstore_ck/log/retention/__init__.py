@@ -5,6 +5,7 @@ rule_text.py    rules as a command line or a form has them
 keep_rules.py   which snapshots a policy keeps, and why: pure
 expiry.py       policies applied to a branch, at one entry of the log
 age_rules.py    where snapshots should lie as they age, and how they are encoded
+write_share.py  how fast one of several jobs may write
 """
 
 from tensorstore_ck.log.retention.expiry import (
@@ -19,6 +20,7 @@ from tensorstore_ck.log.retention.expiry import (
 from tensorstore_ck.log.retention.keep_rules import KeepCandidate, Verdict, choose
 from tensorstore_ck.log.retention.policy import Best, Policy
 from tensorstore_ck.log.retention.rule_text import parse_rule
+from tensorstore_ck.log.retention.write_share import job_rate
 
 __all__ = [
     "Best",
@@ -30,6 +32,7 @@ __all__ = [
     "choose",
     "expire",
     "expire_at_save",
+    "job_rate",
     "parse_rule",
     "policies_of",
     "unmatched_rules",

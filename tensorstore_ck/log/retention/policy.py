@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple, Self
 
 from tensorstore_ck.backend.cold.locations import check_location
-from tensorstore_ck.common.units import parse_bytes, parse_seconds, typed_bytes
+from tensorstore_ck.common.units import parse_bytes, parse_rate, parse_seconds, typed_bytes
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import MAX_TRIGGERS, are_triggers
 from tensorstore_ck.log.field_checks import STEP
@@ -78,10 +78,12 @@ class Policy:
     """Ageing: after this many seconds they are encoded as small as possible."""
     move_after: tuple[AgeStage, ...] = ()
     """Ageing: when they are moved to cold locations."""
+    max_write_rate: float = 0.0
+    """Pace: the bytes per second that all jobs which save to these branches may write together; see `write_share`."""
 
     @property
     def keeps(self) -> bool:
-        """Whether it has rules that keep snapshots; else it has only rules of ageing, and everything stays."""
+        """Whether it has rules that keep snapshots; else it has only rules of ageing or of pace, and everything stays."""
         return any(getattr(self, rule.name) for rule in fields(self) if rule.name.startswith("keep_") and not rule.default)
 
     @property
@@ -103,7 +105,7 @@ class Policy:
             raise InvalidOptionError(f"there is no rule {name!r}: {advice}", object_id=str(name))
         parsed: dict[str, Any] = {name: _PARSERS[name](value, name) for name, value in rules.items() if value is not None}
         policy = cls(**parsed)
-        if not policy.keeps and (policy.expire_after or policy.max_bytes or not policy.ages):
+        if not policy.keeps and (policy.expire_after or policy.max_bytes or not (policy.ages or policy.max_write_rate)):
             raise InvalidOptionError(
                 "a policy needs a rule that keeps something, such as keep_last=5 or keep_younger='30d': limits alone would keep nothing",
                 object_id="policy",
@@ -161,6 +163,12 @@ def _seconds(value: object, name: str) -> float:
 
 def _bytes(value: object, name: str) -> int:
     return _count(parse_bytes(value, name), name)
+
+
+def _rate(value: object, name: str) -> float:
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        raise InvalidOptionError(f"{name} must be a rate such as '500MB', not {value!r}", object_id=name)
+    return float(parse_rate(value))
 
 
 def _steps(value: object, name: str) -> tuple[int, ...]:
@@ -231,6 +239,7 @@ _PARSERS: Final = {
     "max_bytes": _bytes,
     "recode_after": _seconds,
     "move_after": _stages,
+    "max_write_rate": _rate,
 }
 _UNITS: Final = (("w", 604_800), ("d", 86_400), ("h", 3600), ("m", 60))
 
@@ -240,6 +249,8 @@ def _shown(name: str, value: Any) -> str:
         return "; ".join(f"{count} by {direction} {metric}" for count, metric, direction in value)
     if name == "max_bytes":
         return typed_bytes(value)
+    if name == "max_write_rate":
+        return f"{typed_bytes(int(value))}/s"
     if name == "move_after":
         return "; ".join(f"{_length(seconds)} to {url}" for seconds, url in value)
     if isinstance(value, float):

@@ -58,6 +58,7 @@ def copy(
         DamageError: a snapshot of the source cannot be read; it and its successors on the ref were not copied. Or the head of a ref is
             marked as damaged in the source, and was left out. All other refs were copied.
         NotFoundError: a glob matches no ref.
+        UntrustedError: the user's trust file names a ref, whose signature in the source is not valid. All other refs were copied.
     """
     globs = (refs,) if isinstance(refs, str) else tuple(refs)
     pace = Pace.limited(rate_limit)

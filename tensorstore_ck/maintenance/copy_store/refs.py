@@ -19,11 +19,14 @@ from tensorstore_ck.errors import (
     DamageError,
     FormatVersionError,
     InvalidOptionError,
+    LogChangedError,
     NotFoundError,
     SnapshotExpiredError,
     StoreError,
+    UntrustedError,
 )
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log.address import resolve
 from tensorstore_ck.maintenance.copy_store.blocks import Pace
 from tensorstore_ck.maintenance.copy_store.branch_plan import BranchPlan, plan_branch
 from tensorstore_ck.maintenance.copy_store.report import CopiedRef, CopyReport, Progress
@@ -140,11 +143,13 @@ class _Copy:
     def _plan(self, name: str, kind: str) -> _RefPlan:
         held = [move.ulid for move in self._from.moves(name, newest_first=False)] if kind == "branch" else self._tagged(name)
         try:
+            if self._source.trust is not None:
+                self._source.trust.check(self._source.log, self._from, resolve(self._from, name))
             if kind == "branch":
                 branch = plan_branch(self._source, self._target, name)
                 return _RefPlan(name, kind=kind, held=held, branch=branch, missing=[move.ulid for move in branch.moves], error=None)
             return _RefPlan(name, kind=kind, held=held, branch=None, missing=[] if self._is_tag_there(name) else held, error=None)
-        except (ConflictError, DamageError) as exc:
+        except (ConflictError, DamageError, UntrustedError, LogChangedError) as exc:
             return _RefPlan(name, kind=kind, held=held, branch=None, missing=[], error=exc)
 
     def _tagged(self, name: str) -> list[Ulid]:

@@ -1,8 +1,8 @@
 """A restore by all ranks of a group: all of them restore the snapshot that rank 0 finds, or none does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,22 @@ if TYPE_CHECKING:
     from tensorstore_ck.log import SnapshotInfo
 
 T = TypeVar("T")
+
+
+class RestoreSources(Protocol):
+    """What the ranks read from each other while they restore a staged snapshot, as `peers.SharedDisks` does."""
+
+    def propose(self) -> Body:
+        """What this rank has."""
+
+    def plan(self, proposals: Sequence[Body], /) -> Body:
+        """On rank 0: who has what."""
+
+    def begin(self, planned: Body, /) -> None:
+        """Reads so from now on."""
+
+    def close(self) -> None:
+        """Ends it."""
 
 
 class GroupReading:
@@ -83,9 +99,11 @@ class GroupRestore(Generic[T]):
         read: "Callable[[SnapshotInfo, GroupReading], T]",
         *,
         must_agree: "Callable[[SnapshotInfo], bool]",
+        sources: RestoreSources | None,
         timeout_seconds: float,
     ) -> None:
         """`find` and `must_agree` are called by rank 0, `read` by all; `must_agree`: whether `read` calls `GroupReading.agree`."""
+        self._sources = sources
         self._engine = engine
         self._own = own
         self._address = address
@@ -113,10 +131,13 @@ class GroupRestore(Generic[T]):
             )
         finally:
             self._host.close()
+            if self._sources is not None:
+                self._sources.close()
         return self._done[0]
 
     def _propose(self) -> Body:
-        return {"address": self._address, "host": host_key()}
+        sources = {} if self._sources is None else self._sources.propose()
+        return {"address": self._address, "host": host_key(), "sources": sources}
 
     def _compare(self, proposals: list[Body]) -> Body:
         require_same(proposals, ("address",), self._own.in_job)
@@ -131,12 +152,15 @@ class GroupRestore(Generic[T]):
             "branch_root": resolved.branch_root,
             "hosts": np.array(hosts, "<u4").tobytes(),
             "must_agree": self._must_agree(resolved.info),
+            "sources": None if self._sources is None else self._sources.plan([take(proposal, "sources", dict) for proposal in proposals]),
         }
 
     def _execute(self, go: Body) -> Body:
         self._reading.must_agree = take(go, "must_agree", bool)
         try:
             resolved = self._found(go)
+            if self._sources is not None and go["sources"] is not None:
+                self._sources.begin(take(go, "sources", dict))
             hosts = np.frombuffer(take(go, "hosts", bytes), "<u4")
             if not self._engine.backend.is_local:  # on local files the page cache does it, four times as fast
                 self._host.join(np.flatnonzero(hosts == hosts[self._own.rank]).tolist())

@@ -1,7 +1,7 @@
 """The steps of a rank in a round of its group."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, Self
 
 from tensorstore_ck.format.sealed import Body
 
@@ -23,3 +23,12 @@ class Participant(NamedTuple):
     """On rank 0, with the results of all ranks, in order: appends the save to the log; returns the outcome's record."""
     begins_rounds: bool = False
     """`execute` begins rounds: a rank that sees answer and outcome at once executes too, to count rounds as the others do."""
+
+    @classmethod
+    def failed(cls, error: BaseException, resolve: Callable[[str], Body | None] | None) -> Self:
+        """A rank that cannot take part: its error is its proposal, and ends the round on all ranks."""
+
+        def refuse(*_: object) -> NoReturn:
+            raise error
+
+        return cls(propose=refuse, execute=refuse, resolve=resolve, compare=refuse, commit=refuse)

@@ -131,6 +131,7 @@ class RankSave:
             return describe_options(self._described_options()) if self._group.rank in go["explain"] else {}
         self.follow(go)
         self._captured = self._planning.follow(go, self._captured)
+        self._destination.wait_turn()
         result = retry_expired(self._write).record()
         self._destination.wrote(self._request, self._written)
         return result

@@ -11,10 +11,18 @@ sender.py        the side that sends
 receiver.py      the side that receives
 held_copies.py   what a rank keeps for others, and for how long
 replicator.py    `Replicator`: one exchange per save
+
+A restore reads what is staged on other hosts, so another layout than the one that staged it can restore it:
+
+shared_disks.py  `SharedDisks`: which rank serves which packs of a staged snapshot, in one restore
+pack_server.py   the side that serves
+pack_reader.py   the side that reads
+pack_wire.py     what goes over the wire
 """
 
 from tensorstore_ck.session.peers.link import PeerLink, connect
 from tensorstore_ck.session.peers.replicator import Replicator
 from tensorstore_ck.session.peers.ring import host_of_folder, sources_of, targets_of
+from tensorstore_ck.session.peers.shared_disks import SharedDisks
 
-__all__ = ["PeerLink", "Replicator", "connect", "host_of_folder", "sources_of", "targets_of"]
+__all__ = ["PeerLink", "Replicator", "SharedDisks", "connect", "host_of_folder", "sources_of", "targets_of"]

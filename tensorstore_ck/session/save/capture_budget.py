@@ -1,16 +1,16 @@
-"""The memory that states are captured into. The first capture allocates it, and a save waits for it when it is full."""
+"""The memory that states are captured into, and which save gets it. The first capture allocates it; a save waits while it is full."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.common.units import human_bytes
-from tensorstore_ck.errors import NoSpaceError, WaitTimeoutError
-from tensorstore_ck.session.save.queued_save import Capturable, QueuedSave
+from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, WaitTimeoutError
+from tensorstore_ck.session.save.queued_save import Admission, Capturable, QueuedSave
 
 if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Arena
@@ -21,10 +21,17 @@ WARN_SECONDS: Final = 5.0
 PREPARED: Final = 2
 """The number of captures to allocate for: one is made while the one before it is stored."""
 
-OnFull = Literal["block", "skip", "replace"]
-"""What a save does if no memory is left to capture into: wait; be skipped; or replace the oldest queued save."""
+OnFull = Literal["block", "skip", "replace", "newest"]
+"""What a save does if no memory is left to capture into: wait; be skipped; or replace the oldest queued save. `newest`: as `replace`; with
+memory left it still replaces the queued saves of its ref that were made with `newest`, so that the newest is stored next."""
 
 _logger: Final = logging.getLogger("tensorstore_ck")
+
+
+def check_on_full(on_full: OnFull) -> None:
+    """Raises `InvalidOptionError` if it is no value of the option `on_full`."""
+    if on_full not in get_args(OnFull):
+        raise InvalidOptionError(f"on_full must be 'block', 'skip', 'replace' or 'newest', not {on_full!r}", object_id="on_full")
 
 
 class CaptureMemory:
@@ -54,6 +61,37 @@ class CaptureMemory:
             )
         queued.slot = Slot(arena, needed)  # set before it has memory, so that `queued.release` finds it after any interrupt
         return arena.fill(queued.slot)
+
+    def admit(
+        self, queued: QueuedSave, save: Capturable, on_full: OnFull, *, waiting: Callable[[], Iterable[QueuedSave]], under_way: int
+    ) -> Admission:
+        """Gives `queued` a slot, or decides that it is skipped; drops what it replaces. `waiting`: the queue, oldest first, under the lock.
+
+        Raises:
+            NoSpaceError, WaitTimeoutError: see `try_take` and `wait`.
+        """
+        queued.is_replaced_by_newer = on_full == "newest"
+        dropped: list[int] = []
+
+        def drop(other: QueuedSave) -> None:
+            other.status.drop("replaced")
+            dropped.append(other.number)
+
+        def replaceable() -> list[QueuedSave]:
+            with self._changed.lock:
+                return _replaceable(queued, waiting())
+
+        while not self.try_take(queued, save):
+            if on_full == "skip":
+                return Admission(admitted=False)
+            others = replaceable() if on_full in ("replace", "newest") else []
+            if others:
+                drop(others[0])
+            elif self.wait(queued, save, under_way):
+                break
+        for other in filter(queued.makes_obsolete, replaceable() if on_full == "newest" else ()):
+            drop(other)
+        return Admission(True, tuple(dropped))
 
     def prepare(self, size_bytes: int, warm_up: Callable[[], object]) -> None:
         """Allocates memory for captures of this size, in a thread, which then calls `warm_up`. Saves raise what the system refuses."""
@@ -113,3 +151,9 @@ class CaptureMemory:
         if self.arena is not None:
             self.arena.close()
             self.arena = None
+
+
+def _replaceable(queued: QueuedSave, waiting: Iterable[QueuedSave]) -> list[QueuedSave]:
+    """The waiting saves that `queued` may replace: first those that it makes obsolete, then the oldest. Under the caller's lock."""
+    left = [other for other in waiting if not other.status.dropped]
+    return sorted(left, key=lambda other: not queued.makes_obsolete(other))

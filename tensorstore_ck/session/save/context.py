@@ -1,6 +1,7 @@
 """What a store handle gives to all of its saves, those of one process and those of many ranks."""
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,8 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
 from tensorstore_ck.events import Event
 from tensorstore_ck.format.store_config import CONFIG_NAME
+from tensorstore_ck.log import RefTable
+from tensorstore_ck.log.retention import job_rate
 from tensorstore_ck.session.group.process_groups import ProcessGroups
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.frozen_tensors import FrozenTensors
@@ -84,14 +87,19 @@ class SaveContext:
     def note_speed(self, status: SaveStatus) -> None:
         """Notes how long the store took to write a save, so that the next ones can choose a codec.
 
-        Ignores local file systems, whose reads come from the page cache however slow their writes are, and stores with a rate limit.
+        Ignores local file systems, whose reads come from the page cache however slow their writes are, and handles with a rate limit.
         """
-        if self.engine.backend.is_local or self.engine.limit is not None:
+        writes = self.engine.writes
+        if self.engine.backend.is_local or writes.rate < math.inf or writes.has_waited:
             return
         meter, cores = status.meter, cpu_threads()
         hashing = meter.seconds_per_byte("hash", cores)
         if hashing:
             self.engine.codecs.note_written(meter.snapshot().stage_bytes["write"], meter.seconds_per_byte("write", cores) / hashing)
+
+    def limit_writes(self, view: RefTable, ref: str) -> None:
+        """Takes the share of the store's write rate that policies leave to a job, as of the log that it knows."""
+        self.engine.writes.limit_job(job_rate(view, ref, self.engine.clock()))
 
     def reserve_space(self, ref: str, needed_bytes: int) -> None:
         """Checks that there is space for a save: in the store, or on the staging disk, where it may evict copies and wait for staged saves.

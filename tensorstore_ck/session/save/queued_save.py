@@ -110,6 +110,8 @@ class QueuedSave:
         """How long it waited for memory."""
         self.waited_for = 0
         """How many saves were in progress when the wait began."""
+        self.is_replaced_by_newer = False
+        """Whether it is obsolete when a newer such save of its ref is made while it waits."""
         self.is_handed_over = False
         """Whether the queue has all of it, so that it goes on even if its caller is interrupted."""
         self.is_resumed = save is None
@@ -126,6 +128,10 @@ class QueuedSave:
     def has_memory(self) -> bool:
         """Whether it has memory to capture into."""
         return self.slot is not None and self.slot.memory is not None
+
+    def makes_obsolete(self, earlier: "QueuedSave") -> bool:
+        """Whether `earlier`, which waits, need not be stored any more."""
+        return self.is_replaced_by_newer and earlier.is_replaced_by_newer and earlier.status.ref == self.status.ref
 
     @property
     def stall_seconds(self) -> float:

@@ -6,7 +6,7 @@
     commit    the record, then one log entry: "put"; or with a staging disk "staged", and `StagedSave` publishes later
 
 `put_snapshot` runs all of them on its thread and reads the caller's memory. `put_snapshot_async` checks and captures, and the worker writes
-and commits. `Ranks` says which processes save together, and a `Destination` where the bytes go.
+and commits. Its `Coordination` says which processes save together, and a `Destination` where the bytes go.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Unpack
 
 from tensorstore_ck.backend.staging import StagingTier
+from tensorstore_ck.common.stagger import stagger_delay
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
@@ -27,8 +28,8 @@ from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.log.quota import check_quotas, quotas_of
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.context import SaveContext
+from tensorstore_ck.session.save.coordination import Coordination, UnpreparedState
 from tensorstore_ck.session.save.queued_save import Admission
-from tensorstore_ck.session.save.ranks import Ranks, UnpreparedState
 from tensorstore_ck.session.save.save_status import SaveStatus
 from tensorstore_ck.session.save.staged_save import StagedSave
 from tensorstore_ck.session.save.staged_upload import StagedUpload
@@ -56,7 +57,7 @@ class Save:
     def __init__(
         self,
         context: SaveContext,
-        ranks: Ranks,
+        coordination: Coordination,
         state: object,
         *,
         ref: str,
@@ -68,15 +69,15 @@ class Save:
     ) -> None:
         """`state`: what the user saves, or a `CapturedState`, or an `UnpreparedState`."""
         self.ref, self.step = ref, step
-        self.number, self.rank, self.patience_seconds = ranks.number, ranks.rank, ranks.patience_seconds
-        self._context, self._engine, self._ranks = context, context.engine, ranks
+        self.number, self.rank, self.patience_seconds = coordination.number, coordination.rank, coordination.patience_seconds
+        self._context, self._engine, self._coordination = context, context.engine, coordination
         self._state: tuple[object, object, Sequence[str]] | None = (state, rank_state, frozen)
         self._given = given
         self._options: SaveOptions | None = None
         self._captured: CapturedState | None = None
         self._changed_by = changed_by
         self._is_copied = False
-        """Whether the state was copied into memory that a later save reuses."""
+        """Whether the state was copied into memory that a later save reuses: of each save in the background."""
 
     # --- check --------------------------------------------------------------------------------------------------------
 
@@ -128,9 +129,9 @@ class Save:
             if isinstance(state, CapturedState):
                 captured = state
             else:
-                captured = capture(state, self._ranks.describer())
+                captured = capture(state, self._coordination.describer())
                 if frozen or self._context.frozen.known:
-                    captured = self._context.frozen.mark(captured, frozen, self._ranks.scope)
+                    captured = self._context.frozen.mark(captured, frozen, self._coordination.scope)
             self._captured = captured if rank_state is None else captured._replace(own=capture(rank_state))
             self._state = None  # the caller's containers may be freed
         return self._captured
@@ -174,7 +175,7 @@ class Save:
         """What copies from devices need so that they can go on while training continues."""
         blocks_of = partial(held_blocks, captured, rank=self.rank, block_bytes=self._engine.config.block_bytes)
         # Not for a group, whose ranks read what they hold to compare it; nor with a staging disk, which may not have the stored bytes.
-        may_stay = self._ranks.is_alone and self._engine.tier is None
+        may_stay = self._coordination.is_alone and self._engine.tier is None
         stored = self._context.stored_tensors() if may_stay else None
         return Overlap(blocks_of, self._context.gates_of(self._changed_by), stored)
 
@@ -191,37 +192,44 @@ class Save:
         with context.explains_errors():
             if tier is not None:
                 return self._stage(tier, status)
-            with StoreDestination(self._engine, self.rank, is_alone=self._ranks.is_alone) as destination:
+            turn = partial(self._wait_turn, status)
+            with StoreDestination(self._engine, self.rank, is_alone=self._coordination.is_alone, wait_turn=turn) as destination:
                 info = self._write_and_commit(destination, status)
         context.note_speed(status)
         context.fence.note(self.ref, info.root, info.root)
         return info
 
+    def _wait_turn(self, status: SaveStatus) -> None:
+        """Of a save in the background; training waits for any other one."""
+        if self._is_copied and (window_seconds := self._engine.stagger_seconds):
+            status.wait_turn(stagger_delay(window_seconds, self.ref, self.rank, self._coordination.ranks))
+
     def _stage(self, tier: StagingTier, status: SaveStatus) -> StagedSave:
-        context, ranks, chain = self._context, self._ranks, self._context.fence.chain(self.ref)
-        txn, stop = ranks.transaction(), None if ranks.is_alone else status.check
+        context, coordination, chain = self._context, self._coordination, self._context.fence.chain(self.ref)
+        txn, stop = coordination.transaction(), None if coordination.is_alone else status.check
         with StagingDestination(
-            self._engine, tier, chain, txn, rank=ranks.rank, ranks=ranks.ranks, stop=stop, contact=context.contact
+            self._engine, tier, chain, txn, rank=self.rank, ranks=coordination.ranks, stop=stop, contact=context.contact
         ) as destination:
             info = self._write_and_commit(destination, status)
         assert destination.manifest is not None
         upload = StagedUpload(context, txn, self.ref, [destination.manifest])
         source = None if self._is_copied else self
-        staged = StagedSave(context, upload, ranks.publisher(upload), self.step, source=source, replicator=ranks.replicator)
-        if ranks.is_alone:
+        staged = StagedSave(context, upload, coordination.publisher(upload), self.step, source=source, replicator=coordination.replicator)
+        if coordination.is_alone:
             staged.announce_soon()
         context.fence.note_staged(self.ref, info.root)
         return staged
 
     def _write_and_commit(self, destination: Destination, status: SaveStatus) -> SnapshotInfo:
         begin = partial(self._begin, destination, status)  # no closure: the frames of an error would keep it, and so the state
-        return self._ranks.save_together(begin, destination, status.meter)
+        return self._coordination.save_together(begin, destination, status.meter)
 
     def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState, RefTable]:
         """The request, the state, and a view of the log at its newest entry. Takes the state apart if `capture` was not called before."""
         status.check()
-        fence, options, captured = self._context.fence, self.check(), self.capture()
-        size_bytes = captured.logical_bytes if self._ranks.is_alone else captured.held_bytes
+        context, options, captured = self._context, self.check(), self.capture()
+        fence = context.fence
+        size_bytes = captured.logical_bytes if self._coordination.is_alone else captured.held_bytes
         status.meter.expect("hash", size_bytes)
         self._require_space(size_bytes, status)
         try:
@@ -232,6 +240,7 @@ class Save:
                 raise
             view = self._engine.log.view()
             request = fence.request_at(self._engine, view, options, is_offline=True)
+        context.limit_writes(view, self.ref)
         return request, captured, view
 
     def _require_space(self, needed_bytes: int, status: SaveStatus) -> None:
@@ -240,7 +249,7 @@ class Save:
             try:
                 self._context.reserve_space(self.ref, needed_bytes)
             except NoSpaceError:
-                if not (self._ranks.is_alone and self._publish_earlier(status)):
+                if not (self._coordination.is_alone and self._publish_earlier(status)):
                     raise
             else:
                 return
@@ -259,15 +268,15 @@ class Save:
 
     def decide(self, admit: Callable[[], Admission]) -> Admission:
         """The result of `admit` on the rank that decides."""
-        return self._ranks.decide(admit)
+        return self._coordination.decide(admit)
 
     def skip(self) -> None:
         """Gives the save up before it begins, on all ranks."""
-        self._ranks.skip()
+        self._coordination.skip()
 
     def fail(self, error: BaseException) -> None:
         """Reports to the other ranks that this one cannot save. May raise the error that all ranks raise."""
-        self._ranks.fail(error)
+        self._coordination.fail(error)
 
 
 def _at_head(engine: Engine, fence: RefFence, options: SaveOptions) -> tuple[SaveRequest, RefTable]:

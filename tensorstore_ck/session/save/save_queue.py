@@ -20,7 +20,7 @@ from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, Snap
 from tensorstore_ck.events import Event, Kind, Observers
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save.capture_budget import CaptureMemory, OnFull
+from tensorstore_ck.session.save.capture_budget import CaptureMemory, OnFull, check_on_full
 from tensorstore_ck.session.save.drain_report import DrainReport, Staying
 from tensorstore_ck.session.save.pending import PendingSnapshot
 from tensorstore_ck.session.save.queued_save import Admission, Capturable, Publishable, QueuedSave, Runnable, UnraisedErrors, pop_error
@@ -74,8 +74,7 @@ class SaveQueue:
         Raises:
             StoreError: it cannot be captured; or the error of an earlier save for which nobody waited.
         """
-        if on_full not in ("block", "skip", "replace"):
-            raise InvalidOptionError(f"on_full must be 'block', 'skip' or 'replace', not {on_full!r}", object_id="on_full")
+        check_on_full(on_full)
         self._enter()
         self.require_no_worker()
         called, save = time.monotonic(), make()
@@ -229,22 +228,12 @@ class SaveQueue:
         unraised = self._first_unraised()
         if unraised is not None:
             return Admission(admitted=False, failed=unraised.number)
-        dropped: list[int] = []
-        while not self._memory.try_take(queued, save):
-            with self._changed.lock:
-                oldest = next((other for other in self._stores.waiting() if not other.status.dropped), None)
-            if on_full == "skip":
-                return Admission(admitted=False)
-            if on_full == "replace" and oldest is not None:
-                oldest.status.drop("replaced")
-                dropped.append(oldest.number)
-            elif self._memory.wait(queued, save, len(self._queued())):
-                break
-        return Admission(True, tuple(dropped))
+        return self._memory.admit(queued, save, on_full, waiting=self._stores.waiting, under_way=len(self._queued()))
 
     def _enqueue(self, queued: QueuedSave) -> bool:
         """Hands a captured save over to the thread; False: no thread can be started."""
         queued.status.on_drop(lambda: self._release_if_waiting(queued))
+        queued.status.queue_changes = self._changed
         queued.is_handed_over = True
         try:
             self._stores.put(queued)

@@ -48,6 +48,8 @@ class SaveStatus:
         self._pid = os.getpid()
         self._on_drop: Callable[[], object] = _nothing
         self._changed = Changes()
+        self.queue_changes: Changes | None = None
+        """Of the queue: a thread that waits for its saves, or for their memory, waits for these."""
         self._callbacks: list[tuple[SaveMilestone, Callable[[], object]]] = []
 
     def __str__(self) -> str:
@@ -107,6 +109,20 @@ class SaveStatus:
             SnapshotDroppedError: it was dropped.
         """
         self._changed.wait_for(lambda: bool(self.dropped), seconds)
+        self.check()
+
+    def wait_turn(self, seconds: float) -> None:
+        """As `pause`, but ends early, within a second, when another thread waits for the save, or for any of its queue.
+
+        Raises:
+            SnapshotDroppedError: it was dropped.
+        """
+
+        def is_over() -> bool:
+            is_awaited = self._changed.waiting > 1 or (self.queue_changes is not None and self.queue_changes.waiting > 0)
+            return bool(self.dropped) or is_awaited
+
+        self._changed.wait_for(is_over, seconds)
         self.check()
 
     # --- queries ------------------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """What one process uploads of a staged save, under names that can be published, and the log entries that say so."""
 
-import zlib
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from tensorstore_ck.backend.staging.unsent_file import StagedDamageError
 from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.common.stagger import stagger_delay
 from tensorstore_ck.format.record import record_name
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.save.context import SaveContext
@@ -42,10 +42,10 @@ class StagedUpload:
 
     def upload(self, status: SaveStatus, stop: Callable[[], None]) -> None:
         """Uploads what the manifests name, under names that can be published; objects that the store has are not sent again."""
-        window, spread = self.tier.options.stagger_seconds, zlib.crc32(self.ref.encode()) / (1 << 32)
+        self._context.limit_writes(self._context.engine.log.view(), self.ref)
         for manifest in self.manifests:
             status.meter.expect("upload", manifest.size_bytes)
-            status.pause(window * (manifest.rank / manifest.ranks + spread) % window if window else 0.0)
+            status.pause(stagger_delay(self.tier.options.stagger_seconds, self.ref, manifest.rank, manifest.ranks))
             taken = self._upload_of(manifest, (), status, stop)
             while taken:
                 taken = self._upload_of(manifest, taken, status, stop)

@@ -40,10 +40,10 @@ def pin_for(ref: str, txn: Ulid, root: Digest) -> Op:
     return Op.pin(root, owner_of(txn), f"a staged snapshot of {ref} shares its blocks", None)
 
 
-def announce(engine: Engine, lead: PublishingLead, txn: Ulid, ref: str) -> int | None:
+def announce(engine: Engine, lead: PublishingLead, txn: Ulid, ref: str, *, at: RefTable | None = None) -> int | None:
     """Appends to the log that a save is staged, with pins on the snapshots with which it shares blocks.
 
-    Returns the entry's number; None if the log has the save's outcome.
+    Returns the entry's number; None if the log has the save's outcome. `at`: see `Log.append`.
 
     Raises:
         SnapshotExpiredError: gc has freed blocks that it shares.
@@ -62,7 +62,7 @@ def announce(engine: Engine, lead: PublishingLead, txn: Ulid, ref: str) -> int |
                 pins += [*rescue_if_expired(engine, view, info), pin_for(ref, txn, info.root)]
         return [Op.staged(ref, txn, record, lead.record, txn=txn), *pins]
 
-    appended = engine.log.append(build)
+    appended = engine.log.append(build, at=at)
     if appended.ops:
         return appended.n
     staged = engine.log.view().staged(txn)

@@ -66,6 +66,9 @@ class StagingDestination:
         self._contact = contact if stop is None else None
         self._begin_writing()
 
+    def wait_turn(self) -> None:
+        """Does not wait: uploads are staggered, not writes to this host's disk."""
+
     def _begin_writing(self) -> None:
         self._writes = StagingWriteBackend(self._tier.folder, self._store.backend, self.ask)
         self._known: list[ChainedBlocks] = []
@@ -104,14 +107,16 @@ class StagingDestination:
         self.is_offline = True
         return True
 
-    def recovers(self, error: StoreError) -> bool:
-        """See `Destination`. The next try has the same transaction: a late log entry may still say that the save was staged."""
-        is_of_store = isinstance(error, BackendUnavailableError | UndecidedError | SnapshotExpiredError)
-        if not is_of_store or not self.go_offline():
-            return False
+    def repeat(self, attempt: Callable[[], T]) -> T:
+        """See `Destination`. The second try has the same transaction: a late log entry may still say that the save was staged."""
+        try:
+            return attempt()
+        except (BackendUnavailableError, UndecidedError, SnapshotExpiredError):
+            if not self.go_offline():
+                raise
         self.give_up()
         self._begin_writing()
-        return True
+        return attempt()
 
     def admit(self, request: SaveRequest, view: RefTable) -> None:
         """Checks on rank 0 where the ref is: other ranks may not know yet what became of earlier saves.
@@ -141,7 +146,7 @@ class StagingDestination:
         self._write_manifest(request, None)
 
     def commit(
-        self, request: SaveRequest, record: Record, parts: Sequence[RankParts], txn: Ulid, mark: tuple[str, str] | None = None
+        self, request: SaveRequest, record: Record, reports: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
     ) -> SnapshotInfo:
         """Appends to the log that it is staged, if it shares blocks with others or has several ranks.
 
@@ -151,12 +156,14 @@ class StagingDestination:
         """
         sealed, base, is_alone = record.encode(), self._base.ulid if self._base is not None else None, self._stop is None
         (self.engine if is_alone else self._store).backend.put(record_name(txn), sealed)
-        lead = PublishingLead(record=sealed, parts=parts, accepts=self._accepts, pinned=base, after=self._links.txns, mark=mark)
+        lead = PublishingLead(record=sealed, parts=reports, accepts=self._accepts, pinned=base, after=self._links.txns, mark=mark)
         self._write_manifest(request, lead)
         info = staged_info(txn, record)
         if is_alone and base is None:
             return info
-        n = self.ask(partial(announce, self._store, lead, txn, request.ref))  # before it is acknowledged: gc could free shared blocks
+        n = self.ask(
+            partial(announce, self._store, lead, txn, request.ref, at=at)
+        )  # before it is acknowledged: gc could free shared blocks
         if n is None and not is_alone:
             raise SnapshotAbortedError(
                 f"the save to {request.ref!r} was aborted by another rank before it was staged", object_id=request.ref

@@ -3,6 +3,7 @@
 triggers.py            decide at each step whether to save
 step_flag.py           announces to all ranks, ahead of time, the step from which something holds
 unsaved_time.py        how long a run has been without a snapshot, and when that is too long
+step_pace.py           slows writes down that slow steps down
 pending_saves.py       saves in progress, and the end of the training when they keep failing
 exception_save.py      saves the last completed step after an exception
 dropped_snapshots.py   frees what the policy of the job's branch dropped, in a thread

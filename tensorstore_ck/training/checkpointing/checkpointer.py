@@ -19,13 +19,14 @@ from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, Sa
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
-from tensorstore_ck.store.internals import groups_of, require_opened
+from tensorstore_ck.store.internals import groups_of, require_opened, write_limit_of
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
 from tensorstore_ck.training.checkpointing.exception_save import CAUSE, ExceptionSave
 from tensorstore_ck.training.checkpointing.pending_saves import PendingSaves
 from tensorstore_ck.training.checkpointing.saving_run import note_of, run_name
 from tensorstore_ck.training.checkpointing.step_flag import StepFlag, poll_triggers
+from tensorstore_ck.training.checkpointing.step_pace import StepPace
 from tensorstore_ck.training.checkpointing.triggers import CLOCK, Trigger, TriggerContext, auto, on_preemption, require_count
 from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime
 from tensorstore_ck.training.rank_group import ask_first_rank
@@ -70,6 +71,7 @@ class Checkpointer:
         group: "ProcessGroup | DeviceMesh | None" = None,
         total_steps: int | None = None,
         lead_steps: int = LEAD_STEPS,
+        adaptive: bool = False,
         unchanged: Unchanged = "warn",
         verify_capture: float = SAMPLE_SHARE,
         timeout_seconds: float = TIMEOUT_SECONDS,
@@ -91,6 +93,8 @@ class Checkpointer:
             group: All its ranks save and resume together.
             total_steps: The length of the training, for `at_fraction` and `last`.
             lead_steps: How many steps ahead rank 0 announces its decisions: more than the ranks are ever apart.
+            adaptive: Slow the writes of a save in the background down while they make steps more than 2 % slower than without a save; the
+                save still ends before the next one usually begins (docs/guides/when-to-save.md).
             unchanged: See `Store.put_snapshot`.
             verify_capture: See `Store.put_snapshot`.
             timeout_seconds: With `group`: how long to wait for the other ranks.
@@ -149,6 +153,7 @@ class Checkpointer:
             run_id=run_id,
             timeout_seconds=timeout_seconds,
             clock=clock,
+            pace=StepPace(*write_limit_of(store), clock) if adaptive else None,
         )
 
     def __enter__(self) -> Self:
@@ -262,6 +267,7 @@ class Checkpointer:
         saved = self._step(step, metrics, epoch, metadata or {}, last=last)
         if self._exception_save is not None:
             self._exception_save.end_step(step, is_saved=saved is not None)
+        self._pending.begin_step()
         return saved
 
     def _step(
@@ -269,17 +275,8 @@ class Checkpointer:
     ) -> Snapshot | PendingSnapshot | None:
         if self._before is not None and step < self._before.step:
             raise InvalidOptionError(f"step {step} came after step {self._before.step}: call resume() to go back", object_id="step")
-        self._pending.check()
-        moment = TriggerContext(
-            step,
-            epoch,
-            self._total_steps,
-            dict(metrics or {}),
-            is_first=self._before is None,
-            is_last=last,
-            previous_step=self._before.step if self._before is not None else None,
-            previous_epoch=self._before.epoch if self._before is not None else None,
-        )
+        self._pending.end_step()
+        moment = TriggerContext(step, epoch, self._total_steps, dict(metrics or {}), is_last=last).after(self._before)
         if self._asynchronous and not self._is_prepared:
             self._prepare()
         self._before, self._metadata = moment, metadata
@@ -326,6 +323,7 @@ class Checkpointer:
         self._pending.resolve_undecided()
         began = self._clock()
         self._unsaved.begin_save()
+        self._pending.begin_save(began)
         state, store = self._state, self._store
         saved: Snapshot | PendingSnapshot
         try:

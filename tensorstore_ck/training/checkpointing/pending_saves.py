@@ -10,6 +10,7 @@ from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store.internals import groups_of
 from tensorstore_ck.training.checkpointing.step_flag import StepFlag
+from tensorstore_ck.training.checkpointing.step_pace import StepPace
 from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime, will_repeat
 
 if TYPE_CHECKING:
@@ -42,9 +43,12 @@ class PendingSaves:
         run_id: str,
         timeout_seconds: float,
         clock: Callable[[], float],
+        pace: StepPace | None = None,
     ) -> None:
+        """`pace` slows the writes down."""
         self._store, self._ref, self._group, self._unsaved, self._flag = store, ref, group, unsaved, flag
         self._run_id, self._timeout_seconds, self._clock = run_id, timeout_seconds, clock
+        self._pace = pace
         self._pending: list[tuple[PendingSnapshot, float]] = []
         self.lag_seconds = 0.0
         """From the begin of the newest published save until it was published; 0 if not measured yet."""
@@ -57,6 +61,26 @@ class PendingSaves:
         """The training begins, resumes, or goes on after a check."""
         self._round += 1
         self._ends_at = None
+
+    # --- the steps ---------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """The training continues."""
+        if self._pace is not None:
+            self._pace.begin_step(self._pending)
+
+    def end_step(self) -> None:
+        """The training has ended a step."""
+        if self._pace is not None:
+            self._pace.end_step(self._pending)
+        self.check()
+
+    def begin_save(self, now: float) -> None:
+        """A save begins."""
+        if self._pace is not None:
+            self._pace.note_save(now)
+
+    # --- the saves ---------------------------------------------------------------------------------------------------
 
     def add(self, pending: PendingSnapshot, began: float) -> None:
         """A save was begun at the time `began` of the clock."""
@@ -78,6 +102,8 @@ class PendingSaves:
         Raises:
             StoreError: a permanent failure.
         """
+        if self._pace is not None:
+            self._pace.release()
         pending, self._pending = self._pending, []
         for save, _ in pending:
             self._wait_for(save)
@@ -153,6 +179,8 @@ class PendingSaves:
         """
         unsaved = self._unsaved
         error, seconds = unsaved.refusal or unsaved.failure, unsaved.seconds
+        if self._pace is not None:
+            self._pace.release()
         report = self._store.drain(self._timeout_seconds)
         self.check()
         self.resolve_undecided()

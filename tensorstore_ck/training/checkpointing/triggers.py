@@ -38,6 +38,12 @@ class TriggerContext(NamedTuple):
     """The step of the previous call, or of the resume."""
     previous_epoch: float | None = None
 
+    def after(self, before: "TriggerContext | None") -> "TriggerContext":
+        """The same, if the previous call was `before`."""
+        if before is None:
+            return self._replace(is_first=True)
+        return self._replace(previous_step=before.step, previous_epoch=before.epoch)
+
 
 @short_errors
 class Trigger(ABC):

@@ -6,11 +6,12 @@ Nothing that was started outlives the test: neither ranks, which torchrun gives 
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from tests.effort import PATIENCE_SECONDS
@@ -59,7 +60,7 @@ class Program:
 
 
 @contextmanager
-def launched(arguments: list[str], folder: Path, seconds: float = SECONDS, **variables: str) -> Iterator[Program]:
+def launched(arguments: list[str], folder: Path, seconds: float = SECONDS, /, **variables: str) -> Iterator[Program]:
     """Runs ``python`` with `arguments` in `folder`; what still runs after `seconds`, or at the end of the block, is killed.
 
     `variables` are added to the environment.
@@ -91,6 +92,19 @@ def torchrun(ranks: int, *arguments: str, restarts: int = 0) -> list[str]:
     """For `launched`: on a free port, so that tests can run at the same time."""
     options = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     return ["-m", "torch.distributed.run", *options, *arguments]
+
+
+def free_port(ports: int = 1) -> int:
+    """The first of consecutive ports that nobody listens on."""
+    while True:
+        with ExitStack() as stack:
+            first = stack.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            with suppress(OSError, OverflowError):
+                for other in range(port + 1, port + ports):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", other))
+                return port
 
 
 def kill(process: subprocess.Popen[str]) -> None:

@@ -39,7 +39,7 @@ def test_two_writers_to_one_ref(faults: int, states: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("faults", "most", "states"), [(("full", "lost"), 1, 300), pytest.param(("full", "lost", "delayed"), 2, 1500, marks=pytest.mark.slow)]
+    ("faults", "most", "states"), [(("full", "lost"), 1, 250), pytest.param(("full", "lost", "delayed"), 2, 1500, marks=pytest.mark.slow)]
 )
 def test_a_disk_that_is_full_for_a_while(faults: tuple[str, ...], most: int, states: int) -> None:
     """A save that fails for space deletes what it wrote: never what an entry names, however late that comes."""

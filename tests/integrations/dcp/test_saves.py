@@ -127,8 +127,7 @@ def save_on_rank(folder: str, failing: bool) -> list[tuple[str, int]]:
             dcp.save({"w": sharded(600)}, storage_writer=Writer(store, "job"), process_group=GROUPS[2])
         if raised is not None:
             assert [type(cause) for cause in causes(raised.value)] == [NoSpaceError]
-        limit: Any = store.engine.limit
-        assert limit._rate == 50e6
+        assert store.engine.writes.rate == 50e6
     return events
 
 

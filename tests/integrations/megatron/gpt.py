@@ -21,11 +21,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 VOCABULARY, LENGTH = 32, 8
 
 
-def join(tensor: int, pipeline: int) -> int:
+def join(tensor: int, pipeline: int, expert: int = 1) -> int:
     """Joins the ranks of torchrun; returns this one's rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, expert_model_parallel_size=expert
+    )
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # the one for training asks CUDA
     return dist.get_rank()
 

@@ -223,7 +223,8 @@ def test_without_tensors(store: ck.Store, tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("x = [", "is no file of weight names"),
-        ("heads = 3", r"it has 'heads'; it may have attention_heads, query_groups, names, qkv, gate_up"),
+        ("heads = 3", r"it has 'heads'; it may have attention_heads, query_groups, vocab_size, names, vocabulary, qkv, gate_up"),
+        ('[vocabulary]\n"a" = "b"', r"\[vocabulary\] needs vocab_size"),
         ("", "it has no names"),
         ("names = 3", r"\[names\] is no table"),
         ('[names]\n"a" = ["b", "c"]', r"'a' in \[names\] needs one name"),
@@ -254,3 +255,74 @@ def test_numbers_are_written_in_one_way(tmp_path: Path) -> None:
     assert convert_state(read_names(tmp_path / "names.toml"), {"b.0": torch.ones(1), "b.1": torch.ones(1)}).state.keys() == {"a"}
     with pytest.raises(ck.MismatchError, match=r"b\.01"):
         convert_state(read_names(tmp_path / "names.toml"), {"b.0": torch.ones(1), "b.01": torch.ones(1)})
+
+
+# --- padded vocabularies, experts, and what Hugging Face fuses --------------------------------------------------------
+
+VOCABULARY, PADDED = 61, 64
+
+
+def test_padding_of_the_vocabulary_is_left_out(store: ck.Store, tmp_path: Path) -> None:
+    """From Hugging Face there is none: Megatron loads fewer rows into its own."""
+    path = tmp_path / "names.toml"
+    path.write_text(f'vocab_size = {VOCABULARY}\n[vocabulary]\n"embedding.word_embeddings.weight" = "model.embed_tokens.weight"')
+    padded = torch.randn(PADDED, HIDDEN).bfloat16()
+    store.put_snapshot({"embedding.word_embeddings.weight": padded}, ref="megatron")
+    export_snapshot(store, "megatron", tmp_path / "hf.safetensors", format="safetensors", names=path)
+    assert same(load_file(tmp_path / "hf.safetensors"), {"model.embed_tokens.weight": padded[:VOCABULARY]})
+    import_checkpoint(store, tmp_path / "hf.safetensors", ref="back", names=path)
+    assert same(store.checkout("back"), {"embedding.word_embeddings.weight": padded[:VOCABULARY]})
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "said"),
+    [
+        ("embedding.word_embeddings.weight", 60, "60 rows are fewer than the vocab_size of 61"),
+        ("model.embed_tokens.weight", 64, r"model\.embed_tokens\.weight float32 \[64, 32\] do not fit each other: vocab_size is 61"),
+    ],
+)
+def test_another_vocabulary(store: ck.Store, tmp_path: Path, name: str, rows: int, said: str) -> None:
+    path = tmp_path / "names.toml"
+    path.write_text(f'vocab_size = {VOCABULARY}\n[vocabulary]\n"embedding.word_embeddings.weight" = "model.embed_tokens.weight"')
+    store.put_snapshot({name: torch.ones(rows, HIDDEN)}, ref="run")
+    with pytest.raises(ck.MismatchError, match=said):
+        export_snapshot(store, "run", tmp_path / "out.safetensors", format="safetensors", names=path)
+
+
+def test_experts_are_an_axis_of_their_own(store: ck.Store, tmp_path: Path) -> None:
+    names = EXAMPLE.with_name("mixtral_names.toml")
+    experts, inner = 4, 24
+    held = {
+        f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight": torch.randn(inner, HIDDEN)
+        for layer in range(LAYERS)
+        for expert in range(experts)
+        for part in ("w1", "w3")
+    }
+    save_file(held, tmp_path / "model.safetensors")
+    import_checkpoint(store, tmp_path / "model.safetensors", ref="megatron", names=names)
+    fused = store.checkout("megatron")["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    assert fused.shape == (LAYERS, experts, 2 * inner, HIDDEN)
+    gate, up = (held[f"model.layers.1.block_sparse_moe.experts.2.{part}.weight"] for part in ("w1", "w3"))
+    assert fused[1, 2].equal(torch.cat([gate, up]))
+    export_snapshot(store, "megatron", tmp_path / "back.safetensors", format="safetensors", names=names)
+    assert same(load_file(tmp_path / "back.safetensors"), held)
+
+
+def test_queries_keys_and_values_in_one_tensor_of_hugging_face(store: ck.Store, tmp_path: Path) -> None:
+    """As Phi-3 has them: all queries, then all keys, then all values."""
+    path = tmp_path / "names.toml"
+    left, right = "decoder.layers.{i}.self_attention.linear_qkv.weight", "model.layers.{i}.self_attn.qkv_proj.weight"
+    path.write_text(f'attention_heads = {HEADS}\nquery_groups = {GROUPS}\n[qkv]\n"{left}" = "{right}"')
+    apart = weights()
+    held = {
+        f"model.layers.{layer}.self_attn.qkv_proj.weight": torch.cat(
+            [apart[f"model.layers.{layer}.self_attn.{name}_proj.weight"] for name in "qkv"]
+        )
+        for layer in range(LAYERS)
+    }
+    save_file(held, tmp_path / "model.safetensors")
+    import_checkpoint(store, tmp_path / "model.safetensors", ref="megatron", names=path)
+    expected = {f"decoder.layers.{layer}.self_attention.linear_qkv.weight": merged(apart, layer) for layer in range(LAYERS)}
+    assert same(store.checkout("megatron"), expected)
+    export_snapshot(store, "megatron", tmp_path / "back.safetensors", format="safetensors", names=path)
+    assert same(load_file(tmp_path / "back.safetensors"), held)

@@ -60,9 +60,9 @@ def test_rates_and_rate_limits() -> None:
     limit = RateLimit(100.0, clock=time.clock)
     assert limit.take(50) == 0.5
     time.now = 10.0
-    assert limit.take(25) == 0  # saved while nothing was taken
-    assert limit.take(1000) == 10.0
-    assert limit.take(0) == 10.0
+    assert limit.take(25) == 0  # saved while nothing was taken: as much as was taken last
+    assert limit.take(1000) == 9.75
+    assert limit.take(0) == 9.75
     time.now = 20.0
     assert limit.take(0) == 0
 

@@ -111,7 +111,7 @@ class Host:
 
 
 def read(store: Store, host: HostSharedReads, tensors: Sequence[int]) -> dict[int, bytes]:
-    info = store.engine.log.newest_view().snapshot(store.session.resolve("job").info.ulid)
+    info = store.engine.log.newest_view().snapshot(store.engine.resolve("job").info.ulid)
     assert info is not None
     reader = open_snapshot(store.engine, info, host.read)
     numbers = {int(spec.name): number for number, spec in enumerate(reader.layout.tensors)}

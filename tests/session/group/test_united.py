@@ -237,7 +237,7 @@ def test_states_that_differ_by_rank(pool: Pool, folder: Path, name: str) -> None
 def test_what_can_be_in_layouts_of_their_own_is(pool: Pool, folder: Path) -> None:
     (root,) = set(pool.run(put, str(folder), "a_view_before_its_tensor", 3, ranks=RANKS))
     with tsck.open(folder / "store", cache_dir=folder / "cache") as store:
-        part = store.engine.read_part(store.engine.read_record(store.session.resolve(root).info), 0)
+        part = store.engine.read_part(store.engine.read_record(store.engine.resolve(root).info), 0)
         assert part.layout_of == bytes([0, 0, 1, 0, 1, 0, 1, 0])
 
 

@@ -1,4 +1,4 @@
-"""Every process of a job is killed, and one host's disk is gone: the restarted job has what all of them had staged."""
+"""Every process of a job is killed, and one host's disk is gone: the restarted job has what all had staged, in its layout or another."""
 
 import os
 import shutil
@@ -17,19 +17,21 @@ from tests.effort import PATIENCE_SECONDS
 from tests.session.group.pool import rank_process
 
 RANKS: Final = 3
+ELEMENTS: Final = 900_000
 SECONDS: Final = PATIENCE_SECONDS
 
 
 def state(step: int) -> dict[str, Any]:
-    return {"w": tsck.FlatShard(torch.arange(300_000) + step, (300_000 * RANKS,), 300_000 * dist.get_rank()), "step": step}
+    start, stop = (ELEMENTS * each // dist.get_world_size() for each in (dist.get_rank(), dist.get_rank() + 1))
+    return {"w": tsck.FlatShard(torch.arange(start, stop) + step, (ELEMENTS,), start), "step": step}
 
 
-def job(rank: int, folder: str, port: int, phase: str) -> None:
+def job(rank: int, folder: str, port: int, phase: str, hosts: tuple[int, ...]) -> None:
     torch.set_num_threads(1)
     server = dist.TCPStore("127.0.0.1", port)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=server, rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", store=server, rank=rank, world_size=len(hosts))
     group: Any = dist.group.WORLD
-    staging = tsck.Staging(f"{folder}/host-{rank}", replicate_to_peers=1, capacity="1GB")
+    staging = tsck.Staging(f"{folder}/host-{hosts[rank]}", replicate_to_peers=1, capacity="1GB")
     with tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{rank}", staging=staging) as store:
         if phase == "first":
             for step in range(2):
@@ -39,9 +41,16 @@ def job(rank: int, folder: str, port: int, phase: str) -> None:
             assert wait_for(lambda: len(manifests(folder, rank)) == 2)
             dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
+        if phase == "staged":
+            stop_uploads_of_packs()
+            target = store.checkout("job^staged", into=state(9), group=group)
+            assert torch.equal(target["w"].local, state(2)["w"].local)
+            assert [snapshot.step for snapshot in store.log("job")] == [1, 0]
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
         target = store.checkout("job", into=state(9), group=group)
         assert target["step"] == 2
-        assert torch.equal(target["w"].local, torch.arange(300_000) + 2)
+        assert torch.equal(target["w"].local, state(2)["w"].local)
         assert store.rank_state("job", group=group) == {"rank": rank}
         assert [snapshot.step for snapshot in store.log("job")] == [2, 1, 0]
         dist.barrier()
@@ -70,9 +79,9 @@ def wait_for(condition: Any) -> bool:
     return any(condition() or pause.wait(0.02) for _ in range(int(SECONDS / 0.02)))
 
 
-def run(folder: Path, phase: str) -> list[int | None]:
+def run(folder: Path, phase: str, hosts: tuple[int, ...] = tuple(range(RANKS))) -> list[int | None]:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    processes = [rank_process(job, rank, str(folder), server.port, phase) for rank in range(RANKS)]
+    processes = [rank_process(job, rank, str(folder), server.port, phase, hosts) for rank in range(len(hosts))]
     for process in processes:
         process.start()
     for process in processes:
@@ -88,4 +97,16 @@ def test_a_job_goes_on_from_the_survivors(tmp_path: Path) -> None:
     with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache") as store:
         assert [snapshot.step for snapshot in store.log("job")] == [1, 0]
     shutil.rmtree(tmp_path / "host-1")
+    assert run(tmp_path, "again") == [0] * RANKS
+
+
+@pytest.mark.slow
+@pytest.mark.race
+@pytest.mark.parametrize("hosts", [(0, 2), (2, 0, 3, 4)], ids=["fewer ranks", "more ranks"])
+def test_another_layout_is_restored_from_the_memory_of_the_survivors(tmp_path: Path, hosts: tuple[int, ...]) -> None:
+    """No pack is in the store. Whoever restored it is killed, too, and the same ranks as before go on from the same files."""
+    tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache").close()
+    assert run(tmp_path, "first") == [-signal.SIGKILL] * RANKS
+    shutil.rmtree(tmp_path / "host-1")
+    assert run(tmp_path, "staged", hosts) == [-signal.SIGKILL] * len(hosts)
     assert run(tmp_path, "again") == [0] * RANKS

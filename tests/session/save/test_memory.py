@@ -13,8 +13,8 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, SnapshotDroppedError
 from tensorstore_ck.session.save.capture_budget import CaptureMemory
+from tensorstore_ck.session.save.coordination import Alone
 from tensorstore_ck.session.save.queued_save import Admission
-from tensorstore_ck.session.save.ranks import Alone
 from tests.session.save.places import MIB, SECONDS, Scene, Stop, check, put_beside, scene
 
 PutInAThread = Callable[..., "Future[tsck.PendingSnapshot]"]
@@ -241,7 +241,7 @@ def test_a_state_that_does_not_fit_at_all(on_full: Any) -> None:
 
 
 def test_a_bad_value_says_which_are_good(place: Scene) -> None:
-    with pytest.raises(InvalidOptionError, match="'block', 'skip' or 'replace', not 'drop'"):
+    with pytest.raises(InvalidOptionError, match="'block', 'skip', 'replace' or 'newest', not 'drop'"):
         place.store.put_snapshot_async({}, ref="job", on_full="drop")  # type: ignore[arg-type]
     with pytest.raises(InvalidOptionError, match="more than 0"):
         tsck.open("memory://never", create=True, host_memory_bytes=0)
@@ -259,7 +259,10 @@ def interrupted_once_it_has_memory(_: Alone, admit: Callable[[], Admission]) -> 
 
 @pytest.mark.parametrize(
     ("where", "fails", "error"),
-    [("save.copy_captured", raised_in_a_capture, NoSpaceError), ("ranks.Alone.decide", interrupted_once_it_has_memory, KeyboardInterrupt)],
+    [
+        ("save.copy_captured", raised_in_a_capture, NoSpaceError),
+        ("coordination.Alone.decide", interrupted_once_it_has_memory, KeyboardInterrupt),
+    ],
 )
 def test_a_save_that_fails_once_it_has_memory_gives_it_back(
     monkeypatch: pytest.MonkeyPatch, where: str, fails: object, error: type[BaseException]

@@ -177,6 +177,22 @@ def test_what_waits_on_rank_0_is_replaced_though_it_is_in_work_on_another(begin:
     require_visible(tmp_path, 2, 1, 3, 4)
 
 
+def test_the_newest_replaces_on_all_ranks_what_waits_on_rank_0(begin: Callable[..., Ask], tmp_path: Path) -> None:
+    ask = begin(8, 8)
+    ask(rank_side.hold_after, 1, 0)
+    put(ask, 1)
+    ask(rank_side.await_hold, 0)
+    put(ask, 2, on_full="newest")
+    ask(rank_side.await_work_on, 2, 1)
+    put(ask, 3, on_full="newest")
+    ask(rank_side.let_go)
+    require_published(ask, 1, 3)
+    assert kinds(ask(rank_side.wait, 2)) == ["SnapshotDroppedError"] * 2
+    assert ask(rank_side.told, "dropped") == [[(2, "replaced")]] * 2
+    assert ask(rank_side.told, "failed") == [[]] * 2
+    require_visible(tmp_path, 2, 1, 3)
+
+
 def test_a_state_that_does_not_fit_on_one_rank(begin: Callable[..., Ask], tmp_path: Path) -> None:
     ask = begin(8, 8, 8)
     put(ask, 1)

@@ -44,6 +44,14 @@ def test_the_same_ranks_go_on(pool: Pool, folder: Path) -> None:
     require_clean(folder, [0, 1, 2, 3], "disk-0", "disk-1")
 
 
+@pytest.mark.parametrize(("ranks", "disks"), [(2, OWN[1::-1]), (3, OWN)], ids=["moved", "more"])
+def test_other_ranks_restore_what_is_staged(pool: Pool, folder: Path, ranks: int, disks: tuple[str, ...]) -> None:
+    """By packs on the disks of each other's hosts, none of which is in the store."""
+    pool.run(jobs.leave_packs_staged, str(folder), 2, OWN, ranks=2)
+    assert pool.run(jobs.restore_both, str(folder), ranks, disks, 2, ranks=ranks) == [(1, 1, 2, [0, 1, 2])] * ranks
+    require_clean(folder, [0, 1, 2], *disks[:ranks])
+
+
 @pytest.mark.parametrize("eager", [0, 1])
 def test_ranks_that_end_when_some_have_begun_to_publish(pool: Pool, folder: Path, eager: int) -> None:
     assert pool.run(jobs.leave_while_one_publishes, str(folder), 2, OWN, eager, ranks=2) == [(1, [])] * 2

@@ -115,7 +115,7 @@ def test_roots_are_those_of_the_host_where_numbers_are_not_finite(device: Device
                 tensor[step::5] = float("inf")
         by_device = store.put_snapshot(state, ref=REF, step=step, unchanged="ok")
         assert by_device.root == put_by_host(store, state, "host", step).root
-        records.append(store.engine.read_record(store.session.resolve(REF).info))
+        records.append(store.engine.read_record(store.engine.resolve(REF).info))
     assert sum(b"non_finite" in record.metadata for record in records) > 3
 
 

@@ -6,12 +6,12 @@ An error of one rank is reported to all: otherwise they would wait for it, and c
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.destination import Destination, StoreDestination
+from tensorstore_ck.engine.write.destination import Destination
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.write_and_commit import write_and_commit
 from tensorstore_ck.errors import ConflictError
@@ -84,6 +84,7 @@ class Alone:
     def save_together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
         """Writes and commits. Repeats it after a conflict with a save of this handle that was published although its reply was lost."""
         engine, fence = self._context.engine, self._context.fence
+        destination.wait_turn()
         while True:
             request, captured, view = begin()
             try:
@@ -150,11 +151,8 @@ class RankRound:
         Raises:
             SnapshotAbortedError: as on the others; `error` is its cause.
         """
-
-        def refuse() -> NoReturn:
-            raise error
-
-        self.save_together(refuse, StoreDestination(self._engine, self.rank), SaveMeter())
+        side = RankSave(self._engine, self._own, self._round, memory=self._memory)
+        self._round.run(Participant.failed(error, side.resolve))
 
     def save_together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
         """Lets all ranks write, and rank 0 commit; once only. `begin` is called in the round, so that its error reaches all ranks at once.
@@ -181,4 +179,4 @@ def _propose(side: RankSave, begin: Begin) -> Body:
     return side.propose(request, captured)
 
 
-Ranks = Alone | RankRound
+Coordination = Alone | RankRound

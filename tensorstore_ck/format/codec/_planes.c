@@ -1,0 +1,199 @@
+/* Splits words into groups of bytes and encodes these, decodes groups and merges them: piece by piece, while it is in the core's cache.
+   byte_split.py does the same in numpy. */
+
+#include "_kernel.h"
+#include <stdlib.h>
+
+#define PIECE ((size_t)4096) /* words: all that is done with them stays in the nearest cache */
+
+/* `shift` is how far a group is above the lowest bit of the word, rotated if it is. */
+#define SPLIT(BITS, WIDTH)                                                                                                                 \
+    HOT static void split##BITS##_##WIDTH(const char *restrict words, size_t count, int shift, int rotated, char *restrict to)             \
+    {                                                                                                                                      \
+        if (rotated && !shift)                                                                                                             \
+            for (size_t i = 0; i < count; i++) {                                                                                           \
+                uint##BITS##_t word = load##BITS(words, i);                                                                                \
+                store##WIDTH(to, i, (uint##WIDTH##_t)((word << 1) | (word >> (BITS - 1))));                                                \
+            }                                                                                                                              \
+        else                                                                                                                               \
+            for (size_t i = 0; i < count; i++)                                                                                             \
+                store##WIDTH(to, i, (uint##WIDTH##_t)(load##BITS(words, i) >> (shift - rotated)));                                         \
+    }
+
+#define JOIN(BITS, WIDTH)                                                                                                                  \
+    HOT static void join##BITS##_##WIDTH(const char *restrict group, size_t count, int shift, int is_first, char *restrict to)             \
+    {                                                                                                                                      \
+        if (is_first)                                                                                                                      \
+            for (size_t i = 0; i < count; i++)                                                                                             \
+                store##BITS(to, i, (uint##BITS##_t)((uint##BITS##_t)load##WIDTH(group, i) << shift));                                      \
+        else                                                                                                                               \
+            for (size_t i = 0; i < count; i++)                                                                                             \
+                store##BITS(to, i, (uint##BITS##_t)(load##BITS(to, i) | (uint##BITS##_t)load##WIDTH(group, i) << shift));                  \
+    }
+
+#define ROTATE(BITS)                                                                                                                       \
+    HOT static void rotate##BITS(const char *restrict from, size_t count, char *restrict to)                                               \
+    {                                                                                                                                      \
+        for (size_t i = 0; i < count; i++) {                                                                                               \
+            uint##BITS##_t word = load##BITS(from, i);                                                                                     \
+            store##BITS(to, i, (uint##BITS##_t)((word >> 1) | (word << (BITS - 1))));                                                      \
+        }                                                                                                                                  \
+    }
+
+#define BOTH(BITS, WIDTH) SPLIT(BITS, WIDTH) JOIN(BITS, WIDTH)
+BOTH(8, 8)
+BOTH(16, 8) BOTH(16, 16)
+BOTH(32, 8) BOTH(32, 16) BOTH(32, 32)
+BOTH(64, 8) BOTH(64, 16) BOTH(64, 32) BOTH(64, 64)
+ROTATE(8) ROTATE(16) ROTATE(32) ROTATE(64)
+
+typedef void (*SplitLoop)(const char *restrict, size_t, int, int, char *restrict);
+typedef void (*JoinLoop)(const char *restrict, size_t, int, int, char *restrict);
+typedef void (*RotateLoop)(const char *restrict, size_t, char *restrict);
+
+static int log_of(int bytes)
+{
+    return bytes == 1 ? 0 : bytes == 2 ? 1 : bytes == 4 ? 2 : 3;
+}
+
+static void split(const char *words, size_t count, int item_bytes, int shift, int rotated, int width, char *to)
+{
+    static const SplitLoop loops[4][4] = {
+        {split8_8},
+        {split16_8, split16_16},
+        {split32_8, split32_16, split32_32},
+        {split64_8, split64_16, split64_32, split64_64},
+    };
+    loops[log_of(item_bytes)][log_of(width)](words, count, shift, rotated, to);
+}
+
+static void join(const char *group, size_t count, int item_bytes, int shift, int is_first, int width, char *to)
+{
+    static const JoinLoop loops[4][4] = {
+        {join8_8},
+        {join16_8, join16_16},
+        {join32_8, join32_16, join32_32},
+        {join64_8, join64_16, join64_32, join64_64},
+    };
+    loops[log_of(item_bytes)][log_of(width)](group, count, shift, is_first, to);
+}
+
+int are_groups_of(const Group *groups, int group_count, int item_bytes)
+{
+    int sum = 0;
+    for (int g = 0; g < group_count; g++) {
+        int width = groups[g].width;
+        if ((width != 1 && width != 2 && width != 4 && width != 8) || (groups[g].how == HUFFMAN && width != 1))
+            return 0;
+        sum += width;
+    }
+    return sum == item_bytes && (item_bytes == 1 || item_bytes == 2 || item_bytes == 4 || item_bytes == 8);
+}
+
+size_t huffman_bound(size_t raw_size)
+{
+    return FRAME_HEADER + raw_size + BLOCK_HEADER * (raw_size / HUFFMAN_BLOCK + 1);
+}
+
+int encode_groups(const char *words, size_t count, int item_bytes, int rotated, Group *groups, int group_count)
+{
+    uint8_t *blocks = malloc((size_t)group_count * HUFFMAN_BLOCK);
+    if (!blocks)
+        return 0;
+    for (int g = 0; g < group_count; g++)
+        groups[g].size = groups[g].how == HUFFMAN ? encode_frame_header(count, groups[g].bytes) : 0;
+    for (size_t begin = 0, end; begin < count; begin = end) {
+        end = count - begin < HUFFMAN_BLOCK ? count : begin + HUFFMAN_BLOCK;
+        for (size_t at = begin, words_here; at < end; at += words_here) {
+            words_here = end - at < PIECE ? end - at : PIECE;
+            for (int g = 0, shift = 8 * item_bytes; g < group_count; g++) {
+                shift -= 8 * groups[g].width;
+                uint8_t *to = groups[g].how == HUFFMAN ? blocks + (size_t)g * HUFFMAN_BLOCK + (at - begin)
+                                                       : groups[g].bytes + at * (size_t)groups[g].width;
+                split(words + at * (size_t)item_bytes, words_here, item_bytes, shift, rotated, groups[g].width, (char *)to);
+            }
+        }
+        for (int g = 0; g < group_count; g++) {
+            uint8_t *to = groups[g].bytes + groups[g].size;
+            if (groups[g].how == HUFFMAN)
+                groups[g].size += encode_huffman_block(blocks + (size_t)g * HUFFMAN_BLOCK, end - begin, end == count, to);
+            else
+                groups[g].size = end * (size_t)groups[g].width;
+        }
+    }
+    free(blocks);
+    return 1;
+}
+
+/* What is decoded of a group and not merged yet. `frame` and `block` are used for a frame only, but for a constant piece. */
+typedef struct {
+    const char *at;
+    size_t left; /* words */
+    Frame frame;
+    uint8_t block[HUFFMAN_BLOCK];
+} Source;
+
+static int open_source(Source *source, const Group *group, size_t count)
+{
+    if (group->how == HUFFMAN) {
+        source->left = 0;
+        return begin_frame(&source->frame, group->bytes, group->size, count);
+    }
+    source->at = (const char *)group->bytes;
+    source->left = count;
+    if (group->how == CONSTANT) {
+        source->at = (const char *)source->block;
+        for (size_t i = 0; i < PIECE * (size_t)group->width; i++)
+            source->block[i] = group->bytes[i % (size_t)group->width];
+    }
+    return 1;
+}
+
+static int decode_into(Source **sources, const Group *groups, int group_count, char *into, size_t count, int item_bytes, int rotated)
+{
+    static const RotateLoop rotations[4] = {rotate8, rotate16, rotate32, rotate64};
+    uint64_t merged[PIECE];
+    for (size_t at = 0, words_here; at < count; at += words_here) {
+        words_here = count - at < PIECE ? count - at : PIECE;
+        for (int g = 0; g < group_count; g++) {
+            Source *source = sources[g];
+            if (groups[g].how == HUFFMAN && !source->left) {
+                source->left = decode_block(&source->frame, source->block);
+                source->at = (const char *)source->block;
+                if (!source->left)
+                    return g;
+            }
+            words_here = source->left < words_here ? source->left : words_here;
+        }
+        for (int g = 0, shift = 8 * item_bytes; g < group_count; g++) {
+            shift -= 8 * groups[g].width;
+            join(sources[g]->at, words_here, item_bytes, shift, !g, groups[g].width, (char *)merged);
+            sources[g]->left -= words_here;
+            sources[g]->at += groups[g].how == CONSTANT ? 0 : words_here * (size_t)groups[g].width;
+        }
+        char *to = into + at * (size_t)item_bytes;
+        if (rotated)
+            rotations[log_of(item_bytes)]((const char *)merged, words_here, to);
+        else
+            memcpy(to, merged, words_here * (size_t)item_bytes);
+    }
+    return DECODED;
+}
+
+int decode_groups(const Group *groups, int group_count, char *into, size_t count, int item_bytes, int rotated)
+{
+    Source *sources[MAX_GROUPS] = {NULL};
+    int result = DECODED;
+    for (int g = 0; g < group_count && result == DECODED; g++) {
+        sources[g] = malloc(sizeof **sources);
+        if (!sources[g])
+            result = NO_MEMORY;
+        else if (!open_source(sources[g], &groups[g], count))
+            result = g;
+    }
+    if (result == DECODED)
+        result = decode_into(sources, groups, group_count, into, count, item_bytes, rotated);
+    for (int g = 0; g < group_count; g++)
+        free(sources[g]);
+    return result;
+}

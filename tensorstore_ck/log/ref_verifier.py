@@ -1,0 +1,166 @@
+"""Checks refs against the user's trust file, by the signatures in the log.
+
+It reads the log itself, and not its fold, since anybody who may create objects can forge a checkpoint. The signature of a ref counts in the
+entry for which it was made, and the newest one of a ref must name the snapshot at which the ref is. So no entry by somebody without a key
+moves a trusted ref, neither forwards nor back; and where the log itself goes back, this host has seen more of it.
+"""
+
+import shlex
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.signing_keys import is_signed_by, public_text
+from tensorstore_ck.errors import LogChangedError, UntrustedError
+from tensorstore_ck.format.ref_statement import LogName, RefStatement
+from tensorstore_ck.log.address import Resolved
+from tensorstore_ck.log.entry import Entry
+from tensorstore_ck.log.log import Log
+from tensorstore_ck.log.ref_table import RefTable
+from tensorstore_ck.log.trust_file import TrustFile
+
+
+class RefSignature(NamedTuple):
+    """A valid signature of a ref by a trusted key."""
+
+    ref: str
+    root: str
+    step: int | None
+    key: str
+    """The public key, as in the trust file."""
+    number: int
+    """The number of its log entry."""
+    time_ns: int
+
+
+class _Known(NamedTuple):
+    """The newest signature of a branch or tag, up to one entry of the log."""
+
+    moved_n: int
+    """The entry that moved it."""
+    until: int
+    signature: RefSignature
+
+
+class _Found(NamedTuple):
+    signature: RefSignature | None
+    problem: str
+    """Why there is none."""
+
+
+class RefVerifier:
+    """A trust file, for the refs of one log."""
+
+    def __init__(self, trust: TrustFile, of: LogName) -> None:
+        self._trust = trust
+        self._of = of
+        self._known: dict[str, _Known] = {}
+        """Of each ref, so that a server which polls a branch reads no entry twice."""
+
+    def check(self, log: Log, view: RefTable, resolved: Resolved) -> RefSignature | None:
+        """The signature of a snapshot that was resolved in `view`; None if the address goes through no ref that the trust file names.
+
+        Raises:
+            UntrustedError: it has no valid signature.
+            LogChangedError: the log lacks entries that this user has seen, so that the ref may be an older one.
+            BrokenLogError: the log cannot be read.
+        """
+        ref = resolved.branch or resolved.tag
+        if ref is None or self._trust.keys_of(ref) is None:
+            return None
+        self._require_all(log, view, ref)
+        head = view.branch(ref) if resolved.branch else view.tag_row(ref)
+        is_head = head is not None and head.ulid == resolved.info.ulid
+        root = resolved.info.root
+        if is_head and head is not None:
+            found = self._newest(log, view, ref, root=root, moved_n=head.n)
+        else:
+            same = [info.n for ulid in view.with_root(root) if (info := view.snapshot(ulid)) is not None]
+            found = self._any(log, view, ref, root=root, start=min([resolved.info.n, *same]))
+        if found.signature is None:
+            at, name = f"root {root.hex()[:16]}, step {resolved.info.step}", shlex.quote(ref)
+            raise UntrustedError(
+                f"{ref!r} ({at}) is not trusted: {found.problem}. {self._trust.path} says which keys must sign it. See who moved it with "
+                f"`tsck log {name}`. If this snapshot is right, the holder of a key signs it with `tsck sign {name} --sign KEY`; if not, "
+                f"it moves the ref back with `tsck reset {name} ROOT --sign KEY`",
+                object_id=ref,
+            )
+        return found.signature
+
+    def newest(self, entries: Iterable[Entry]) -> dict[str, str]:
+        """Ref -> the root in its newest valid signature among `entries`, which may be what is left of a log."""
+        found = {}
+        for entry in entries:
+            for op in entry.ops:
+                signature = self._verify(entry, op.fields)[0] if op.name == "sign" else None
+                if signature is not None:
+                    found[signature.ref] = signature.root
+        return found
+
+    def _require_all(self, log: Log, view: RefTable, ref: str) -> None:
+        seen, head = log.seen(), view.head()
+        is_gone = log.is_changed
+        if seen is not None and seen.n > (head.n if head is not None else 0):  # another thread was faster, or the log is broken
+            entry = log.chain.read(seen.n)
+            is_gone = is_gone or entry is None or entry.hash != seen.hash
+        if is_gone:
+            raise LogChangedError(
+                f"{ref!r} may be an older snapshot than this user has seen: the log went back, was forked or is damaged, and "
+                f"{self._trust.path} names this ref. Check the store, and accept its log with `tsck accept-log`",
+                object_id=ref,
+            )
+
+    def _newest(self, log: Log, view: RefTable, ref: str, root: Digest, moved_n: int) -> _Found:
+        """The newest valid signature of a ref from entry `moved_n` on, which moved it: it must be of `root`."""
+        head, known = view.head(), self._known.get(ref)
+        last, problem = head.n if head is not None else 0, "no log entry since it was moved there has a signature of it"
+        is_known = known is not None and known.moved_n == moved_n and known.signature.root == root.hex() and known.until <= last
+        found, start = (known.signature, known.until + 1) if is_known and known is not None else (None, moved_n)
+        for entry, fields in self._signatures(log, ref, start, last):
+            signature, why = self._verify(entry, fields)
+            if signature is not None:
+                found, why = signature, ""
+            problem = why or problem
+        if found is None:
+            return _Found(None, problem)
+        if found.root != root.hex():
+            return _Found(None, f"its newest signature, in entry {found.number}, is of root {found.root[:16]}, step {found.step}")
+        self._known[ref] = _Known(moved_n, last, found)
+        return _Found(found, "")
+
+    def _any(self, log: Log, view: RefTable, ref: str, root: Digest, start: int) -> _Found:
+        """A valid signature of a ref at `root`, from entry `start` on, which published that."""
+        head, problem = view.head(), "no log entry has a signature of it"
+        for entry, fields in self._signatures(log, ref, start, head.n if head is not None else 0):
+            if fields["root"] == root:
+                signature, problem = self._verify(entry, fields)
+                if signature is not None:
+                    return _Found(signature, "")
+        return _Found(None, problem)
+
+    @staticmethod
+    def _signatures(log: Log, ref: str, start: int, last: int) -> Iterator[tuple[Entry, Any]]:
+        """The first signature of a ref in each entry: a writer adds one, and a forger must not make readers check thousands."""
+        for batch in log.chain.entries(start - 1, None, at_least=last) if start <= last else ():
+            for entry in batch:
+                if entry.n > last:
+                    return
+                first = next((op.fields for op in entry.ops if op.name == "sign" and op.fields["ref"] == ref), None)
+                if first is not None:
+                    yield entry, first
+
+    def _verify(self, entry: Entry, fields: Any) -> tuple[RefSignature | None, str]:
+        """The signature in `fields`, if it is valid and trusted; else why not."""
+        ref, key, number = fields["ref"], fields["key"], fields["number"]
+        shown = public_text(key)
+        if key in self._trust.revoked:
+            return None, f"it is signed, in entry {entry.n}, with the revoked key {shown}"
+        if key not in (self._trust.keys_of(ref) or ()):
+            return None, f"it is signed, in entry {entry.n}, with the key {shown}, which is not trusted for {ref!r}"
+        if number != entry.n:
+            return None, f"the signature in entry {entry.n} repeats that of entry {number}"
+        said = {name: fields[name] for name in ("root", "step", "time_ns")}
+        statement = RefStatement(self._of, ref=ref, number=number, **said)
+        if not is_signed_by(key, fields["signature"], statement.encode()):
+            return None, f"the signature in entry {entry.n} is forged, or was made for another store, log, ref or snapshot"
+        return RefSignature(ref, statement.root.hex(), statement.step, shown, number=number, time_ns=statement.time_ns), ""

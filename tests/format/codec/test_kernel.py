@@ -1,0 +1,149 @@
+"""The compiled kernel does, bit by bit, what numpy and zstd do."""
+
+import numpy as np
+import pytest
+import zstandard
+
+from tensorstore_ck.format.codec import compiled, delta
+from tensorstore_ck.format.codec.byte_split import Words, split, words_of
+from tests.effort import in_turns
+
+pytestmark = pytest.mark.skipif(not compiled.HAS_KERNEL, reason="no compiler was there when this was installed")
+
+LENGTHS = range(4097)
+WIDTHS = {1: [[1]], 2: [[1, 1], [2]], 4: [[1, 1, 2], [1, 1, 1, 1], [4]], 8: [[1, 1, 2, 4], [1, 1, 1, 1, 1, 1, 2], [8]]}
+WAYS = [(item_bytes, widths, rotated) for item_bytes, ways in WIDTHS.items() for widths in ways for rotated in (True, False)][:-1]
+"""An odd number: each way takes its turn with lengths of every remainder that a vector leaves."""
+BLOCK = 1 << 17
+RAW, HUFFMAN, CONSTANT = 0, 1, 2
+
+
+def numbers(count: int, item_bytes: int, rng: np.random.Generator) -> memoryview:
+    """Zeros of both signs, denormals, infinities, NaNs with any payload and other floats, at an odd address."""
+    bits = 8 * item_bytes
+    special = [0, 1 << (bits - 1), 1, 3, (1 << bits) - 1, 0x7F << (bits - 8), 0xFF80 << 48 >> (64 - bits), 0x7FC1 << 48 >> (64 - bits)]
+    words = rng.integers(0, 1 << 63, count, dtype=np.uint64).astype(f"<u{item_bytes}")
+    words[::3] = np.array(special, np.uint64).astype(words.dtype)[rng.integers(0, len(special), len(words[::3]))]
+    memory = bytearray(1 + words.nbytes)
+    memory[1:] = words.tobytes()
+    return memoryview(memory)[1:]
+
+
+def encoded(words: memoryview, item_bytes: int, widths: list[int], how: int, *, rotated: bool) -> list[bytes]:
+    into = bytearray(len(words) + len(widths) * (10 + 3 * (len(words) // item_bytes // BLOCK + 1)))
+    places = compiled.kernel.encode_groups(words, into, item_bytes, rotated, bytes(widths), bytes([how] * len(widths)))
+    return [bytes(into[start:stop]) for start, stop in places]
+
+
+def test_words_are_split_and_merged_as_by_numpy() -> None:
+    rng = np.random.default_rng(0)
+    for length, (item_bytes, widths, rotated) in in_turns(LENGTHS, WAYS):
+        raw = numbers(length, item_bytes, rng)
+        found = encoded(raw, item_bytes, widths, RAW, rotated=rotated)
+        wanted = [group.tobytes() for group in split(words_of(raw, item_bytes), widths, rotated=rotated)]
+        assert found == wanted, (length, widths, rotated)
+        into = memoryview(bytearray(1 + len(raw)))[1:]
+        rows = [(width, RAW, data) for width, data in zip(widths, found, strict=True)]
+        assert compiled.kernel.decode_groups(rows, into, item_bytes, rotated) is None
+        assert into == raw, (length, widths, rotated)
+
+
+def test_differences_are_sorted_as_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    for length, item_bytes in in_turns(LENGTHS, [4, 2, 4, 8, 1]):
+        words, base = (words_of(numbers(length, item_bytes, rng), item_bytes) for _ in range(2))
+        found = delta.sorted_differences(words, base)
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled, "HAS_KERNEL", False)
+            assert np.array_equal(delta.sorted_differences(words, base), found), (length, item_bytes)
+        in_place = base.copy()
+        delta.add_sorted(in_place, found, in_place)
+        assert np.array_equal(in_place, words), (length, item_bytes)
+
+
+def values(count: int, kind: int, rng: np.random.Generator) -> Words:
+    """Bytes whose code has few or many symbols, of lengths that differ little or a lot, up to what must be shortened."""
+    if kind == 0:
+        return (rng.integers(0, 16, count) == 0).astype(np.uint8)
+    if kind == 1:
+        return np.clip(rng.normal(size=count) * 3 + 118, 0, 255).astype(np.uint8)
+    if kind == 2:
+        return np.clip(rng.normal(size=count) * 40 + 128, 0, 255).astype(np.uint8)
+    if kind == 3:
+        return (rng.geometric(0.4, count) % 256).astype(np.uint8)
+    return np.full(count, 7, np.uint8)
+
+
+SIZES = [*range(1, 4097), BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 511, 2 * BLOCK + 512, 3 * BLOCK + 4096]
+
+
+def test_frames_are_ones_that_zstd_reads() -> None:
+    rng = np.random.default_rng(0)
+    for size in SIZES:
+        raw = values(size, size // 5 % 5, rng)
+        (frame,) = encoded(memoryview(raw.tobytes()), 1, [1], HUFFMAN, rotated=False)
+        assert zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False) == raw.tobytes(), size
+        into = bytearray(size)
+        assert compiled.kernel.decode_groups([(1, HUFFMAN, frame)], into, 1, False) is None
+        assert into == raw.tobytes(), size
+
+
+def test_frames_of_zstd_are_decoded_as_by_zstd() -> None:
+    """Those that the kernel does not take are for zstd; it takes most of numbers."""
+    rng, taken = np.random.default_rng(0), 0
+    coders = [zstandard.ZstdCompressor(level=level) for level in (1, 9)]
+    for size in [*range(1024, 4097, 7), BLOCK, BLOCK + 1, 5 * BLOCK + 4096]:
+        raw = values(size, 1 + size % 2, rng).tobytes()
+        into = bytearray(size)
+        refused = compiled.kernel.decode_groups([(1, HUFFMAN, coders[size % 2].compress(raw))], into, 1, False)
+        assert refused == 0 or into == raw, size
+        taken += refused is None
+    assert taken > 200
+
+
+def test_damaged_frames_are_refused_or_decoded_as_by_zstd() -> None:
+    rng = np.random.default_rng(0)
+    outcomes = {"refused": 0, "decoded": 0}
+    for number in range(1500):
+        size = int(rng.integers(512, 2000))
+        (frame,) = encoded(memoryview(values(size, number % 4, rng).tobytes()), 1, [1], HUFFMAN, rotated=False)
+        damaged, into = bytearray(frame), bytearray(size)
+        for _ in range(int(rng.integers(1, 3))):
+            damaged[int(rng.integers(0, min(len(damaged), 60 if number % 2 else len(damaged))))] ^= 1 << int(rng.integers(0, 8))
+        if number % 5 == 0:
+            del damaged[int(rng.integers(0, len(damaged))) :]
+        if compiled.kernel.decode_groups([(1, HUFFMAN, bytes(damaged))], into, 1, False) is None:
+            assert zstandard.ZstdDecompressor().decompress(bytes(damaged), max_output_size=size) == into, number
+            outcomes["decoded"] += 1
+        else:
+            outcomes["refused"] += 1
+    assert min(outcomes.values()) > 100, outcomes
+
+
+def test_a_constant_group_is_merged() -> None:
+    words = np.arange(9000, dtype="<u4") % 251 + 0x01020300
+    found = encoded(memoryview(words.tobytes()), 4, [1, 1, 2], RAW, rotated=False)
+    into = bytearray(words.nbytes)
+    groups = [(1, CONSTANT, found[0][:1]), (1, CONSTANT, found[1][:1]), (2, RAW, found[2])]
+    assert compiled.kernel.decode_groups(groups, into, 4, False) is None
+    assert into == words.tobytes()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    kernel = compiled.kernel
+    for into_bytes, item_bytes, widths in ((7, 2, b"\1\1"), (8, 3, b"\1\1\1"), (8, 2, b"\1"), (8, 2, b"")):
+        with pytest.raises(ValueError, match="memory|word|groups"):
+            kernel.encode_groups(bytes(8), bytearray(into_bytes), item_bytes, False, widths, bytes(len(widths)))
+    with pytest.raises(ValueError, match="word"):
+        kernel.encode_groups(bytes(8), bytearray(100), 2, False, b"\2", bytes([HUFFMAN]))
+    groups: list[tuple[int, int, bytes]]
+    for groups in ([], [(1, RAW, bytes(3))], [(1, CONSTANT, bytes(2))], [(1, 9, bytes(4))], [(2, RAW, bytes(8))], [(1, RAW, bytes(4))] * 9):
+        with pytest.raises(ValueError, match="group|word"):
+            kernel.decode_groups([*groups], bytearray(4), 1, False)
+    with pytest.raises((BufferError, TypeError)):
+        kernel.decode_groups([(1, RAW, bytes(4))], bytes(4), 1, False)
+    for words, base, into, item_bytes in ((8, 8, 4, 4), (8, 4, 8, 4), (6, 6, 6, 4), (8, 8, 8, 3), (8, 8, 8, 0), (8, 8, 8, 16)):
+        with pytest.raises(ValueError, match="of one size"):
+            kernel.add_differences(bytes(words), bytes(base), bytearray(into), item_bytes)
+    with pytest.raises((BufferError, TypeError)):
+        kernel.take_differences(bytes(8), bytes(8), bytes(8), 4)

@@ -1,0 +1,152 @@
+"""Reads of another host's packs over TCP: torn at every byte, by who does not know the secret, of what is missing, damaged or moves."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.backend.staging import ReadThroughBackend
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.errors import MissingObjectError
+from tensorstore_ck.format.pack import pack_name
+from tensorstore_ck.session.peers import pack_server
+from tensorstore_ck.session.peers.pack_reader import PackReader, ServerAddress
+from tensorstore_ck.session.peers.pack_server import PackServer
+from tensorstore_ck.session.peers.pack_wire import FOUND, MAC_BYTES, NONCE_BYTES, REQUEST
+from tests.session.peers.sides import bytes_of, folder_at
+
+PACK: Final = Ulid(bytes(15) + b"\x01")
+MISSING: Final = Ulid(bytes(15) + b"\x02")
+NAME: Final = pack_name(PACK)
+PIECE_BYTES: Final = 64
+"""What a server sends at once."""
+SIZE: Final = 2 * PIECE_BYTES + 7
+DATA: Final = bytes_of(NAME, SIZE)
+RANGE: Final = 23
+SENT_BYTES: Final = NONCE_BYTES + MAC_BYTES + len(FOUND) + RANGE
+"""What a server sends for one read of `RANGE` bytes."""
+
+
+class TornServer(PackServer):
+    """Closes each connection once it has sent so many bytes."""
+
+    left = 0
+
+    def _serve(self, connection: socket.socket) -> None:
+        super()._serve(Torn(connection, self.left))  # type: ignore[arg-type]
+        connection.close()
+
+
+class Torn:
+    def __init__(self, connection: socket.socket, left: int) -> None:
+        self._connection = connection
+        self._left = left
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._connection, name)
+
+    def sendall(self, data: bytes) -> None:
+        part = bytes(data)[: self._left]
+        self._left -= len(part)
+        self._connection.sendall(part)
+        if len(part) < len(data):
+            raise ConnectionResetError
+
+
+@pytest.fixture
+def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PackServer]]:
+    """Of two hosts that have the pack."""
+    monkeypatch.setattr(pack_server, "PIECE_BYTES", PIECE_BYTES)
+    made = []
+    for host, kind in enumerate((TornServer, PackServer)):
+        folder = folder_at(tmp_path, host)
+        folder.unsent.put(NAME, DATA)
+        made.append(kind(folder))
+    yield made
+    for server in made:
+        server.close()
+
+
+def address_of(server: PackServer, secret: bytes | None = None) -> ServerAddress:
+    return ServerAddress(("127.0.0.1",), server.port, server.secret if secret is None else secret)
+
+
+def read(reader: PackReader, offset: int, size_bytes: int, pack: Ulid = PACK) -> bytes | None:
+    target = bytearray(size_bytes)
+    return bytes(target) if reader.read_into(pack_name(pack), offset, memoryview(target)) else None
+
+
+def test_ranges_of_all_sizes_and_what_is_missing(servers: list[PackServer]) -> None:
+    reader = PackReader({PACK: [address_of(servers[1])], MISSING: [address_of(servers[1])]})
+    for offset, size_bytes in [(0, SIZE), (5, PIECE_BYTES), (PIECE_BYTES - 1, 2), (SIZE - 1, 1), (3, 0)]:
+        assert read(reader, offset, size_bytes) == DATA[offset : offset + size_bytes]
+    assert read(reader, 0, 4, MISSING) is None
+    assert read(reader, 0, 4, Ulid(bytes(16))) is None, "nobody was said to have it"
+    assert read(reader, 0, RANGE) == DATA[:RANGE], "a missing one costs the others nothing"
+    assert read(reader, SIZE - 1, 2) is None, "it ends before"
+    reader.close()
+
+
+def test_a_server_torn_at_every_byte(servers: list[PackServer]) -> None:
+    """The next host that has the pack is asked, and gives all of it."""
+    for left in range(SENT_BYTES):
+        TornServer.left = left
+        reader = PackReader({PACK: [address_of(servers[0]), address_of(servers[1])]})
+        assert read(reader, 100, RANGE) == DATA[100 : 100 + RANGE], left
+        reader.close()
+    alone = PackReader({PACK: [address_of(servers[0])]})
+    assert read(alone, 100, RANGE) is None
+    assert read(alone, 100, RANGE) is None
+
+
+def test_a_server_that_is_gone(servers: list[PackServer]) -> None:
+    gone = address_of(servers[1])
+    servers[1].close()
+    assert read(PackReader({PACK: [gone]}), 0, RANGE) is None
+
+
+@pytest.mark.parametrize("known", [b"", b"\x00" * 32])
+def test_who_does_not_know_the_secret_gets_nothing(servers: list[PackServer], known: bytes) -> None:
+    """Not even by a proof that the server itself made, sent back to it."""
+    with socket.create_connection(("127.0.0.1", servers[1].port)) as connection:
+        nonce = connection.recv(NONCE_BYTES, socket.MSG_WAITALL)
+        connection.sendall(nonce + nonce + REQUEST.pack(PACK, 0, RANGE))
+        with suppress(ConnectionResetError):  # what was sent is not read any more
+            assert connection.recv(1) == b""
+    if known:
+        assert read(PackReader({PACK: [address_of(servers[1], known)]}), 0, RANGE) is None
+
+
+def test_what_is_published_meanwhile_is_read_as_a_copy(tmp_path: Path, servers: list[PackServer]) -> None:
+    reader = PackReader({PACK: [address_of(servers[1])]})
+    assert read(reader, 0, RANGE) == DATA[:RANGE]
+    folder_at(tmp_path, 1).publish([NAME])
+    assert read(reader, 1, RANGE) == DATA[1 : 1 + RANGE]
+    reader.close()
+
+
+def test_other_hosts_come_before_the_store_and_wrong_bytes_are_asked_for_elsewhere(tmp_path: Path, servers: list[PackServer]) -> None:
+    TornServer.left = 1 << 30
+    folder_at(tmp_path, 0).unsent.delete([NAME])
+    folder_at(tmp_path, 0).unsent.put(NAME, bytes(SIZE))
+    store = MemoryBackend()
+    backend = ReadThroughBackend(folder_at(tmp_path, 2), store)
+    target = memoryview(bytearray(RANGE))
+    with pytest.raises(MissingObjectError):
+        backend.read_into(NAME, 0, target)
+    reader = PackReader({PACK: [address_of(servers[0]), address_of(servers[1])]})
+    backend.others.append(reader)
+    backend.read_into(NAME, 0, target)
+    assert bytes(target) == bytes(RANGE)
+    assert backend.distrust(NAME)
+    backend.read_into(NAME, 0, target)
+    assert bytes(target) == DATA[:RANGE]
+    assert backend.distrust(NAME)
+    store.put(NAME, DATA[::-1])
+    backend.read_into(NAME, 0, target)
+    assert bytes(target) == DATA[: -RANGE - 1 : -1]
+    reader.close()
