@@ -93,7 +93,7 @@ static PyObject *encode(PyObject *module, PyObject *args)
     PyObject *source, *destination;
     const char *widths, *hows;
     Py_ssize_t group_count, how_count;
-    int item_bytes, rotated, is_done;
+    int item_bytes, rotated;
     Buffers buffers = {.count = 0};
     Group groups[MAX_GROUPS];
     (void)module;
@@ -117,9 +117,9 @@ static PyObject *encode(PyObject *module, PyObject *args)
     if ((size_t)into->len < needed)
         return release(&buffers, misfit("too little memory for what is encoded"));
     Py_BEGIN_ALLOW_THREADS
-    is_done = encode_groups(words->buf, count, item_bytes, rotated, groups, (int)group_count);
+    encode_groups(words->buf, count, item_bytes, rotated, groups, (int)group_count);
     Py_END_ALLOW_THREADS
-    return release(&buffers, is_done ? places_of(groups, (int)group_count, into->buf) : PyErr_NoMemory());
+    return release(&buffers, places_of(groups, (int)group_count, into->buf));
 }
 
 static int take_group(Buffers *buffers, PyObject *row, Group *group)
@@ -170,7 +170,7 @@ static PyObject *decode(PyObject *module, PyObject *args)
     Py_END_ALLOW_THREADS
     if (found >= 0)
         return release(&buffers, PyLong_FromLong(found));
-    return release(&buffers, found == NO_MEMORY ? PyErr_NoMemory() : Py_BuildValue(""));
+    return release(&buffers, Py_BuildValue(""));
 }
 
 static PyObject *find_changes(PyObject *module, PyObject *args)

@@ -20,6 +20,7 @@
 
 #ifdef _MSC_VER
 #include <intrin.h>
+#define THREAD_LOCAL __declspec(thread)
 static inline int TRAILING_ZEROS(uint64_t bits)
 {
     unsigned long zeros;
@@ -27,6 +28,7 @@ static inline int TRAILING_ZEROS(uint64_t bits)
     return (int)zeros;
 }
 #else
+#define THREAD_LOCAL _Thread_local
 #define TRAILING_ZEROS __builtin_ctzll
 #endif
 
@@ -101,10 +103,10 @@ typedef struct {
 int are_groups_of(const Group *groups, int group_count, int item_bytes);
 /* What an encoded group has at most. */
 size_t huffman_bound(size_t raw_size);
-/* Encodes into `bytes` of each group, and sets `size`; False if there is no memory. The first group has the highest bytes. */
-int encode_groups(const char *words, size_t count, int item_bytes, int rotated, Group *groups, int group_count);
-/* Writes each word once. Returns DECODED, NO_MEMORY, or the number of a group that is no frame that this kernel decodes. */
-enum { DECODED = -1, NO_MEMORY = -2 };
+/* Encodes into `bytes` of each group, and sets `size`. The first group has the highest bytes. */
+void encode_groups(const char *words, size_t count, int item_bytes, int rotated, Group *groups, int group_count);
+/* Writes each word once. Returns DECODED, or the number of a group that is no frame that this kernel decodes. */
+enum { DECODED = -1 };
 int decode_groups(const Group *groups, int group_count, char *into, size_t count, int item_bytes, int rotated);
 
 /* _differences.c: see delta.py; by the binary logarithm of a word's bytes. For at most 2^32 - 1 words; `base` may be where the words go. */

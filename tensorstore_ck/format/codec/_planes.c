@@ -2,7 +2,6 @@
    byte_split.py does the same in numpy. */
 
 #include "_kernel.h"
-#include <stdlib.h>
 
 #define PIECE ((size_t)4096) /* words: all that is done with them stays in the nearest cache */
 
@@ -90,16 +89,24 @@ int are_groups_of(const Group *groups, int group_count, int item_bytes)
     return sum == item_bytes && (item_bytes == 1 || item_bytes == 2 || item_bytes == 4 || item_bytes == 8);
 }
 
+/* What is decoded of a group and not merged yet. `frame` and `block` are used for a frame only, but for a constant piece. */
+typedef struct {
+    const char *at;
+    size_t left; /* words */
+    Frame frame;
+    uint8_t block[HUFFMAN_BLOCK];
+} Source;
+
+/* Of a thread, which works on one block at a time: memory that is allocated for each block costs more in page faults than the work. */
+static THREAD_LOCAL Source scratch[MAX_GROUPS];
+
 size_t huffman_bound(size_t raw_size)
 {
     return FRAME_HEADER + raw_size + BLOCK_HEADER * (raw_size / HUFFMAN_BLOCK + 1);
 }
 
-int encode_groups(const char *words, size_t count, int item_bytes, int rotated, Group *groups, int group_count)
+void encode_groups(const char *words, size_t count, int item_bytes, int rotated, Group *groups, int group_count)
 {
-    uint8_t *blocks = malloc((size_t)group_count * HUFFMAN_BLOCK);
-    if (!blocks)
-        return 0;
     for (int g = 0; g < group_count; g++)
         groups[g].size = groups[g].how == HUFFMAN ? encode_frame_header(count, groups[g].bytes) : 0;
     for (size_t begin = 0, end; begin < count; begin = end) {
@@ -108,7 +115,7 @@ int encode_groups(const char *words, size_t count, int item_bytes, int rotated, 
             words_here = end - at < PIECE ? end - at : PIECE;
             for (int g = 0, shift = 8 * item_bytes; g < group_count; g++) {
                 shift -= 8 * groups[g].width;
-                uint8_t *to = groups[g].how == HUFFMAN ? blocks + (size_t)g * HUFFMAN_BLOCK + (at - begin)
+                uint8_t *to = groups[g].how == HUFFMAN ? scratch[g].block + (at - begin)
                                                        : groups[g].bytes + at * (size_t)groups[g].width;
                 split(words + at * (size_t)item_bytes, words_here, item_bytes, shift, rotated, groups[g].width, (char *)to);
             }
@@ -116,22 +123,12 @@ int encode_groups(const char *words, size_t count, int item_bytes, int rotated, 
         for (int g = 0; g < group_count; g++) {
             uint8_t *to = groups[g].bytes + groups[g].size;
             if (groups[g].how == HUFFMAN)
-                groups[g].size += encode_huffman_block(blocks + (size_t)g * HUFFMAN_BLOCK, end - begin, end == count, to);
+                groups[g].size += encode_huffman_block(scratch[g].block, end - begin, end == count, to);
             else
                 groups[g].size = end * (size_t)groups[g].width;
         }
     }
-    free(blocks);
-    return 1;
 }
-
-/* What is decoded of a group and not merged yet. `frame` and `block` are used for a frame only, but for a constant piece. */
-typedef struct {
-    const char *at;
-    size_t left; /* words */
-    Frame frame;
-    uint8_t block[HUFFMAN_BLOCK];
-} Source;
 
 static int open_source(Source *source, const Group *group, size_t count)
 {
@@ -149,14 +146,14 @@ static int open_source(Source *source, const Group *group, size_t count)
     return 1;
 }
 
-static int decode_into(Source **sources, const Group *groups, int group_count, char *into, size_t count, int item_bytes, int rotated)
+static int decode_into(const Group *groups, int group_count, char *into, size_t count, int item_bytes, int rotated)
 {
     static const RotateLoop rotations[4] = {rotate8, rotate16, rotate32, rotate64};
     uint64_t merged[PIECE];
     for (size_t at = 0, words_here; at < count; at += words_here) {
         words_here = count - at < PIECE ? count - at : PIECE;
         for (int g = 0; g < group_count; g++) {
-            Source *source = sources[g];
+            Source *source = &scratch[g];
             if (groups[g].how == HUFFMAN && !source->left) {
                 source->left = decode_block(&source->frame, source->block);
                 source->at = (const char *)source->block;
@@ -167,9 +164,9 @@ static int decode_into(Source **sources, const Group *groups, int group_count, c
         }
         for (int g = 0, shift = 8 * item_bytes; g < group_count; g++) {
             shift -= 8 * groups[g].width;
-            join(sources[g]->at, words_here, item_bytes, shift, !g, groups[g].width, (char *)merged);
-            sources[g]->left -= words_here;
-            sources[g]->at += groups[g].how == CONSTANT ? 0 : words_here * (size_t)groups[g].width;
+            join(scratch[g].at, words_here, item_bytes, shift, !g, groups[g].width, (char *)merged);
+            scratch[g].left -= words_here;
+            scratch[g].at += groups[g].how == CONSTANT ? 0 : words_here * (size_t)groups[g].width;
         }
         char *to = into + at * (size_t)item_bytes;
         if (rotated)
@@ -182,18 +179,8 @@ static int decode_into(Source **sources, const Group *groups, int group_count, c
 
 int decode_groups(const Group *groups, int group_count, char *into, size_t count, int item_bytes, int rotated)
 {
-    Source *sources[MAX_GROUPS] = {NULL};
-    int result = DECODED;
-    for (int g = 0; g < group_count && result == DECODED; g++) {
-        sources[g] = malloc(sizeof **sources);
-        if (!sources[g])
-            result = NO_MEMORY;
-        else if (!open_source(sources[g], &groups[g], count))
-            result = g;
-    }
-    if (result == DECODED)
-        result = decode_into(sources, groups, group_count, into, count, item_bytes, rotated);
     for (int g = 0; g < group_count; g++)
-        free(sources[g]);
-    return result;
+        if (!open_source(&scratch[g], &groups[g], count))
+            return g;
+    return decode_into(groups, group_count, into, count, item_bytes, rotated);
 }
