@@ -11,8 +11,8 @@ cast.py            the codec `cast`: 16-bit weights as the rounding of fp32 mast
 byte_split.py      splits words into groups of bytes and merges them; zigzag differences
 entropy.py         entropy-codes a group of bytes with zstd
 
-The kernel is in C: `_kernel.c` (the module), `_planes.c`, `_differences.c`, `_changes.c`, and zstd frames that are a Huffman code and nothing else:
-`_huffman_code.c`, `_huffman_encode.c`, `_huffman_decode.c`.
+The kernel is in C: `_kernel.c` (the module), `_planes.c`, `_differences.c`, `_changes.c`, and zstd frames that are a Huffman code and
+nothing else: `_huffman_code.c`, `_huffman_encode.c`, `_huffman_decode.c`.
 """
 
 from tensorstore_ck.format.codec.byte_planes import Elements, elements_of

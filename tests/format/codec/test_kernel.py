@@ -75,6 +75,8 @@ def values(count: int, kind: int, rng: np.random.Generator) -> npt.NDArray[np.ui
         drawn = np.clip(rng.normal(size=count) * 40 + 128, 0, 255)
     elif kind == 3:
         drawn = rng.geometric(0.4, count)
+    elif kind == 4:  # rare ones in a row: the longest codes side by side
+        drawn[count // 3 :][:240] = rng.permutation(240)[: len(drawn[count // 3 :])]
     return drawn.astype(np.uint8)
 
 
@@ -84,7 +86,7 @@ SIZES = [*range(1, 4097), BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 511, 2 * BLOC
 def test_frames_are_ones_that_zstd_reads() -> None:
     rng = np.random.default_rng(0)
     for size in SIZES:
-        raw = values(size, size // 5 % 5, rng)
+        raw = values(size, size // 5 % 6, rng)
         (frame,) = encoded(memoryview(raw.tobytes()), 1, [1], HUFFMAN, rotated=False)
         assert zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False) == raw.tobytes(), size
         into = bytearray(size)
