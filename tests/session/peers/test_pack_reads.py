@@ -4,7 +4,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -109,7 +109,12 @@ def test_a_server_that_is_gone(servers: list[PackServer], monkeypatch: pytest.Mo
     servers[1].close()
     reader = PackReader({PACK: [gone], MISSING: [gone]})
     tries, connect = [], socket.create_connection
-    monkeypatch.setattr(socket, "create_connection", lambda *args, **options: (tries.append(args), connect(*args, **options)))
+
+    def counted(*args: Any, **options: Any) -> socket.socket:
+        tries.append(args)
+        return connect(*args, **options)
+
+    monkeypatch.setattr(socket, "create_connection", counted)
     assert read(reader, 0, RANGE) is None
     assert read(reader, 0, RANGE, MISSING) is None
     assert len(tries) == 1
