@@ -108,13 +108,14 @@ def test_a_server_that_is_gone(servers: list[PackServer], monkeypatch: pytest.Mo
     gone = address_of(servers[1])
     servers[1].close()
     reader = PackReader({PACK: [gone], MISSING: [gone]})
-    tries, connect = [], socket.create_connection
+    tries: list[tuple[str, int]] = []
+    connect = socket.create_connection
 
-    def counted(*args: Any, **options: Any) -> socket.socket:
-        tries.append(args)
-        return connect(*args, **options)
+    def noted(address: tuple[str, int], **options: Any) -> socket.socket:
+        tries.append(address)
+        return connect(address, **options)
 
-    monkeypatch.setattr(socket, "create_connection", counted)
+    monkeypatch.setattr(socket, "create_connection", noted)
     assert read(reader, 0, RANGE) is None
     assert read(reader, 0, RANGE, MISSING) is None
     assert len(tries) == 1
