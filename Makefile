@@ -134,7 +134,7 @@ docs: $(INSTALLED)
 clean:
 	rm -rf .venv .venv-* .demo dist site
 
-$(INSTALLED): pyproject.toml setup.py constraints.txt .ci/run-time.txt $(wildcard tensorstore_ck/format/codec/*.c)
+$(INSTALLED): pyproject.toml setup.py constraints.txt .ci/run-time.txt $(wildcard tensorstore_ck/format/codec/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
 	$(call known_files,$(BIN)/python)

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Self
 
 import torch
@@ -15,12 +15,12 @@ from tensorstore_ck.common.ids import Clock, Digest
 from tensorstore_ck.common.threads import cpu_threads, for_each, shielded
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import WantedBox
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import BackendUnavailableError, InputError, InvalidOptionError, SnapshotExpiredError
 from tensorstore_ck.events import Event, Kind
 from tensorstore_ck.feed.followed_tensor import Change, FollowedTensor
 from tensorstore_ck.feed.held_blocks import HeldBlocks, Place, place_of
+from tensorstore_ck.feed.host_cache import HostCache
 from tensorstore_ck.feed.match_tensors import Wanted, match_tensors
 from tensorstore_ck.feed.read_changes import ChangesReader
 from tensorstore_ck.log import SnapshotInfo
@@ -62,10 +62,14 @@ class Feed:
     fails, the tensors are one version, and `version` says which.
     """
 
-    def __init__(self, engine: Engine, ref: str, wanted: Wanted, *, poll_seconds: float = POLL_SECONDS) -> None:
+    def __init__(
+        self, engine: Engine, ref: str, wanted: Wanted, *, poll_seconds: float = POLL_SECONDS, host_cache: str | None = None
+    ) -> None:
         """See `Store.follow`."""
         if not poll_seconds > 0:
             raise InvalidOptionError(f"poll_seconds must be above 0, not {poll_seconds}", object_id="poll_seconds")
+        if host_cache is not None and not engine.backend.is_local:
+            engine = replace(engine, backend=HostCache(engine.backend, host_cache))
         self._engine, self._ref, self._wanted, self._poll_seconds = engine, ref, wanted, poll_seconds
         self._polling = threading.Lock()
         """One thread at a time looks for a version."""
@@ -229,9 +233,8 @@ class Feed:
         started = time.perf_counter()
         content = open_snapshot(self._engine, info)
         what = f"{self._ref}, step {info.step}, root {info.root.hex()[:16]}"
-        tensors, targets = match_tensors(content, self._wanted, what)
-        specs = content.layout.tensors
-        blocks = content.blocks_of(WantedBox(number, specs[number].whole, target) for number, target in targets.items())
+        tensors, boxes = match_tensors(content, self._wanted, what)
+        blocks = content.blocks_of(boxes)
         held = HeldBlocks(self._ids, blocks)
         missing = held.missing(blocks)
         size_bytes = sum(block.raw for block in missing)

@@ -78,6 +78,14 @@ class EntryReader:
                 return
             window = min(2 * window, _READERS)
 
+    def entries_from(self, start: int) -> Iterator[Entry]:
+        """The entries from `start` on, each checked against the one before. Raises the errors of `entries`."""
+        before = self.read(start - 1) if start > 1 else None
+        if start > 1 and before is None:
+            return
+        for batch in self.entries(start - 1, self.genesis if before is None else before.hash):
+            yield from batch
+
     def last_listed(self, start: int) -> int:
         """The highest listed number from `start` on: folder by folder, up to the second one without an entry."""
         highest, number, missing = start, start, 0

@@ -191,7 +191,8 @@ class Environment:
 
         No context manager: Ctrl-C could leave one with its locks held.
         """
-        self._require_usable()  # in a child, a thread that it does not have may hold the lock
+        if self._failure or self._pid != os.getpid():  # in a child, a thread that it does not have may hold the lock
+            self._require_usable()
         try:
             try:
                 with self._map_lock:

@@ -118,7 +118,6 @@ class SaveQueue:
 
     def begin(self, make: Callable[[], Runnable]) -> QueuedSave:
         """Begins a save after the saves in progress; the caller ends it with `finish`. Without `finish`, nothing is written."""
-        self._enter()
         self.wait_idle()
         called, save = time.monotonic(), make()
         queued = QueuedSave.of(save, called, is_background=False)

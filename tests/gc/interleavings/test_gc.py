@@ -74,7 +74,7 @@ Actors = Callable[[MemoryTable], list[Actor]]
         (dying, lambda host: [collector("G", table=host, settle=True), saver(host, "x q")], 0, None, 3000),
         (dying, lambda host: [collector("G", table=host), saver(host, "x q"), settler(host)], 0, effort(2, 3), 5000),
         (sparse, lambda host: [collector("G", table=host, compact=True, settle=True), saver(host, "x q")], 0, effort(4, 5), 8000),
-        (sparse, lambda host: [collector("G", table=host, compact=True, settle=True), saver(host, "x y")], 0, effort(4, 5), 8000),
+        (sparse, lambda host: [collector("G", table=host, compact=True, settle=True), saver(host, "x y")], 0, effort(4, 5), 7000),
         (sparse, lambda host: [collector("G", table=host, compact=True), saver(host, "x y")], 1, effort(2, 3), 8000),
     ],
     ids=["plain", "faults", "tombstones forgotten", "forgotten by others", "compaction", "all of it", "compaction and faults"],
@@ -105,7 +105,7 @@ def test_two_writers_and_gc() -> None:
     def actors(host: MemoryTable) -> list[Actor]:
         return [collector("G", table=host), saver(host, "x q"), writer("B", "job", "x q", table=host, may_raise=FALLIBLE)]
 
-    explore_all(dying, actors, 0, 2, 10_000)
+    explore_all(dying, actors, 0, 2, 9_500)
 
 
 def explore_all(setup: Setup, actors: Actors, faults: int, switches: int | None, states: int) -> None:
