@@ -30,12 +30,16 @@ dev:
 	@echo "downloads 310 MB into $(DEV), 1.5 GB on the disk: torch for CPUs (192 MB), and some 100 packages"
 	$(PYTHON) -m venv $(DEV)
 	$(DEV)/bin/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+	$(call known_files,$(DEV)/bin/python)
 	$(DEV)/bin/python -m pip install --quiet --no-deps --extra-index-url https://download.pytorch.org/whl/cpu torch==$(TORCH)+cpu
 	$(DEV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[s3,safetensors,pandas,plot,catalog,ui,exporter]' --group core
 	@echo 'now: $(DEV)/bin/python -m pytest -n 2 -m "not slow and not gpu" $(DEV_TESTS)'
 
 OLDEST_TESTS := $(addprefix $(TESTS)/integrations/, hf accelerate lightning ray/test_example.py importing/test_trainer_folder.py \
     test_mlflow.py test_wandb.py test_examples.py test_adapter_arguments.py)
+
+# What the package needs at run time, but for torch: from files with known hashes, which there are for Linux.
+known_files = $(if $(filter Linux,$(shell uname)),$(1) -m pip install --quiet --no-deps --require-hashes --requirement .ci/run-time.txt)
 
 # Makes an environment that has the packages of .venv but for those that are installed into it.
 define on_top
@@ -130,8 +134,9 @@ docs: $(INSTALLED)
 clean:
 	rm -rf .venv .venv-* .demo dist site
 
-$(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard tensorstore_ck/format/codec/*.c)
+$(INSTALLED): pyproject.toml setup.py constraints.txt .ci/run-time.txt $(wildcard tensorstore_ck/format/codec/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+	$(call known_files,$(BIN)/python)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]' --group dev --group docs
 	touch $@

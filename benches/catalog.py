@@ -6,7 +6,6 @@ it. Then the same questions are asked of SQLite and PostgreSQL, over and over; i
 
 import argparse
 import random
-import shutil
 import statistics
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import tensorstore_ck as tsck
+from benches._folder import new_folder
 from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.common.ids import new_ulid
 from tensorstore_ck.format.record import Record
@@ -72,33 +72,27 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--postgres", metavar="URL")
     args = parser.parse_args()
-    args.folder.mkdir(parents=True)
-    try:
-        with ExitStack() as stack:
-            store = stack.enter_context(tsck.open(args.folder / "store", create=True, no_sync=True, cache_dir=args.folder / "cache"))
+    with new_folder(args.folder), ExitStack() as stack:
+        store = stack.enter_context(tsck.open(args.folder / "store", create=True, no_sync=True, cache_dir=args.folder / "cache"))
+        begin = time.perf_counter()
+        fill(store, args.snapshots, args.jobs)
+        print(f"{args.snapshots} entries in {time.perf_counter() - begin:.0f} s", flush=True)
+        urls = {"SQLite": str(args.folder / "catalog.sqlite"), "PostgreSQL": args.postgres or stack.enter_context(server.postgres())}
+        rows: dict[str, list[str]] = {}
+        for name, url in urls.items():
+            catalog = stack.enter_context(Catalog(url))
             begin = time.perf_counter()
-            fill(store, args.snapshots, args.jobs)
-            print(f"{args.snapshots} entries in {time.perf_counter() - begin:.0f} s", flush=True)
-            urls = {"SQLite": str(args.folder / "catalog.sqlite"), "PostgreSQL": args.postgres or stack.enter_context(server.postgres())}
-            rows: dict[str, list[str]] = {}
-            for name, url in urls.items():
-                catalog = stack.enter_context(Catalog(url))
-                begin = time.perf_counter()
-                report = catalog.rebuild(store)
-                taken = time.perf_counter() - begin
-                store.put_snapshot({"step": 0}, ref="runs/last", step=0)
-                begin = time.perf_counter()
-                catalog.sync(store)
-                one = time.perf_counter() - begin
-                print(f"{name}: {report.entries / taken:.0f} entries/s, then one more in {1000 * one:.0f} ms", flush=True)
-                for text, count, seconds in asked(catalog, args.rounds, args.limit):
-                    rows.setdefault(text, [str(count)]).append(f"{1000 * seconds:.1f}")
-            print(
-                f"\nmedian of {args.rounds}, with at most {args.limit} told; ms\n| find | found | {' | '.join(urls)} |\n|---|---|---|---|"
-            )
-            print("\n".join(f"| `{text}` | {' | '.join(cells)} |" for text, cells in rows.items()))
-    finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
+            report = catalog.rebuild(store)
+            taken = time.perf_counter() - begin
+            store.put_snapshot({"step": 0}, ref="runs/last", step=0)
+            begin = time.perf_counter()
+            catalog.sync(store)
+            one = time.perf_counter() - begin
+            print(f"{name}: {report.entries / taken:.0f} entries/s, then one more in {1000 * one:.0f} ms", flush=True)
+            for text, count, seconds in asked(catalog, args.rounds, args.limit):
+                rows.setdefault(text, [str(count)]).append(f"{1000 * seconds:.1f}")
+        print(f"\nmedian of {args.rounds}, with at most {args.limit} told; ms\n| find | found | {' | '.join(urls)} |\n|---|---|---|---|")
+        print("\n".join(f"| `{text}` | {' | '.join(cells)} |" for text, cells in rows.items()))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import json
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ import torch
 import tensorstore_ck as tsck
 from benches._codecpeers import PEERS, Peer
 from benches._traces import TRACES, State, copy_of, flat, pretraining
-from tensorstore_ck.format.codec import CodecName, Elements, Encoder, decode
+from tensorstore_ck.common.ids import block_id
+from tensorstore_ck.format.codec import CodecName, Elements, Encoded, Encoder, decode
 
 BLOCK_BYTES = 4 << 20
 
@@ -48,42 +49,81 @@ def run_trace(name: str, folder: Path, peers: list[Peer]) -> dict[str, list[floa
     return shares
 
 
-def speeds() -> Iterator[tuple[str, float, float, float]]:
-    """(what, ratio, encode GB/s, decode GB/s) on one core, hashing not counted; the best of several passes."""
-    torch.set_num_threads(1)
+def fastest(work: Callable[[], object], passes: int = 7) -> float:
+    """The least processor time of this thread in seconds: other work on the machine counts less than in elapsed time."""
+    seconds = []
+    for _ in range(passes):
+        began = time.thread_time()
+        work()
+        seconds.append(time.thread_time() - began)
+    return min(seconds)
+
+
+def block_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor."""
+    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
+
+
+def speed(dtype: torch.dtype, elements: Elements, step: float) -> tuple[str, float, float, float]:
+    """What `speeds` yields: of numbers, or with a `step` of differences to numbers that are so far away."""
     generator = torch.Generator().manual_seed(0)
-    for dtype, elements in ((torch.bfloat16, Elements(2, True)), (torch.float32, Elements(4, True))):
-        count = BLOCK_BYTES // elements.item_bytes
-        tensors = [(torch.randn(count, generator=generator) * 0.02).to(dtype) for _ in range(16)]
-        blocks = [memoryview(tensor.view(torch.uint8).numpy()).cast("B") for tensor in tensors]  # type: ignore[arg-type]
-        encoder, place = Encoder("fast"), memoryview(bytearray(BLOCK_BYTES))
-        encoding, decoding = [], []
-        for _ in range(7):
-            began = time.perf_counter()
-            made = [encoder.encode_tensor(block, elements) for block in blocks]
-            encoding.append(time.perf_counter() - began)
-            stored = [memoryview(b"".join(each.pieces)) for each in made]
-            began = time.perf_counter()
-            for each, data in zip(made, stored, strict=True):
-                decode(each.codec, data, BLOCK_BYTES, "a block", place)
-            decoding.append(time.perf_counter() - began)
-        raw = len(blocks) * BLOCK_BYTES
-        yield f"fast, {dtype}".replace("torch.", ""), sum(map(len, stored)) / raw, raw / min(encoding) / 1e9, raw / min(decoding) / 1e9
+    before = [torch.randn(BLOCK_BYTES // elements.item_bytes, generator=generator) * 0.02 for _ in range(16)]
+    after = [tensor + torch.randn(tensor.shape, generator=generator) * step for tensor in before]
+    pairs = [(block_of(tensor.to(dtype)), block_of(base)) for tensor, base in zip(after, before, strict=True)]
+    encoder, place = Encoder("small" if step else "fast"), memoryview(bytearray(BLOCK_BYTES))
+
+    def encode(block: memoryview, base: memoryview) -> Encoded:
+        encoded = encoder.encode_delta(block, base, elements) if step else encoder.encode_tensor(block, elements)
+        assert encoded is not None
+        return encoded
+
+    def encode_all() -> None:
+        for block, base in pairs:
+            encode(block, base)
+
+    stored = []
+    for block, base in pairs:
+        encoded = encode(block, base)
+        stored.append((encoded.codec, memoryview(b"".join(encoded.pieces)), [base] if step else []))
+
+    def decode_all() -> None:
+        for codec, data, bases in stored:
+            decode(codec, data, BLOCK_BYTES, "a block", place, bases=bases)
+
+    raw_bytes = len(pairs) * BLOCK_BYTES
+    share = sum(len(data) for _, data, _ in stored) / raw_bytes
+    name = f"{'differences' if step else 'planes'}, {dtype}".replace("torch.", "")
+    return name, share, raw_bytes / fastest(encode_all) / 1e9, raw_bytes / fastest(decode_all) / 1e9
 
 
-def restores(folder: Path, rounds: int = 7) -> Iterator[tuple[str, float, float]]:
-    """(how it was saved, ratio of stored to raw size, GB/s) of a restore in the middle of a run, with and without differences."""
+def speeds() -> Iterator[tuple[str, float, float, float]]:
+    """(what, ratio, encode GB/s, decode GB/s) on one core, hashing not counted; and what BLAKE3 and a copy do with a block."""
+    torch.set_num_threads(1)
+    source = torch.randn(BLOCK_BYTES // 4)
+    block, into = block_of(source), torch.empty_like(source)
+    hashing, copying = fastest(lambda: block_id(block), 100), fastest(lambda: into.copy_(source), 100)
+    yield "BLAKE3 (left), a copy (right)", 1.0, BLOCK_BYTES / hashing / 1e9, BLOCK_BYTES / copying / 1e9
+    yield speed(torch.bfloat16, Elements(2, is_float=True), 0.0)
+    yield speed(torch.float32, Elements(4, is_float=True), 0.0)
+    yield speed(torch.float32, Elements(4, is_float=True), 1e-4)
+
+
+def restores(folder: Path, rounds: int = 7) -> Iterator[tuple[str, float, float, float]]:
+    """(how it was saved, ratio of stored to raw size, GB/s of later saves, of restores) in the middle of a run."""
     shutil.rmtree(folder, ignore_errors=True)
     states = [copy_of(state) for state in pretraining(10, 5)]
     raw_bytes = sum(map(len, flat(states[-1]).values()))
     ways: dict[str, tuple[CodecName, bool]] = {"raw": ("raw", False), "small, no differences": ("small", False), "small": ("small", True)}
     shares: dict[str, float] = {}
+    saving: dict[str, list[float]] = {}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     with ExitStack() as stack:
         stores = {way: stack.enter_context(tsck.open(folder / way, create=True, cache_dir=folder / "cache")) for way in ways}
         for way, (codec, delta) in ways.items():
             for state in states:
+                began = time.perf_counter()
                 put = stores[way].put_snapshot(state, ref="run", step=state["step"], codec=codec, delta=delta)
+                saving.setdefault(way, []).append(time.perf_counter() - began)
                 shares[way] = put.new_bytes / put.logical_bytes
         for number in range(rounds):
             for way, store in stores.items():
@@ -95,7 +135,7 @@ def restores(folder: Path, rounds: int = 7) -> Iterator[tuple[str, float, float]
                     raise SystemExit(f"{way}: a snapshot came back with other bytes")
     shutil.rmtree(folder)
     for way, share in shares.items():
-        yield way, share, raw_bytes / statistics.median(seconds[way]) / 1e9
+        yield way, share, raw_bytes / statistics.median(saving[way][1:]) / 1e9, raw_bytes / statistics.median(seconds[way]) / 1e9
 
 
 def draw(results: dict[str, dict[str, list[float]]], path: Path) -> None:
@@ -125,9 +165,9 @@ def main() -> None:
     for what, ratio, encode, decoded in speeds():
         print(f"| {what} | {ratio:.3f} | {encode:.2f} | {decoded:.2f} |")
     torch.set_num_threads(2)
-    print("\n| restore of the fifth snapshot, 10 steps apart | stored / raw | GB/s |\n|---|---|---|")
-    for what, share, speed in restores(options.folder / "restores"):
-        print(f"| {what} | {share:.3f} | {speed:.2f} |", flush=True)
+    print("\n| five snapshots, 10 steps apart | stored / raw | later saves GB/s | restore GB/s |\n|---|---|---|---|")
+    for what, share, save, restore in restores(options.folder / "restores"):
+        print(f"| {what} | {share:.3f} | {save:.2f} | {restore:.2f} |", flush=True)
     results: dict[str, Any] = {}
     print("\n| trace | who | first | mean after the first | largest after the first |\n|---|---|---|---|---|")
     for name in options.only:

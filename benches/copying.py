@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 import tensorstore_ck as tsck
+from benches._folder import new_folder
 from benches._peers import State
 from benches.local import make_state, timed
 
@@ -49,9 +50,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    args.folder.mkdir(parents=True)
     seconds: dict[str, list[float]] = {"cp -r + sync": [], "tsck copy": [], "tsck copy, nothing new": [], "tsck copy, a fifth new": []}
-    try:
+    with new_folder(args.folder):
         print(f"load average {os.getloadavg()[0]:.1f} at the start")
         generator, state = torch.Generator().manual_seed(1), make_state(TENSORS, int(args.gib * 2**30) // TENSORS)
         for round_number in range(args.rounds + 1):
@@ -66,8 +66,6 @@ def main() -> None:
                     seconds[name].append(value)
             for name in ("source", "source-cache", "target", "cache"):
                 shutil.rmtree(args.folder / name)
-    finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
     plain = seconds["cp -r + sync"]
     print(f"{args.gib} GiB, {args.folder}, median (least-most) of {args.rounds} rounds")
     print("| | seconds | GB/s | speed beside cp, median of pairs |\n|---|---|---|---|")

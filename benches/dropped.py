@@ -5,7 +5,6 @@ A store of many branches, in which one job saves with `keep_last=2`. After every
 """
 
 import argparse
-import shutil
 import statistics
 import time
 from collections import Counter
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benches._folder import new_folder
 from tensorstore_ck.backend.local import LocalBackend
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 from tests.gc.stores import AT_ONCE, open_store, state
@@ -70,11 +70,8 @@ def main() -> None:
     parser.add_argument("--branches", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    args.folder.mkdir(parents=True)
-    try:
+    with new_folder(args.folder):
         bench(args.folder, args.branches, args.rounds)
-    finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

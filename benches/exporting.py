@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 
 import tensorstore_ck as tsck
+from benches._folder import new_folder
 from benches._peers import fsync_path
 from benches.local import make_state, timed
 from tensorstore_ck.integrations.exporting import FORMATS, Format, export_snapshot
@@ -77,10 +78,9 @@ def main() -> None:
     if args.peak:
         measure_peak(args.peak, args.folder)
         return
-    args.folder.mkdir(parents=True)
     names = ["cp + fsync", *(f"tsck export --to {each}" for each in FORMATS)]
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    try:
+    with new_folder(args.folder):
         print(f"load average {os.getloadavg()[0]:.1f} at the start")
         state = make_state(TENSORS, int(args.gib * 2**30) // TENSORS)
         with (args.folder / "plain").open("wb") as file:
@@ -96,8 +96,6 @@ def main() -> None:
                     for name, value in zip(names, taken, strict=True):
                         seconds[name].append(value)
         peaks = ["", *(_peak_of(each, args.folder) for each in FORMATS)]
-    finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
     plain = seconds["cp + fsync"]
     print(f"{args.gib} GiB, {args.folder}, median (least-most) of {args.rounds} rounds")
     print("| | seconds | GB/s | speed beside cp, median of pairs | peak memory, MiB |\n|---|---|---|---|---|")

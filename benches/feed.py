@@ -4,11 +4,12 @@ A trainer changes 0.5 % of the elements of bf16 weights for each version, and pu
 `tsck follow` (`Store.follow`), a full reload (`checkout(into=)` of a store without differences), and files of XOR and zstd, written and
 read by a plain client, as trainers write them that have no store. The first round warms up and does not count; medians.
 `--local` is without a server and its latency, and counts processor time, which other load on the machine changes little.
+`--simulate 100` computes the local figures of a model of 100 GB, which does not fit here: processor time of each step is taken to be a
+constant and a cost for each block, from runs of `--gib` and of a quarter of it. `--followers 1000` counts requests of that many followers.
 """
 
 import argparse
 import os
-import shutil
 import statistics
 import time
 import uuid
@@ -22,7 +23,13 @@ import torch
 import zstandard
 
 import tensorstore_ck as tsck
+from benches._folder import new_folder
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.format.store_config import BLOCK_BYTES
 from tests.backend.chaos import ChaosProxy, Fault, chaos_proxy
+from tests.feed.versions import REF as VERSIONS_REF
+from tests.feed.versions import NotedFaults, first_state, follower, save, update, zeros
+from tests.feed.versions import train as train_a_little
 from tests.servers import BUCKET, KEY, SECRET, seaweedfs, storage_options
 
 LAYERS = 64
@@ -83,10 +90,10 @@ def bits(tensor: torch.Tensor) -> Any:
 class Bench:
     """One trainer and its follower, in a folder or on a server."""
 
-    def __init__(self, place: str, gib: float, **options: Any) -> None:
+    def __init__(self, place: str, gib: float, layers: int = LAYERS, **options: Any) -> None:
         torch.manual_seed(0)
-        count = int(gib * (1 << 30)) // LAYERS // 2
-        self.weights = {f"l{number}": (torch.randn(count) * 0.02).bfloat16().view(-1, 1024) for number in range(LAYERS)}
+        count = int(gib * (1 << 30)) // layers // 2
+        self.weights = {f"l{number}": (torch.randn(count) * 0.02).bfloat16().view(-1, 1024) for number in range(layers)}
         self.seconds, self.cpu_seconds, self.mib = Seconds(), Seconds(), Seconds()
         self.trainer = tsck.open(f"{place}/delta", create=True, delta={REF: True}, **options)
         self.trainer.put_snapshot({"model": self.weights}, ref=REF, step=0)
@@ -148,10 +155,19 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--local", action="store_true", help="In the folder, without a server: also seconds of processor time.")
+    parser.add_argument("--simulate", type=float, metavar="GB", help="Compute the processor time for a model of that size.")
+    parser.add_argument("--followers", type=int, metavar="N", help="Count the requests of N followers, and no times.")
     args = parser.parse_args()
-    args.folder.mkdir(parents=True)
-    try:
-        if args.local:
+    if args.followers:
+        print_requests(args.followers)
+        return
+    with new_folder(args.folder):
+        if args.simulate:
+            small, bench = (Bench(str(args.folder / f"1-{part}"), args.gib / part, LAYERS // part) for part in (4, 1))
+            run(small, args.rounds)
+            run(bench, args.rounds)
+            simulate(small, bench, args.simulate)
+        elif args.local:
             bench = Bench(str(args.folder), args.gib)
             run(bench, args.rounds)
         else:
@@ -159,14 +175,53 @@ def main() -> None:
                 proxy.plan = delayed
                 bench = BenchOnS3(proxy, args.gib)
                 run(bench, args.rounds)
-    finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
     print(f"{args.gib} GiB of bf16, {SHARE:.1%} changed, load {os.getloadavg()[0]:.1f} at the end")
     for name, taken in bench.seconds.items():
         cpu = f", {statistics.median(bench.cpu_seconds[name][1:]):.3f} s of processor time" if args.local else ""
         print(f"{name:14} {statistics.median(taken[1:]):7.3f} s{cpu}")
     for name, sizes in bench.mib.items():
         print(f"{name:14} {statistics.median(sizes[1:]):7.2f} MiB a version")
+
+
+def simulate(small: Bench, large: Bench, gb: float) -> None:
+    """Prints the processor time of a model of `gb` GB, by the costs of two runs."""
+    blocks = [sum(-(-tensor.nbytes // BLOCK_BYTES) for tensor in bench.weights.values()) for bench in (small, large)]
+    wanted = round(gb * 1e9 / BLOCK_BYTES)
+    print(f"{gb:.0f} GB, {wanted:,} blocks, from {blocks[0]} and {blocks[1]} blocks; load {os.getloadavg()[0]:.1f} at the end")
+    for name in large.cpu_seconds:
+        seconds = [min(bench.cpu_seconds[name][1:]) for bench in (small, large)]  # the least: what other programs cost is not ours
+        each = max(seconds[1] - seconds[0], 0.0) / (blocks[1] - blocks[0])
+        fixed = max(seconds[0] - each * blocks[0], 0.0)
+        total = fixed + each * wanted
+        print(f"{name:14} {fixed * 1e3:7.1f} ms + {each * 1e6:7.1f} us a block = {total:6.1f} s of one core, {total / 32:5.2f} s of 32")
+    print(f"{'differences':14} {statistics.median(large.mib['tsck'][1:]) / blocks[1] * wanted:7.0f} MiB a version")
+
+
+def print_requests(count: int) -> None:
+    """Prints the requests of `count` followers of a small model, and of its trainer with and without them."""
+    requests = {number: requests_of(number) for number in (1, count)}
+    for number, (trainer, followers) in requests.items():
+        print(f"{number:5} followers: {trainer} requests of the trainer a version; of each follower {min(followers)} to {max(followers)}")
+
+
+def requests_of(count: int, versions: int = 3) -> tuple[float, list[float]]:
+    """Requests for each version: of the trainer, and of each follower."""
+    backend, state, publisher = MemoryBackend(), first_state(), NotedFaults()
+    backend.is_local = False  # as a bucket
+    trainer = follower(backend, publisher)
+    save(trainer, state, 0)
+    noted = [NotedFaults() for _ in range(count)]
+    feeds = [follower(backend, faults).follow(VERSIONS_REF, into=zeros(state)) for faults in noted]
+    for feed in feeds:
+        update(feed)
+    for faults in (publisher, *noted):
+        faults.noted.clear()
+    for step in range(1, versions + 1):
+        train_a_little(state, step)
+        save(trainer, state, step)
+        for feed in feeds:
+            update(feed)
+    return len(publisher.noted) / versions, [len(faults.noted) / versions for faults in noted]
 
 
 def run(bench: Bench, rounds: int) -> None:

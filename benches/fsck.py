@@ -7,7 +7,6 @@ dropped from the page cache before each turn. `--snapshots` times the structure 
 
 import argparse
 import os
-import shutil
 import statistics
 import threading
 import time
@@ -18,6 +17,7 @@ import torch
 from blake3 import blake3
 
 import tensorstore_ck as tsck
+from benches._folder import new_folder
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.maintenance.fsck import FsckOptions, run_fsck
 
@@ -98,8 +98,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    args.folder.mkdir(parents=True)
-    try:
+    with new_folder(args.folder):
         if args.snapshots:
             make_small(args.folder, args.snapshots)
             taken = [timed(lambda: check(args.folder, read_data=False)) for _ in range(args.rounds)]
@@ -131,8 +130,6 @@ def main() -> None:
         for name in floors:
             ratio = statistics.median(b / a for a, b in zip(seconds[ours], seconds[name], strict=True))
             print(f"| {ours} / {name} | {ratio:.2f} | |")
-    finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

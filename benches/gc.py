@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 import tensorstore_ck as tsck
+from benches._folder import new_folder
 from benches._peers import State
 from benches.local import make_state, ratio, timed
 from tensorstore_ck.engine.engine import Engine
@@ -379,8 +380,7 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=20)
     parser.add_argument("--objects", type=int, help="20000, on S3 5000")
     args = parser.parse_args()
-    args.folder.mkdir(parents=True)
-    try:
+    with new_folder(args.folder):
         print(f"load average {os.getloadavg()[0]:.1f} at the start")
         if args.what == "peers":
             bench_peers(args.folder, args.mib or 256, args.versions, args.rounds)
@@ -390,8 +390,6 @@ def main() -> None:
             bench_sweep(args.folder, args.objects or 20_000, args.rounds)
         else:
             bench_sweep_s3(args.folder, args.objects or 5_000, args.rounds)
-    finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

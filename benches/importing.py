@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tensorstore_ck as tsck
+from benches._folder import new_folder
 from benches._peers import save_dcp, save_safetensors, save_torch
 from benches.local import make_state, timed
 from tensorstore_ck.integrations.importing import import_checkpoint
@@ -74,8 +75,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    args.folder.mkdir(parents=True)
-    try:
+    with new_folder(args.folder):
         print(f"load average {os.getloadavg()[0]:.1f} at the start")
         state = make_state(TENSORS, int(args.gib * 2**30) // TENSORS)
         for save, _ in KINDS.values():
@@ -95,8 +95,6 @@ def main() -> None:
             beside = statistics.median(b / a for a, b in zip(ours, plain, strict=True))
             speed = args.gib * 2**30 / statistics.median(ours) / 1e9
             print(f"| {name} | {texts[0]} | {texts[1]} | {speed:.2f} | {beside:.2f} | {memory:.0f} |", flush=True)
-    finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benches._folder import new_folder
+
 MIB = 1 << 20
 
 
@@ -79,8 +81,7 @@ def main() -> None:
     if args.measure:
         measure(args.folder, args.measure)
         return
-    args.folder.mkdir(parents=True)
-    try:
+    with new_folder(args.folder):
         rows = []
         for snapshots in (args.snapshots // 10, args.snapshots):
             folder = args.folder / str(snapshots)
@@ -94,8 +95,6 @@ def main() -> None:
         print(f"median of {args.rounds} processes; {imports}; page cache warm")
         print("| snapshots | | open, ms | checkout, ms | both, ms | with imports, ms | memory, MiB |\n|---|---|---|---|---|---|---|")
         print("\n".join(rows))
-    finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ and begins with a listing of the parts; its memory is the growth of anonymous me
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from benches._folder import new_folder
 from tensorstore_ck.common.ids import Digest, Ulid, parse_ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
@@ -181,8 +181,7 @@ def measured(what: str, folder: Path) -> dict[str, Any]:
 
 def variant(folder: Path, snapshots: int, pack_blocks: int, packs_at_once: int) -> None:
     """Makes a store, and measures it."""
-    folder.mkdir(parents=True)
-    try:
+    with new_folder(folder):
         rows = []
         with open_store(folder) as engine:
             ranks = [Rank(number, engine, pack_blocks, packs_at_once) for number in range(PARTS)]
@@ -207,8 +206,6 @@ def variant(folder: Path, snapshots: int, pack_blocks: int, packs_at_once: int) 
                 f"{row.get('marks', float('nan')):.2f} | {row['memory'] / MIB:.0f} | {row['memory'] / row['blocks']:.2f} |",
                 flush=True,
             )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from benches._traces import WARM_UP, State, copy_of, pretraining
 from tensorstore_ck.format.codec import Elements
 from tensorstore_ck.format.codec.byte_planes import planes_or_raw
 from tensorstore_ck.format.codec.byte_split import words_of, zigzag_differences
-from tensorstore_ck.format.codec.delta import encode_delta, exponents
+from tensorstore_ck.format.codec.delta import encode_all, exponents
 from tensorstore_ck.format.codec.encoder import LEVELS
 from tensorstore_ck.format.codec.entropy import EntropyCoder
 
@@ -76,7 +76,7 @@ def shares_of(earlier: State, later: State, kind: str) -> Shares:
     for start in range(0, len(raw), BLOCK_BYTES):
         block, other = raw[start : start + BLOCK_BYTES], base[start : start + BLOCK_BYTES]
         planes += sum(map(len, planes_or_raw(block, FP32, coder)))
-        difference += sum(map(len, encode_delta(block, other, FP32, coder)))
+        difference += sum(map(len, encode_all(block, other, FP32, coder)))
     by_bytes, by_length = limits(words_of(raw, 4), words_of(base, 4))
     return Shares(planes / len(raw), difference / len(raw), by_bytes / BITS, by_length / BITS)
 

@@ -41,7 +41,7 @@ def hold_packs() -> None:
             threading.Event().wait()
         return upload(self, names, **options)
 
-    Uploader.upload = held  # type: ignore[method-assign, assignment]
+    Uploader.upload = held  # type: ignore[method-assign]
 
 
 def count_from_others() -> list[int]:

@@ -27,6 +27,7 @@ import torch
 from aiobotocore.client import AioBaseClient
 
 import tensorstore_ck as tsck
+from benches._folder import new_folder
 from benches.local import make_state, ratio, timed
 from tests.servers import BUCKET, KEY, SECRET, S3Server, seaweedfs
 
@@ -189,15 +190,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tls", action="store_true", help="over TLS, with a certificate that nobody signed")
     args = parser.parse_args()
-    args.folder.mkdir(parents=True)
-    try:
+    with new_folder(args.folder):
         state = make_state(64, int(args.gib * (1 << 30)) // 64)
         with seaweedfs(args.folder, certificate=self_signed(args.folder) if args.tls else None) as server:
             bench = Bench(server, state, args.folder)
             for number in range(args.rounds + 1):
                 bench.run_round(number)
-    finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
     seconds = {name: taken[1:] for name, taken in bench.seconds.items()}
     print(f"{len(state)} fp32 tensors, {bench.size / 2**30:.2f} GiB, SeaweedFS on loopback, median (least-most) of {args.rounds} rounds")
     print("| what | GB/s | seconds | CPU seconds | requests |\n|---|---|---|---|---|")

@@ -7,7 +7,6 @@ What is read of the real file is believed; every block behind the virtual one is
 import argparse
 import json
 import os
-import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import fsspec
 import torch
 
 import tensorstore_ck as tsck
+from benches._folder import new_folder
 from benches.local import make_state
 from tensorstore_ck.integrations.filesystem import SnapshotFileSystem
 
@@ -85,9 +85,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    args.folder.mkdir(parents=True)
     size = int(args.gib * 2**30)
-    try:
+    with new_folder(args.folder):
         print(f"load average {os.getloadavg()[0]:.1f} at the start")
         with tsck.open(args.folder / "store", create=True, cache_dir=args.folder / "cache") as store:
             store.put_snapshot(make_state(TENSORS, size // TENSORS), ref="bench")
@@ -114,8 +113,6 @@ def main() -> None:
                 ]
                 ratio = statistics.median(one / two for one, two in zip(*taken, strict=True))
                 print(f"| {name} | {state} | {shown[0]} | {shown[1]} | {ratio:.2f} |", flush=True)
-    finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

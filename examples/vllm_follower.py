@@ -13,7 +13,7 @@ A worker holds the weights in host memory under the names of the checkpoint, sin
 
 from typing import Any
 
-import tensorstore_ck as tsck
+from examples.held_weights import HeldWeights
 
 
 class Follower:
@@ -21,25 +21,14 @@ class Follower:
 
     model_runner: Any
 
-    def follow(self, url: str, ref: str, prefix: str = "", storage_options: dict[str, Any] | None = None) -> None:
-        """Reads the newest snapshot of the branch into host memory; weights are the tensors whose names begin with `prefix`."""
-        self.store = tsck.open(url, read_only=True, storage_options=storage_options)
-        with self.store.open_snapshot(ref) as snapshot:
-            names = [name for name in snapshot if name.startswith(prefix)]
-            self.held = {name.removeprefix(prefix): snapshot[name][...] for name in names}
-        rename = {f"{prefix}{name}": name for name in self.held}
-        self.feed = self.store.follow(ref, into=self.held, select=names, rename=rename.get)
-        self.loaded: str | None = None
+    def follow(self, url: str, ref: str, prefix: str = "", host_cache: str | None = None, **options: Any) -> None:
+        """Reads the newest snapshot of the branch into host memory; `options` are those of `tsck.open`."""
+        self.held = HeldWeights(url, ref, prefix, host_cache=host_cache, **options)
 
     def stage(self, root: str) -> None:
         """Stages the snapshot with that root."""
-        self.feed.poll(root)
+        self.held.stage(root)
 
     def swap(self) -> int | None:
         """Loads the staged version into the model; returns its step."""
-        self.feed.swap()
-        version = self.feed.version
-        if version is not None and version.root != self.loaded:
-            self.model_runner.reload_weights(weights_iterator=iter(self.held.items()))
-            self.loaded = version.root
-        return None if version is None else version.step
+        return self.held.load(lambda weights: self.model_runner.reload_weights(weights_iterator=weights))

@@ -11,9 +11,10 @@ import numpy as np
 
 import tensorstore_ck as tsck
 from tensorstore_ck.catalog import Catalog
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import DIGEST_BYTES
 from tensorstore_ck.format import values
-from tensorstore_ck.format.codec import Elements, Encoder
+from tensorstore_ck.format.codec import Elements, Encoded, Encoder
 from tensorstore_ck.format.layout import Layout, TensorSpec
 from tensorstore_ck.format.part import encode_values
 from tensorstore_ck.format.record import encode_metadata
@@ -80,6 +81,11 @@ def codecs() -> Iterator[tuple[str, bytes]]:
     base = memoryview(noise)
     moved = bytearray(noise)
     moved[100:104] = b"\1\2\3\4"
+
+    def delta_of(raw: Buffer, elements: Elements) -> Encoded | None:
+        delta = encoder.encode_delta(raw, base, elements)
+        return None if delta is None else delta.encoded
+
     encoder, floats = Encoder("small"), Elements(4, is_float=True)
     near = np.frombuffer(noise, "<u4") % 251 + 1
     dense = memoryview((np.frombuffer(noise, "<u4") + near).tobytes())
@@ -87,9 +93,9 @@ def codecs() -> Iterator[tuple[str, bytes]]:
     blocks = [
         (encoder.encode_tensor(memoryview(near.tobytes()), floats), len(noise), 0),
         (encoder.encode_tensor(memoryview(bytes(64)), Elements(8, is_float=False)), 64, 0),
-        (encoder.encode_delta(moved, base, floats), len(noise), 1),
-        (encoder.encode_delta(dense, base, floats), len(noise), 1),
-        (encoder.encode_delta(dense, base, Elements(4, is_float=False)), len(noise), 1),
+        (delta_of(moved, floats), len(noise), 1),
+        (delta_of(dense, floats), len(noise), 1),
+        (delta_of(dense, Elements(4, is_float=False)), len(noise), 1),
         (encoder.encode_cast(halves, [memoryview(bytes(1024))], "bfloat16"), len(halves), 1),
         (encoder.encode_opaque(b"text" * 99), 396, 0),
     ]

@@ -1,6 +1,5 @@
 """`find`: the snapshots for which a condition holds, in order."""
 
-import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from tensorstore_ck.catalog.schema import attributes, metrics, pins, snapshots, 
 from tensorstore_ck.catalog.sql_conditions import FIELDS, Known, is_metric, names_of, to_sql
 from tensorstore_ck.common.condition_values import parse_search
 from tensorstore_ck.common.conditions import Condition, Name, is_text
+from tensorstore_ck.common.similar_names import similar_names
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 
 MAX_RARE: Final = 5000
@@ -181,7 +181,7 @@ def _tables_with(connection: Connection, name: str) -> tuple[Table, ...]:
         return found
     names = (connection.execute(select(table.c.name).distinct().order_by(table.c.name)).scalars() for table in tables)
     known = list(dict.fromkeys(chain(*names)))
-    close = difflib.get_close_matches(name, [*FIELDS, *known], n=3)
+    close = similar_names(name, [*FIELDS, *known])
     if close:
         advice = f"did you mean {' or '.join(close)}?"
     elif known:

@@ -30,7 +30,7 @@ def file_size(text: str) -> int:
     "tsck export runs/gpt --to safetensors gpt/ --include 'model.*'",
     "tsck export runs/gpt@1000 --to torch step-1000.pt",
     "tsck export runs/gpt --to dcp checkpoint/",
-    "tsck export runs/bert --to hf bert/",
+    "tsck export runs/bert --to hf bert/ --sign release.pem",
     "tsck export runs/gpt --to deepspeed-universal out/",
     "tsck export runs/gpt --to megatron iter_0001000/",
     "tsck export runs/llama --to hf llama/ --names llama.toml --exclude 'optimizer.*' --config-from meta-llama/Llama-3.2-1B",
@@ -53,6 +53,7 @@ def file_size(text: str) -> int:
 )
 @click.option("--config-from", metavar="DIR|NAME", help="With --to hf: configuration and tokenizer, instead of those in the snapshot.")
 @click.option("--max-file-size", metavar="SIZE", type=file_size, default="5GB", show_default=True, help="Split larger files of a folder.")
+@click.option("--sign", "key", metavar="FILE", help="Sign the files with this EC key, as model-signing 1.x verifies it: writes DIR.sig.")
 @click.option("--force", is_flag=True, help="Replace an earlier export.")
 @allow_marked_option
 @store_options()
@@ -68,6 +69,7 @@ def export(
     names: str | None,
     config_from: str | None,
     max_file_size: int,
+    key: str | None,
     force: bool,
     allow_marked: bool,
     as_json: bool,
@@ -96,6 +98,7 @@ def export(
             max_file_bytes=max_file_size,
             overwrite=force,
             allow_marked=allow_marked,
+            sign=key,
         )
     emit(_document(report), _lines(report), as_json=as_json)
 
@@ -111,6 +114,7 @@ def _document(report: "ExportReport") -> dict[str, object]:
         "tensor_bytes": report.tensor_bytes,
         "left_out": report.left_out,
         "notes": report.notes,
+        "signature": report.signature,
     }
 
 
@@ -122,4 +126,5 @@ def _lines(report: "ExportReport") -> list[str]:
         by_reason.setdefault(reason, []).append(printable(name))
     for reason, names in by_reason.items():
         lines.append(f"left out ({reason}): {', '.join(names[:_SHOWN])}" + (f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)))
+    lines += [f"signed: {printable(report.signature)}"] if report.signature else []
     return [*lines, *(f"note: {printable(note)}" for note in report.notes)]

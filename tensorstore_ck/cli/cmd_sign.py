@@ -1,4 +1,4 @@
-"""The commands keygen, sign and verify: keys, and the signatures of refs. They need no torch."""
+"""The commands keygen, sign, verify and verify-files: keys, and signatures of refs and exports. They need no torch."""
 
 import os
 import time
@@ -7,10 +7,11 @@ import click
 
 from tensorstore_ck.cli.complete_names import complete_address, complete_ref
 from tensorstore_ck.cli.options import StoreChoice, command, json_option, store_options
-from tensorstore_ck.cli.output import emit, facts, green, printable, short_root, snapshot_line
+from tensorstore_ck.cli.output import counted, emit, facts, green, printable, short_root, snapshot_line
 from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.common.signing_keys import SigningKey
 from tensorstore_ck.errors import AlreadyExistsError, PermissionDeniedError, UntrustedError
+from tensorstore_ck.integrations.model_signature import SUFFIX, verify_folder
 from tensorstore_ck.log.trust_file import trust_path
 
 
@@ -63,3 +64,19 @@ def verify(address: str, choice: StoreChoice, *, as_json: bool) -> None:
     step = "" if signature.step is None else str(signature.step)
     lines += facts([("root", short_root(signature.root)), ("step", step), ("key", signature.key), ("signed", when)])
     emit(signature, lines, as_json=as_json)
+
+
+@command(
+    "Check the signature of exported files.",
+    "tsck verify-files bert/ --key release.pub.pem",
+    "tsck verify-files llama/ --key vendor.pem --signature model.sig",
+)
+@click.argument("folder", metavar="DIR", type=click.Path())
+@click.option("--key", metavar="FILE", required=True, help="The public EC key of the signer, in PEM.")
+@click.option("--signature", metavar="FILE", help="The signature; default: DIR.sig.")
+@json_option
+def verify_files(folder: str, *, key: str, signature: str | None, as_json: bool) -> None:
+    """Check that a signature of model-signing 1.x, as `tsck export --sign` writes it, signs exactly the files of DIR."""
+    files = verify_folder(folder, signature or folder.rstrip(os.sep) + SUFFIX, key)
+    lines = [green(f"{printable(folder)}: {counted(len(files), 'file')} as signed with {printable(key)}")]
+    emit({"folder": folder, "files": files}, lines, as_json=as_json)

@@ -96,12 +96,14 @@ class StoreChoice:
         return self.open(bar, read_only=True)
 
     def open(self, bar: Bar | None = None, codec: CodecName = "auto", *, read_only: bool = False) -> "Store":
-        """The store; close it, or use it as a context manager. `bar` counts the bytes of blocks that are read and written."""
+        """The store; close it, or use it as a context manager. `bar` counts the raw bytes of blocks that are read, and the stored bytes of
+        those that are written.
+        """
         from tensorstore_ck.store import Store  # noqa: PLC0415 - neither help nor a completion needs it
 
         engine = self.open_engine(codec, read_only=read_only)
         if bar is not None:
-            engine = replace(engine, backend=cast(Backend, CountingBackend(engine.backend, bar)))
+            engine = replace(engine, backend=cast(Backend, CountingBackend(engine.backend, bar)), on_read=bar.add)
         return Store(engine)
 
     def open_engine(

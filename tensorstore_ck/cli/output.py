@@ -115,9 +115,9 @@ def step_text(step: int | None) -> str:
     return "-" if step is None else str(step)
 
 
-def short_number(value: float | str) -> str:
-    """A metric, in at most six digits; or an attribute, which may be a text."""
-    return printable(value) if isinstance(value, str) else f"{value:.6g}"
+def short_number(value: float | str, digits: int = 6) -> str:
+    """A metric, in at most `digits` digits; or an attribute, which may be a text."""
+    return printable(value) if isinstance(value, str) else f"{value:.{digits}g}"
 
 
 def counted(count: int, noun: str) -> str:
@@ -138,18 +138,26 @@ def printable(text: object) -> str:
 
 
 def metrics_text(metrics: Mapping[str, float | str], width: int | None = None) -> str:
-    """``name=number``, sorted by name. Metrics that do not fit into `width` are counted; losses come first then."""
-    words = {name: f"{printable(name)}={short_number(value)}" for name, value in sorted(metrics.items())}
-    text = " ".join(words.values())
-    if width is None or len(text) <= width:
-        return text
-    text = ""
+    """``name=number``, sorted by name. Where they do not fit into `width`, in fewer digits; those that do not fit then are counted, and
+    losses come first.
+    """
+    texts = (" ".join(_metric_words(metrics, digits).values()) for digits in (6, 3, 2))
+    if width is None:
+        return next(texts)
+    fitting = next((text for text in texts if len(text) <= width), None)
+    if fitting is not None:
+        return fitting
+    text, words = "", _metric_words(metrics, 3)
     for shown, name in enumerate(sorted(words, key=lambda name: ("loss" not in name, name))):
         rest = f"+{len(words) - shown}"
         if len(text) + len(words[name]) + 1 + len(rest) > width:
             return text + rest
         text += f"{words[name]} "
     return text
+
+
+def _metric_words(metrics: Mapping[str, float | str], digits: int) -> dict[str, str]:
+    return {name: f"{printable(name)}={short_number(value, digits)}" for name, value in sorted(metrics.items())}
 
 
 def mark_text(snapshot: "Snapshot") -> str:

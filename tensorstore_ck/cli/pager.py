@@ -17,6 +17,7 @@ from typing import Final
 import click
 
 from tensorstore_ck.cli.output import emit, shown
+from tensorstore_ck.cli.standard_streams import shows_colours
 
 PAGER_VARIABLES: Final = ("TSCK_PAGER", "PAGER")
 DEFAULT_PAGER: Final = "less -FRX"
@@ -61,9 +62,10 @@ def _page(lines: Iterable[str], command: str) -> None:
         subprocess.Popen(["/bin/sh", "-c", command], stdin=subprocess.PIPE, env={**_LESS, **os.environ}) as pager,
     ):
         assert pager.stdin is not None
+        shown_line = shown if shows_colours() else lambda line: click.unstyle(shown(line))
         with suppress(BrokenPipeError):  # the user has seen enough
             for line in lines:
-                pager.stdin.write(f"{shown(line)}\n".encode(errors="replace"))
+                pager.stdin.write(f"{shown_line(line)}\n".encode(errors="replace"))
         with suppress(BrokenPipeError):
             pager.stdin.close()
         pager.wait()

@@ -1,7 +1,7 @@
 """The candidates that bash, zsh and fish ask for when Tab is pressed, and the scripts that make them ask. Prints nothing on errors.
 
-click has the words and the scripts of zsh and fish. bash gets a script of its own: it cuts words at ``@``, ``=`` and ``:``, so that it is
-given only what comes after the last of them.
+click has the words and the scripts of zsh and fish. bash gets a script of its own: it cuts words at ``@``, ``=`` and ``:`` where they are
+not quoted, and replaces only the piece that it names (of ``runs/gpt@10``: ``@10``).
 """
 
 import io
@@ -18,6 +18,8 @@ from tensorstore_ck.cli.app import COMPLETION_VARIABLE
 from tensorstore_ck.cli.leading_options import LEADING, NO_PAGER, split_leading
 
 PROGRAM: Final = "tsck"
+REPLACED_VARIABLE: Final = "TSCK_REPLACED"
+"""The piece of the word that bash replaces."""
 _BASH: Final = """\
 %(complete_func)s() {
     local type value
@@ -28,7 +30,7 @@ _BASH: Final = """\
             file) compopt -o default ;;
             plain) COMPREPLY+=("$value") ;;
         esac
-    done < <(COMP_LINE=$COMP_LINE COMP_POINT=$COMP_POINT COMP_WORDBREAKS=$COMP_WORDBREAKS %(complete_var)s=bash_complete "$1" 2>/dev/null)
+    done < <(COMP_LINE=$COMP_LINE COMP_POINT=$COMP_POINT TSCK_REPLACED=$2 %(complete_var)s=bash_complete "$1" 2>/dev/null)
 }
 complete -o nosort -F %(complete_func)s %(prog_name)s
 """
@@ -59,8 +61,7 @@ class _Bash(_Arranged):
         return words[1:-1], words[-1]
 
     def format_completion(self, item: CompletionItem[Any]) -> str:
-        breaks = os.environ.get("COMP_WORDBREAKS", "")
-        cut = self._incomplete[: max((at + 1 for at, char in enumerate(self._incomplete) if char in breaks), default=0)]
+        cut = self._incomplete.removesuffix(os.environ[REPLACED_VARIABLE])
         value = cut.partition("=")[2] if cut.startswith("-") else cut  # of --good=runs/gpt@1000, click completes what follows the =
         return f"{item.type},{item.value.removeprefix(value)}"
 

@@ -26,6 +26,7 @@ save_progress.py     where the time and the bytes of a save go
 rate_limit.py        a token bucket
 replace_file.py      a small file that replaces another one at once
 retry.py             waits that can be ended, and retries
+similar_names.py     which known names a user may have meant
 stagger.py           when ranks and jobs begin to write
 threads.py           the start of a thread, many threads over a stream of tasks, work that Ctrl-C does not cut in two, a lock that a
                      forked child can use

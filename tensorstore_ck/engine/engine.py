@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.protocol import Backend
@@ -52,6 +52,14 @@ MOVED_OVERHEAD_BYTES: Final = 1 << 10
 """The memory of a relocation map without its rows."""
 
 
+class KeptBlock(NamedTuple):
+    """A block in memory."""
+
+    raw: memoryview
+    sum: bytes
+    """What it summed up to when it was kept: see `Changes`."""
+
+
 @dataclass(slots=True)
 class Engine:
     """One open store."""
@@ -85,6 +93,8 @@ class Engine:
     """How blocks are encoded."""
     put_ids: ObjectIds | None = None
     """Names of this process's objects, by which gc knows the process; None: plain ids."""
+    on_read: Callable[[int], object] | None = None
+    """Receives the raw bytes of each verified read of a snapshot's blocks, on the thread that read them."""
     unpublished: list[Ulid] | None = None
     """In the engine of one save: the names that it drew; see `StoreDestination`."""
     signer: RefSigner | None = None
@@ -95,7 +105,9 @@ class Engine:
     """Identifies this process; returns None where that is impossible."""
     warned_quotas: set[tuple[str, str]] = field(default_factory=set)
     """(branch, glob) of each quota about which a save of this process has warned."""
-    kept_blocks: ByteCache[Digest, memoryview] = field(default_factory=lambda: ByteCache(int(free_bytes() * KEPT_SHARE), len))
+    kept_blocks: ByteCache[Digest, KeptBlock] = field(
+        default_factory=lambda: ByteCache(int(free_bytes() * KEPT_SHARE), lambda kept: len(kept.raw))
+    )
     """Blocks of the last save that changed little, the bases of the next one's differences: else each is read from the store, by links."""
     _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
     _records: "OrderedDict[Ulid, Record]" = field(default_factory=OrderedDict)

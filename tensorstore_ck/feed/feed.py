@@ -2,8 +2,9 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Self
 
 import torch
@@ -14,12 +15,12 @@ from tensorstore_ck.common.ids import Clock, Digest
 from tensorstore_ck.common.threads import cpu_threads, for_each, shielded
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import WantedBox
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import BackendUnavailableError, InputError, InvalidOptionError, SnapshotExpiredError
 from tensorstore_ck.events import Event, Kind
 from tensorstore_ck.feed.followed_tensor import Change, FollowedTensor
 from tensorstore_ck.feed.held_blocks import HeldBlocks, Place, place_of
+from tensorstore_ck.feed.host_cache import HostCache
 from tensorstore_ck.feed.match_tensors import Wanted, match_tensors
 from tensorstore_ck.feed.read_changes import ChangesReader
 from tensorstore_ck.log import SnapshotInfo
@@ -61,10 +62,14 @@ class Feed:
     fails, the tensors are one version, and `version` says which.
     """
 
-    def __init__(self, engine: Engine, ref: str, wanted: Wanted, *, poll_seconds: float = POLL_SECONDS) -> None:
+    def __init__(
+        self, engine: Engine, ref: str, wanted: Wanted, *, poll_seconds: float = POLL_SECONDS, host_cache: str | None = None
+    ) -> None:
         """See `Store.follow`."""
         if not poll_seconds > 0:
             raise InvalidOptionError(f"poll_seconds must be above 0, not {poll_seconds}", object_id="poll_seconds")
+        if host_cache is not None and not engine.backend.is_local:
+            engine = replace(engine, backend=HostCache(engine.backend, host_cache))
         self._engine, self._ref, self._wanted, self._poll_seconds = engine, ref, wanted, poll_seconds
         self._polling = threading.Lock()
         """One thread at a time looks for a version."""
@@ -76,6 +81,8 @@ class Feed:
         self._ids: dict[Place, Digest] = {}
         """The blocks of `version`."""
         self._version: FeedVersion | None = None
+        self._events: deque[Event] = deque()
+        """Not delivered yet: callbacks run without the locks, so that they may call this feed."""
 
     def __enter__(self) -> Self:
         return self
@@ -112,13 +119,16 @@ class Feed:
             NoSpaceError: what changes does not fit into the memory that is free.
             BackendUnavailableError: the store cannot be read now.
         """
-        with self._polling:
-            try:
-                with self._lock:
-                    self._is_staging = True
-                return self._poll(self._ref if address is None else address, verify=verify)
-            finally:
-                self._is_staging = False
+        try:
+            with self._polling:
+                try:
+                    with self._lock:
+                        self._is_staging = True
+                    return self._poll(self._ref if address is None else address, verify=verify)
+                finally:
+                    self._is_staging = False
+        finally:
+            self._deliver()
 
     def _poll(self, address: str, *, verify: bool) -> FeedVersion | None:
         if self._closed.is_set():
@@ -178,18 +188,21 @@ class Feed:
         Only copies in memory: call it between two uses of the tensors. All tensors change, or none: after an error they are the version
         that they were.
         """
-        with self._lock:
-            staged = None if self._is_staging else self._staged
-            if staged is None:
-                return None
-            streams = _streams_of(staged.tensors)
-            for own, callers in streams:  # what the caller has queued may read the tensors
-                own.wait_stream(callers)
-            try:
-                return shielded(lambda: self._apply(staged), finish=True)
-            finally:
-                for own, callers in streams:
-                    callers.wait_stream(own)
+        try:
+            with self._lock:
+                staged = None if self._is_staging else self._staged
+                if staged is None:
+                    return None
+                streams = _streams_of(staged.tensors)
+                for own, callers in streams:  # what the caller has queued may read the tensors
+                    own.wait_stream(callers)
+                try:
+                    return shielded(lambda: self._apply(staged), finish=True)
+                finally:
+                    for own, callers in streams:
+                        callers.wait_stream(own)
+        finally:
+            self._deliver()
 
     def _apply(self, staged: _Staged) -> FeedVersion:
         started = time.perf_counter()
@@ -208,7 +221,7 @@ class Feed:
                 change.undo()
             raise
         self._version, self._ids, self._staged = staged.version, staged.ids, None
-        self._emit("swapped", staged.version, pause_seconds=time.perf_counter() - started)
+        self._note("swapped", staged.version, pause_seconds=time.perf_counter() - started)
         return staged.version
 
     def _find(self, address: str) -> SnapshotInfo:
@@ -220,9 +233,8 @@ class Feed:
         started = time.perf_counter()
         content = open_snapshot(self._engine, info)
         what = f"{self._ref}, step {info.step}, root {info.root.hex()[:16]}"
-        tensors, targets = match_tensors(content, self._wanted, what)
-        specs = content.layout.tensors
-        blocks = content.blocks_of(WantedBox(number, specs[number].whole, target) for number, target in targets.items())
+        tensors, boxes = match_tensors(content, self._wanted, what)
+        blocks = content.blocks_of(boxes)
         held = HeldBlocks(self._ids, blocks)
         missing = held.missing(blocks)
         size_bytes = sum(block.raw for block in missing)
@@ -232,7 +244,7 @@ class Feed:
         read(self._engine, info, missing)
         changes = [change for tensor in tensors for change in tensor.changes]
         version = FeedVersion(info.root.hex(), info.step, info.time_ns, self._engine.clock)
-        self._emit(
+        self._note(
             "fetched",
             version,
             fetch_seconds=time.perf_counter() - started,
@@ -242,11 +254,17 @@ class Feed:
         )
         return _Staged(version, tensors, changes, {place_of(block): block.source.part.block_id(block.row) for block in blocks})
 
-    def _emit(self, kind: Kind, version: FeedVersion, **fields: float) -> None:
+    def _note(self, kind: Kind, version: FeedVersion, **fields: float) -> None:
         about: dict[str, float | str] = {"root": version.root, "age_seconds": version.age_seconds}
-        self._engine.observers.emit(
-            Event(kind, "", self._ref, version.step, rank=0, time_ns=self._engine.clock(), fields={**about, **fields})
-        )
+        self._events.append(Event(kind, "", self._ref, version.step, rank=0, time_ns=self._engine.clock(), fields={**about, **fields}))
+
+    def _deliver(self) -> None:
+        while True:
+            try:
+                event = self._events.popleft()
+            except IndexError:  # perhaps another thread delivers the last one
+                return
+            self._engine.observers.emit(event)
 
 
 def _streams_of(tensors: Sequence[FollowedTensor]) -> list[tuple[torch.cuda.Stream, torch.cuda.Stream]]:

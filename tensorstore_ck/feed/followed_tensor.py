@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from tensorstore_ck.engine.interfaces import ByteTarget
+from tensorstore_ck.format.codec import find_changes
 from tensorstore_ck.state.byte_sources import bits_of, memory_at, source_of, target_of
 from tensorstore_ck.state.plain_memory import span_of
 
@@ -135,9 +136,9 @@ class FollowedTensor(ByteTarget):
         first = start // self._stored.itemsize
         new = _words(data if self._stored == self.tensor.dtype else self._converted(data), item_bytes)
         old = _words(source_of(self.tensor).read(first * item_bytes, (first + len(new)) * item_bytes), item_bytes)
-        changed = np.flatnonzero(new != old)
+        changed = _changed(new, old)
         staged: list[Change] = []
-        if len(changed) > FEW * len(new):
+        if changed is None:
             staged = [ChangedRange(self.tensor, first * item_bytes, new.tobytes())]
         elif len(changed):
             kind = ChangedElements if self.tensor.is_cpu else ChangedDeviceElements
@@ -177,6 +178,16 @@ class SeveralTensors(ByteTarget):
         """Stages what `data` changes in each."""
         for tensor in self._tensors:
             tensor.write(start, data)
+
+
+def _changed(new: Array, old: Array) -> Array | None:
+    """The positions at which they differ; None if these are not few."""
+    limit = int(FEW * len(new))
+    if new.dtype.kind == "V":
+        changed = np.flatnonzero(new != old)
+        return changed if len(changed) <= limit else None
+    changes = find_changes(new.view(np.uint8).data, old.view(np.uint8).data, new.itemsize, is_float=False, limit=limit)
+    return np.cumsum(changes.gaps, dtype=np.int64) - 1 if changes.changed <= limit else None
 
 
 def _words(data: memoryview, item_bytes: int) -> Array:

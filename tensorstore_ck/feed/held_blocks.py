@@ -14,6 +14,7 @@ from tensorstore_ck.common.ids import Digest, block_id
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.read.block_reader import WantedBlock
 from tensorstore_ck.engine.read.box_copy import BoxTarget, index_in, runs
+from tensorstore_ck.format.block_assignment import overlap
 
 Place = tuple[object, ...]
 """Where a block lies in the follower's tensors: which ones, the region of them that was stored as one piece, and the first byte."""
@@ -34,7 +35,7 @@ class HeldBlocks:
                 self._at[task[0]] = block_id(held)
 
         for_each(unknown, look, min(cpu_threads(), len(unknown)))
-        self._of = {digest: ids[place] for place, digest in self._at.items()}
+        self._of = {digest: ids[place] for place, digest in self._at.items() if _is_whole(ids[place])}
 
     def missing(self, wanted: Iterable[WantedBlock]) -> list[WantedBlock]:
         """The blocks that are not where they belong already."""
@@ -57,11 +58,21 @@ def place_of(block: WantedBlock) -> Place:
     return target.identity, block.start
 
 
+def _is_whole(block: WantedBlock) -> bool:
+    """Whether the tensors have all of a block's place: a rank's share may end in the middle of it."""
+    target: Any = block.target
+    if not isinstance(target, BoxTarget):
+        return True
+    item_bytes = target.spec.item_bytes
+    pieces = target.region.pieces(target.spec, block.start // item_bytes, (block.start + block.raw) // item_bytes)
+    return all(overlap(piece, target.box) == piece for piece, _ in pieces)
+
+
 def _bytes_at(block: WantedBlock) -> memoryview | None:
     """The bytes that the tensors have in the place of a block."""
     target: Any = block.target
     if isinstance(target, BoxTarget):
-        return _gathered(target, block.start, block.raw)
+        return _gathered(target, block.start, block.raw) if _is_whole(block) else None
     held: memoryview | None = target.holds(block.start, block.start + block.raw)
     return held
 

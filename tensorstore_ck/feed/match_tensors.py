@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tensorstore_ck.engine.interfaces import SnapshotContent
+from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.feed.followed_tensor import FollowedTensor, SeveralTensors
 from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves, parse
@@ -15,6 +15,7 @@ from tensorstore_ck.state.load_report import LoadReport
 from tensorstore_ck.state.match_names import is_whole
 from tensorstore_ck.state.restore_into import RestorePlan
 from tensorstore_ck.state.select import Rename, Selection, listed
+from tensorstore_ck.state.sharded_tensors import SpreadDescriber, group_ranks, share_of
 
 
 class Wanted(NamedTuple):
@@ -30,8 +31,8 @@ class Matched(NamedTuple):
     """The followed tensors of one snapshot."""
 
     tensors: list[FollowedTensor]
-    targets: dict[int, FollowedTensor | SeveralTensors]
-    """By the number of the stored tensor."""
+    boxes: list[WantedBox]
+    """What of the stored tensors is read, and into which of `tensors`."""
 
 
 def match_tensors(content: SnapshotContent, wanted: Wanted, what: str) -> Matched:
@@ -54,24 +55,38 @@ def match_tensors(content: SnapshotContent, wanted: Wanted, what: str) -> Matche
     rename = wanted.rename
     if rename is None and isinstance(wanted.into, torch.nn.Module):
         rename = {_extra_prefix([leaf.path for leaf in leaves(tree)], state): ""}
-    plan = RestorePlan(content=content, tree=tree, selection=selection, rename=rename, dtype=wanted.dtype, describer=None)
+    plan = RestorePlan(content=content, tree=tree, selection=selection, rename=rename, dtype=wanted.dtype, describer=_describer())
     plan.visit(state, "", 0)
     report = LoadReport()
     plan.check(strict=False, report=report, unclaimed=None)
     _require_fit(report, what)
-    if plan.wanted or plan.boxes or plan.adopted:
+    if plan.wanted or plan.adopted:
         raise UnsupportedValueError(
-            "follow needs tensors with their own memory, not tensors on the meta device or spread over ranks: make them first",
+            "follow needs tensors with their own memory, not tensors on the meta device or shares of stored views: make them first",
             object_id="into",
         )
-    return _targets(content, plan.fills)
+    matched = _match_whole(content, plan.fills)
+    for task in plan.shares:
+        for number, piece in enumerate(task.share.boxes()):
+            followed = FollowedTensor(f"{task.name} {number}", piece.tensor, task.stored)
+            matched.tensors.append(followed)
+            matched.boxes.append(WantedBox(task.tensor, piece.box, followed))
+    return matched
+
+
+def _describer() -> SpreadDescriber | None:
+    """Of tensors that are spread over the ranks of this process's job, if it is one of several ranks."""
+    distributed = torch.distributed
+    return (
+        SpreadDescriber(group_ranks(None), distributed.get_rank()) if distributed.is_available() and distributed.is_initialized() else None
+    )
 
 
 def _tensors_of(state: object) -> Any:
     """The tensors of a state in plain dicts; None if there are none."""
     if isinstance(state, torch.nn.Module):
         state = state.state_dict()
-    if isinstance(state, torch.Tensor):
+    if isinstance(state, torch.Tensor) or share_of(None, state, "") is not None:
         return state
     if isinstance(state, Mapping):
         items = dict(state)
@@ -126,7 +141,7 @@ def _require_fit(report: LoadReport, what: str) -> None:
         )
 
 
-def _targets(content: SnapshotContent, fills: Sequence[FillTask]) -> Matched:
+def _match_whole(content: SnapshotContent, fills: Sequence[FillTask]) -> Matched:
     whole: defaultdict[int, list[FillTask]] = defaultdict(list)
     views = []
     for fill in fills:
@@ -145,10 +160,11 @@ def _targets(content: SnapshotContent, fills: Sequence[FillTask]) -> Matched:
                 f"{view.name} is stored as a view of another tensor, and does not share its memory here: share it, or use checkout",
                 object_id=view.name,
             )
-    tensors, targets = list[FollowedTensor](), dict[int, FollowedTensor | SeveralTensors]()
+    matched = Matched([], [])
     for number, members in whole.items():
         distinct = {(fill.target.data_ptr(), fill.target.dtype, fill.target.stride()): fill for fill in members}
         followed = [FollowedTensor(fill.name, fill.target, fill.form.dtype) for fill in distinct.values()]  # type: ignore[arg-type]
-        tensors += followed
-        targets[number] = followed[0] if len(followed) == 1 else SeveralTensors(followed)
-    return Matched(tensors, targets)
+        matched.tensors.extend(followed)
+        target = followed[0] if len(followed) == 1 else SeveralTensors(followed)
+        matched.boxes.append(WantedBox(number, content.layout.tensors[number].whole, target))
+    return matched

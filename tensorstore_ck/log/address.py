@@ -7,13 +7,13 @@ runs/gpt^staged   the newest snapshot staged for it and not published yet; witho
 runs/gpt^best:val_loss       the one in the branch's history with the lowest value of a metric; runs/gpt^best:acc:max: the highest
 """
 
-import difflib
 import math
 import re
 import shlex
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.similar_names import similar_names
 from tensorstore_ck.errors import AmbiguousAddressError, InvalidNameError, NotFoundError
 from tensorstore_ck.log import RefTable, SnapshotInfo, validate_ref_name
 
@@ -130,7 +130,7 @@ def _tag_or_root(view: RefTable, base: str) -> tuple[SnapshotInfo | None, str | 
 
 def _nothing_at(view: RefTable, base: str) -> str:
     names = [*view.branches(), *view.tags()]
-    similar = difflib.get_close_matches(base, names, 3)
+    similar = similar_names(base, names)
     listed = [*similar, *sorted({*names} - {*similar})]
     known = ", ".join(listed[:8]) + (", ..." if len(names) > 8 else "") if names else "the store has no refs yet"
     return f"there is no ref or snapshot {base!r} (refs: {known})"

@@ -300,8 +300,7 @@ class Log:
             build: Makes the operations.
             write_id: Names the entry of the first try; a write id names one exact content, so each further try draws its own.
             also: Called in the batch that folds the entry, unless the cache fails then.
-            at: A view at which the caller has followed the log. The first try is made there, and the log is followed again only if it has
-                moved since.
+            at: A view at which the caller has followed the log: the first try is made there, if the log has not moved since.
 
         Raises:
             UndecidedError: the backend did not say whether the entry is there; the log will show it.
@@ -315,8 +314,7 @@ class Log:
         return shielded(append)
 
     def _append_until_first(self, build: Build, write_id: bytes | None, also: Also | None, at: RefTable | None) -> Appended:
-        """Under the lock. A function of its own: see common/changes.py."""
-        # Where `create` may overwrite, it does not find out that another process was faster.
+        """Under the lock; see common/changes.py. Where `create` may overwrite, it does not find out that another process was faster."""
         if at is not None and self._shared and (at.head() or self._genesis).n == self._followed_n > 0:
             appended = self._append_once(build, write_id, also, at)
             if appended is not None:
@@ -347,8 +345,7 @@ class Log:
         Raises:
             StoreError: an earlier entry decided it, and the log could not be read.
         """
-        info = appended.published(snapshot)
-        if info is None:
+        if (info := appended.published(snapshot)) is None:
             return self.view().snapshot(snapshot)
         with suppress(StoreError):  # of the cache, or of the log that replaces it: the notes are not worth an error
             return RefTable(self.table).with_note(info)
@@ -378,9 +375,8 @@ class Log:
             raise lost_log(self.chain.name(1), self._backend.url, lost)
         if at is not None and not self._follower.is_entry(head):
             return None  # the log went back, and the entry would leave a gap
-        sealed, entry = seal_entry(
-            head.n + 1, head.hash, ops, write_id=write_id or self._new_id(), time_ns=self._clock(), actor=self._actor
-        )
+        write_id = write_id or self._new_id()
+        sealed, entry = seal_entry(head.n + 1, head.hash, ops, write_id=write_id, time_ns=self._clock(), actor=self._actor)
         if not self._writer.create(sealed, entry):
             return None
         self._remember(entry, also)

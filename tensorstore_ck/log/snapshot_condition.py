@@ -3,7 +3,6 @@
 As there, every test is true or false: a missing value or NaN satisfies no comparison, so it satisfies the ``not`` of every comparison.
 """
 
-import difflib
 import math
 import operator
 import re
@@ -26,6 +25,7 @@ from tensorstore_ck.common.condition_values import (
     wrong_value,
 )
 from tensorstore_ck.common.conditions import Condition, Joined, Name, NameTest
+from tensorstore_ck.common.similar_names import similar_names
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.log.snapshot import Snapshot, job_of, searchable
 
@@ -149,7 +149,7 @@ class SnapshotNames:
         known = {key for snapshot in self._snapshots for key in (*snapshot.metrics, *searchable(snapshot))}
         if name in known or not self._snapshots:
             return
-        close = difflib.get_close_matches(name, [*_FIELDS, *sorted(known)], n=3)
+        close = similar_names(name, [*_FIELDS, *sorted(known)])
         advice = f"did you mean {' or '.join(close)}?" if close else f"there are {_listed(known)}"
         raise NotFoundError(f"none of these snapshots has a metric or an attribute {name!r}: {advice}", object_id=name)
 
@@ -188,11 +188,21 @@ def _comparison(test: NameTest, values: Sequence[Any]) -> Callable[[Any], bool]:
 
 
 def _pattern(like: str) -> "re.Pattern[str]":
-    """The pattern of SQL's LIKE, in which a backslash escapes."""
-    parts = (
-        "(?s:.*)" if every else "(?s:.)" if one else re.escape(escaped or text) for escaped, every, one, text in _ESCAPED.findall(like)
-    )
-    return re.compile("".join(parts))
+    """The pattern of SQL's LIKE, in which a backslash escapes.
+
+    A piece between two ``%`` counts where it is found first, so that the time is linear in the text.
+    """
+    pieces = [""]
+    for escaped, every, one, text in _ESCAPED.findall(like):
+        if every:
+            pieces.append("")
+        else:
+            pieces[-1] += "." if one else re.escape(escaped or text)
+    first, *others = pieces
+    if not others:
+        return re.compile(first, re.DOTALL)
+    *middle, last = others
+    return re.compile(f"{first}{''.join(f'(?>.*?{piece})' for piece in middle)}.*{last}", re.DOTALL)
 
 
 def _listed(names: Collection[str]) -> str:

@@ -51,14 +51,18 @@ class RankShare(NamedTuple):
 
     def wanted(self, tensor: int, stored: torch.dtype) -> list[WantedBox]:
         """The boxes to read into the pieces, of the stored tensor with that number and dtype."""
+        return [WantedBox(tensor, box, target_of(local, stored)) for box, local in self.boxes()]
+
+    def boxes(self) -> list[LocalPiece]:
+        """The pieces as boxes of the whole tensor, also where they are intervals of it."""
         if not self.is_flat:
-            return [WantedBox(tensor, box, target_of(local, stored)) for box, local in self.pieces]
+            return [*self.pieces]
         boxes = []
         for (offsets, sizes), local in self.pieces:
             at = 0
             for box in row_boxes(self.shape, offsets[0], offsets[0] + sizes[0]):
                 count = prod(box[1])
-                boxes.append(WantedBox(tensor, BoxBounds(*box), target_of(local[at : at + count], stored)))
+                boxes.append(LocalPiece(BoxBounds(*box), local[at : at + count].view(box[1])))
                 at += count
         return boxes
 

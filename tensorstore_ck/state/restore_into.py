@@ -7,12 +7,12 @@ values and new containers in place.
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
+from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError, UnsupportedValueError
 from tensorstore_ck.format.tree import ROOT, Container, Leaf, LeafNames, Tree, leaves, parse
 from tensorstore_ck.format.values import MAX_NESTING, PLAIN_TYPES, encode, key_text
@@ -63,13 +63,23 @@ def restore_into(
     try:
         content.read(dict(fresh.targets))
         read_in_place(content, plan.fills)
-        content.read_boxes(plan.boxes)
+        content.read_boxes([box for task in plan.shares for box in task.share.wanted(task.tensor, task.stored)])
     except StoreError as exc:
         raise type(exc)(f"{exc} (the tensors of `into` are now undefined: restore into it again)", object_id=exc.object_id) from exc
     except BaseException as exc:
         exc.add_note("The tensors of `into` are now undefined: restore into it again.")
         raise
     return finish()
+
+
+class ShareTask(NamedTuple):
+    """A rank's share that is to be filled."""
+
+    name: str
+    tensor: int
+    """The number of the stored tensor."""
+    stored: torch.dtype
+    share: RankShare
 
 
 class RestorePlan:
@@ -87,8 +97,8 @@ class RestorePlan:
     ) -> None:
         self._describer = describer
         self.fills: list[FillTask] = []
-        self.boxes: list[WantedBox] = []
-        """Boxes of tensors that are spread over ranks."""
+        self.shares: list[ShareTask] = []
+        """Of tensors that are spread over ranks."""
         self.wanted: list[WantedLeaf] = []
         self.adopted: list[Tree] = []
         """Stored trees that replace values of the target; their tensors are wanted, too."""
@@ -332,7 +342,7 @@ class RestorePlan:
             self.wanted.append((leaf, None))
             return lambda: share.fill(self.tensor_of(leaf)) or target
         assert isinstance(form.dtype, torch.dtype)
-        self.boxes += share.wanted(leaf.index, form.dtype)
+        self.shares.append(ShareTask(name, leaf.index, form.dtype, share))
         return lambda: target
 
     # --- stored subtrees ----------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ RUNS: Final[dict[str, list[list[str]]]] = {
     "keygen": [["keygen", "release"]],
     "sign": [["sign", "runs/gpt", "--sign", "release.key"]],
     "verify": [["verify", "runs/gpt", "--trust", "trust.toml"]],
+    "verify-files": [["verify-files", "--help"]],  # it needs a key; see tests/integrations/test_model_signature.py
     "fsck": [["fsck"], ["fsck", "--read-data"]],
     "verify-resume": [["verify-resume", "runs/gpt"]],
     "salvage": [["salvage", "--dry-run"]],

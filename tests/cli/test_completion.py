@@ -1,6 +1,7 @@
 """What Tab offers in a shell, from where, and how the script gets there."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,13 +19,16 @@ from tensorstore_ck.cli.options import StoreChoice
 from tests.cli.conftest import Tsck
 from tests.effort import PATIENCE_SECONDS
 
-BREAKS = " \t\n\"'><=;|&(:@"
+CUT = re.compile(r"(?s).*?([^\s\"'><=;|&(:@]*|@[^\s\"'><=;|&(:@]*)$")
+"""What bash replaces of a line: what follows the last of its COMP_WORDBREAKS, and a ``@`` before that."""
 ROOT = str(Path(tensorstore_ck.__file__).parents[1])
 Tab = Callable[..., list[str]]
 
 
 def environment(line: str, folder: Path) -> dict[str, str]:
-    asked = {"_TSCK_COMPLETE": "bash_complete", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_WORDBREAKS": BREAKS}
+    replaced = CUT.fullmatch(line)
+    assert replaced is not None
+    asked = {"_TSCK_COMPLETE": "bash_complete", "COMP_LINE": line, "COMP_POINT": str(len(line)), "TSCK_REPLACED": replaced[1]}
     return {**asked, "TSCK_STORE": str(folder / "ck"), "TSCK_CACHE_DIR": str(folder / "cache")}
 
 
@@ -59,10 +63,11 @@ def test_branches_and_tags(tab: Tab) -> None:
 
 
 def test_steps_newest_first_without_what_bash_has_cut_off(tab: Tab) -> None:
-    assert tab("tsck show runs/gpt@") == ["plain,2", "plain,1"]
-    assert tab("tsck diff v1 runs/gpt@1") == ["plain,1"]
-    assert tab("tsck show runs/gpt@", COMP_WORDBREAKS=" ") == ["plain,runs/gpt@2", "plain,runs/gpt@1"]
-    assert tab("tsck bisect runs/gpt --good=runs/gpt@2") == ["plain,2"]
+    assert tab("tsck show runs/gpt@") == ["plain,@2", "plain,@1"]
+    assert tab("tsck diff v1 runs/gpt@1") == ["plain,@1"]
+    assert tab('tsck show "runs/gpt@', TSCK_REPLACED="runs/gpt@") == ["plain,runs/gpt@2", "plain,runs/gpt@1"]
+    assert tab("tsck bisect runs/gpt --good=runs/gpt@2") == ["plain,@2"]
+    assert tab("tsck bisect runs/gpt --good=") == ["plain,runs/gpt", "plain,v1"]
 
 
 def test_metrics(tab: Tab, history: Tsck) -> None:
@@ -133,7 +138,7 @@ def test_many_steps_are_cut(tsck: Tsck, tmp_path: Path, monkeypatch: pytest.Monk
         for step in range(6):
             store.put_snapshot({"a": torch.ones(1) * step}, ref="r", step=step)
     done = CliRunner().invoke(main, [], env=environment("tsck log r@", tmp_path))
-    assert done.stdout.splitlines() == ["plain,5", "plain,4", "plain,3"]
+    assert done.stdout.splitlines() == ["plain,@5", "plain,@4", "plain,@3"]
 
 
 def test_the_script_works_in_bash_and_loads_no_torch(tab: Tab, history: Tsck, tmp_path: Path) -> None:
@@ -143,12 +148,12 @@ def test_the_script_works_in_bash_and_loads_no_torch(tab: Tab, history: Tsck, tm
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{watched}" "$@"\n')
     program.chmod(0o700)
     line = "tsck log runs/gpt@"
-    code = f"{history('completion', 'bash').out}\nCOMP_LINE='{line}' COMP_POINT={len(line)} COMP_WORDBREAKS='@ '\n"
-    code += '_tsck_completion tsck\nprintf "%s\\n" "${COMPREPLY[@]}"; complete -p tsck'
+    code = f"{history('completion', 'bash').out}\nCOMP_LINE='{line}' COMP_POINT={len(line)}\n"
+    code += '_tsck_completion tsck @ runs/gpt\nprintf "%s\\n" "${COMPREPLY[@]}"; complete -p tsck'
     values = {name: value for name, value in environment("", tmp_path).items() if name.startswith("TSCK")}
     env = {**os.environ, **values, "PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": ROOT}
     done = subprocess.run(["bash", "--norc", "-c", code], env=env, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.splitlines() == ["2", "1", "complete -o nosort -F _tsck_completion tsck"]
+    assert done.stdout.splitlines() == ["@2", "@1", "complete -o nosort -F _tsck_completion tsck"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from tensorstore_ck.cli import output
-from tensorstore_ck.cli.output import counted, emit, facts, iso_time, printable, snapshot_table, table
+from tensorstore_ck.cli.output import counted, emit, facts, iso_time, metrics_text, printable, snapshot_table, table
 from tensorstore_ck.common.units import human_bytes, parse_rate
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log.snapshot import Snapshot
@@ -123,3 +123,8 @@ def test_thousands_of_names_of_one_snapshot_make_short_rows() -> None:
     rows = snapshot_table([snapshot] * 3000, [f"b{number}" for number in range(3000)], "BRANCH")
     assert max(map(len, rows)) < 2500
     assert "+99" in rows[1]
+
+
+@pytest.mark.parametrize(("columns", "shown"), [(15, "loss=0.00333333"), (14, "loss=0.00333"), (11, "loss=0.0033"), (10, "+1")])
+def test_metrics_are_rounded_before_they_are_left_out(columns: int, shown: str) -> None:
+    assert metrics_text({"loss": 1 / 300}, columns) == shown

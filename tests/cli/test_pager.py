@@ -45,6 +45,11 @@ def test_a_pager_shows_results_in_colour_and_less_has_gits_options(folder: Path)
     assert shown.count("\npaged: ") == 3
 
 
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["NO_COLOR", "dumb"])
+def test_a_pager_gets_no_colours_where_the_user_wants_none(folder: Path, variables: dict[str, str]) -> None:
+    assert on_terminal(folder, "log", "runs/gpt", PAGER=PAGER, **variables)[1].startswith("paged: ROOT")
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables"),
     [

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tensorstore_ck import open as open_store
 from tensorstore_ck.cli import main
 from tensorstore_ck.cli.progress import Bar
 from tests.cli.conftest import Tsck
@@ -61,16 +62,45 @@ def test_names_are_neither_markup_nor_control_characters(monkeypatch: pytest.Mon
     assert "[bold]pack[/bold]\\x1b[2J" in terminal.getvalue()
 
 
+def lines_of(terminal: Terminal) -> list[str]:
+    return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", terminal.getvalue())]
+
+
 @pytest.mark.parametrize("columns", [25, 40, 80])
-def test_a_long_label_leaves_the_percentage_its_place(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_a_long_label_leaves_the_percentage_and_the_bytes_their_place(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     terminal = on_terminal(monkeypatch)
     monkeypatch.setenv("COLUMNS", str(columns))
-    bar = Bar("a-long-label" * 10)
-    bar(1, 4)
+    bar = Bar("a-long-label" * 10, lambda: 0.0)
+    bar(1 << 20, 1 << 22)
     bar.__exit__(ValueError)
-    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", terminal.getvalue())]
+    lines = lines_of(terminal)
     assert max(map(len, lines)) <= columns
     assert any(line.startswith("a-long-label"[: columns // 2 - 1]) and "… " in line and " 25% " in line for line in lines)
+    assert any("1.0 MiB of 4.0 MiB" in line for line in lines) == (columns == 80)
+
+
+def test_bytes_have_a_rate_and_steps_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    monkeypatch.setenv("COLUMNS", "80")
+    seconds = iter([10.0, 20.0, 22.0, 30.0, 30.0])
+    with Bar("getting", lambda: next(seconds)) as bar:
+        bar.expect(1 << 22)
+        bar.add(1 << 20)
+        bar.phase("marking", 1, 4)
+    lines = lines_of(terminal)
+    assert any("getting" in line and " 25% 1.0 MiB of 4.0 MiB, 512.0 KiB/s " in line for line in lines)
+    assert not [line for line in lines if "marking" in line and " of " in line]
+
+
+@pytest.mark.parametrize("args", [("get", "c", "out.pt"), ("export", "c", "--to", "torch", "out.pt")], ids=["get", "export"])
+def test_what_is_read_counts_with_its_size_in_memory(tsck: Tsck, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]) -> None:
+    with open_store("ck", create=True, codec="small") as store:
+        snapshot = store.put_snapshot({"a": torch.arange(1 << 16)}, ref="c")
+    assert snapshot.new_bytes < snapshot.logical_bytes / 2
+    counts: list[int] = []
+    monkeypatch.setattr(Bar, "add", lambda _, count: counts.append(count))
+    assert tsck(*args).code == 0
+    assert snapshot.logical_bytes <= sum(counts) < 1.1 * snapshot.logical_bytes
 
 
 @pytest.mark.parametrize("args", [("put", "new.safetensors", "--ref", "new"), ("get", "runs/gpt", "out.pt")], ids=["put", "get"])

@@ -4,9 +4,11 @@ import stat
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
 from torch import Tensor
 
 from tests.cli.conftest import Tsck
+from tests.integrations.test_model_signature import make_key
 
 
 def trust(tmp_path: Path, key: str, path: str = "trust.toml") -> str:
@@ -91,3 +93,18 @@ def test_salvage_says_what_was_signed(tsck: Tsck, tmp_path: Path, model: dict[st
     root = next(row["root"] for row in done.json["to_sign"] if row["ref"] == "models/a")
     assert tsck("sign", "models/a", root[:16], "--sign", "mine.key").code == 0
     assert tsck("verify", "models/a", "--trust", file).code == 0
+
+
+def test_an_export_is_signed_and_verified(tsck: Tsck, tmp_path: Path, model: dict[str, Tensor]) -> None:
+    private, public = make_key(tmp_path, ec.SECP256R1())
+    tsck("init", "ck")
+    tsck("put", "model.safetensors", "--ref", "r")
+    done = tsck("export", "r", "--to", "safetensors", "out", "--sign", private.name)
+    assert (done.code, "signed: " in done.out) == (0, True)
+    assert tsck("verify-files", "out/", "--key", public.name, "--json").json == {
+        "folder": "out/",
+        "files": ["model.safetensors"],
+    }
+    (tmp_path / "out" / "more").write_text("")
+    refused = tsck("verify-files", "out", "--key", public.name)
+    assert (refused.code, "more is not signed" in refused.err) == (48, True)

@@ -11,7 +11,7 @@ from tests.documents import REPOSITORY
 from tests.effort import PATIENCE_SECONDS
 
 EXAMPLES = REPOSITORY / "examples"
-LONGEST = {"accelerate_loop.py", "megatron_layers.py", "ray_train.py", "torchft_loop.py", "transformers_trainer.py"}
+LONGEST = {"accelerate_loop.py", "megatron_layers.py", "ray_train.py", "torchft_loop.py", "transformers_trainer.py", "vllm_plugin.py"}
 """Of trainers that take more than 60 lines."""
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
+from tests.cli.conftest import run_tsck
 from tests.end_to_end.walks.walk import Walk
 from tests.small_disk import needs_mount, small_disk
 
@@ -48,6 +49,7 @@ def fill_up(disk: Path) -> None:
             pass
 
 
+@pytest.mark.slow
 def test_saves_fill_a_disk_and_the_printed_commands_free_it(disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Walk(tmp_path, monkeypatch) as walk:
         with tsck.open(disk / "store", create=True, codec="raw") as store:
@@ -75,12 +77,13 @@ def test_saves_fill_a_disk_and_the_printed_commands_free_it(disk: Path, tmp_path
             assert len(list(store.log("job"))) == step - 1
 
 
-def test_a_full_disk_is_named(disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named(disk: Path, tmp_path: Path) -> None:
     """By saves, and by what writes a model file: also if torch hides the error of the write behind one of its own."""
-    with Walk(tmp_path, monkeypatch) as walk, tsck.open("store", create=True) as store:
+    with tsck.open(tmp_path / "store", create=True) as store:
         store.put_snapshot({"weights": torch.randn(1 << 23)}, ref="job", step=1)
         for suffix in ("pt", "safetensors"):
-            said = walk.type(f"tsck get job {disk}/x.{suffix} -s store", code=tsck.NoSpaceError.exit_code)
+            said = run_tsck(tmp_path, "get", "job", f"{disk}/x.{suffix}", store=store.url)
+            assert said.code == tsck.NoSpaceError.exit_code
             assert f"the disk at {disk} has" in said.err
         assert not list(disk.iterdir())
     with tsck.open(disk / "store", create=True, min_free=0) as store:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import tensorstore_ck as tsck
@@ -30,15 +31,28 @@ def test_a_save_of_few_changes_reads_no_block_but_the_first_time() -> None:
 def test_what_is_kept_is_bounded_and_verified_before_it_is_used() -> None:
     faults, state = NotedFaults(), first_state()
     store = follower(MemoryBackend(), faults)
-    store.engine.kept_blocks = ByteCache(64 * 128 * 2, len)  # one block
+    store.engine.kept_blocks = ByteCache(64 * 128 * 2, lambda kept: len(kept.raw))  # one block
     for step in range(3):
         faults.noted.clear()
         save(store, state, step)
         train(state, step)
     assert sum(what.startswith("read packs/") for what in faults.noted) >= 2
     (kept,) = store.engine.kept_blocks._kept.values()
-    kept[0] ^= 1
+    kept.raw[0] ^= 1
     save(store, state, 3)
+    assert equal(store.checkout(REF), state)
+
+
+def test_a_later_save_hashes_what_it_saves_and_no_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, store = first_state(), follower(MemoryBackend())
+    sizes = [save(store, state, 0).new_bytes]
+    for step in (1, 2):
+        if step == 2:
+            monkeypatch.setattr("tensorstore_ck.engine.write.delta_bases.block_id", lambda _: pytest.fail("a base is hashed"))
+        train(state, step)
+        sizes.append(save(store, state, step).new_bytes)
+    assert sizes[2] < sizes[0] / 5
+    monkeypatch.undo()
     assert equal(store.checkout(REF), state)
 
 

@@ -337,6 +337,33 @@ def test_events_and_age() -> None:
     assert (swapped.kind, swapped.fields["root"], swapped.fields["age_seconds"]) == ("swapped", feed.version.root, 7)
 
 
+@pytest.mark.timeout(PATIENCE_SECONDS)
+def test_a_callback_may_use_the_feed(backend: MemoryBackend) -> None:
+    trainer, state = open_store(backend), first_state()
+    mine: Any = zeros(state)
+    save(trainer, state, 0)
+    store = follower(backend)
+    feed = store.follow(REF, into=mine)
+
+    def take_next(event: Event) -> None:
+        if event.kind == "fetched":
+            feed.swap()
+        elif event.step == 0:
+            train(state, 1)
+            save(trainer, state, 1)
+            feed.poll()
+        else:
+            feed.close()
+
+    store.on_event(take_next)
+    feed.poll()
+    assert feed.version is not None
+    assert feed.version.step == 1
+    assert equal(mine, state)
+    with pytest.raises(tsck.errors.InputError, match="closed"):
+        feed.poll()
+
+
 def test_tensors_that_cannot_be_followed(backend: MemoryBackend) -> None:
     trainer, state = open_store(backend), first_state()
     save(trainer, state, 0)

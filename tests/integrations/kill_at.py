@@ -1,22 +1,28 @@
-"""Kills a process with -9 at a call of the backend."""
+"""Kills a process with -9 at a call of the backend, or at one that changes a folder."""
 
 import os
 import pickle
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
 from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.local_io import write_at
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.integrations.exporting import output_file
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 
 T = TypeVar("T")
+
+_CHANGING: Final = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.symlink", "shutil.rmtree"}
+"""Audit events; of ``open`` those that may write."""
 
 
 class KillAt(Faults):
@@ -34,6 +40,27 @@ class KillAt(Faults):
                     tear()
                 os.kill(os.getpid(), signal.SIGKILL)
         return effect()
+
+
+def kill_at_changes_of(folder: Path, faults: KillAt) -> None:
+    """In a process of its own: `faults` also sees each call that changes something in the folder, by an export's writes too."""
+
+    def see(path: object) -> None:
+        if str(path).startswith(str(folder)):
+            faults.call("", lambda: None)
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.symlink":
+            see(arguments[1])
+        elif event in _CHANGING or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
+            see(arguments[0])
+
+    def write(*arguments: Any) -> None:
+        see(folder)
+        write_at(*arguments)
+
+    sys.addaudithook(audit)
+    vars(output_file)["write_at"] = write
 
 
 def open_killable(path: Path | str, faults: Faults) -> Store:

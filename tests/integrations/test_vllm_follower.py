@@ -54,7 +54,11 @@ def test_each_version_is_loaded_once_and_again_where_it_failed(tmp_path: Path) -
         with pytest.raises(RuntimeError, match="out of memory"):
             worker.swap()
         worker.model_runner.fails = False
+        worker.stage(roots[1])  # the runner has some weights of version 2
+        assert worker.swap() == 1
+        assert len(worker.model_runner.loads) == 3
+        worker.stage(roots[2])
         assert worker.swap() == 2
         assert equal(worker.model_runner.loads[-1], state)
     for worker in workers:
-        worker.store.close()
+        worker.held.store.close()

@@ -16,6 +16,7 @@ from tensorstore_ck.errors import InvalidNameError, InvalidOptionError, NotFound
 from tensorstore_ck.format.attributes import MAX_ATTRIBUTES, MAX_NAME_CHARS, MAX_TEXT_CHARS
 from tensorstore_ck.log import Op
 from tensorstore_ck.maintenance.copy_store import copy
+from tests.effort import PATIENCE_SECONDS
 from tests.gc.stores import Clock, open_store
 
 NAN, DAY = float("nan"), 86_400
@@ -245,3 +246,10 @@ def test_there_is_no_best_without_the_metric_or_the_branch(store: tsck.Store) ->
             store.resolve(address)
     with pytest.raises(InvalidNameError):
         store.resolve("^best:acc")
+
+
+@pytest.mark.timeout(PATIENCE_SECONDS)
+def test_a_text_that_almost_fits_a_pattern_many_times_takes_no_time(store: tsck.Store) -> None:
+    store.put_snapshot({}, ref="runs/a", attributes={"name": "a" * MAX_TEXT_CHARS})
+    assert list(store.log().where("name like '%a%a%a%a%a%a%a%a%b'")) == []
+    assert len(store.log().where("name like '%a%a%a%a%a%a%a%a%a'")) == 1

@@ -202,8 +202,8 @@ def test_a_revoked_key_counts_no_longer(world: World) -> None:
     world.check()
 
 
-@pytest.mark.parametrize("rollback", ["warn", "error"])
-def test_a_log_that_goes_back_is_an_error_for_trusted_refs_whatever_the_option(world: World, rollback: Any) -> None:
+@pytest.mark.parametrize(("rollback", "is_forked"), [("warn", False), ("warn", True), ("error", True)])
+def test_a_log_that_goes_back_is_an_error_for_trusted_refs_whatever_the_option(world: World, rollback: Any, is_forked: bool) -> None:
     world.check(host="seen")
     shutil.copytree(world.folder / "ck", world.folder / "backup")
     with world.open(sign=KEY) as store:
@@ -212,6 +212,10 @@ def test_a_log_that_goes_back_is_an_error_for_trusted_refs_whatever_the_option(w
     world.check(host="seen")
     shutil.rmtree(world.folder / "ck")
     (world.folder / "backup").rename(world.folder / "ck")
+    if is_forked:
+        with world.open(host="another") as store:
+            for step in range(3):
+                world.put(store, step, "runs/other")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LogChangedWarning)
         with world.open(host="seen", trusts=True) as store:

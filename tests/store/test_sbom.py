@@ -23,10 +23,32 @@ def test_the_bill_of_materials_has_what_is_needed_at_run_time() -> None:
     assert len(set(found.values())) == len(found)
 
 
+def known_hashes(file: str) -> dict[str, int]:
+    """``name==version`` -> the number of files, of a list that `.ci/hash_packages.py` writes."""
+    text = (ROOT / ".ci" / file).read_text(encoding="utf-8").replace(" \\\n    ", " ")
+    lines = [line.split() for line in text.splitlines()[1:]]
+    assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each) for _, *hashes in lines for each in hashes)
+    return {name: len(hashes) for name, *hashes in lines}
+
+
+def pinned() -> set[str]:
+    """The lines of constraints.txt."""
+    return {line.lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()}
+
+
 def test_a_release_is_built_with_tools_of_known_hashes() -> None:
-    """In the versions of constraints.txt: `.ci/hash_build_tools.py` writes the list again."""
-    pinned = {line.replace("_", "-") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()}
-    lines = (ROOT / ".ci" / "build-tools.txt").read_text(encoding="utf-8").splitlines()[1:]
-    found = [re.fullmatch(r"(\S+==\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
-    assert {match[1] for match in found if match} <= pinned
-    assert {match and match[1].partition("==")[0] for match in found} == {"build", "packaging", "pyproject-hooks", "setuptools"}
+    """In the versions of constraints.txt: `.ci/hash_packages.py` writes the list again."""
+    found = known_hashes("build-tools.txt")
+    assert found.keys() <= pinned()
+    assert {name.partition("==")[0] for name in found} == {"build", "packaging", "pyproject-hooks", "setuptools"}
+    assert all(found.values())
+
+
+def test_what_is_needed_at_run_time_has_known_hashes_but_torch() -> None:
+    found = known_hashes("run-time.txt")
+    printed = subprocess.run([sys.executable, str(SCRIPT), "1.2.3"], capture_output=True, text=True, check=True).stdout
+    needed = {component["name"] for component in json.loads(printed)["components"]} - {"torch"}
+    assert found.keys() <= pinned()
+    assert needed <= {name.partition("==")[0] for name in found}
+    compiled = min(count for name, count in found.items() if name.startswith(("blake3", "lmdb", "lz4", "msgpack", "numpy", "zstandard")))
+    assert compiled >= len(["3.11", "3.12", "3.13", "3.14"]) * len(["x86_64", "aarch64"])

@@ -32,8 +32,11 @@ class OtherFolders(Protocol):
     def read_into(self, name: str, offset: int, target: memoryview, /) -> bool:
         """Fills `target` with bytes of an object if one of them has it."""
 
+    def has(self, name: str, /) -> bool:
+        """Whether one of them is said to have an object."""
+
     def distrust(self, name: str, /) -> bool:
-        """The bytes of an object were wrong; returns whether another folder has it."""
+        """The bytes that came of an object were wrong; returns whether another folder has it."""
 
 
 class ReadThroughBackend:
@@ -78,7 +81,8 @@ class ReadThroughBackend:
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         if not self._reads_locally(name):
-            self.store.read_into(name, offset, target)
+            if not self._read_from_others(name, offset, target):
+                self.store.read_into(name, offset, target)
             return
         fault = None
         try:
@@ -92,7 +96,7 @@ class ReadThroughBackend:
         with contextlib.suppress(OSError):
             if self.folder.copies.read_into(name, offset, target):
                 return
-        if any(other.read_into(name, offset, target) for other in self.others):
+        if self._read_from_others(name, offset, target):
             return
         with _instead_of(fault):
             size_bytes = self._size_to_keep(name, len(target))
@@ -106,7 +110,7 @@ class ReadThroughBackend:
         return self.store.size(name)
 
     def distrust(self, name: str) -> bool:
-        """The bytes read for `name` were wrong: whether to read them once more, since they now come from the store.
+        """The bytes read for `name` were wrong: whether to read them once more, since they now come from another host, or from the store.
 
         False if only this folder has the object, or never kept it: then there are no other bytes. A wrong copy is deleted, and this
         process keeps no further copy of the object.
@@ -114,21 +118,23 @@ class ReadThroughBackend:
         Raises:
             BackendUnavailableError: the store does not say whether it has it.
         """
-        if not self._reads_locally(name):
+        if not name.startswith(KEPT_FOLDERS):
             return False
+        if name in self._distrusted:
+            return self._distrust_others(name)
         try:
             unsent_bytes = self.folder.unsent.size(name)
         except StoreError:
             with contextlib.suppress(OSError):
                 self.folder.copies.drop(name)
+            self._distrust_others(name)
         else:
-            entry = self.folder.journal.read(name)
-            if entry is None or not entry.is_complete or not self._store_has(name, unsent_bytes):
-                return False
-            self.folder.unsent.delete([name])
-        is_elsewhere = [other.distrust(name) for other in self.others]  # all of them learn it
-        if not any(is_elsewhere):
-            self._distrusted.add(name)
+            if not any(other.has(name) for other in self.others):
+                entry = self.folder.journal.read(name)
+                if entry is None or not entry.is_complete or not self._store_has(name, unsent_bytes):
+                    return False
+                self.folder.unsent.delete([name])
+        self._distrusted.add(name)
         return True
 
     # --- write ---
@@ -148,6 +154,12 @@ class ReadThroughBackend:
 
     def _reads_locally(self, name: str) -> bool:
         return name.startswith(KEPT_FOLDERS) and name not in self._distrusted
+
+    def _read_from_others(self, name: str, offset: int, target: memoryview) -> bool:
+        return any(other.read_into(name, offset, target) for other in self.others)
+
+    def _distrust_others(self, name: str) -> bool:
+        return any([other.distrust(name) for other in self.others])  # noqa: C419 - all of them learn it
 
     def _forget(self, name: str) -> str:
         if name.startswith(KEPT_FOLDERS):

@@ -14,8 +14,6 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
-import numpy as np
-
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.common.threads import cpu_threads, for_each
@@ -172,6 +170,8 @@ def read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
             for pack in _packs_of(run[0]):
                 engine.distrust(pack_name(pack))
             read(engine, run)  # once more: the bytes that came may be wrong although the stored ones are right
+        if engine.on_read is not None:
+            engine.on_read(sum(block.raw for block in run))
 
     for_each(runs, fetch, min(threads, len(runs)))
     if roundings:  # their masters are most likely restored by now
@@ -309,7 +309,7 @@ def decode_at(
     base_bytes = sum(base.location.raw for base in place.bases if base.location is not None)
     if base_bytes > 2 * place.raw:  # at most fp32 masters of 16-bit weights; checked before any of them is decoded
         raise CorruptObjectError(f"{name}: a block of {place.raw:,} bytes is said to need {base_bytes:,} bytes of others", object_id=name)
-    stored: memoryview = memoryview(np.empty(place.stored, np.uint8))  # type: ignore[arg-type]
+    stored = memoryview(bytearray(place.stored))
     backend.read_into(name, place.offset, stored)
     bases = [
         at_hand[base.block] if base.block in at_hand else decode_at(backend, base.location)

@@ -1,6 +1,7 @@
 """Which blocks of a save may be encoded against others: weights against their fp32 masters, and any block against the snapshot before.
 
-Bases are verified before a block is encoded: a block against its id, weights against the rounded masters. An unreadable base is not used.
+Bases are verified before a block is encoded: a block against its id, one that was kept in memory against its sum, weights against the
+rounded masters. An unreadable base is not used.
 """
 
 from bisect import bisect_left
@@ -8,15 +9,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, block_id
-from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.engine import Engine, KeptBlock
 from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
 from tensorstore_ck.engine.part_extents import chain_of, location_of
 from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.engine.read.block_reader import decode_at
 from tensorstore_ck.errors import DamageError
-from tensorstore_ck.format.codec import KINDS, Codec, cast_sample
+from tensorstore_ck.format.codec import KINDS, Changes, Codec, apply_changes, cast_sample
 from tensorstore_ck.format.pack import MAX_BASES
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.log.block_index import Base, Location
@@ -36,6 +36,8 @@ class DeltaBase(NamedTuple):
     base: Base
     age: int
     raw: memoryview
+    sum: bytes | None
+    """What it must sum up to; None: it was verified."""
 
 
 class PartKey(NamedTuple):
@@ -80,19 +82,21 @@ class ParentBlocks:
             else:
                 base, age = place.bases[0], place.flags + 1
         assert base.location is not None
+        kept = self._kept.take(base.block)
+        if kept is not None:
+            return DeltaBase(base, age, *kept)
         raw = self._read(base.block, base.location)
-        return None if raw is None else DeltaBase(base, age, raw)
+        return None if raw is None else DeltaBase(base, age, raw, None)
 
-    def keep(self, block: Digest, raw: Buffer, base: DeltaBase) -> None:
+    def keep(self, block: Digest, changes: Changes, base: DeltaBase) -> None:
         """Keeps a block that changed a little in the memory of its base: it is the base of the next difference. The base is gone then."""
-        memory = memoryview(bytearray(len(raw))) if base.raw.readonly else base.raw  # LZ4 and zstd decode into immutable bytes
-        memory[:] = raw
-        self._kept.offer(block, memory)
+        memory = memoryview(bytearray(base.raw)) if base.raw.readonly else base.raw  # LZ4 and zstd decode into immutable bytes
+        apply_changes(changes.gaps, changes.values, memory, is_float=changes.is_float)
+        self._kept.offer(block, KeptBlock(memory, changes.sum))
 
     def _read(self, block: Digest, place: Location) -> memoryview | None:
-        raw = self._kept.take(block)
         try:
-            raw = decode_at(self._backend, place) if raw is None else raw
+            raw = decode_at(self._backend, place)
         except DamageError:
             return None
         return raw if block_id(raw) == block else None

@@ -27,7 +27,7 @@ from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Inline, Sampling, require_unchanged
 from tensorstore_ck.engine.write.unchanged_blocks import skip_unchanged
 from tensorstore_ck.format.block_assignment import BlockShare, Region, assign_blocks, encode_regions, regions_of_rank
-from tensorstore_ck.format.codec import Coding, Encoder, elements_of
+from tensorstore_ck.format.codec import Changes, Coding, Encoder, elements_of
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name, require_readable
 from tensorstore_ck.format.values import msgpack_blobs
@@ -271,19 +271,25 @@ class _RunWriter:
             # A frozen tensor is read from its owner's memory: even if it changes now, a block's bytes must match its id.
             buffers.append(bytes(data) if block.tensor in captured.frozen else data)
         self._sample.note(run, buffers)
-        little_changed: dict[int, DeltaBase] = {}
+        little_changed: dict[int, tuple[DeltaBase, Changes]] = {}
         encode = partial(self._encode, encoder=Encoder(self._coding.mode), run=run, buffers=buffers, little_changed=little_changed)
         is_raw = self._coding.mode == "raw" and earlier is None
         for block, block_id in zip(run, self._packs.add(buffers, None if is_raw else encode), strict=True):
             self._ids[block.row] = block_id
             if self._computed.get(block.row, block_id) != block_id and self._must_agree:
                 require_unchanged(captured, {block.tensor})
-        for number, base in little_changed.items():
+        for number, (base, changes) in little_changed.items():
             assert earlier is not None
-            earlier.keep(self._ids[run[number].row], buffers[number], base)
+            earlier.keep(self._ids[run[number].row], changes, base)
 
     def _encode(
-        self, number: int, *, encoder: Encoder, run: Sequence[TensorBlock], buffers: Sequence[Buffer], little_changed: dict[int, DeltaBase]
+        self,
+        number: int,
+        *,
+        encoder: Encoder,
+        run: Sequence[TensorBlock],
+        buffers: Sequence[Buffer],
+        little_changed: dict[int, tuple[DeltaBase, Changes]],
     ) -> BlockEncoding:
         """The stored form of a block of a run: a cast of its master, a difference to its base, or its own bytes."""
         block, raw, masters, earlier = run[number], buffers[number], self._masters, self._earlier
@@ -294,10 +300,11 @@ class _RunWriter:
             if cast is not None:
                 return BlockEncoding(cast, tuple(Base(self._ids[base.row], None) for base in bases), len(bases))
         candidate = earlier.candidate(block.row, len(raw)) if earlier is not None else None
-        if candidate is not None and (delta := encoder.encode_delta(raw, candidate.raw, elements)) is not None:
-            if sum(map(len, delta.pieces)) <= SPARSE_SHARE * len(raw):
-                little_changed[number] = candidate
-            return BlockEncoding(delta, (candidate.base,), candidate.age)
+        delta = encoder.encode_delta(raw, candidate.raw, elements, candidate.sum) if candidate is not None else None
+        if candidate is not None and delta is not None:
+            if delta.changes is not None and sum(map(len, delta.encoded.pieces)) <= SPARSE_SHARE * len(raw):
+                little_changed[number] = candidate, delta.changes
+            return BlockEncoding(delta.encoded, (candidate.base,), candidate.age)
         return BlockEncoding(encoder.encode_tensor(raw, elements))
 
 

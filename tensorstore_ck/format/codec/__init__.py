@@ -5,13 +5,20 @@ encoder.py         chooses the codec of a block by the mode
 codec_policy.py    chooses the mode of a save: the user's option, or measured for `auto`
 byte_planes.py     the codec `planes`, for numbers
 delta.py           the codec `delta`: differences to an earlier block
+changed_words.py   finds the words that differ from those of a base, and applies them
+compiled.py        the compiled kernel, where there is one
 cast.py            the codec `cast`: 16-bit weights as the rounding of fp32 masters
 byte_split.py      splits words into groups of bytes and merges them; zigzag differences
 entropy.py         entropy-codes a group of bytes with zstd
+compiled.py        the compiled kernel, if there is one
+
+The kernel is in C: `_kernel.c` (the module), `_planes.c`, `_differences.c`, and zstd frames that are a Huffman code and nothing else:
+`_huffman_code.c`, `_huffman_encode.c`, `_huffman_decode.c`.
 """
 
 from tensorstore_ck.format.codec.byte_planes import Elements, elements_of
 from tensorstore_ck.format.codec.cast import KINDS, cast_sample
+from tensorstore_ck.format.codec.changed_words import Changes, apply_changes, find_changes
 from tensorstore_ck.format.codec.codec_policy import (
     CodecName,
     CodecOption,
@@ -31,6 +38,7 @@ __all__ = [
     "CODECS_WITH_BASES",
     "HEAD_BYTES",
     "KINDS",
+    "Changes",
     "Codec",
     "CodecName",
     "CodecOption",
@@ -43,6 +51,7 @@ __all__ = [
     "Encoder",
     "Mode",
     "StoredBlock",
+    "apply_changes",
     "base_count",
     "cast_sample",
     "check_codec_name",
@@ -52,4 +61,5 @@ __all__ = [
     "decode",
     "elements_in",
     "elements_of",
+    "find_changes",
 ]

@@ -32,6 +32,15 @@ static PyObject *misfit(const char *message)
     return NULL;
 }
 
+/* The binary logarithm of a word's bytes; 4 if no word has so many. */
+static int width_of(int item_bytes)
+{
+    int width = 0;
+    while (width < 4 && 1 << width != item_bytes)
+        width++;
+    return width;
+}
+
 static PyObject *difference(PyObject *args, const DifferenceLoop loops[4])
 {
     PyObject *sources[3];
@@ -39,8 +48,7 @@ static PyObject *difference(PyObject *args, const DifferenceLoop loops[4])
     int item_bytes, width;
     if (!PyArg_ParseTuple(args, "OOOi", &sources[0], &sources[1], &sources[2], &item_bytes))
         return NULL;
-    for (width = 0; width < 4 && 1 << width != item_bytes; width++)
-        ;
+    width = width_of(item_bytes);
     for (int i = 0; i < 3; i++)
         if (!add_buffer(&buffers, sources[i], i == 2 ? PyBUF_WRITABLE : PyBUF_SIMPLE))
             return release(&buffers, NULL);
@@ -165,11 +173,63 @@ static PyObject *decode(PyObject *module, PyObject *args)
     return release(&buffers, found == NO_MEMORY ? PyErr_NoMemory() : Py_BuildValue(""));
 }
 
+static PyObject *find_changes(PyObject *module, PyObject *args)
+{
+    PyObject *sources[4];
+    Buffers buffers = {.count = 0};
+    Search search = {0};
+    int item_bytes;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOOOip", &sources[0], &sources[1], &sources[2], &sources[3], &item_bytes, &search.is_float))
+        return NULL;
+    for (int i = 0; i < 4; i++)
+        if (!add_buffer(&buffers, sources[i], i > 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE))
+            return release(&buffers, NULL);
+    const Py_buffer *words = &buffers.views[0], *gaps = &buffers.views[2];
+    int width = width_of(item_bytes);
+    if (width == 4 || buffers.views[1].len != words->len || words->len % item_bytes || words->len / item_bytes > UINT32_MAX ||
+        buffers.views[3].len != gaps->len / 4 * item_bytes)
+        return release(&buffers, misfit("two buffers of one size, of whole words, and as many gaps as differences"));
+    search.words = words->buf, search.base = buffers.views[1].buf, search.gaps = gaps->buf, search.values = buffers.views[3].buf;
+    search.limit = (size_t)gaps->len / 4;
+    Py_BEGIN_ALLOW_THREADS
+    find_loops[width](&search, (size_t)words->len);
+    Py_END_ALLOW_THREADS
+    return release(&buffers, Py_BuildValue("ny#y#", (Py_ssize_t)search.count, (const char *)&search.of_words, (Py_ssize_t)sizeof(Sum),
+                                           (const char *)&search.of_base, (Py_ssize_t)sizeof(Sum)));
+}
+
+static PyObject *apply_changes(PyObject *module, PyObject *args)
+{
+    PyObject *sources[3];
+    Buffers buffers = {.count = 0};
+    int item_bytes, is_float, fits;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOOip", &sources[0], &sources[1], &sources[2], &item_bytes, &is_float))
+        return NULL;
+    for (int i = 0; i < 3; i++)
+        if (!add_buffer(&buffers, sources[i], i == 2 ? PyBUF_WRITABLE : PyBUF_SIMPLE))
+            return release(&buffers, NULL);
+    const Py_buffer *gaps = &buffers.views[0], *values = &buffers.views[1], *into = &buffers.views[2];
+    int width = width_of(item_bytes);
+    size_t count = (size_t)gaps->len / 4;
+    if (width == 4 || (size_t)values->len != count * (size_t)item_bytes || into->len % item_bytes)
+        return release(&buffers, misfit("whole words, and as many gaps as differences"));
+    Py_BEGIN_ALLOW_THREADS
+    fits = gaps_fit(gaps->buf, count, (size_t)(into->len / item_bytes));
+    if (fits)
+        apply_loops[width](gaps->buf, values->buf, into->buf, count, is_float);
+    Py_END_ALLOW_THREADS
+    return release(&buffers, PyBool_FromLong(fits));
+}
+
 static PyMethodDef methods[] = {
     {"take_differences", take_differences, METH_VARARGS, "(words, base, into, item_bytes): the zigzag differences, sorted."},
     {"add_differences", add_differences, METH_VARARGS, "(sorted, base, into, item_bytes): the words again."},
     {"encode_groups", encode, METH_VARARGS, "(words, into, item_bytes, rotated, widths, hows): where in `into` each group of bytes is."},
     {"decode_groups", decode, METH_VARARGS, "(groups, into, item_bytes, rotated): None, or the number of a group that only zstd itself can decode."},
+    {"find_changes", find_changes, METH_VARARGS, "(words, base, gaps, values, item_bytes, is_float): count, sum of words, sum of base."},
+    {"apply_changes", apply_changes, METH_VARARGS, "(gaps, values, into, item_bytes, is_float): whether the gaps fit, and were applied."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -111,4 +111,26 @@ int decode_groups(const Group *groups, int group_count, char *into, size_t count
 typedef void (*DifferenceLoop)(const char *from, const char *base, char *into, size_t count);
 extern const DifferenceLoop take_loops[4], add_loops[4];
 
+/* _changes.c. Sums of words, and of those sums, in two lanes: the order counts, and no bit can change unnoticed. Not stored anywhere. */
+typedef uint64_t Pair __attribute__((vector_size(16)));
+typedef struct {
+    Pair words, sums;
+} Sum;
+
+typedef struct {
+    const char *words, *base;
+    char *gaps, *values;
+    size_t limit, count; /* capacity in changed words; how many were found: above the limit, at least */
+    size_t next;         /* behind the last changed word */
+    int is_float;
+    Sum of_words, of_base;
+} Search;
+
+typedef void (*FindLoop)(Search *search, size_t size_bytes);
+typedef void (*ApplyLoop)(const char *gaps, const char *values, char *into, size_t count, int is_float);
+extern const FindLoop find_loops[4];
+extern const ApplyLoop apply_loops[4];
+/* Whether all gaps lead to words of `words`: checked before any is written. */
+int gaps_fit(const char *gaps, size_t count, size_t words);
+
 #endif

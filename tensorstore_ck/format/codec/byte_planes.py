@@ -111,7 +111,8 @@ def _split_and_encode(
 ) -> list[tuple[GroupCoding, bytes | memoryview]]:
     """Splits words and codes the groups, each of a width, an entropy, and a sample: Huffman codes in one pass, others in a second one."""
     hows = [
-        GroupCoding.ZSTD if REPEATING_BITS <= entropy <= NOISE_BITS and not has_runs(some) else GroupCoding.RAW for _, entropy, some in groups
+        GroupCoding.ZSTD if REPEATING_BITS <= entropy <= NOISE_BITS and not has_runs(some) else GroupCoding.RAW
+        for _, entropy, some in groups
     ]
     widths = bytes(width for width, _, _ in groups)
     into = np.empty(words.nbytes + len(groups) * (FRAME_BYTES + BLOCK_BYTES * (len(words) // FRAME_BLOCK + 1)), np.uint8)

@@ -1,6 +1,7 @@
 """The compiled kernel, `_kernel`: it does what the numpy form of split, merge, entropy coding and differences does, several times faster.
 
-Without a compiler at installation, or on a big-endian machine, `HAS_KERNEL` is false.
+`HAS_KERNEL` is false without a compiler at installation, on a big-endian machine, and in a checkout that was updated after its kernel was
+compiled, until it is installed again.
 """
 
 import sys
@@ -9,6 +10,9 @@ try:
     if sys.byteorder != "little":
         raise ImportError("the kernel needs little-endian words")
     from tensorstore_ck.format.codec import _kernel as kernel
+
+    if not hasattr(kernel, "decode_groups"):
+        raise ImportError("the kernel was compiled from older sources")
 except ImportError:
     HAS_KERNEL = False
 else:

@@ -10,17 +10,18 @@ exponent, and zstd makes a new Huffman code for each 128 KiB.
 """
 
 import struct
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import compiled
 from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, estimate_planes_bytes, planes_or_raw
 from tensorstore_ck.format.codec.byte_split import Words, add_differences, bytes_of, words_of, zigzag_differences
+from tensorstore_ck.format.codec.changed_words import Changes, apply_changes
 from tensorstore_ck.format.codec.entropy import EntropyCoder, sample
+
 
 def sorted_differences(words: Words, base: Words) -> Words:
     """Zigzag differences of floats, stably sorted by the exponent of the base."""
@@ -66,25 +67,27 @@ def estimate_delta_bytes(raw: memoryview, base: memoryview, elements: Elements) 
     return estimate_planes_bytes(bytes_of(differences), elements._replace(is_float=False)) * len(raw) / differences.nbytes
 
 
-def encode_delta(raw: memoryview, base: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview]:
-    """The pieces of the stored bytes."""
+def is_dense(raw: memoryview, base: memoryview, item_bytes: int) -> bool:
+    """Whether so many words of a sample differ that a comparison of all is not worth it."""
+    differs = sample(words_of(raw, item_bytes)) != sample(words_of(base, item_bytes))
+    return bool(np.count_nonzero(differs) > 2 * SPARSE_TO * len(differs))
+
+
+def encode_few(changes: Changes, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview]:
+    """The pieces of the stored bytes of a block of which few words changed."""
     order = FLOATS if elements.is_float else INTEGERS
+    first = planes_or_raw(bytes_of(changes.gaps), Elements(4, False), coder)
+    second = planes_or_raw(bytes_of(changes.values), elements._replace(is_float=False), coder)
+    return [_HEADER.pack(SPARSE, order, elements.item_bytes, changes.changed, sum(map(len, first))), *first, *second]
+
+
+def encode_all(raw: memoryview, base: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview]:
+    """The pieces of the stored bytes, with a difference for each word."""
+    form, order = (SORTED, FLOATS) if elements.is_float else (DENSE, INTEGERS)
     words, others = words_of(raw, elements.item_bytes), words_of(base, elements.item_bytes)
-    plain = elements._replace(is_float=False)
-    differs = sample(words) != sample(others)
-    if np.count_nonzero(differs) <= 2 * SPARSE_TO * len(differs):
-        differs = words != others
-    if np.count_nonzero(differs) > SPARSE_TO * len(differs):
-        form = SORTED if elements.is_float else DENSE
-        differences = sorted_differences(words, others) if form == SORTED else zigzag_differences(words, others, is_float=False)
-        return [_HEADER.pack(form, order, elements.item_bytes, 0, 0), *planes_or_raw(bytes_of(differences), plain, coder)]
-    changed = np.flatnonzero(differs)
-    gaps = np.diff(changed, prepend=-1).astype("<u4")
-    values = zigzag_differences(words[changed], others[changed], is_float=elements.is_float)
-    first = planes_or_raw(bytes_of(gaps), Elements(4, False), coder)
-    second = planes_or_raw(bytes_of(values), plain, coder)
-    header = _HEADER.pack(SPARSE, order, elements.item_bytes, len(changed), sum(map(len, first)))
-    return [header, *first, *second]
+    differences = sorted_differences(words, others) if form == SORTED else zigzag_differences(words, others, is_float=False)
+    coded = planes_or_raw(bytes_of(differences), elements._replace(is_float=False), coder)
+    return [_HEADER.pack(form, order, elements.item_bytes, 0, 0), *coded]
 
 
 def elements_of_delta(stored: Buffer) -> Elements:
@@ -132,15 +135,11 @@ def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: s
     gaps, values = np.empty(changed, "<u4"), np.empty(changed, dtype)
     decode_planes(rest[:first], bytes_of(gaps), name)
     decode_planes(rest[first:], bytes_of(values), name)
-    positions: npt.NDArray[Any] = np.cumsum(gaps, dtype=np.int64) - 1
-    if int(gaps.min()) == 0 or int(positions[-1]) >= whole // item_bytes:
+    patched = base if into is base else memoryview(bytearray(base))
+    if not apply_changes(gaps, values, patched, is_float=is_float):
         raise _misfit(name)
-    words = words_of(base, item_bytes) if into is base else words_of(base, item_bytes).copy()
-    picked = np.empty(changed, dtype)
-    add_differences(words[positions], values, picked, is_float=is_float)
-    words[positions] = picked
     if into is not base:
-        into[:] = bytes_of(words)  # each word once: see `merge`
+        into[:] = patched  # each word once: see `merge`
 
 
 def _misfit(name: str) -> CorruptObjectError:

@@ -9,13 +9,16 @@ from typing import Final, Literal, NamedTuple
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.format.codec.byte_planes import Elements, encode_planes, estimate_planes_bytes, guess_elements
 from tensorstore_ck.format.codec.cast import KINDS, encode_cast
-from tensorstore_ck.format.codec.delta import encode_delta, estimate_delta_bytes
+from tensorstore_ck.format.codec.changed_words import Changes, find_changes
+from tensorstore_ck.format.codec.delta import SPARSE_TO, encode_all, encode_few, estimate_delta_bytes, is_dense
 from tensorstore_ck.format.codec.entropy import EntropyCoder
 from tensorstore_ck.format.codec.registry import Codec, encode_lz4, encode_zstd
 
 Mode = Literal["raw", "fast", "small"]
 WORTH: Final = 0.97
 """A difference must be smaller than this share of the block encoded by itself, else reading its base costs more than it saves."""
+SMALL: Final = 1 / 16
+"""A difference up to this share of the block is taken without estimating the block by itself, which takes as long as its coding."""
 LEVELS: Final = {"fast": 1, "small": 9}
 """zstd levels."""
 
@@ -25,6 +28,14 @@ class Encoded(NamedTuple):
 
     codec: Codec
     pieces: tuple[Buffer, ...]
+
+
+class EncodedDelta(NamedTuple):
+    """A block as a difference, and what differs."""
+
+    encoded: Encoded
+    changes: Changes | None
+    """None: too many."""
 
 
 class Encoder:
@@ -50,14 +61,30 @@ class Encoder:
         stored = encode_cast(memoryview(raw), masters, KINDS[dtype])
         return None if stored is None else Encoded(Codec.CAST, (stored,))
 
-    def encode_delta(self, raw: Buffer, base: memoryview, elements: Elements) -> Encoded | None:
-        """Encodes a tensor's block as a difference to `base`; None if that is not clearly smaller than the block by itself."""
-        coder = self._coder_of_mode()
-        plain_bytes = estimate_planes_bytes(memoryview(raw), elements)
-        if estimate_delta_bytes(memoryview(raw), base, elements) > WORTH * plain_bytes:
+    def encode_delta(self, raw: Buffer, base: memoryview, elements: Elements, base_sum: bytes | None = None) -> EncodedDelta | None:
+        """Encodes a tensor's block as a difference to `base`; None if that is not clearly smaller than the block by itself.
+
+        Also None if `base` has another sum than `base_sum` (see `Changes`), which says that it changed in memory.
+        """
+        view, coder = memoryview(raw).cast("B"), self._coder_of_mode()
+        limit = int(SPARSE_TO * (len(view) // elements.item_bytes))
+        changes = None
+        if base_sum is not None or not is_dense(view, base, elements.item_bytes):
+            changes = find_changes(view, base, elements.item_bytes, is_float=elements.is_float, limit=limit)
+            if base_sum not in (None, changes.base_sum):
+                return None
+        if changes is not None and changes.changed > limit:
+            changes = None
+        if changes is not None:
+            pieces = encode_few(changes, elements, coder)
+        elif estimate_delta_bytes(view, base, elements) > WORTH * estimate_planes_bytes(view, elements):
             return None
-        pieces = encode_delta(memoryview(raw), base, elements, coder)
-        return Encoded(Codec.DELTA, tuple(pieces)) if sum(map(len, pieces)) <= WORTH * plain_bytes else None
+        else:
+            pieces = encode_all(view, base, elements, coder)
+        size_bytes = sum(map(len, pieces))
+        if size_bytes > SMALL * len(view) and size_bytes > WORTH * estimate_planes_bytes(view, elements):
+            return None
+        return EncodedDelta(Encoded(Codec.DELTA, tuple(pieces)), changes)
 
     def encode_opaque(self, raw: Buffer) -> Encoded:
         """Encodes opaque bytes, with compression in every mode, since they are few."""

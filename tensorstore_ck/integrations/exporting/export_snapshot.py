@@ -20,6 +20,7 @@ from tensorstore_ck.integrations.exporting.deepspeed_universal import write_univ
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.strip_prefix import sole_prefix, without_prefix
 from tensorstore_ck.integrations.model_file_names import USUAL_FILE
+from tensorstore_ck.integrations.model_signature import SUFFIX, FolderSigner, write_signature
 from tensorstore_ck.integrations.weight_names import read_names
 from tensorstore_ck.integrations.weight_names.content import convert_content
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
@@ -59,6 +60,8 @@ class ExportReport:
     """Path in the state -> why the format does not hold it."""
     notes: tuple[str, ...]
     """Hints for readers of the files."""
+    signature: str = ""
+    """The path of the signature; empty: none was asked for."""
 
     @property
     def size_bytes(self) -> int:
@@ -82,6 +85,7 @@ def export_snapshot(
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
     allow_marked: bool = False,
+    sign: str | os.PathLike[str] | None = None,
 ) -> ExportReport:
     """Writes the snapshot at `address` as files of another program, within bounded memory.
 
@@ -107,6 +111,7 @@ def export_snapshot(
         max_file_bytes: Split larger files of a folder, between tensors. A torch file is never split.
         overwrite: Replace an earlier export.
         allow_marked: Export even a snapshot that is marked ``bad`` or ``damaged``.
+        sign: The file of an EC key, which signs the files of a folder: ``PATH.sig`` is then a signature as `model-signing` 1.x verifies it.
 
     Raises:
         AlreadyExistsError: `path` exists, and `overwrite` is false, or it is no export.
@@ -122,6 +127,9 @@ def export_snapshot(
     target = _target(path, format, max_file_bytes)
     if config_from is not None and format != "hf":
         raise InvalidOptionError(f"config_from= (--config-from) is for the format hf, not {format}", object_id="config_from")
+    if sign is not None and target.is_file:
+        raise InvalidOptionError(f"{target.path} is one file, and sign= (--sign) is for folders: export into a folder", object_id="sign")
+    signer = None if sign is None else FolderSigner(sign)
     target.check(overwrite=overwrite)
     info = resolve(store, address).info
     snapshot = Snapshot.from_info(info)
@@ -155,6 +163,9 @@ def export_snapshot(
             )
         )
         sizes = dict(sorted(_sizes(folder)))
+        bundle = None if signer is None else signer.sign(folder, os.path.basename(target.path))
+    if bundle is not None:
+        write_signature(target.path + SUFFIX, bundle)
     files = tuple(ExportedFile(name, size) for name, size in sizes.items())
     left_out = written.left_out | dict.fromkeys(() if renamed is None else renamed.left_out, "not a tensor")
     notes = tuple(written.notes)
@@ -167,6 +178,7 @@ def export_snapshot(
         tensor_bytes=written.tensor_bytes,
         left_out=left_out,
         notes=notes,
+        signature="" if bundle is None else target.path + SUFFIX,
     )
 
 

@@ -5,7 +5,7 @@ everything that is needed of P: blocks that the relocation does not list stay, a
 """
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +31,8 @@ class RebuiltPack(NamedTuple):
     """Blocks in a new pack."""
     lost: int
     """Blocks without a good copy."""
+    made: Sequence[Ulid] = ()
+    """The new packs."""
 
 
 def rebuild_packs(engine: Engine, needed: BlockTables, source: BlockSource, anchor: int) -> list[RebuiltPack]:
@@ -51,8 +53,11 @@ def rebuild_packs(engine: Engine, needed: BlockTables, source: BlockSource, anch
     done = compact(engine, packs, read=blocks.read)
     for move in done.moves:
         commit_relocation(engine, move, anchor)
-    moved = {move.pack for move in done.moves}
-    return [outcome if outcome.pack in moved else RebuiltPack(outcome.pack, 0, outcome.blocks + outcome.lost) for outcome in outcomes]
+    made = {move.pack: move.targets for move in done.moves}
+    return [
+        outcome._replace(made=made[outcome.pack]) if outcome.pack in made else RebuiltPack(outcome.pack, 0, outcome.blocks + outcome.lost)
+        for outcome in outcomes
+    ]
 
 
 def commit_relocation(engine: Engine, move: CompactedPack, anchor: int, needed: Collection[ObjectKey] = ()) -> None:

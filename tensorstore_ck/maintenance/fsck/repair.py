@@ -102,6 +102,8 @@ class _Repair:
         self._repaired: dict[str, str] = {}
         self._bad: dict[Ulid, BadBlocks] = {}
         """Blocks that were found bad; packs are never rewritten in place, so they stay bad."""
+        self._made: set[Ulid] = set()
+        """New packs. What a part names and one of them does not hold, no further copy holds: the part is wrong."""
         self._read: Collection[Ulid] = ()
         """Packs whose blocks were all read."""
 
@@ -226,7 +228,7 @@ class _Repair:
 
     def _repair_packs(self, fsck: Fsck) -> bool:
         """Rebuilds packs with damaged blocks or footers; whether any block was saved."""
-        damaged = {pack for pack in {*fsck.hit.packs, *fsck.packs.problems} if pack_name(pack) not in self._repaired}
+        damaged = {pack for pack in {*fsck.hit.packs, *fsck.packs.problems} - self._made if pack_name(pack) not in self._repaired}
         if not damaged:
             return False
         view = fsck.at_log.log.view()
@@ -239,6 +241,7 @@ class _Repair:
         except SnapshotExpiredError:
             return True  # gc freed something meanwhile: check again
         for outcome in outcomes:
+            self._made.update(outcome.made)
             if outcome.blocks:
                 rest = f"; {outcome.lost} blocks have no good copy" if outcome.lost else ""
                 self._repaired[pack_name(outcome.pack)] = f"{outcome.blocks} blocks are in a new pack{rest}"

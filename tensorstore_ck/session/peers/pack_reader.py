@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.format.pack import pack_name
-from tensorstore_ck.session.peers.pack_wire import FOUND, HELLO_SECONDS, MAX_RANGE_BYTES, REQUEST, greet_server, receive, receive_into
+from tensorstore_ck.session.peers.pack_wire import CONNECT_SECONDS, FOUND, MAX_RANGE_BYTES, REQUEST, greet_server, receive, receive_into
 
 
 class ServerAddress(NamedTuple):
@@ -40,12 +40,16 @@ class PackReader:
             self._strike(name, server)
         return False
 
+    def has(self, name: str) -> bool:
+        """Whether a rank that is not lost is said to have an object."""
+        return self._server_of(name) is not None
+
     def distrust(self, name: str) -> bool:
         """The bytes of an object were wrong: asks the next rank from now on; False if there is none."""
         server = self._server_of(name)
         if server is not None:
             self._strike(name, server)
-        return self._server_of(name) is not None
+        return self.has(name)
 
     def close(self) -> None:
         """Closes all connections."""
@@ -107,7 +111,7 @@ class PackReader:
 
 
 def _connected(host: str, server: ServerAddress) -> socket.socket:
-    connection = socket.create_connection((host, server.port), timeout=HELLO_SECONDS)
+    connection = socket.create_connection((host, server.port), timeout=CONNECT_SECONDS)
     try:
         greet_server(connection, server.secret)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -26,8 +26,10 @@ REQUEST: Final = struct.Struct(f"<{ULID_BYTES}sQI")
 FOUND: Final = b"\x01"
 NOT_FOUND: Final = b"\x00"
 MAX_RANGE_BYTES: Final = 64 << 20
-HELLO_SECONDS: Final = 10.0
-"""How long the proof may take."""
+CONNECT_SECONDS: Final = 10.0
+"""How long a connection to one address of a host may take."""
+HELLO_SECONDS: Final = 60.0
+"""How long each message of the proof may take: a busy host is not a lost one."""
 SILENT_SECONDS: Final = 60.0
 """After this time without a byte the other side is gone."""
 

@@ -12,6 +12,7 @@ import torch
 
 import tensorstore_ck as tsck
 from tests import documents
+from tests.end_to_end.walks.terminal import COLUMNS
 from tests.end_to_end.walks.walk import Walk
 
 pytestmark = pytest.mark.slow
@@ -27,6 +28,10 @@ with tsck.open("./ckpt", rate_limit=4_000_000) as store:
 NO_STORE, NOT_FOUND, EXISTS, MARKED_BAD, GC_REFUSED = 30, 25, 28, 36, 37
 LOOK_SECONDS = 0.02
 SOME_BYTES = 1_000_000
+COPIED_BYTES = 40_000_000
+INTERRUPTED = 130
+COPYING = re.compile(r"^copying .* [1-9]\d?% \S+ MiB of \S+ MiB, \S+ [KM]iB/s \d:\d\d:\d\d$", re.MULTILINE)
+BOLD = "\x1b[1m"
 
 
 def write_script() -> None:
@@ -52,6 +57,37 @@ def bytes_in(folder: str) -> int:
     return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
+def copy_to_another_disk(walk: Walk) -> None:
+    """It shows how far it is, on one line, until Ctrl-C ends it; the same line again finishes it."""
+    with tsck.open("./ckpt") as store:
+        store.put_snapshot({"w": torch.randn(COPIED_BYTES // 4)}, ref="runs/large", step=1)
+    walk.type("tsck init usb")
+    line = "tsck copy ckpt usb --ref runs/large"
+    walk.terminal.begin(f"{line} --rate-limit 2MB")
+    walk.terminal.until(lambda: COPYING.search(walk.terminal.screen()))
+    assert len(COPYING.findall(walk.terminal.screen())) == 1
+    walk.terminal.press("C-c")
+    stopped = walk.read_on(line, code=INTERRUPTED)
+    assert "copying" not in stopped.text, "the bar goes with the command"
+    assert "Traceback" not in stopped.text
+    assert "runs/large" in walk.type(line).text
+    assert "no errors" in walk.type("tsck fsck --read-data -s usb").lines
+
+
+def complete_and_colour(walk: Walk) -> None:
+    """Tab in the shell after the printed line; colours, and none where the user wants none."""
+    installed = walk.type("tsck completion bash --install")
+    (script,) = re.findall(r"`(source [^`]+)`", installed.text)
+    walk.type(script)
+    walk.terminal.complete("tsck lo", "tsck log")
+    walk.terminal.complete("tsck log -s ckpt runs/f", "tsck log -s ckpt runs/first")
+    walk.terminal.complete("tsck show -s ckpt runs/first@2", "tsck show -s ckpt runs/first@20")
+    walk.type("tsck log runs/first -s ckpt")
+    assert BOLD in walk.terminal.screen(colours=True)
+    walk.type("NO_COLOR=1 tsck log runs/first -s ckpt")
+    assert BOLD not in walk.terminal.screen(colours=True).rpartition("NO_COLOR=1")[2]
+
+
 def test_before_there_is_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
     with Walk(tmp_path, monkeypatch) as walk:
@@ -72,19 +108,20 @@ def test_before_there_is_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Walk(tmp_path, monkeypatch) as walk:
         write_script()
-        assert [line.split()[1] for line in walk.python("train.py").out.splitlines()] == ["10", "20", "30"]
+        assert [line.split()[1] for line in walk.python("train.py").lines] == ["10", "20", "30"]
         again = walk.python("train.py")
-        assert (again.out, again.err) == ("", "")
+        assert again.text == ""
 
         log = walk.type("tsck log runs/first -s ckpt")
-        assert [line.split()[1] for line in log.out.splitlines()[1:]] == ["30", "20", "10"]
-        size, grown = re.search(r"^size +(\S+ \S+), .*grow by (\S+ \S+)$", walk.type("tsck show runs/first -s ckpt").out, re.M).groups()  # type: ignore[union-attr]
-        assert size in log.out
-        assert grown in log.out
-        assert "tensors" in walk.type("tsck diff runs/first~1 runs/first -s ckpt").out
-        assert "gc can free: nothing now" in walk.type("tsck usage -s ckpt").out
-        assert walk.type("tsck fsck --read-data -s ckpt").out.splitlines()[-1] == "no errors"
-        assert "would be freed: 0 B" in walk.type("tsck gc --dry-run -s ckpt").out
+        assert [line.split()[1] for line in log.lines[1:]] == ["30", "20", "10"]
+        assert max(map(len, log.lines)) <= COLUMNS
+        size, grown = re.search(r"^size +(\S+ \S+), .*grow by (\S+ \S+)$", walk.type("tsck show runs/first -s ckpt").text, re.M).groups()  # type: ignore[union-attr]
+        assert size in log.text
+        assert grown in log.text
+        assert "tensors" in walk.type("tsck diff runs/first~1 runs/first -s ckpt").text
+        assert "gc can free: nothing now" in walk.type("tsck usage -s ckpt").text
+        assert walk.type("tsck fsck --read-data -s ckpt").lines[-1] == "no errors"
+        assert "would be freed: 0 B" in walk.type("tsck gc --dry-run -s ckpt").text
 
         # a save is killed: what it left is free at once, by the command that each of them prints
         whole = bytes_in("ckpt")
@@ -92,18 +129,18 @@ def test_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         left = bytes_in("ckpt") - whole
         assert left > SOME_BYTES
         usage = walk.type("tsck usage -s ckpt")
-        (freed,) = re.findall(r"gc can free: (\S+ \S+) now", usage.out)
+        (freed,) = re.findall(r"gc can free: (\S+ \S+) now", usage.text)
         dry = walk.type("tsck gc --dry-run -s ckpt")
-        assert f"would be freed: {freed}" in dry.out
-        assert f"gc can free: {freed} now" in walk.type("tsck fsck -s ckpt").out
+        assert f"would be freed: {freed}" in dry.text
+        assert f"gc can free: {freed} now" in walk.type("tsck fsck -s ckpt").text
         refused = walk.type("tsck gc -s ckpt", code=GC_REFUSED)
         assert refused.printed == usage.printed == dry.printed
-        assert f"freed: {freed}" in walk.follow(refused, "gc --max-delete 100%").out
+        assert f"freed: {freed}" in walk.follow(refused, "gc --max-delete 100%").text
         assert bytes_in("ckpt") < whole + 10_000
         clean = walk.type("tsck usage -s ckpt")
-        assert "gc can free: nothing now" in clean.out
+        assert "gc can free: nothing now" in clean.text
         shutil.rmtree("cache")
-        assert walk.type("tsck log runs/first -s ckpt").out == log.out
+        assert walk.type("tsck log runs/first -s ckpt").text == log.text
 
         # a notebook
         with tsck.open("./ckpt", read_only=True) as store:
@@ -116,11 +153,11 @@ def test_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(tsck.InvalidOptionError) as lower:
                 store.put_snapshot(state, ref="runs/first", step=1)
             made = walk.follow(walk.read(lower.value, "a notebook that puts"), "branch")
-            (branch,) = re.findall(r"^branch (\S+) is at", made.out)
+            (branch,) = re.findall(r"^branch (\S+) is at", made.text)
             store.checkout(branch)
             store.put_snapshot({"w": torch.ones(3)}, ref=branch, step=31)
             store.put_snapshot({"w": torch.ones(3)}, ref="notebook", step=1)
-        assert walk.type("tsck log runs/first -s ckpt").out == log.out
+        assert walk.type("tsck log runs/first -s ckpt").text == log.text
 
         # two at once: the one that lost goes on as the error says
         with tsck.open("./ckpt") as job, tsck.open("./ckpt") as other:
@@ -134,6 +171,9 @@ def test_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             walk.follow(said, "reset")
             job.put_snapshot({"w": torch.zeros(4)}, ref="runs/first", step=32)
 
+        copy_to_another_disk(walk)
+        complete_and_colour(walk)
+
         # a bad step, a name, and back
         walk.type("tsck mark runs/first bad --reason 'loss spike' -s ckpt")
         bad = walk.type("tsck get runs/first out.pt -s ckpt", code=MARKED_BAD)
@@ -143,18 +183,18 @@ def test_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         taken = walk.type("tsck tag paper runs/first@20 -s ckpt", code=EXISTS)
         walk.follow_all(taken)
         head = walk.type("tsck forget runs/first -s ckpt")
-        assert "32" in head.out
+        assert "32" in head.text
         gone = walk.type("tsck log runs/first -s ckpt", code=NOT_FOUND)
         walk.follow_all(gone)
         later = walk.type("tsck usage -s ckpt")
-        assert "undo window" in later.out
+        assert "undo window" in later.text
         walk.follow(later, "forget")
         walk.type("tsck undo -s ckpt")
-        assert "32" in walk.type("tsck log runs/first -s ckpt").out
+        assert "32" in walk.type("tsck log runs/first -s ckpt").text
         walk.type("tsck export paper --to torch out.pt -s ckpt")
         walk.type("tsck export paper --to safetensors out -s ckpt")
         loaded = torch.load("out.pt", weights_only=True)
         assert torch.equal(loaded["model"]["0.weight"], state["model"]["0.weight"])
         walk.follow_all(later)
         walk.follow_all(clean)  # which snapshot it would forget to have more space
-        assert walk.type("tsck fsck --read-data -s ckpt").out.splitlines()[-1] == "no errors"
+        assert walk.type("tsck fsck --read-data -s ckpt").lines[-1] == "no errors"

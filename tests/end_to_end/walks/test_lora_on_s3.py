@@ -61,25 +61,25 @@ def test_an_adapter_in_a_bucket(url: str, tmp_path: Path, monkeypatch: pytest.Mo
 
         # killed at step 9, and started again by the same line
         first = walk.python("train.py", url, "12", str(KILLED), "base1", code=KILLED)
-        assert "hold the adapter alone" in first.err
-        assert "base1" in first.err
-        assert "ended at 12" in walk.python("train.py", url, "12", "0", "base1").out
+        assert "hold the adapter alone" in first.text
+        assert "base1" in first.text
+        assert "ended at 12" in walk.python("train.py", url, "12", "0", "base1").text
         trained = torch.load("trained.pt", weights_only=True)
 
         # what is in the bucket: three snapshots, that are small beside the base
-        rows = walk.type(f"tsck log runs/lora -s {url}").out.splitlines()[1:]
+        rows = walk.type(f"tsck log runs/lora -s {url}").lines[1:]
         assert [row.split()[1] for row in rows] == ["12", "8", "4"]
-        usage = walk.type(f"tsck usage --json -s {url}").out
+        usage = walk.type(f"tsck usage --json -s {url}").text
         (stored,) = re.findall(r'"objects_bytes": (\d+)', usage)
         assert int(stored) < base_bytes / 2
-        assert "base_model" in walk.type(f"tsck show runs/lora -s {url}").out
+        assert "base_model" in walk.type(f"tsck show runs/lora -s {url}").text
 
         # another base is refused, and nothing is restored
         other = walk.python("train.py", url, "16", "0", "base2", code=1)
-        assert "MismatchError" in other.err
-        assert "base" in other.err.splitlines()[-2]
+        assert "MismatchError" in other.text
+        assert "base" in other.lines[-2]
         walk.follow_all(other, DIR="adapter")
-        assert walk.type(f"tsck log runs/lora -s {url}").out.splitlines()[1:] == rows
+        assert walk.type(f"tsck log runs/lora -s {url}").lines[1:] == rows
 
         # the error named the way out: a folder for peft, with the same weights
         loaded = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained("base1"), "adapter").state_dict()

@@ -38,21 +38,21 @@ def test_years_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
         # the history, named by its files; a second import of the same finds all of it
         imported = walk.type("tsck import --history 'model_*.pt' --step-from name --metric loss=key:loss --ref runs/old -s store")
-        assert "step 300" in imported.out
+        assert "step 300" in imported.text
         walk.type("tsck import --history 'model_*.pt' --step-from name --metric loss=key:loss --ref runs/old -s store")
-        log = walk.type("tsck log runs/old -s store").out.splitlines()
+        log = walk.type("tsck log runs/old -s store").lines
         assert [line.split()[1] for line in log[1:]] == ["300", "200", "100"]
-        assert log[1].endswith("loss=0.00333333")
+        assert log[1].endswith("loss=0.0033")
 
         # a folder of DCP goes on from it; a file with an object of a class runs nothing
         walk.type("tsck import step-400 --step 400 --ref runs/old -s store")
-        assert walk.type("tsck log runs/old -n 1 -s store").out.splitlines()[1].split()[1] == "400"
+        assert walk.type("tsck log runs/old -n 1 -s store").lines[1].split()[1] == "400"
         refused = walk.type("tsck import strange.pt --ref runs/strange -s store", code=UNSUPPORTED)
-        assert "config" in refused.err
-        assert "Config" in refused.err
+        assert "config" in refused.text
+        assert "Config" in refused.text
         walk.type("tsck import strange.pt --ref runs/strange --exclude config -s store")
         missing = walk.type("tsck import model_500.pt --ref runs/old -s store", code=NOT_FOUND)
-        assert "model_500.pt" in missing.err
+        assert "model_500.pt" in missing.text
 
         # what came in is what was there, shared memory too; training goes on, and only what changed is stored
         with tsck.open("store") as store:
@@ -62,7 +62,7 @@ def test_years_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             job["model"]["w"] += 1
             assert job["model"]["tied"][0] == job["model"]["w"][0] == 301
             store.put_snapshot(job, ref="runs/old", step=301)
-        states = [line.split()[1:2] + line.split()[7:8] for line in walk.type("tsck log runs/old -s store").out.splitlines()[1:3]]
+        states = [line.split()[1:2] + line.split()[7:8] for line in walk.type("tsck log runs/old -s store").lines[1:3]]
         assert states == [["301", "head"], ["400", "abandoned"]]
 
         # out again, for programs that know nothing of the store
@@ -72,5 +72,5 @@ def test_years_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (weights,) = Path("weights").glob("*.safetensors")
         assert torch.equal(load_file(weights)["model.w"], job["model"]["w"])
         taken = walk.type("tsck export runs/old --to torch out.pt -s store", code=EXISTS)
-        assert "out.pt" in taken.err
-        assert "no errors" in walk.type("tsck fsck --read-data -s store").out
+        assert "out.pt" in taken.text
+        assert "no errors" in walk.type("tsck fsck --read-data -s store").text

@@ -48,7 +48,7 @@ def damage_newest_pack(server: S3Server, url: str) -> str:
 def test_a_damaged_pack(seaweedfs_server: S3Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Walk(tmp_path, monkeypatch) as walk:
         Path("job.py").write_text(JOB)
-        assert walk.python("job.py", url).out == "from step 0\n"
+        assert walk.python("job.py", url).lines == ["from step 0"]
         walk.type("tsck init backup")
         walk.type(f"tsck copy {url} backup")
         with tsck.open(url, read_only=True) as store:
@@ -56,12 +56,12 @@ def test_a_damaged_pack(seaweedfs_server: S3Server, url: str, tmp_path: Path, mo
         name = damage_newest_pack(seaweedfs_server, url)
 
         failed = walk.python("job.py", url, code=1)
-        assert name in failed.err.splitlines()[-2]
+        assert name in failed.lines[-2]
         walk.follow(failed, "help corrupt_object")
         found = walk.follow(failed, "fsck --read-data", code=DAMAGED)
-        assert name in found.out
-        assert "hits runs/gpt@3" in found.out
-        assert "no errors" not in found.out
+        assert name in found.text
+        assert "hits runs/gpt@3" in found.text
+        assert "no errors" not in found.text
         read = walk.type(f"tsck get runs/gpt out.pt -s {url}", code=CORRUPT)
         walk.follow(read, "fsck --read-data", code=DAMAGED)
 
@@ -70,18 +70,18 @@ def test_a_damaged_pack(seaweedfs_server: S3Server, url: str, tmp_path: Path, mo
         again = walk.follow(read, "fsck --read-data", code=DAMAGED, KEY=KEY, SECRET=SECRET)
 
         repaired = walk.follow(found, "fsck --read-data --repair --from", OTHER_STORE="backup")
-        assert f"repaired  {name}" in repaired.out
+        assert f"repaired  {name}" in repaired.text
         walk.follow(again, "fsck --read-data --repair --from", OTHER_STORE="backup", KEY=KEY, SECRET=SECRET)
         checked = walk.type(f"tsck fsck --read-data -s {url}")
-        assert "no errors" in checked.out.splitlines()
-        assert "an interrupted save" not in checked.out, "the damaged pack was replaced by the repair"
+        assert "no errors" in checked.lines
+        assert "an interrupted save" not in checked.text, "the damaged pack was replaced by the repair"
         walk.follow_all(checked)
-        kept = walk.type(f"tsck fsck --read-data -s {url}").out  # gc doubts a relocation for a day: see gc/released.py
+        kept = walk.type(f"tsck fsck --read-data -s {url}").text  # gc doubts a relocation for a day: see gc/released.py
         assert "no errors" in kept.splitlines()
         assert f"notice  {name}" in kept
         with tsck.open(url, read_only=True) as store:
             for step, state in expected.items():
                 require_same(store.checkout(f"runs/gpt@{step}"), state)
-        assert walk.python("job.py", url).out == "from step 3\n"
+        assert walk.python("job.py", url).lines == ["from step 3"]
         with tsck.open(url, read_only=True) as store:
             assert [snapshot.step for snapshot in store.log("runs/gpt")] == [6, 5, 4, 3, 2, 1]

@@ -33,19 +33,19 @@ def test_rules_quotas_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
         # rules: tried first, then set; each snapshot that goes is printed before it goes
         typed = walk.type("tsck policy set 'runs/*' keep_lst=2 -s a", code=BAD_RULE)
-        assert "did you mean keep_last?" in typed.err
+        assert "did you mean keep_last?" in typed.text
         short = walk.type("tsck policy set 'runs/*' keep_last=2 keep_best=1:val_loss -s a", code=BAD_RULE)
-        assert "or keep_best=3:val_loss:min at a shell, not '1:val_loss'" in short.err
+        assert "or keep_best=3:val_loss:min at a shell, not '1:val_loss'" in short.text
         walk.type("tsck policy set 'runs/*' keep_last=2 keep_best=1:val_loss:min -s a")
         tried = walk.type("tsck policy apply --dry-run -s a")
         walk.follow(tried, "gc")
-        assert [line.split()[1] for line in tried.out.splitlines() if " goes " in line] == ["6", "5", "4", "3", "1"]
-        assert len(walk.type("tsck log runs/gpt -s a").out.splitlines()) == 9
+        assert [line.split()[1] for line in tried.lines if " goes " in line] == ["6", "5", "4", "3", "1"]
+        assert len(walk.type("tsck log runs/gpt -s a").lines) == 9
         applied = walk.type("tsck policy apply -s a")
-        assert [line.split()[1] for line in walk.type("tsck log runs/gpt -s a").out.splitlines()[1:]] == ["8", "7", "2"]
+        assert [line.split()[1] for line in walk.type("tsck log runs/gpt -s a").lines[1:]] == ["8", "7", "2"]
         usage = walk.type("tsck usage -s a")
         walk.follow_all(usage)
-        assert "6" in walk.follow(applied, "undo").out
+        assert "6" in walk.follow(applied, "undo").text
         walk.type("tsck policy apply -s a")
 
         # a quota refuses the save, and says what to do
@@ -61,23 +61,23 @@ def test_rules_quotas_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         # one view of all stores
         walk.follow(walk.type("tsck catalog sync a b --db sqlite:///all.sqlite"), "find")
         found = walk.type("tsck find 'val_loss < 0.4' --db sqlite:///all.sqlite")
-        assert "runs/gpt" in found.out
-        assert "runs/bert" in found.out
+        assert "runs/gpt" in found.text
+        assert "runs/bert" in found.text
         walk.follow(found, "catalog sync")
         close = walk.type("tsck find 'val_los < 0.4' --db sqlite:///all.sqlite", code=25)
-        assert "did you mean val_loss?" in close.err
+        assert "did you mean val_loss?" in close.text
 
         # a second copy, which serves when the first is gone
         walk.type("tsck copy a mirror")
         shutil.rmtree("a")
-        assert "runs/gpt" in walk.type("tsck log -s mirror").out
-        assert "no errors" in walk.type("tsck fsck --read-data -s mirror").out
+        assert "runs/gpt" in walk.type("tsck log -s mirror").text
+        assert "no errors" in walk.type("tsck fsck --read-data -s mirror").text
         gone = walk.type("tsck log -s a", code=30)
-        assert "there are stores at b mirror" in gone.err
+        assert "there are stores at b mirror" in gone.text
         walk.follow(gone, "init")
 
         # ten lines for a report, and the same for a program
-        report = walk.type("tsck doctor -s mirror").out.splitlines()
+        report = walk.type("tsck doctor -s mirror").lines
         assert len(report) <= 12
         assert any(str(tmp_path / "mirror") in line for line in report)
-        assert json.loads(walk.type("tsck usage --json -s mirror").out)["snapshots"] == 3
+        assert json.loads(walk.type("tsck usage --json -s mirror").text)["snapshots"] == 3

@@ -1,4 +1,4 @@
-"""A new user at a shell: types commands, and follows every command that is printed in backticks, exactly as it is printed.
+"""A new user at a terminal: types commands, and follows every command that is printed in backticks, exactly as it is printed.
 
 A printed command that nobody followed fails the walk, and so does one that is a misuse of the command line, or that ends with another
 exit code than a user may expect of it: 0, unless the walk says otherwise.
@@ -7,23 +7,20 @@ exit code than a user may expect of it: 0, unless the walk says otherwise.
 import os
 import re
 import shlex
-import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 import pytest
-from click.testing import CliRunner
 
-from tensorstore_ck.cli import main
 from tensorstore_ck.cli.exit_codes import USAGE
+from tests.end_to_end.walks.terminal import Terminal
 
 REPOSITORY: Final = Path(__file__).parents[3]
 PRINTED: Final = re.compile(r"`(tsck(?: [^`]*)?)`")
-FOLLOWED_BY: Final = " && "
 PLACEHOLDER: Final = re.compile(r"(?<![\w./-])[A-Z]{2,}(?:_[A-Z]+)*(?![\w./-])")
-SECONDS: Final = 120
 
 
 class Said(NamedTuple):
@@ -31,22 +28,31 @@ class Said(NamedTuple):
 
     line: str
     code: int
-    out: str
-    err: str
+    text: str
+    """As it is on the terminal, errors and warnings among it; wrapped lines are one."""
+
+    @property
+    def lines(self) -> list[str]:
+        """Of the text, but for what is printed to stderr where a store is made."""
+        return [line for line in self.text.splitlines() if not line.startswith("made a new store at ")]
 
     @property
     def printed(self) -> list[str]:
         """The commands in it, each once."""
-        return list(dict.fromkeys(PRINTED.findall(self.out + self.err)))
+        return list(dict.fromkeys(PRINTED.findall(self.text)))
 
 
 class Walk:
-    """A session in `folder`, which is the current one, with a cache and a catalog of its own. Leaving it fails if a hint is left over."""
+    """A session in a terminal, whose folder is the current one, with a cache and a catalog of its own. Leaving it fails if a hint is left
+    over.
+    """
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self._to_follow: dict[str, str] = {}
         self._followed: set[str] = set()
+        self._typed = self._as_printed = 0
+        self._open = ExitStack()
         patch.chdir(folder)
         for name in [name for name in os.environ if name.startswith("TSCK_") or name == "PYTHONWARNINGS"]:
             patch.delenv(name)
@@ -55,33 +61,35 @@ class Walk:
         patch.setenv("XDG_STATE_HOME", str(folder / "state"))
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])))
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 
     def __enter__(self) -> Self:
+        self.terminal = self._open.enter_context(Terminal())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open.close()
+        print(f"{self._typed} commands typed, {self._as_printed} of them as they were printed")
         assert kind or not self._to_follow, "nobody followed:\n" + "\n".join(f"{one}\n    {by}" for one, by in self._to_follow.items())
 
     def type(self, line: str, code: int = 0) -> Said:
-        """Runs ``tsck ...`` as a shell would take it apart, in this process."""
-        name, *arguments = shlex.split(line)
-        assert name == "tsck", line
-        result = CliRunner().invoke(main, arguments, catch_exceptions=False)
-        return self._heard(Said(line, result.exit_code, result.stdout, result.stderr), code)
+        """Types a line, and reads what it prints."""
+        self.terminal.begin(line)
+        return self.read_on(line, code)
+
+    def read_on(self, line: str, code: int = 0) -> Said:
+        """Reads what a line prints that was typed, until it has ended."""
+        self._typed += 1
+        text, ended_with = self.terminal.end()
+        return self._heard(Said(line, ended_with, text), code)
 
     def python(self, *arguments: str, code: int = 0) -> Said:
-        """Runs ``python ...`` in a process of its own."""
-        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False)
-        return self._heard(Said(shlex.join(["python", *arguments]), done.returncode, done.stdout, done.stderr), code)
-
-    @staticmethod
-    def arguments(printed: str) -> list[str]:
-        """What a shell gives to ``tsck``."""
-        return shlex.split(printed)[1:]
+        """Types ``python ...``."""
+        return self.type(shlex.join(["python", *arguments]), code)
 
     def read(self, text: object, where: str) -> Said:
         """Notes what a user reads elsewhere: an exception in a notebook."""
-        return self._heard(Said(where, 0, str(text), ""), 0)
+        return self._heard(Said(where, 0, str(text)), 0)
 
     def follow(self, said: Said, beginning: str, code: int = 0, **filled: str) -> Said:
         """Runs the one command in `said` that begins so, exactly as it is printed.
@@ -89,7 +97,7 @@ class Walk:
         Args:
             said: Where it is printed.
             beginning: Its first words after ``tsck``.
-            code: The exit code that a user may expect; of several commands joined with ``&&`` of each.
+            code: The exit code that a user may expect.
             filled: What a user writes for each placeholder in it.
         """
         fitting = [printed for printed in said.printed if printed.startswith(f"tsck {beginning}")]
@@ -101,8 +109,8 @@ class Walk:
             assert count, f"there is no {placeholder} in {printed}"
         left = PLACEHOLDER.findall(re.sub(r"'[^']*'", "", printed if not filled else line))
         assert not [word for word in left if word not in filled.values()], f"what is a user to write for {left} in {printed}?"
-        for each in line.split(FOLLOWED_BY):
-            done = self.type(each, code)
+        done = self.type(line, code)
+        self._as_printed += 1
         self._followed.add(printed)
         self._to_follow.pop(printed, None)
         return done

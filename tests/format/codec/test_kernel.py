@@ -1,11 +1,14 @@
 """The compiled kernel does, bit by bit, what numpy and zstd do."""
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 import zstandard
 
 from tensorstore_ck.format.codec import compiled, delta
-from tensorstore_ck.format.codec.byte_split import Words, split, words_of
+from tensorstore_ck.format.codec.byte_split import split, words_of
 from tests.effort import in_turns
 
 pytestmark = pytest.mark.skipif(not compiled.HAS_KERNEL, reason="no compiler was there when this was installed")
@@ -61,17 +64,18 @@ def test_differences_are_sorted_as_by_numpy(monkeypatch: pytest.MonkeyPatch) -> 
         assert np.array_equal(in_place, words), (length, item_bytes)
 
 
-def values(count: int, kind: int, rng: np.random.Generator) -> Words:
+def values(count: int, kind: int, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
     """Bytes whose code has few or many symbols, of lengths that differ little or a lot, up to what must be shortened."""
+    drawn: npt.NDArray[Any] = np.full(count, 7)
     if kind == 0:
-        return (rng.integers(0, 16, count) == 0).astype(np.uint8)
-    if kind == 1:
-        return np.clip(rng.normal(size=count) * 3 + 118, 0, 255).astype(np.uint8)
-    if kind == 2:
-        return np.clip(rng.normal(size=count) * 40 + 128, 0, 255).astype(np.uint8)
-    if kind == 3:
-        return (rng.geometric(0.4, count) % 256).astype(np.uint8)
-    return np.full(count, 7, np.uint8)
+        drawn = rng.integers(0, 16, count) == 0
+    elif kind == 1:
+        drawn = np.clip(rng.normal(size=count) * 3 + 118, 0, 255)
+    elif kind == 2:
+        drawn = np.clip(rng.normal(size=count) * 40 + 128, 0, 255)
+    elif kind == 3:
+        drawn = rng.geometric(0.4, count)
+    return drawn.astype(np.uint8)
 
 
 SIZES = [*range(1, 4097), BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 511, 2 * BLOCK + 512, 3 * BLOCK + 4096]
@@ -132,13 +136,13 @@ def test_a_constant_group_is_merged() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     kernel = compiled.kernel
     for into_bytes, item_bytes, widths in ((7, 2, b"\1\1"), (8, 3, b"\1\1\1"), (8, 2, b"\1"), (8, 2, b"")):
-        with pytest.raises(ValueError, match="memory|word|groups"):
+        with pytest.raises(ValueError, match=r"memory|word|groups"):
             kernel.encode_groups(bytes(8), bytearray(into_bytes), item_bytes, False, widths, bytes(len(widths)))
     with pytest.raises(ValueError, match="word"):
         kernel.encode_groups(bytes(8), bytearray(100), 2, False, b"\2", bytes([HUFFMAN]))
     groups: list[tuple[int, int, bytes]]
     for groups in ([], [(1, RAW, bytes(3))], [(1, CONSTANT, bytes(2))], [(1, 9, bytes(4))], [(2, RAW, bytes(8))], [(1, RAW, bytes(4))] * 9):
-        with pytest.raises(ValueError, match="group|word"):
+        with pytest.raises(ValueError, match=r"group|word"):
             kernel.decode_groups([*groups], bytearray(4), 1, False)
     with pytest.raises((BufferError, TypeError)):
         kernel.decode_groups([(1, RAW, bytes(4))], bytes(4), 1, False)

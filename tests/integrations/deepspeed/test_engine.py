@@ -10,15 +10,15 @@ import torch
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: run `make test-apart`")
 
 import tensorstore_ck as tsck
-from tensorstore_ck.errors import ConflictError, InvalidNameError, InvalidOptionError, MismatchError, NotFoundError, UnsupportedValueError
+from tensorstore_ck.errors import InvalidNameError, InvalidOptionError, MismatchError, NotFoundError, UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed.fragments import base_optimizer
 from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, write_pointer
 from tensorstore_ck.store import Store
+from tests.integrations.conformance import AdapterConformance, Trained
 from tests.integrations.deepspeed.engines import Kind, Net, make, train
 from tests.integrations.deepspeed.on_cpu import deepspeed
 from tests.long_errors import long_errors_of_adapter
 from tests.servers import free_port
-from tests.training.resume_rule import ALL, check_door
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # DeepSpeed's warnings of torch
 
@@ -208,24 +208,22 @@ def test_a_tag_whose_newest_save_was_killed_is_the_save_before(store: Store, tmp
         resumed.destroy()
 
 
-@pytest.mark.parametrize("case", ALL)
-def test_which_snapshot_a_resume_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    def save(store: Store) -> None:
-        engine = attached(store, asynchronous=False)
-        for step in range(3):
-            train(engine, 0, range(step, step + 1))
-            engine.save_checkpoint(tmp_path / "out")
-        engine.destroy()
+class TestConformance(AdapterConformance):
+    ref = "runs/a"
+    continuing = r"load_checkpoint\(\)"
 
-    def resume(store: Store, address: str | None) -> int:
-        engine = attached(store)
+    def train(self, folder: Path, store: Store, steps: int, *, resume: str | bool) -> Trained:
+        engine = attached(store, FP32, asynchronous=False)
         try:
-            engine.load_checkpoint(tmp_path / "out", tag=address)
-            return int(engine.global_steps)
+            if resume:
+                engine.load_checkpoint(folder, tag=resume if isinstance(resume, str) else None)
+            begun = engine.global_steps
+            for step in range(begun, steps):
+                train(engine, 0, range(step, step + 1))
+                engine.save_checkpoint(folder)
+            return Trained(begun or None, {name: each.clone() for name, each in engine.module.state_dict().items()})
         finally:
             engine.destroy()
-
-    check_door(case, tmp_path, monkeypatch, "runs/a", save=save, resume=resume)
 
 
 def test_deepspeeds_own_checkpoints_are_loaded_as_ever(store: Store, tmp_path: Path) -> None:
@@ -275,10 +273,6 @@ def test_what_does_not_fit(store: Store, tmp_path: Path) -> None:
     pipeline.module.tied_comms = {}
     pipeline.destroy()
     with reopened(store) as other:
-        forgetful = attached(other)
-        with pytest.raises(ConflictError, match=r"load_checkpoint\(\)"):
-            forgetful.save_checkpoint(tmp_path)
-        forgetful.destroy()
         grouped = make(BF16, decays=lambda each: each.ndim == 1)
         tsck.deepspeed.attach(grouped, other, ref="runs/a")
         with pytest.raises(MismatchError, match="parameter groups"):

@@ -2,8 +2,6 @@
 
 import os
 import re
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -12,11 +10,10 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.backend.local_io import write_at
-from tensorstore_ck.integrations.exporting import export_snapshot, output_file
+from tensorstore_ck.integrations.exporting import export_snapshot
 from tests.gc.stores import open_store
 from tests.integrations.exporting.states import small_blocks
-from tests.integrations.kill_at import forked
+from tests.integrations.kill_at import KillAt, forked, kill_at_changes_of
 
 MOMENTS: Final = {"exp_avg": torch.ones(30, 20), "exp_avg_sq": torch.full((30, 20), 2.0), "step": torch.tensor(3.0)}
 STATES: Final[dict[str, dict[str, Any]]] = {
@@ -28,9 +25,6 @@ STATES: Final[dict[str, dict[str, Any]]] = {
     "safetensors": {"a": torch.arange(3000.0), "n": 1},
 }
 pytestmark = pytest.mark.race
-
-_CHANGING: Final = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
-"""Audit events; of ``open`` those that may write."""
 
 _DRAWN: Final = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -49,27 +43,11 @@ def store(kind: str) -> Iterator[tsck.Store]:
 
 def killed_at(number: int, within: Path, export: Callable[[], object]) -> int:
     """In a process of its own: kills it before the call `number` that changes something in a folder; returns how many there were."""
-    calls = 0
-
-    def count(path: object) -> None:
-        nonlocal calls
-        if str(path).startswith(str(within)):
-            calls += 1
-            if calls == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in _CHANGING or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
-            count(arguments[0])
-
-    def write(*arguments: Any) -> None:
-        count(within)
-        write_at(*arguments)
-
-    sys.addaudithook(audit)
-    vars(output_file)["write_at"] = write
+    faults = KillAt(number)
+    kill_at_changes_of(within, faults)
+    faults.is_counting = True
     export()
-    return calls
+    return faults.calls
 
 
 def contents(folder: Path) -> dict[str, bytes]:

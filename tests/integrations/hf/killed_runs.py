@@ -59,11 +59,11 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, default=plain, sort_keys=True).encode()).hexdigest()
 
 
-def _train(folder: Path, faults: KillAt, *, resume: bool, asynchronous: bool) -> Ended:
+def _train(folder: Path, faults: KillAt, *, resume: bool) -> Ended:
     with open_killable(folder / "store", faults) as store:
         data = _Noted()
         given = runs.parts(folder / "out", save_steps=4, logging_steps=3) | {"train_dataset": data}
-        trainer = hf.Trainer(**given, callbacks=[_Count(faults, store)], store=store, ref=runs.REF, asynchronous=asynchronous)
+        trainer = hf.Trainer(**given, callbacks=[_Count(faults, store)], store=store, ref=runs.REF)
         trainer.train(resume_from_checkpoint=resume)
         calls, state = faults.calls, store.checkout(runs.REF)
         parts = {name: state[name] for name in ("model", "optimizer", "scheduler")} | {"generators": state["rank"]["generators"]}
@@ -71,6 +71,6 @@ def _train(folder: Path, faults: KillAt, *, resume: bool, asynchronous: bool) ->
         return Ended(calls, data.read, losses, {name: _digest(part) for name, part in parts.items()})
 
 
-def run(folder: Path, *, at: int = 0, torn: bool = False, resume: bool = False, asynchronous: bool = False) -> Ended | None:
+def run(folder: Path, *, at: int = 0, torn: bool = False, resume: bool = False) -> Ended | None:
     """A run in a process of its own; None if it was killed, at call `at`."""
-    return forked(lambda: _train(folder, KillAt(at, torn=torn), resume=resume, asynchronous=asynchronous), folder)
+    return forked(lambda: _train(folder, KillAt(at, torn=torn), resume=resume), folder)

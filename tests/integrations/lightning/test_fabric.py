@@ -10,7 +10,6 @@ from torch import nn
 
 import tensorstore_ck as tsck
 from tests.integrations.lightning.conftest import QUIET
-from tests.training.resume_rule import ALL, check_door
 
 pytestmark = [pytest.mark.slow, *QUIET]
 REF = "runs/fabric"
@@ -113,14 +112,3 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path, store: tsck.Store) -> No
         tsck.lightning.attach(lightning.Fabric(accelerator="cpu", devices=1), store=store, ref="a b")
     with pytest.raises(tsck.InvalidOptionError, match="is not a Fabric"):
         tsck.lightning.attach(store, store=store, ref=REF)
-
-
-@pytest.mark.parametrize("case", ALL)
-def test_which_snapshot_a_resume_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    def save(store: tsck.Store) -> None:
-        _script(tmp_path, store, 5)
-
-    def resume(store: tsck.Store, address: str | None) -> int:
-        return int(_script(tmp_path, store, 0, address or REF)["step"])
-
-    check_door(case, tmp_path, monkeypatch, REF, save=save, resume=resume)

@@ -18,7 +18,6 @@ from tests.effort import effort
 from tests.integrations.conftest import has_finished
 from tests.integrations.lightning import runs
 from tests.integrations.lightning.conftest import QUIET, Undisturbed
-from tests.training.resume_rule import ALL, check_door
 
 pytestmark = [pytest.mark.slow, *QUIET]
 
@@ -30,12 +29,10 @@ class Own:
     """No value that a store knows."""
 
 
-def _fit(
-    folder: Path, saves: Any, ckpt_path: str | None = None, kill_after: int | None = None, *, callbacks: Any = (), **options: Any
-) -> Any:
+def _fit(folder: Path, saves: Any, ckpt_path: str | None = None, kill_after: int | None = None, **options: Any) -> Any:
     """A run, with its module."""
     module = runs.seeded()
-    callbacks = [*callbacks, saves] if kill_after is None else [runs.KillAfter(kill_after), saves]
+    callbacks = [saves] if kill_after is None else [runs.KillAfter(kill_after), saves]
     trainer = runs.trainer(folder, *callbacks, **options)
     if kill_after is None:
         trainer.fit(module, ckpt_path=ckpt_path)
@@ -205,23 +202,6 @@ def test_a_limit_of_snapshots_bounds_names_and_bytes(tmp_path: Path, store: tsck
     assert usage.objects_bytes < 2.5 * usage.stored_bytes
 
 
-@pytest.mark.parametrize("case", ALL)
-def test_which_snapshot_a_resume_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    class End(Callback):  # type: ignore[misc]
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            raise runs.Killed(trainer.global_step)
-
-    def save(store: tsck.Store) -> None:
-        _fit(tmp_path, runs.checkpoint(tmp_path, store, asynchronous=False), kill_after=8)
-
-    def resume(store: tsck.Store, address: str | None) -> int:
-        with pytest.raises(runs.Killed) as ended:
-            _fit(tmp_path, runs.checkpoint(tmp_path, store), address or "last", callbacks=(End(),))
-        return int(ended.value.args[0])
-
-    check_door(case, tmp_path, monkeypatch, runs.REF, save=save, resume=resume)
-
-
 def test_a_checkpoint_of_lightning_is_loaded_as_before(tmp_path: Path, store: tsck.Store) -> None:
     native = ModelCheckpoint(tmp_path / "native", "{step}", every_n_train_steps=10)
     _fit(tmp_path, native, max_epochs=2)
@@ -234,15 +214,6 @@ def test_last_without_a_snapshot_starts_from_the_beginning(tmp_path: Path, store
     with pytest.warns(UserWarning, match="no last checkpoint available"):
         resumed = _fit(tmp_path, runs.checkpoint(tmp_path, store), "last")
     runs.assert_equal(runs.weights(resumed.lightning_module), undisturbed.weights)
-
-
-def test_a_second_run_does_not_take_over_a_ref_by_mistake(tmp_path: Path, store: tsck.Store) -> None:
-    _fit(tmp_path, runs.checkpoint(tmp_path, store), max_epochs=1)
-    with (
-        tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache") as another,
-        pytest.raises(tsck.ConflictError, match='ckpt_path="last"'),
-    ):
-        _fit(tmp_path, runs.checkpoint(tmp_path, another), max_epochs=1)
 
 
 def test_an_address_that_does_not_exist_is_an_error(tmp_path: Path, store: tsck.Store) -> None:

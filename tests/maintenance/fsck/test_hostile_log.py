@@ -183,3 +183,7 @@ def test_a_save_shares_no_blocks_with_a_later_put_of_its_parents_root(attacked: 
     with attacked.open() as store:
         assert float(store.checkout("r@9")["w"][0]) == 9
         assert store.fsck(read_data=True).ok is False  # what was forged is named
+        packs = len(store.show("r@1").packs)
+        repaired = store.repair(read_data=True)
+        assert len(repaired.mended) == packs  # once, not until the rounds of a repair are over
+        assert float(store.checkout("kept")["w"][0]) == 1

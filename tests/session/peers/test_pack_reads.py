@@ -103,10 +103,16 @@ def test_a_server_torn_at_every_byte(servers: list[PackServer]) -> None:
     assert read(alone, 100, RANGE) is None
 
 
-def test_a_server_that_is_gone(servers: list[PackServer]) -> None:
+def test_a_server_that_is_gone(servers: list[PackServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked once, whatever it had."""
     gone = address_of(servers[1])
     servers[1].close()
-    assert read(PackReader({PACK: [gone]}), 0, RANGE) is None
+    reader = PackReader({PACK: [gone], MISSING: [gone]})
+    tries, connect = [], socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda *args, **options: (tries.append(args), connect(*args, **options)))
+    assert read(reader, 0, RANGE) is None
+    assert read(reader, 0, RANGE, MISSING) is None
+    assert len(tries) == 1
 
 
 @pytest.mark.parametrize("known", [b"", b"\x00" * 32])
@@ -145,8 +151,23 @@ def test_other_hosts_come_before_the_store_and_wrong_bytes_are_asked_for_elsewhe
     assert backend.distrust(NAME)
     backend.read_into(NAME, 0, target)
     assert bytes(target) == DATA[:RANGE]
-    assert backend.distrust(NAME)
+    backend.distrust(NAME)
     store.put(NAME, DATA[::-1])
     backend.read_into(NAME, 0, target)
     assert bytes(target) == DATA[: -RANGE - 1 : -1]
+    reader.close()
+
+
+def test_a_damaged_file_of_this_host_is_read_from_another_one(tmp_path: Path, servers: list[PackServer]) -> None:
+    folder_at(tmp_path, 2).unsent.put(NAME, bytes(SIZE))
+    backend = ReadThroughBackend(folder_at(tmp_path, 2), MemoryBackend())
+    target = memoryview(bytearray(RANGE))
+    assert not backend.distrust(NAME), "nobody else has it"
+    reader = PackReader({PACK: [address_of(servers[1])]})
+    backend.others.append(reader)
+    backend.read_into(NAME, 0, target)
+    assert bytes(target) == bytes(RANGE)
+    assert backend.distrust(NAME)
+    backend.read_into(NAME, 0, target)
+    assert bytes(target) == DATA[:RANGE]
     reader.close()

@@ -1,0 +1,168 @@
+"""Followers of one host that share a folder read each version from the store once."""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tensorstore_ck as tsck
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.feed import Feed, host_cache
+from tests.effort import PATIENCE_SECONDS
+from tests.feed.versions import REF, NotedFaults, State, equal, first_state, follower, save, train, update, zeros
+from tests.gc.stores import open_store
+
+COUNT = 4
+
+
+class Host:
+    """Several followers with one folder, and what they read of packs."""
+
+    def __init__(self, backend: MemoryBackend, state: State, folder: Path | None) -> None:
+        backend.is_local = False
+        self.faults = [NotedFaults() for _ in range(COUNT)]
+        self.tensors = [zeros(state) for _ in range(COUNT)]
+        self.feeds: list[Feed] = [
+            follower(backend, faults).follow(REF, into=mine, host_cache=folder)
+            for faults, mine in zip(self.faults, self.tensors, strict=True)
+        ]
+
+    def update(self) -> int:
+        """All at the same time; returns how often they read a pack."""
+        for faults in self.faults:
+            faults.noted.clear()
+        with ThreadPoolExecutor(COUNT) as pool:
+            list(pool.map(update, self.feeds))
+        return sum(what.startswith("read packs/") for faults in self.faults for what in faults.noted)
+
+
+@pytest.fixture
+def trainer() -> Callable[[], Any]:
+    backend, state, step = MemoryBackend(), first_state(rows=512), 0
+    store = open_store(backend)
+
+    def publish() -> tuple[MemoryBackend, State]:
+        nonlocal step
+        save(store, state, step)
+        step += 1
+        train(state, step)
+        save(store, state, step)
+        return backend, state
+
+    return publish
+
+
+def test_they_read_what_one_of_them_would_read(trainer: Callable[[], Any], tmp_path: Path) -> None:
+    backend, state = trainer()
+    alone, together = Host(backend, state, None), Host(backend, state, tmp_path / "shared")
+    for _ in range(3):
+        reads, shared = alone.update(), together.update()
+        assert 0 < shared <= reads / COUNT
+        assert all(equal(mine, state) for mine in together.tensors)
+        trainer()
+    assert oct(os.stat(tmp_path / "shared").st_mode & 0o777) == "0o700"
+
+
+def damage(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[0] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    """As a process that was killed in the middle of the write left it."""
+    os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("spoil", [damage, cut, os.unlink])
+def test_files_that_are_not_whole_are_read_from_the_store(
+    trainer: Callable[[], Any], tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    backend, state = trainer()
+    first, second, third = (Host(backend, state, tmp_path) for _ in range(3))
+    reads = first.update()
+    for file in tmp_path.iterdir():
+        spoil(file)
+    assert second.update() == reads
+    assert third.update() == 0
+    assert all(equal(mine, state) for mine in second.tensors + third.tensors)
+
+
+@pytest.mark.parametrize("failing", ["os.pwritev", "fcntl.flock", "os.open", "os.statvfs"])
+def test_a_folder_that_cannot_be_used_fails_nothing(
+    trainer: Callable[[], Any], tmp_path: Path, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    backend, state = trainer()
+    host = Host(backend, state, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(failing, fail)
+        host.update()
+    assert all(equal(mine, state) for mine in host.tensors)
+
+
+def test_it_stays_within_its_share_and_forgets_what_nobody_uses(
+    trainer: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, state = trainer()
+    monkeypatch.setattr(host_cache, "SHARE", 0)
+    assert Host(backend, state, tmp_path).update() > 0
+    assert [*tmp_path.iterdir()] == []
+    monkeypatch.undo()
+    host = Host(backend, state, tmp_path)
+    host.update()
+    old = [*tmp_path.iterdir()]
+    for file in old:
+        os.utime(file, (0, 0))
+    trainer()
+    update(host.feeds[0])
+    used = [file for file in old if file.exists()]
+    assert [file.stat().st_mtime > 0 for file in used] == [True]  # the layout, which every version has
+
+
+def test_a_reader_that_is_stuck_is_not_waited_for_without_end(
+    trainer: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, state = trainer()
+    monkeypatch.setattr(host_cache, "WAIT_SECONDS", 0)
+    stuck, other = Host(backend, state, tmp_path), Host(backend, state, tmp_path)
+    arrived, goes_on = threading.Event(), threading.Event()
+    call = stuck.faults[0].call
+
+    def wait(what: str, effect: Any, tear: Any = None, *, create: bool = False) -> Any:
+        if what.startswith("read packs/"):
+            arrived.set()
+            goes_on.wait(PATIENCE_SECONDS)
+        return call(what, effect, tear, create=create)
+
+    stuck.faults[0].call = wait  # type: ignore[method-assign]
+    reading = threading.Thread(target=stuck.feeds[0].poll)
+    reading.start()
+    try:
+        assert arrived.wait(PATIENCE_SECONDS)
+        assert other.update() > 0
+        assert all(equal(mine, state) for mine in other.tensors)
+    finally:
+        goes_on.set()
+        reading.join(PATIENCE_SECONDS)
+
+
+def test_errors_of_the_store_reach_the_caller(trainer: Callable[[], Any], tmp_path: Path) -> None:
+    backend, state = trainer()
+    host = Host(backend, state, tmp_path)
+    read, backend.read_into = backend.read_into, missing
+    with pytest.raises(tsck.errors.BackendUnavailableError):
+        host.feeds[0].poll()
+    backend.read_into = read
+    host.update()
+    assert all(equal(mine, state) for mine in host.tensors)
+
+
+def missing(*_: Any) -> None:
+    raise tsck.errors.BackendUnavailableError("no route to the store")
