@@ -64,6 +64,9 @@ def seeds() -> Iterator[tuple[str, bytes]]:
     statement = RefStatement(LogName(bytes(16), "log"), ref="runs/a", root=samples.ROOT, step=3, number=1, time_ns=1)
     signed = Op.sign(statement, bytes(32), bytes(64))
     yield "log", body(seal_entry(1, genesis_hash(bytes(16)), [signed], write_id=bytes(16), time_ns=0, actor="")[0])
+    weights = np.random.default_rng(0).normal(size=1 << 11).astype("<f4").tobytes()
+    planes = Encoder("fast").encode_tensor(weights, Elements(4, is_float=True))  # exponents make a Huffman code
+    yield "codec", bytes([planes.codec]) + len(weights).to_bytes(2, "little") + b"\0" + b"".join(planes.pieces)
 
 
 def catalog() -> bytes:

@@ -114,9 +114,9 @@ def _split_and_encode(
         GroupCoding.ZSTD if REPEATING_BITS <= entropy <= NOISE_BITS and not has_runs(some) else GroupCoding.RAW
         for _, entropy, some in groups
     ]
-    widths = bytes(width for width, _, _ in groups)
+    codings = bytes(width for width, _, _ in groups), bytes(hows)
     into = np.empty(words.nbytes + len(groups) * (FRAME_BYTES + BLOCK_BYTES * (len(words) // FRAME_BLOCK + 1)), np.uint8)
-    places = compiled.kernel.encode_groups(bytes_of(words), bytes_of(into), words.itemsize, rotated, widths, bytes(hows))
+    places = compiled.kernel.encode_groups(bytes_of(words), bytes_of(into), words.itemsize, rotated, *codings)
     coded: list[tuple[GroupCoding, bytes | memoryview]] = []
     for how, (width, entropy, _), (start, stop) in zip(hows, groups, places, strict=True):
         if how == GroupCoding.ZSTD:
@@ -147,7 +147,7 @@ def decode_planes(stored: memoryview, into: memoryview, name: str) -> None:
     groups: list[CodedGroup] = []
     for width, how, size in rows:
         groups.append((width, how, stored[start : start + size]))
-        check_group(how, groups[-1][2], len(into) // item_bytes, width, name)
+        check_group(how, groups[-1][2], len(into) // item_bytes, width=width, name=name)
         start += size
     words, rotated = words_of(into, item_bytes), bool(flags & ROTATED)
     if compiled.HAS_KERNEL:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.codec import Codec, Elements, Encoded, Encoder, decode, elements_of
+from tensorstore_ck.format.codec import Codec, Elements, Encoded, Encoder, compiled, decode, elements_of
 
 ELEMENTS = [Elements(size, is_float) for size in (1, 2, 4, 8) for is_float in (False, True)]
 
@@ -73,6 +73,11 @@ def test_differences(elements: Elements, data: st.DataObject) -> None:
         encoded = difference.encoded
         assert encoded.codec == Codec.DELTA
         assert again(encoded, raw, [base]) == raw
+        for has_kernel in {compiled.HAS_KERNEL, False}:
+            place = memoryview(bytearray(base))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(compiled, "HAS_KERNEL", has_kernel)
+                assert decode(Codec.DELTA, stored(encoded), len(raw), "a pack", place, bases=[place]) == raw, "in the memory of the base"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
