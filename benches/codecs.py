@@ -73,9 +73,11 @@ def speed(dtype: torch.dtype, elements: Elements, step: float) -> tuple[str, flo
     encoder, place = Encoder("small" if step else "fast"), memoryview(bytearray(BLOCK_BYTES))
 
     def encode(block: memoryview, base: memoryview) -> Encoded:
-        encoded = encoder.encode_delta(block, base, elements) if step else encoder.encode_tensor(block, elements)
-        assert encoded is not None
-        return encoded
+        if not step:
+            return encoder.encode_tensor(block, elements)
+        difference = encoder.encode_delta(block, base, elements)
+        assert difference is not None
+        return difference.encoded
 
     def encode_all() -> None:
         for block, base in pairs:

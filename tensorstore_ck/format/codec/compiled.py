@@ -11,7 +11,7 @@ try:
         raise ImportError("the kernel needs little-endian words")
     from tensorstore_ck.format.codec import _kernel as kernel
 
-    if not hasattr(kernel, "decode_groups"):
+    if not hasattr(kernel, "find_changes"):
         raise ImportError("the kernel was compiled from older sources")
 except ImportError:
     HAS_KERNEL = False
