@@ -75,9 +75,9 @@ def speed(dtype: torch.dtype, elements: Elements, step: float) -> tuple[str, flo
     def encode(block: memoryview, base: memoryview) -> Encoded:
         if not step:
             return encoder.encode_tensor(block, elements)
-        difference = encoder.encode_delta(block, base, elements)
-        assert difference is not None
-        return difference.encoded
+        delta = encoder.encode_delta(block, base, elements)
+        assert delta is not None
+        return delta.encoded
 
     def encode_all() -> None:
         for block, base in pairs:
