@@ -10,7 +10,6 @@ compiled.py        the compiled kernel, where there is one
 cast.py            the codec `cast`: 16-bit weights as the rounding of fp32 masters
 byte_split.py      splits words into groups of bytes and merges them; zigzag differences
 entropy.py         entropy-codes a group of bytes with zstd
-compiled.py        the compiled kernel, if there is one
 
 The kernel is in C: `_kernel.c` (the module), `_planes.c`, `_differences.c`, and zstd frames that are a Huffman code and nothing else:
 `_huffman_code.c`, `_huffman_encode.c`, `_huffman_decode.c`.
