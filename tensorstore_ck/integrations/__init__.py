@@ -26,6 +26,7 @@ model_signature.py       signatures of exported folders, as model-signing writes
 model_file_names.py      files next to a model's weights
 prometheus/              a Prometheus endpoint over several stores
 otel.py                  OpenTelemetry metrics and spans of saves
+follower_metrics.py      Prometheus metrics of a follower, in its own process
 
 Each imports the system that it adapts, so nothing is imported unless it is used by its full name.
 """

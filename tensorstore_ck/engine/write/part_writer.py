@@ -272,7 +272,7 @@ class _RunWriter:
             buffers.append(bytes(data) if block.tensor in captured.frozen else data)
         self._sample.note(run, buffers)
         little_changed: dict[int, tuple[DeltaBase, Changes]] = {}
-        encode = partial(self._encode, Encoder(self._coding.mode), run, buffers, little_changed)
+        encode = partial(self._encode, encoder=Encoder(self._coding.mode), run=run, buffers=buffers, little_changed=little_changed)
         is_raw = self._coding.mode == "raw" and earlier is None
         for block, block_id in zip(run, self._packs.add(buffers, None if is_raw else encode), strict=True):
             self._ids[block.row] = block_id
@@ -284,11 +284,12 @@ class _RunWriter:
 
     def _encode(
         self,
+        number: int,
+        *,
         encoder: Encoder,
         run: Sequence[TensorBlock],
         buffers: Sequence[Buffer],
         little_changed: dict[int, tuple[DeltaBase, Changes]],
-        number: int,
     ) -> BlockEncoding:
         """The stored form of a block of a run: a cast of its master, a difference to its base, or its own bytes."""
         block, raw, masters, earlier = run[number], buffers[number], self._masters, self._earlier

@@ -11,7 +11,7 @@ try:
         raise ImportError("the kernel needs little-endian words")
     from tensorstore_ck.format.codec import _kernel as kernel
 
-    if not all(hasattr(kernel, name) for name in ("take_differences", "decode_groups", "apply_changes")):
+    if not all(hasattr(kernel, name) for name in ("take_differences", "decode_groups", "find_changes", "apply_changes")):
         raise ImportError("the kernel was compiled from older sources")
 except ImportError:
     HAS_KERNEL = False

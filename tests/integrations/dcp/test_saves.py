@@ -117,9 +117,9 @@ def test_a_refs_first_save_needs_free_space_for_all_its_bytes(place: Scene, monk
 
 
 def save_on_rank(folder: str, failing: bool) -> list[tuple[str, int]]:
-    """The events of this rank; its share of the write rate must be half."""
+    """The events of this rank; its share of the write rate must be half, and of the read rate that of a rank of the job."""
     rank, events = dist.get_rank(), list[tuple[str, int]]()
-    with tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{rank}", rate_limit="100MB") as store:
+    with tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{rank}", rate_limit="100MB", read_rate_limit="80MB") as store:
         store.on_event(lambda event: events.append((event.kind, event.rank)))
         if failing and rank == 1:
             store.engine.min_free = MinFree(size_bytes=1 << 60)
@@ -127,6 +127,9 @@ def save_on_rank(folder: str, failing: bool) -> list[tuple[str, int]]:
             dcp.save({"w": sharded(600)}, storage_writer=Writer(store, "job"), process_group=GROUPS[2])
         if raised is not None:
             assert [type(cause) for cause in causes(raised.value)] == [NoSpaceError]
+        else:
+            dcp.load({"w": sharded(600)}, storage_reader=Reader(store, "job"), process_group=GROUPS[2])
+            assert store.engine.reads.rate == 80e6 / dist.get_world_size()
         assert store.engine.writes.rate == 50e6
     return events
 

@@ -4,7 +4,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -108,8 +108,14 @@ def test_a_server_that_is_gone(servers: list[PackServer], monkeypatch: pytest.Mo
     gone = address_of(servers[1])
     servers[1].close()
     reader = PackReader({PACK: [gone], MISSING: [gone]})
-    tries, connect = [], socket.create_connection
-    monkeypatch.setattr(socket, "create_connection", lambda *args, **options: (tries.append(args), connect(*args, **options)))
+    tries: list[tuple[str, int]] = []
+    connect = socket.create_connection
+
+    def noted(address: tuple[str, int], **options: Any) -> socket.socket:
+        tries.append(address)
+        return connect(address, **options)
+
+    monkeypatch.setattr(socket, "create_connection", noted)
     assert read(reader, 0, RANGE) is None
     assert read(reader, 0, RANGE, MISSING) is None
     assert len(tries) == 1
