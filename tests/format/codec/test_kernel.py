@@ -76,7 +76,9 @@ def values(count: int, kind: int, rng: np.random.Generator) -> npt.NDArray[np.ui
     elif kind == 3:
         drawn = rng.geometric(0.4, count)
     elif kind == 4:  # rare ones in a row: the longest codes side by side
-        drawn[count // 3 :][:240] = rng.permutation(240)[: len(drawn[count // 3 :])]
+        drawn = np.minimum(rng.geometric(0.5, count), 4)
+        rare = drawn[count // 3 :][:128]
+        rare[:] = 100 + np.arange(len(rare))
     return drawn.astype(np.uint8)
 
 
