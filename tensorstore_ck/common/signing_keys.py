@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Self
 from tensorstore_ck.common.extras import missing_extra
 from tensorstore_ck.common.owned_files import FILE_MODE, require_safe_parent
 from tensorstore_ck.common.replace_file import replace_file
+from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import AlreadyExistsError, InvalidOptionError, NotFoundError, PermissionDeniedError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ _ENCRYPTED: Final = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
 _MAX_FILE_BYTES: Final = 1 << 16
 
 
+@short_errors
 class SigningKey:
     """A private Ed25519 key, which signs the refs that a store moves: see ``sign=`` of `open`."""
 

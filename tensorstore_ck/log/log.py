@@ -153,9 +153,8 @@ class Log:
         """A view at the newest entry that was acknowledged before this call, or a later one."""
         view = self.view() if self._readable is None else None
         head = None if view is None else view.head()
-        if view is None or self.sync(head) != head:
-            return self.view()
-        return view
+        newest = self.sync(head)
+        return view if view is not None and newest == head else self.view()
 
     def readable_view(self) -> RefTable:
         """As `newest_view`, to read snapshots: of a broken log, what can be read, with a `BrokenLogWarning`.

@@ -62,11 +62,11 @@ def read_trust(path: str | os.PathLike[str] | None) -> TrustFile | None:
         with open(shown, "rb") as file:
             status = os.fstat(file.fileno())
             data = file.read(_MAX_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        if path is None:
-            return None
-        raise InvalidOptionError(f"there is no trust file {shown}", object_id=shown) from None
     except OSError as exc:
+        if path is None and not os.path.lexists(shown):  # nor if it lies in a home that this user cannot look into, as in containers
+            return None
+        if isinstance(exc, FileNotFoundError | NotADirectoryError):
+            raise InvalidOptionError(f"there is no trust file {shown}", object_id=shown) from None
         raise PermissionDeniedError(f"the trust file {shown} cannot be read: {exc.strerror}", object_id=shown) from exc
     if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionDeniedError(

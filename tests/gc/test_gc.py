@@ -710,9 +710,9 @@ FORGETFUL = [
 
 
 @pytest.mark.race
-def test_a_save_while_what_it_reuses_is_freed() -> None:
+def test_a_save_while_what_it_reuses_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """At each backend call of a save another host forgets all or some snapshots with its blocks, and runs gc."""
-
+    stay_in_one_thread(monkeypatch)
     template, known = MemoryBackend(clock=Clock()), MemoryTable()
     put_all(open_store(template, table=known), "job", [state(1, 2, 3), state(1, 2), state(1, 4)])
 
@@ -736,7 +736,9 @@ def test_a_save_while_what_it_reuses_is_freed() -> None:
         require_sound(open_store(backend), held)
         return faults.struck
 
-    assert {"get", "size", "open", "append", "close", "put", "create"} <= each_call(run, FORGETFUL)
+    for address in ("job", "job@1"):  # a save to a new branch makes fewer calls
+        variants = [variant for variant in FORGETFUL if variant[0] == address]
+        assert {"get", "size", "open", "append", "close", "put", "create"} <= each_call(run, variants)
 
 
 def test_a_save_that_meets_condemned_blocks_rescues_them() -> None:

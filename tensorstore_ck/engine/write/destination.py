@@ -86,7 +86,7 @@ class StoreDestination:
     is_offline = is_staging = False
     txn: Ulid | None = None
 
-    def __init__(self, engine: Engine, rank: int = 0, *, is_alone: bool = False, wait_turn: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, engine: Engine, rank: int = 0, *, is_alone: bool = False, wait_turn: Callable[[], object] | None = None) -> None:
         """`rank`: this process's rank, or 0. If `is_alone`, `admit` checks where the ref is before anything is written."""
         self.engine = engine
         self._rank = rank
@@ -98,7 +98,8 @@ class StoreDestination:
 
     def wait_turn(self) -> None:
         """See `Destination`."""
-        self._wait_turn()
+        if self._wait_turn is not None:
+            self._wait_turn()
 
     def ask(self, call: Callable[[], T]) -> T:
         """Waits for the store."""

@@ -192,10 +192,10 @@ class Save:
         with context.explains_errors():
             if tier is not None:
                 return self._stage(tier, status)
-            window_seconds = self._engine.stagger_seconds if self._is_copied else 0.0  # else training waits for it
-            delay_seconds = stagger_delay(window_seconds, self.ref, self.rank, self._coordination.ranks) if window_seconds else 0.0
-            turn = partial(status.wait_turn, delay_seconds)
-            with StoreDestination(self._engine, self.rank, is_alone=self._coordination.is_alone, wait_turn=turn) as destination:
+            wait_turn, window_seconds = None, self._engine.stagger_seconds
+            if self._is_copied and window_seconds:  # else training waits for it
+                wait_turn = partial(status.wait_turn, stagger_delay(window_seconds, self.ref, self.rank, self._coordination.ranks))
+            with StoreDestination(self._engine, self.rank, is_alone=self._coordination.is_alone, wait_turn=wait_turn) as destination:
                 info = self._write_and_commit(destination, status)
         context.note_speed(status)
         context.fence.note(self.ref, info.root, info.root)
