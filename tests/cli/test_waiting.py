@@ -74,6 +74,7 @@ ACTS: dict[str, tuple[str, str, Callable[[Store], object]]] = {
 }
 
 
+@pytest.mark.slow
 def test_programs_get_an_event(
     moto_server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ def server(request: pytest.FixtureRequest) -> S3Server:
     return found
 
 
+@pytest.mark.slow
 def test_requests_of_a_version(server: S3Server, tmp_path: Path) -> None:
     url = f"{server.url}/{uuid.uuid4()}"
     state = {"model": {f"layers.{number}": torch.randn(64, 512).bfloat16() for number in range(LAYERS)}}

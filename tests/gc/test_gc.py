@@ -767,6 +767,7 @@ def test_a_save_that_meets_condemned_blocks_rescues_them() -> None:
 ACTIONS = ["put", "undo", "branch", "forget", "gc", "tag", "put to another branch", "forget and gc", "pin"]
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_gc_while_others_change_the_roots() -> None:
     """At each backend call of gc, compaction included, another host does something in full."""

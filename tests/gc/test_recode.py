@@ -123,6 +123,7 @@ def test_packs_that_hold_only_differences_are_left_alone(tmp_path: Path) -> None
         assert store.recode(dry_run=True).rewritten == ()
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_another_host_at_any_call() -> None:
     template = MemoryBackend()
@@ -155,6 +156,7 @@ def test_another_host_at_any_call() -> None:
     assert {"list", "get", "put", "create"} <= each_call(run, ["gc", "recode", "forget", "put"])
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_it_may_die_anywhere() -> None:
     """What was replaced is needed until the log says otherwise; another run goes on."""

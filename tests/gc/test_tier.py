@@ -249,6 +249,7 @@ def due() -> tuple[Places, dict[str, Any]]:
     return places, states
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_another_host_at_any_call() -> None:
     template, saved = due()
@@ -285,6 +286,7 @@ def test_another_host_at_any_call() -> None:
     assert {"list", "get", "put", "create"} <= each_call(run, ["gc", "tier", "forget", "put", "pin"])
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_it_may_die_anywhere() -> None:
     """At any call, of either location; another run continues, and gc frees what was left."""

@@ -70,6 +70,7 @@ def entries_of_each(writers: int, work_seconds: float) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writers", [4, 16])
 def test_no_writer_starves(writers: int) -> None:
     counts = entries_of_each(writers, work_seconds=0.004)

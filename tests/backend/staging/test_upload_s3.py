@@ -45,6 +45,7 @@ def count(proxy: ChaosProxy, marker: str) -> int:
     return sum(marker in request.path for request in proxy.seen if request.method == "PUT")
 
 
+@pytest.mark.slow
 def test_faults_pass(tmp_path: Path, backend: S3Backend, proxy: ChaosProxy) -> None:
     faults = [Fault.LOSE_REQUEST, Fault.LOSE_REPLY, Fault.STATUS_503, Fault.LOSE_REPLY, Fault.LOSE_REPLY]
     plans = [first(MORE_THAN_ONE_OPERATION_TRIES, fault, *step) for fault, step in zip(faults, STEPS, strict=True)]

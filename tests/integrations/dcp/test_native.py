@@ -213,6 +213,7 @@ def load_by_each(folder: str, roots: dict[str, str]) -> None:
             assert difference(dict(sorted(expected.items())), dict(sorted(target.items()))) is None, f"as {name}"
 
 
+@pytest.mark.slow
 def test_saved_by_some_ranks_loaded_by_others(pool: Pool, folder: Path) -> None:
     roots = pool.run(save_by_each, str(folder))[0]
     with tsck.open(folder / "store", cache_dir=folder / "cache") as store:

@@ -118,6 +118,7 @@ def test_folders_that_are_refused(native: Path, tmp_path: Path, refuse: Refuse) 
     assert "the weights are in the store that this file names" in refuse(light, tsck.NotFoundError)
 
 
+@pytest.mark.slow
 def test_the_trainer_over_a_store_resumes_from_an_imported_snapshot(native: Path, tmp_path: Path, store: tsck.Store) -> None:
     """As transformers resumes from the folder."""
     tsck.import_history(store, str(native / "checkpoint-[48]"), ref=runs.REF, step_from="name")

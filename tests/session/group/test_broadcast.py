@@ -78,6 +78,7 @@ def folder(pool_of_all_tests: Pool, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
+@pytest.mark.slow
 def test_each_tensor_is_read_once(pool: Pool, folder: Path) -> None:
     answers = pool.run(restore, str(folder), False, ranks=RANKS)
     assert [wrong for _, wrong in answers] == [[]] * RANKS

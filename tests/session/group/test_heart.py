@@ -145,6 +145,7 @@ print("done")  # and ends while it beats
 """
 
 
+@pytest.mark.slow
 def test_forked_children_and_the_process_itself_end_as_without_it() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=SECONDS, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
