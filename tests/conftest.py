@@ -28,6 +28,7 @@ hypothesis.settings.load_profile("untimed")
 os.environ["XDG_STATE_HOME"] = os.devnull  # what is seen of logs is noted nowhere: not in the home of who runs the tests, nor of copies
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when mlflow is imported
 os.environ["WANDB_ERROR_REPORTING"] = "false"
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # else gcsfs asks by gRPC over TLS, which the fake server has not, for up to 60 s
 os.environ["HF_HUB_OFFLINE"] = "1"  # peft asks the Hub for a configuration at each first save: without a network this takes minutes
 
 os.register_at_fork(after_in_child=gc.freeze)  # a child crashes where it collects a process group that an earlier test left

@@ -51,7 +51,9 @@ class LoadReport:
         message = f"the snapshot does not fit `into`; {'; '.join(parts)}"
         if strict:
             first = (self.missing + self.unexpected + self.mismatched)[0].partition(":")[0]
-            raise MismatchError(f"{message}. Use rename=, select= or strict=False to load a part", object_id=first)
+            raise MismatchError(
+                f"{message}. To load a part, `store.checkout(address, into=...)` takes rename=, select= and strict=False", object_id=first
+            )
         if report is None:
             warnings.warn(one_line(message), LoadWarning, stacklevel=user_stacklevel())
 
@@ -82,7 +84,8 @@ class UnclaimedNames:
         names = [self._paths[at] for at in np.flatnonzero(np.unpackbits(nowhere)).tolist()]
         if names:
             raise MismatchError(
-                f"the snapshot does not fit `into`; {len(names)} not expected by `into` on any rank: {listed(names)}. Use rename=, "
-                "select= or strict=False to load a part (the tensors of `into` are now undefined: restore into it again)",
+                f"the snapshot does not fit `into`; {len(names)} not expected by `into` on any rank: {listed(names)}. To load a part, "
+                "`store.checkout(address, into=...)` takes rename=, select= and strict=False (the tensors of `into` are now undefined: "
+                "restore into it again)",
                 object_id=names[0],
             )

@@ -137,7 +137,7 @@ def test_every_death_in_a_save_and_its_cleanup(tmp_path: Path, monkeypatch: pyte
     assert calls is not None
     found = set()
     every = [(at, torn) for at in range(1, calls + 1) for torn in (False, True)]
-    for at, torn in effort(every[::5] + every[-1:], every):
+    for at, torn in effort([*dict.fromkeys(every[::5] + every[-1:])], every):
         folder = tmp_path / f"killed-{at}-{torn}"
         assert forked(lambda: saved(folder, at, torn), folder) is None  # noqa: B023
         iteration, wrong = load_in(folder)
