@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +21,7 @@ from tensorstore_ck.common.filesystem_kind import filesystem_of
 from tensorstore_ck.common.host_memory import free_bytes
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import StoreError
+from tensorstore_ck.format.codec.compiled import HAS_KERNEL
 from tensorstore_ck.redaction import display_url
 
 PACKAGES: Final = ("torch", "numpy", "fsspec", "lmdb", "blake3", "zstandard")
@@ -52,7 +52,7 @@ def doctor(context: click.Context, choice: StoreChoice, *, as_json: bool) -> Non
 
 def _installation(choice: StoreChoice) -> Iterator[tuple[str, str]]:
     yield "tsck", f"{tensorstore_ck.__version__}, Python {platform.python_version()}, {platform.platform()}"
-    kernel = "compiled" if find_spec("tensorstore_ck.format.codec._kernel") else "numpy (no compiled module)"
+    kernel = "compiled" if HAS_KERNEL else "numpy (the compiled module is not there, or of older sources)"
     yield "packages", f"{', '.join(_versions(PACKAGES))}; kernel: {kernel}"
     extras = {extra: _versions(map(_distribution, needed)) for extra, needed in EXTRAS.items()}
     whole = {extra: versions for extra, versions in extras.items() if not any("missing" in version for version in versions)}

@@ -1,15 +1,23 @@
-"""How much of a remote store one request reads: enough that a prefix of S3 serves thousands of ranks, and little enough for all threads."""
+"""How much one read takes: of a remote store enough that a prefix of S3 serves thousands of ranks, and little enough for all threads; of a
+local one a block, which is hashed while it is in the core's cache. And that a read costs no more than that.
+"""
 
+from pathlib import Path
 from typing import Final
 
 import pytest
 import torch
 
+import tensorstore_ck as tsck
+from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.engine.opening import init_store, make_engine
 from tensorstore_ck.engine.read import block_reader
+from tensorstore_ck.format.pack import HEADER
+from tensorstore_ck.log import Log
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
+from tests.session.group.pool import make_store
 
 KIB: Final = 1 << 10
 TENSOR_BYTES: Final = 8 * KIB
@@ -49,3 +57,40 @@ def test_a_large_restore_reads_more_at_once(backend: RemoteBackend, tensors: int
     whole = [size for size in backend.sizes if size == read_bytes]
     assert max(backend.sizes) == read_bytes
     assert len(whole) * read_bytes >= 0.9 * tensors * TENSOR_BYTES
+
+
+def test_a_local_restore_reads_a_block_at_a_time_and_asks_the_log_for_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    block_bytes, reads, views = 64 * KIB, list[int](), list[Log]()
+    read_into, view = LocalBackend.read_into, Log.view
+
+    def noted_read(backend: LocalBackend, name: str, offset: int, target: memoryview) -> None:
+        reads.append(len(target))
+        read_into(backend, name, offset, target)
+
+    def noted_view(log: Log) -> object:
+        views.append(log)
+        return view(log)
+
+    monkeypatch.setattr(block_reader, "DIRECT_BYTES", 1)
+    monkeypatch.setattr(LocalBackend, "read_into", noted_read)
+    monkeypatch.setattr(Log, "view", noted_view)
+    make_store(tmp_path, block_bytes=block_bytes)
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache") as store:
+        for ref, blocks in (("small", 2), ("large", 50)):
+            state = {"w": torch.rand(blocks * block_bytes // 4)}
+            store.put_snapshot(state, ref=ref, codec="raw")
+            reads.clear()
+            views.clear()
+            assert torch.equal(store.checkout(ref, into={"w": torch.zeros_like(state["w"])})["w"], state["w"])
+            assert reads.count(block_bytes) == blocks
+            assert len(views) <= 5, "however many blocks there are"
+
+
+def test_tensors_lie_first_in_a_pack(tmp_path: Path) -> None:
+    """So their addresses in the file agree with those in memory modulo 64, whatever the size of the layout: Linux copies faster then."""
+    state = {f"a name of 26 characters {number}": torch.rand(2000) for number in range(3)}
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
+        store.put_snapshot(state, ref="job", codec="raw")
+    (pack,) = (path for path in (tmp_path / "store" / "packs").rglob("*") if path.is_file())
+    stored = pack.read_bytes()
+    assert sorted(stored.index(tensor.numpy().tobytes()) for tensor in state.values()) == [HEADER.size + 8000 * at for at in range(3)]
