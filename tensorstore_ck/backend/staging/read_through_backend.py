@@ -10,7 +10,7 @@ the store still has the objects that they rely on.
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Protocol
 
 from tensorstore_ck.backend.protocol import Backend
@@ -24,19 +24,22 @@ LOT_BYTES: Final = 64 << 20
 """A process reserves space in lots of this size. Each process may exceed the folder's capacity by one lot."""
 FETCH_BYTES: Final = 16 << 20
 """Bytes that are fetched and kept at once."""
+REMEMBERED_OBJECTS: Final = 1024
+"""Of the last objects that a thread read from other hosts: more than the packs that one block with its delta bases usually needs."""
 
 
 class OtherFolders(Protocol):
     """The staging folders of other hosts."""
 
-    def read_into(self, name: str, offset: int, target: memoryview, /) -> bool:
-        """Fills `target` with bytes of an object if one of them has it."""
+    def read_into(self, name: str, offset: int, target: memoryview, /) -> Callable[[], object] | None:
+        """Fills `target` with bytes of an object if one of them has it.
+
+        Returns the function to call if these bytes are wrong: the folder that they came from is not asked for the object again. None if
+        no folder has it.
+        """
 
     def has(self, name: str, /) -> bool:
         """Whether one of them is said to have an object."""
-
-    def distrust(self, name: str, /) -> bool:
-        """The bytes that came of an object were wrong; returns whether another folder has it."""
 
 
 class ReadThroughBackend:
@@ -48,8 +51,10 @@ class ReadThroughBackend:
         self.folder = folder
         self.store = store
         self._quota = _SpaceQuota(folder)
-        self._buffers = threading.local()
+        self._of_thread = _OfThread()
         self._distrusted: set[str] = set()
+        """Objects that are not read from this folder any more."""
+        self._distrusting = threading.Lock()
         self.others: list[OtherFolders] = []
         """Asked before the store, while a restore of several hosts runs."""
 
@@ -59,6 +64,7 @@ class ReadThroughBackend:
     # --- read ---
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
+        self._of_thread.distrust_host.pop(name, None)
         if not self._reads_locally(name):
             return self.store.get(name, max_bytes=max_bytes)
         fault = None
@@ -80,6 +86,7 @@ class ReadThroughBackend:
         return data
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        self._of_thread.distrust_host.pop(name, None)
         if not self._reads_locally(name):
             if not self._read_from_others(name, offset, target):
                 self.store.read_into(name, offset, target)
@@ -110,32 +117,26 @@ class ReadThroughBackend:
         return self.store.size(name)
 
     def distrust(self, name: str) -> bool:
-        """The bytes read for `name` were wrong: whether to read them once more, since they now come from another host, or from the store.
+        """The bytes that this thread read last for `name` were wrong: whether to read them again, since they now come from elsewhere.
 
-        False if only this folder has the object, or never kept it: then there are no other bytes. A wrong copy is deleted, and this
-        process keeps no further copy of the object.
+        Only the source of these bytes is given up. Another host is not asked for the object again. A wrong copy in this folder is
+        deleted, and this process keeps no further copy of the object; a staged file is given up if another host or the store has the
+        object. If another thread gave the source up before, nothing else changes.
+
+        Returns:
+            False if no other source has the object: then there are no other bytes.
 
         Raises:
             BackendUnavailableError: the store does not say whether it has it.
         """
         if not name.startswith(KEPT_FOLDERS):
             return False
-        if name in self._distrusted:
-            return self._distrust_others(name)
-        try:
-            unsent_bytes = self.folder.unsent.size(name)
-        except StoreError:
-            with contextlib.suppress(OSError):
-                self.folder.copies.drop(name)
-            self._distrust_others(name)
-        else:
-            if not any(other.has(name) for other in self.others):
-                entry = self.folder.journal.read(name)
-                if entry is None or not entry.is_complete or not self._store_has(name, unsent_bytes):
-                    return False
-                self.folder.unsent.delete([name])
-        self._distrusted.add(name)
-        return True
+        distrust_host = self._of_thread.distrust_host.pop(name, None)
+        if distrust_host is not None:
+            distrust_host()
+            return self._is_elsewhere(name)
+        with self._distrusting:
+            return self._is_elsewhere(name) if name in self._distrusted else self._distrust_own(name)
 
     # --- write ---
 
@@ -156,10 +157,34 @@ class ReadThroughBackend:
         return name.startswith(KEPT_FOLDERS) and name not in self._distrusted
 
     def _read_from_others(self, name: str, offset: int, target: memoryview) -> bool:
-        return any(other.read_into(name, offset, target) for other in self.others)
+        for other in self.others:
+            distrust_host = other.read_into(name, offset, target)
+            if distrust_host is not None:
+                self._of_thread.remember(name, distrust_host)
+                return True
+        return False
 
-    def _distrust_others(self, name: str) -> bool:
-        return any([other.distrust(name) for other in self.others])  # noqa: C419 - all of them learn it
+    def _distrust_own(self, name: str) -> bool:
+        """Gives up what this folder has of an object; returns False if nobody else has it."""
+        try:
+            unsent_bytes = self.folder.unsent.size(name)
+        except StoreError:
+            with contextlib.suppress(OSError):
+                self.folder.copies.drop(name)
+        else:
+            if not self._others_have(name):
+                entry = self.folder.journal.read(name)
+                if entry is None or not entry.is_complete or self._stored_bytes(name) != unsent_bytes:
+                    return False
+                self.folder.unsent.delete([name])
+        self._distrusted.add(name)
+        return True
+
+    def _is_elsewhere(self, name: str) -> bool:
+        return self._others_have(name) or self._stored_bytes(name) is not None
+
+    def _others_have(self, name: str) -> bool:
+        return any(other.has(name) for other in self.others)
 
     def _forget(self, name: str) -> str:
         if name.startswith(KEPT_FOLDERS):
@@ -167,11 +192,12 @@ class ReadThroughBackend:
                 self.folder.copies.drop(name)
         return name
 
-    def _store_has(self, name: str, size_bytes: int) -> bool:
+    def _stored_bytes(self, name: str) -> int | None:
+        """The object's size in the store; None if it is not there."""
         try:
-            return self.store.size(name) == size_bytes
+            return self.store.size(name)
         except MissingObjectError:
-            return False
+            return None
 
     def _size_to_keep(self, name: str, range_bytes: int) -> int:
         """The object's size, which its sparse copy needs; 0 if a range of that length cannot be kept."""
@@ -188,18 +214,33 @@ class ReadThroughBackend:
         if last < end:
             self.store.read_into(name, offset, target)
             return
-        grains = self._buffer(last - first)
+        grains = self._of_thread.memory(last - first)
         self.store.read_into(name, first, grains)
         target[:] = grains[offset - first : end - first]
         with contextlib.suppress(OSError, StoreError):
             self.folder.copies.keep_range(name, size_bytes, first, grains)
 
-    def _buffer(self, size_bytes: int) -> memoryview:
-        """This thread's buffer."""
-        buffer: bytearray | None = getattr(self._buffers, "buffer", None)
-        if buffer is None or len(buffer) < size_bytes:
-            buffer = self._buffers.buffer = bytearray(size_bytes)
-        return memoryview(buffer)[:size_bytes]
+
+class _OfThread(threading.local):
+    """What one thread reads into, and which hosts its bytes came from."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self.distrust_host: dict[str, Callable[[], object]] = {}
+        """Of objects whose last bytes came from another host; the oldest first."""
+
+    def memory(self, size_bytes: int) -> memoryview:
+        """Of that size; the next call returns the same."""
+        if len(self._buffer) < size_bytes:
+            self._buffer = bytearray(size_bytes)
+        return memoryview(self._buffer)[:size_bytes]
+
+    def remember(self, name: str, distrust_host: Callable[[], object]) -> None:
+        """Notes where the bytes of an object came from, and forgets the oldest note above `REMEMBERED_OBJECTS`."""
+        self.distrust_host.pop(name, None)
+        self.distrust_host[name] = distrust_host
+        if len(self.distrust_host) > REMEMBERED_OBJECTS:
+            del self.distrust_host[next(iter(self.distrust_host))]
 
 
 class _SpaceQuota:

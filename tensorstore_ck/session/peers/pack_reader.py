@@ -2,7 +2,8 @@
 
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from tensorstore_ck.common.ids import Ulid
@@ -30,26 +31,22 @@ class PackReader:
         self._lost: set[ServerAddress] = set()
         self._is_closed = False
 
-    def read_into(self, name: str, offset: int, target: memoryview) -> bool:
-        """Fills `target` with bytes of an object, from the first rank that has it; False if none has."""
+    def read_into(self, name: str, offset: int, target: memoryview) -> Callable[[], None] | None:
+        """Fills `target` with bytes of an object, from the first rank that has it.
+
+        Returns the function to call if these bytes are wrong: that rank is not asked for the object again. None if no rank has it.
+        """
         while (server := self._server_of(name)) is not None:
             pack = self._holders[name][0]
             starts = range(0, len(target), MAX_RANGE_BYTES)
             if all(self._read(server, pack, offset + start, target[start : start + MAX_RANGE_BYTES]) for start in starts):
-                return True
+                return partial(self._strike, name, server)
             self._strike(name, server)
-        return False
+        return None
 
     def has(self, name: str) -> bool:
         """Whether a rank that is not lost is said to have an object."""
         return self._server_of(name) is not None
-
-    def distrust(self, name: str) -> bool:
-        """The bytes of an object were wrong: asks the next rank from now on; False if there is none."""
-        server = self._server_of(name)
-        if server is not None:
-            self._strike(name, server)
-        return self.has(name)
 
     def close(self) -> None:
         """Closes all connections."""

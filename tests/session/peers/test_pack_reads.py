@@ -1,6 +1,7 @@
 """Reads of another host's packs over TCP: torn at every byte, by who does not know the secret, of what is missing, damaged or moves."""
 
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,12 +12,14 @@ import pytest
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.staging import ReadThroughBackend
 from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.errors import MissingObjectError
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.session.peers import pack_server
 from tensorstore_ck.session.peers.pack_reader import PackReader, ServerAddress
 from tensorstore_ck.session.peers.pack_server import PackServer
 from tensorstore_ck.session.peers.pack_wire import FOUND, MAC_BYTES, NONCE_BYTES, REQUEST
+from tests.effort import PATIENCE_SECONDS
 from tests.session.peers.sides import bytes_of, folder_at
 
 PACK: Final = Ulid(bytes(15) + b"\x01")
@@ -157,7 +160,7 @@ def test_other_hosts_come_before_the_store_and_wrong_bytes_are_asked_for_elsewhe
     assert backend.distrust(NAME)
     backend.read_into(NAME, 0, target)
     assert bytes(target) == DATA[:RANGE]
-    backend.distrust(NAME)
+    assert not backend.distrust(NAME), "nobody else has it"
     store.put(NAME, DATA[::-1])
     backend.read_into(NAME, 0, target)
     assert bytes(target) == DATA[: -RANGE - 1 : -1]
@@ -176,4 +179,50 @@ def test_a_damaged_file_of_this_host_is_read_from_another_one(tmp_path: Path, se
     assert backend.distrust(NAME)
     backend.read_into(NAME, 0, target)
     assert bytes(target) == DATA[:RANGE]
+    reader.close()
+
+
+@pytest.mark.parametrize("is_local", [False, True], ids=["the first host's", "this host's"])
+def test_threads_that_met_one_wrong_source_give_up_that_one_alone(tmp_path: Path, servers: list[PackServer], is_local: bool) -> None:
+    """Each thread reads before either reports the bytes: the second report strikes no host whose bytes nobody has seen."""
+    TornServer.left = 1 << 30
+    wrong = folder_at(tmp_path, 2 if is_local else 0)
+    wrong.unsent.delete([NAME])
+    wrong.unsent.put(NAME, bytes(SIZE))
+    backend = ReadThroughBackend(folder_at(tmp_path, 2), MemoryBackend())
+    addresses = [address_of(server) for server in servers]
+    reader = PackReader({PACK: addresses[1:] if is_local else addresses})
+    backend.others.append(reader)
+    both_read = threading.Barrier(2)
+    answers, restored = [], []
+
+    def restore(offset: int) -> None:
+        target = memoryview(bytearray(RANGE))
+        backend.read_into(NAME, offset, target)
+        assert bytes(target) == bytes(RANGE)
+        both_read.wait(PATIENCE_SECONDS)
+        answers.append(backend.distrust(NAME))
+        backend.read_into(NAME, offset, target)
+        restored.append(bytes(target) == DATA[offset : offset + RANGE])
+
+    for_each([0, RANGE], restore, 2)
+    assert answers == [True, True]
+    assert restored == [True, True]
+    reader.close()
+
+
+def test_bytes_of_this_host_are_not_held_against_a_host_that_sent_others(tmp_path: Path, servers: list[PackServer]) -> None:
+    """One thread reads one range from another host, then the next one from a wrong copy here."""
+    backend = ReadThroughBackend(folder_at(tmp_path, 2), MemoryBackend())
+    reader = PackReader({PACK: [address_of(servers[1])]})
+    backend.others.append(reader)
+    target = memoryview(bytearray(RANGE))
+    backend.read_into(NAME, 0, target)
+    assert bytes(target) == DATA[:RANGE]
+    backend.folder.copies.keep(NAME, bytes(SIZE))
+    backend.read_into(NAME, RANGE, target)
+    assert bytes(target) == bytes(RANGE)
+    assert backend.distrust(NAME)
+    backend.read_into(NAME, RANGE, target)
+    assert bytes(target) == DATA[RANGE : 2 * RANGE]
     reader.close()
