@@ -1,9 +1,14 @@
-"""Serves the packs in this host's staging folder to the other ranks of a restore, on a thread for each connection."""
+"""Serves the packs in this host's staging folder to the other ranks of a restore, on a thread for each connection.
+
+A stranger, a connection that has not proven yet to know the secret, costs a thread and a file descriptor: there are few at a time. A
+reader takes milliseconds for its proof, so the oldest stranger makes room for a new connection, which waits for that in the backlog.
+"""
 
 import contextlib
 import secrets
 import socket
 import threading
+import time
 from typing import Final
 
 from tensorstore_ck.backend.staging import StagingFolder
@@ -16,6 +21,12 @@ from tensorstore_ck.session.peers.pack_wire import FOUND, MAX_RANGE_BYTES, NOT_F
 PIECE_BYTES: Final = 1 << 20
 """Read and sent at once: it stays in a core's cache between the two."""
 MAX_CONNECTIONS: Final = 1024
+MAX_STRANGERS: Final = 64
+"""Enough for a thousand readers that connect at once, and a quarter of 256 file descriptors."""
+STRANGER_SECONDS: Final = 2.0
+"""How long a stranger keeps its connection while a new one waits. A reader behind 1024 silent ones waits half of `HELLO_SECONDS`."""
+ACCEPT_PAUSE_SECONDS: Final = 0.1
+"""The wait after an error of `accept`, which may last: the process has no file descriptor left."""
 
 
 class PackServer:
@@ -33,9 +44,12 @@ class PackServer:
         family = socket.AF_INET6 if is_dual else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=is_dual)
         self.port: int = self._listener.getsockname()[1]
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        """Guards the attributes below."""
         self._is_closed = False
         self._connections: dict[socket.socket, Helper] = {}
+        self._strangers: dict[socket.socket, float] = {}
+        """When each stranger connected; the oldest first."""
         self._accepting = Helper(self._accept, "tsck-packs")
         try:
             self._accepting.start()
@@ -45,41 +59,59 @@ class PackServer:
 
     def close(self) -> None:
         """Ends all connections."""
-        with self._lock:
+        with self._changed:
             self._is_closed = True
+            self._changed.notify_all()
             left = dict(self._connections)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         for connection in left:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _hang_up(connection)
         for helper in (self._accepting, *left.values()):
             helper.end()
 
     def _accept(self) -> None:
-        while True:
+        while not self._is_closed:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                if self._is_closed:
-                    return
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed, ACCEPT_PAUSE_SECONDS)
                 continue
             helper = Helper(lambda connection=connection: self._serve(connection), "tsck-packs")  # type: ignore[misc]
-            with self._lock:
-                is_refused = self._is_closed or len(self._connections) >= MAX_CONNECTIONS
-                if not is_refused:
-                    self._connections[connection] = helper
             try:
-                if is_refused:
-                    raise RuntimeError("too many connections")
+                self._take(connection, helper)
                 helper.start()
             except (RuntimeError, MemoryError):  # the reader reads elsewhere
                 self._drop(connection)
 
+    def _take(self, connection: socket.socket, helper: Helper) -> None:
+        """Counts a connection as a stranger, once there is room for one.
+
+        Raises:
+            RuntimeError: there are too many connections of readers, or the server is closed.
+        """
+        with self._changed:
+            while len(self._strangers) >= MAX_STRANGERS and not self._is_closed:
+                oldest, connected = next(iter(self._strangers.items()))
+                left_seconds = connected + STRANGER_SECONDS - time.monotonic()
+                if left_seconds > 0:
+                    self._changed.wait(left_seconds)
+                else:
+                    del self._strangers[oldest]
+                    _hang_up(oldest)  # its thread ends, and drops it
+            if self._is_closed or len(self._connections) >= MAX_CONNECTIONS:
+                raise RuntimeError("too many connections")
+            self._connections[connection] = helper
+            self._strangers[connection] = time.monotonic()
+
     def _serve(self, connection: socket.socket) -> None:
         try:
             admit_reader(connection, self.secret)
+            with self._changed:
+                self._strangers.pop(connection, None)
+                self._changed.notify_all()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             piece = memoryview(bytearray(PIECE_BYTES))
             while True:
@@ -114,8 +146,16 @@ class PackServer:
 
     def _drop(self, connection: socket.socket) -> None:
         connection.close()
-        with self._lock:
+        with self._changed:
             self._connections.pop(connection, None)
+            self._strangers.pop(connection, None)
+            self._changed.notify_all()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Ends what its thread waits for."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class WireLostError(OSError):

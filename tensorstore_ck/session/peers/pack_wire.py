@@ -13,6 +13,8 @@ import hmac
 import secrets
 import socket
 import struct
+import time
+from collections.abc import Callable
 from typing import Final
 
 from blake3 import blake3
@@ -29,7 +31,7 @@ MAX_RANGE_BYTES: Final = 64 << 20
 CONNECT_SECONDS: Final = 10.0
 """How long a connection to one address of a host may take."""
 HELLO_SECONDS: Final = 60.0
-"""How long each message of the proof may take: a busy host is not a lost one."""
+"""How long the proof may take as a whole: a busy host is not a lost one."""
 SILENT_SECONDS: Final = 60.0
 """After this time without a byte the other side is gone."""
 
@@ -38,48 +40,63 @@ class WireError(OSError):
     """The other side is gone, or does not know the secret."""
 
 
-def receive_into(connection: socket.socket, target: memoryview) -> None:
-    """Fills `target`.
+def receive_into(connection: socket.socket, target: memoryview, go_on: Callable[[], object] = lambda: None) -> None:
+    """Fills `target`. `go_on` is called before each wait for bytes.
 
     Raises:
         OSError: the other side is gone.
     """
     while len(target):
+        go_on()
         count = connection.recv_into(target)
         if not count:
             raise WireError("the other side closed the connection")
         target = target[count:]
 
 
-def receive(connection: socket.socket, size_bytes: int) -> bytes:
+def receive(connection: socket.socket, size_bytes: int, go_on: Callable[[], object] = lambda: None) -> bytes:
     """The next `size_bytes` bytes; raises as `receive_into`."""
     data = bytearray(size_bytes)
-    receive_into(connection, memoryview(data))
+    receive_into(connection, memoryview(data), go_on)
     return bytes(data)
 
 
-def admit_reader(connection: socket.socket, secret: bytes) -> None:
+def admit_reader(connection: socket.socket, secret: bytes, monotonic: Callable[[], float] = time.monotonic) -> None:
     """The server's side of the proof.
 
     Raises:
-        OSError: the other side is gone, or does not know the secret.
+        OSError: the other side is gone, takes longer than `HELLO_SECONDS`, or does not know the secret.
     """
+    in_time = _deadline(connection, monotonic)
     nonce = secrets.token_bytes(NONCE_BYTES)
-    connection.settimeout(HELLO_SECONDS)
+    in_time()
     connection.sendall(nonce)
-    other = receive(connection, NONCE_BYTES)
-    _check(receive(connection, MAC_BYTES), _proof(secret, b"reader", nonce, other))
+    other = receive(connection, NONCE_BYTES, in_time)
+    _check(receive(connection, MAC_BYTES, in_time), _proof(secret, b"reader", nonce, other))
     connection.sendall(_proof(secret, b"server", nonce, other))
     connection.settimeout(None)  # a reader may be quiet for as long as it likes
 
 
-def greet_server(connection: socket.socket, secret: bytes) -> None:
+def greet_server(connection: socket.socket, secret: bytes, monotonic: Callable[[], float] = time.monotonic) -> None:
     """The reader's side of the proof; raises as `admit_reader`."""
-    connection.settimeout(HELLO_SECONDS)
-    nonce, other = receive(connection, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+    in_time = _deadline(connection, monotonic)
+    nonce, other = receive(connection, NONCE_BYTES, in_time), secrets.token_bytes(NONCE_BYTES)
     connection.sendall(other + _proof(secret, b"reader", nonce, other))
-    _check(receive(connection, MAC_BYTES), _proof(secret, b"server", nonce, other))
+    _check(receive(connection, MAC_BYTES, in_time), _proof(secret, b"server", nonce, other))
     connection.settimeout(SILENT_SECONDS)
+
+
+def _deadline(connection: socket.socket, monotonic: Callable[[], float]) -> Callable[[], None]:
+    """A function that gives the connection's next call the time that is left of `HELLO_SECONDS`, and raises TimeoutError if none is."""
+    end = monotonic() + HELLO_SECONDS
+
+    def in_time() -> None:
+        left_seconds = end - monotonic()
+        if left_seconds <= 0:
+            raise TimeoutError(f"the proof took more than {HELLO_SECONDS:.0f} s")
+        connection.settimeout(left_seconds)
+
+    return in_time
 
 
 def _proof(secret: bytes, role: bytes, nonce: bytes, other: bytes) -> bytes:

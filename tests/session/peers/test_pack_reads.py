@@ -1,8 +1,11 @@
 """Reads of another host's packs over TCP: torn at every byte, by who does not know the secret, of what is missing, damaged or moves."""
 
+import errno
+import itertools
+import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -15,10 +18,10 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.errors import MissingObjectError
 from tensorstore_ck.format.pack import pack_name
-from tensorstore_ck.session.peers import pack_server
+from tensorstore_ck.session.peers import pack_server, pack_wire
 from tensorstore_ck.session.peers.pack_reader import PackReader, ServerAddress
 from tensorstore_ck.session.peers.pack_server import PackServer
-from tensorstore_ck.session.peers.pack_wire import FOUND, MAC_BYTES, NONCE_BYTES, REQUEST
+from tensorstore_ck.session.peers.pack_wire import FOUND, MAC_BYTES, NONCE_BYTES, REQUEST, SECRET_BYTES, admit_reader, greet_server
 from tests.effort import PATIENCE_SECONDS
 from tests.session.peers.sides import bytes_of, folder_at
 
@@ -41,7 +44,7 @@ class TornServer(PackServer):
 
     def _serve(self, connection: socket.socket) -> None:
         super()._serve(Torn(connection, self.left))  # type: ignore[arg-type]
-        connection.close()
+        self._drop(connection)
 
 
 class Torn:
@@ -134,6 +137,82 @@ def test_who_does_not_know_the_secret_gets_nothing(servers: list[PackServer], kn
             assert connection.recv(1) == b""
     if known:
         assert read(PackReader({PACK: [address_of(servers[1], known)]}), 0, RANGE) is None
+
+
+def stranger_at(server: PackServer) -> socket.socket:
+    """A connection that was accepted, and says nothing."""
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_SECONDS)
+    assert len(connection.recv(NONCE_BYTES, socket.MSG_WAITALL)) == NONCE_BYTES
+    return connection
+
+
+def test_the_oldest_silent_stranger_makes_room_for_a_reader(servers: list[PackServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_wire, "HELLO_SECONDS", 1e4)
+    monkeypatch.setattr(pack_server, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(pack_server, "STRANGER_SECONDS", 0)
+    with stranger_at(servers[1]) as oldest, stranger_at(servers[1]) as newer:
+        reader = PackReader({PACK: [address_of(servers[1])]})
+        assert read(reader, 0, RANGE) == DATA[:RANGE]
+        assert oldest.recv(1) == b""
+        with stranger_at(servers[1]):  # the reader is none any more
+            newer.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                newer.recv(1)
+            assert read(reader, 1, RANGE) == DATA[1 : 1 + RANGE]
+    reader.close()
+
+
+def test_readers_that_come_at_once_wait_for_each_other(servers: list[PackServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them is taken for a stranger that never proves anything. `close` ends the wait."""
+    monkeypatch.setattr(pack_wire, "HELLO_SECONDS", 1e4)
+    monkeypatch.setattr(pack_server, "MAX_STRANGERS", 1)
+    monkeypatch.setattr(pack_server, "STRANGER_SECONDS", 1e4)
+    reader = PackReader({PACK: [address_of(servers[1])]})
+    all_connect = threading.Barrier(8)
+
+    def restore(offset: int) -> None:
+        all_connect.wait(PATIENCE_SECONDS)
+        assert read(reader, offset, RANGE) == DATA[offset : offset + RANGE]
+
+    for_each(range(8), restore, 8)
+    reader.close()
+    with stranger_at(servers[1]) as first, socket.create_connection(("127.0.0.1", servers[1].port), timeout=PATIENCE_SECONDS):
+        servers[1].close()
+        assert first.recv(1) == b""
+
+
+def test_an_error_of_accept_is_followed_by_a_pause_that_close_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = threading.Semaphore(0)
+
+    class NoDescriptors(socket.socket):
+        def accept(self) -> tuple[socket.socket, Any]:
+            tries.release()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    bound = NoDescriptors()
+    bound.bind(("127.0.0.1", 0))
+    monkeypatch.setattr(pack_server, "ACCEPT_PAUSE_SECONDS", 1e4)
+    monkeypatch.setattr(socket, "create_server", lambda *_, **__: bound)
+    server = PackServer(folder_at(tmp_path, 0))
+    assert tries.acquire(timeout=PATIENCE_SECONDS)
+    server.close()
+    assert not tries.acquire(blocking=False), "it was tried again at once"
+
+
+@pytest.mark.parametrize("prove", [admit_reader, greet_server])
+def test_a_proof_has_one_deadline_however_often_a_byte_comes(prove: Callable[..., None]) -> None:
+    """A byte a second is too slow, though no byte is late."""
+    now = itertools.count().__next__
+
+    class Drip(socket.socket):
+        def recv_into(self, target: Any, *_: int) -> int:  # type: ignore[override]
+            return super().recv_into(target[:1])
+
+    ours, other = socket.socketpair()
+    with Drip(fileno=ours.detach()) as slow, other:
+        other.sendall(bytes(NONCE_BYTES + MAC_BYTES))
+        with pytest.raises(TimeoutError, match="60 s"):
+            prove(slow, bytes(SECRET_BYTES), now)
 
 
 def test_what_is_published_meanwhile_is_read_as_a_copy(tmp_path: Path, servers: list[PackServer]) -> None:
