@@ -205,7 +205,7 @@ def test_a_proof_has_one_deadline_however_often_a_byte_comes(prove: Callable[...
     now = itertools.count().__next__
 
     class Drip(socket.socket):
-        def recv_into(self, target: Any, *_: int) -> int:  # type: ignore[override]
+        def recv_into(self, target: Any, *_: int) -> int:
             return super().recv_into(target[:1])
 
     ours, other = socket.socketpair()
