@@ -176,7 +176,7 @@ def test_bytes_that_came_wrong_are_read_again(trainer: Callable[[], Any], tmp_pa
             wrong.append(name)
             target[0] ^= 1
 
-    backend.read_into = flip_one_bit  # type: ignore[method-assign]
+    backend.read_into = flip_one_bit
     host.update()
     assert len(wrong) == 1
     assert all(equal(mine, state) for mine in host.tensors)
@@ -233,9 +233,9 @@ def test_a_child_that_was_forked_during_a_read_holds_no_lock(trainer: Callable[[
                 os._exit(0)
         read(name, offset, target)
 
-    backend.read_into = fork_once  # type: ignore[method-assign]
+    backend.read_into = fork_once
     first.feeds[0].poll()
-    backend.read_into = read  # type: ignore[method-assign]
+    backend.read_into = read
     try:
         second.feeds[0].poll()
         assert second.faults[0].noted == [] or not any(what.startswith("read packs/") for what in second.faults[0].noted)
