@@ -68,6 +68,13 @@ class RefVerifier:
         ref = resolved.branch or resolved.tag
         if ref is None or self._trust.keys_of(ref) is None:
             return None
+        if resolved.is_staged:
+            raise UntrustedError(
+                f"the snapshot staged for {ref!r} (root {resolved.info.root.hex()[:16]}, step {resolved.info.step}) is not trusted: it is "
+                f"signed when it is published, and {self._trust.path} says which keys must sign {ref!r}. Read {ref!r}, or wait until it is "
+                f"published",
+                object_id=ref,
+            )
         self._require_all(log, view, ref)
         head = view.branch(ref) if resolved.branch else view.tag_row(ref)
         is_head = head is not None and head.ulid == resolved.info.ulid
@@ -77,6 +84,8 @@ class RefVerifier:
         else:
             same = [info.n for ulid in view.with_root(root) if (info := view.snapshot(ulid)) is not None]
             found = self._any(log, view, ref, root=root, start=min([resolved.info.n, *same]))
+        if found.signature is not None and found.signature.step != resolved.info.step:
+            found = _Found(None, f"its signature, in entry {found.signature.number}, is of step {found.signature.step}: the log was forged")
         if found.signature is None:
             at, name = f"root {root.hex()[:16]}, step {resolved.info.step}", shlex.quote(ref)
             raise UntrustedError(
