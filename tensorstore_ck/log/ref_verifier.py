@@ -96,6 +96,19 @@ class RefVerifier:
             )
         return found.signature
 
+    def signed(self, log: Log, view: RefTable, branch: str) -> frozenset[tuple[str, int | None]] | None:
+        """(root, step) of each snapshot that `check` admits at `branch@STEP`, by one pass over the log; None: the trust file does not name it.
+
+        Raises:
+            BrokenLogError: the log cannot be read.
+        """
+        if self._trust.keys_of(branch) is None:
+            return None
+        head = view.head()
+        start = min((info.n for move in view.moves(branch) if (info := view.snapshot(move.ulid)) is not None), default=1)
+        found = (self._verify(*each)[0] for each in self._signatures(log, branch, start, head.n if head is not None else 0))
+        return frozenset((signature.root, signature.step) for signature in found if signature is not None)
+
     def newest(self, entries: Iterable[Entry]) -> dict[str, str]:
         """Ref -> the root in its newest valid signature among `entries`, which may be what is left of a log."""
         found = {}

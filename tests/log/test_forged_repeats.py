@@ -1,13 +1,17 @@
 """Log entries that repeat a snapshot with a signed root: with another step, as a staged one, or on the way into a ref that is signed."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import tensorstore_ck as tsck
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import UntrustedError
 from tensorstore_ck.format.record import record_name
 from tensorstore_ck.log import Op, RefTable
+from tensorstore_ck.maintenance.copy_store import refs
+from tensorstore_ck.maintenance.copy_store.branch_plan import BranchPlan, plan_branch
 from tests.log.test_signed_refs import KEY, OTHER, REF, World
 
 
@@ -66,3 +70,38 @@ def test_a_signed_ref_is_not_moved_to_a_snapshot_of_an_untrusted_one(world: Worl
         getattr(store, move)(REF if move == "reset" else OTHER, f"{REF}@2")
     with world.open(host="new", trusts=True) as store:
         assert store.resolve(REF if move == "reset" else OTHER).root == world.new
+
+
+def copy(world: World) -> tuple[list[int | None], list[str]]:
+    """Copies the branch to a store where its moves are signed: the steps there that are trusted, and the warnings."""
+    with world.open(host="new", trusts=True) as source, world.open(world.folder / "target", host="two", sign=KEY) as target:
+        warned = tsck.copy(source, target, refs=REF).warnings
+    with world.open(world.folder / "target", host="three", trusts=True) as store:
+        steps = [snapshot.step for snapshot in store.log(REF)]
+        for step in steps:
+            store.checkout(f"{REF}@{step}")
+    return steps, list(warned)
+
+
+def test_a_copy_signs_no_snapshot_that_the_source_has_not_signed(world: World) -> None:
+    with world.open() as store:
+        world.put(store, 666)
+    with world.open(sign=KEY) as store:
+        world.put(store, 3)
+    assert copy(world) == ([3, 2, 1], ["snapshots of 'models/base' without a valid signature were left out: 1"])
+    with world.open(sign=KEY) as store:
+        world.put(store, 4)
+    assert copy(world) == ([4, 3, 2, 1], [])
+
+
+def test_a_copy_takes_what_it_has_checked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody moves the branch between the check and the comparison with the target."""
+
+    def check_first(*args: Any) -> BranchPlan:
+        with world.open() as store:
+            world.put(store, 666)
+        args[0].log.sync()
+        return plan_branch(*args)
+
+    monkeypatch.setattr(refs, "plan_branch", check_first)
+    assert copy(world) == ([2, 1], [])
