@@ -97,7 +97,7 @@ class RefVerifier:
         return found.signature
 
     def signed(self, log: Log, view: RefTable, branch: str) -> frozenset[tuple[str, int | None]] | None:
-        """(root, step) of each snapshot that `check` admits at `branch@STEP`, by one pass over the log; None: the trust file does not name it.
+        """(root, step) of each snapshot that `check` admits at `branch@STEP`, by one pass over the log; None: it is not named.
 
         Raises:
             BrokenLogError: the log cannot be read.
