@@ -91,7 +91,7 @@ def main() -> None:
             print(f"{name}: {report.entries / taken:.0f} entries/s, then one more in {1000 * one:.0f} ms", flush=True)
             for text, count, seconds in asked(catalog, args.rounds, args.limit):
                 rows.setdefault(text, [str(count)]).append(f"{1000 * seconds:.1f}")
-        print(f"\nmedian of {args.rounds}, with at most {args.limit} told; ms\n| find | found | {' | '.join(urls)} |\n|---|---|---|---|")
+        print(f"\nmedian of {args.rounds}, with at most {args.limit} results; ms\n| find | found | {' | '.join(urls)} |\n|---|---|---|---|")
         print("\n".join(f"| `{text}` | {' | '.join(cells)} |" for text, cells in rows.items()))
 
 

@@ -1,4 +1,4 @@
-"""DLIO's checkpoint workload (MLPerf Storage), its own torch.save beside the store: `python -m benches.dlio --folder /tmp/bench`.
+"""DLIO's checkpoint workload (MLPerf Storage), with its own torch.save and with a store: `python -m benches.dlio --folder /tmp/bench`.
 
 Needs DLIO with mpi4py and an MPI in this environment (`pip install mpich mpi4py`, and DLIO from its repository). The shapes are those
 of its `llama_8b_zero3`, with fewer and smaller layers; `fsync` is on, as MLPerf asks. Both take turns, each run of DLIO a process

@@ -36,8 +36,8 @@ class RateLimit:
         self._last_size = 0
         self.rate = self._given
         """Bytes per second; infinite without a limit."""
-        self.has_waited = False
-        """Whether anybody has ever waited because of it."""
+        self.waits = 0
+        """How often somebody waited because of it."""
 
     def share(self, ranks: int) -> None:
         """From now on this is one of `ranks` processes of a job, which share its rate evenly."""
@@ -72,7 +72,7 @@ class RateLimit:
             return
         ticket = self._take(count)
         while (seconds := self._seconds_until(ticket)) > 0:
-            self.has_waited = True
+            self.waits += 1
             sleep(min(seconds, BURST_SECONDS))
 
     def _take(self, count: int) -> float:

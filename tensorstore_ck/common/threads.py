@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
@@ -19,23 +19,12 @@ T = TypeVar("T")
 
 REMOTE_THREADS: Final = 8
 """Requests to a remote backend at the same time."""
-BACKGROUND_NICE: Final = 10
-"""About a tenth of a core beside a thread that uses all of it; all of the core if nothing else wants it."""
 BEGIN_SECONDS: Final = 30.0
 """How long a new thread may take to begin."""
 _LOOK_SECONDS: Final = 0.5
 """How long it may take to notice that a thread died of too little memory."""
 _RUNS_HERE: Final = contextvars.ContextVar("runs_here", default=False)
 """Whether `shielded` calls what it is given in this thread, since no other one could be started."""
-
-
-def give_way() -> None:
-    """Lowers the priority of this thread, and of those that it starts, for good: training goes first where cores are short.
-
-    On Linux each thread has a nice value of its own.
-    """
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), BACKGROUND_NICE))
 
 
 def cpu_threads() -> int:

@@ -95,6 +95,8 @@ class Engine:
     """Names of this process's objects, by which gc knows the process; None: plain ids."""
     on_read: Callable[[int], object] | None = None
     """Receives the raw bytes of each verified read of a snapshot's blocks, on the thread that read them."""
+    forget_copies: Callable[[str], bool] = lambda name: False
+    """Removes copies of an object on this host, other than a staging disk's, whose bytes were wrong; returns whether there were any."""
     unpublished: list[Ulid] | None = None
     """In the engine of one save: the names that it drew; see `StoreDestination`."""
     signer: RefSigner | None = None
@@ -276,8 +278,9 @@ class Engine:
         return self if self.tier is None else replace(self, backend=self.tier.backend.store, tier=None)
 
     def distrust(self, name: str) -> bool:
-        """Reports that an object's bytes are wrong; returns whether they came from the staging disk, so that reading again may help."""
-        return self.tier is not None and self.tier.backend.distrust(name)
+        """Reports that an object's bytes are wrong; returns whether they came from a disk of this host, so that reading again may help."""
+        is_copied = self.forget_copies(name)
+        return (self.tier is not None and self.tier.backend.distrust(name)) or is_copied
 
     def _read(self, name: str, decode: Callable[[bytes, str], T]) -> T:
         try:

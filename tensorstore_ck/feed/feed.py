@@ -69,7 +69,8 @@ class Feed:
         if not poll_seconds > 0:
             raise InvalidOptionError(f"poll_seconds must be above 0, not {poll_seconds}", object_id="poll_seconds")
         if host_cache is not None and not engine.backend.is_local:
-            engine = replace(engine, backend=HostCache(engine.backend, host_cache))
+            cache = HostCache(engine.backend, host_cache)
+            engine = replace(engine, backend=cache, forget_copies=cache.distrust)
         self._engine, self._ref, self._wanted, self._poll_seconds = engine, ref, wanted, poll_seconds
         self._polling = threading.Lock()
         """One thread at a time looks for a version."""

@@ -1,7 +1,8 @@
 """Followers on one host read each range of a pack from the store once: the first one writes it to a file, where the others find it.
 
 A file has the bytes of one range, then their hash. While it is read from the store, its reader holds a lock on it, which ends with the
-process; the others wait. The folder never makes a read fail: what cannot be locked, written or read there comes from the store.
+process; the others wait. The folder is this user's alone. It never makes a read fail: what cannot be locked, written or read there comes
+from the store.
 """
 
 import fcntl
@@ -16,6 +17,8 @@ from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import DIGEST_BYTES, block_id
 from tensorstore_ck.common.owned_files import FILE_MODE
+from tensorstore_ck.common.private_folder import PrivateFolder
+from tensorstore_ck.errors import StoreError
 
 SHARE: Final = 1 / 8
 """Of the space that the folder's filesystem has free, or these files use, at most."""
@@ -32,62 +35,114 @@ class HostCache:
     """A backend that reads ranges of packs by way of a folder. All other attributes are the inner backend's."""
 
     def __init__(self, inner: Backend, folder: str) -> None:
-        """Makes the folder if it is missing."""
-        self._inner, self._folder = inner, folder
+        """Makes the folder if it is missing.
+
+        Raises:
+            PermissionDeniedError: it is not this user's, or others can put another folder in its place.
+            StoreError: it cannot be made.
+        """
+        self._inner = inner
+        self._folder = PrivateFolder(os.path.abspath(os.path.expanduser(folder)), ": give each user a folder of its own")
         with os_errors("write", folder):
-            os.makedirs(folder, mode=0o700, exist_ok=True)
+            self._folder.make()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """See `Backend.read_into`."""
-        if not name.startswith(_PACKS):
-            self._inner.read_into(name, offset, target)
-            return
-        path = os.path.join(self._folder, f"{name.rpartition('/')[2]}-{offset}-{len(target)}{_SUFFIX}")
-        with _locked(path) as fd:
-            if fd is not None and _read(fd, target):
-                return
-            self._inner.read_into(name, offset, target)
-            if fd is not None:
-                self._write(fd, path, target)
+        if name.startswith(_PACKS):
+            with self._locked(f"{name.rpartition('/')[2]}-{offset}-{len(target)}{_SUFFIX}") as file:
+                if file is not None and (file.read(target) or self._fill(file, name, offset, target)):
+                    return
+        self._inner.read_into(name, offset, target)
 
-    def _write(self, fd: int, path: str, data: memoryview) -> None:
+    def distrust(self, name: str) -> bool:
+        """The bytes read for a pack were wrong: its files are removed. Returns whether there were any."""
+        found, pack = False, name.rpartition("/")[2]
+        with suppress(OSError, StoreError):
+            for path, _ in self._folder.files("."):
+                if os.path.basename(path).startswith(f"{pack}-"):
+                    self._unlink(path)
+                    found = True
+        return found
+
+    def _fill(self, file: "_LockedFile", name: str, offset: int, target: memoryview) -> bool:
+        """Reads a range from the store, and writes the file; returns False, with nothing read, if there is no space for that."""
         try:
-            if self._has_space(len(data) + DIGEST_BYTES):
-                write_at(fd, [data, memoryview(block_id(data))], 0)
-            else:
-                os.unlink(path)
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(fd, 0)
+            if not self._has_space(len(target) + DIGEST_BYTES):
+                self._unlink(file.name)
+                return False
+            self._inner.read_into(name, offset, target)
+        except BaseException:
+            self._unlink(file.name)
+            raise
+        if not file.write(target):
+            self._unlink(file.name)
+        return True
 
     def _has_space(self, size_bytes: int) -> bool:
-        """Whether a file of that size fits, after the oldest ones were removed for it."""
-        with os.scandir(self._folder) as entries:
-            files = sorted((entry.stat().st_mtime, entry.stat().st_size, entry.path) for entry in entries if entry.name.endswith(_SUFFIX))
-        total = sum(size for _, size, _ in files)
-        disk = os.statvfs(self._folder)
-        limit = SHARE * (disk.f_bavail * disk.f_frsize + total)
-        for modified, size, path in files:
-            if size and (total + size_bytes > limit or time.time() - modified > KEPT_SECONDS):
-                os.unlink(path)
-                total -= size
-        return total + size_bytes <= limit
+        """Whether a file of that size fits; removes what nobody uses, and the oldest ones for it."""
+        with suppress(OSError, StoreError):
+            listed = self._folder.files(".")
+            files = sorted((status.st_mtime, status.st_size, path) for path, status in listed if path.endswith(_SUFFIX))
+            total = sum(size for _, size, _ in files)
+            disk = os.statvfs(self._folder.fd())
+            limit = SHARE * (disk.f_bavail * disk.f_frsize + total)
+            fits = size_bytes <= limit
+            for modified, size, path in files:
+                if time.time() - modified > KEPT_SECONDS or (size and fits and total + size_bytes > limit):
+                    self._unlink(path)
+                    total -= size
+            return total + size_bytes <= limit
+        return False
+
+    def _unlink(self, path: str) -> None:
+        with suppress(OSError, StoreError):
+            os.unlink(path, dir_fd=self._folder.fd())
+
+    @contextmanager
+    def _locked(self, name: str) -> "Iterator[_LockedFile | None]":
+        """A file, locked; None if that is impossible, or another process reads for too long."""
+        fd = None
+        with suppress(OSError, StoreError):
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE, dir_fd=self._folder.fd())
+        is_locked = fd is not None and _lock(fd)
+        try:
+            # It may have been removed meanwhile, and a file with a second name is another one, too.
+            yield _LockedFile(fd, name) if is_locked and fd is not None and os.fstat(fd).st_nlink == 1 else None
+        finally:
+            if fd is not None:
+                if is_locked:
+                    with suppress(OSError):
+                        fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, and so the lock
+                os.close(fd)
 
 
-@contextmanager
-def _locked(path: str) -> Iterator[int | None]:
-    """The file, locked; None if that is impossible, or another process reads for too long."""
-    fd = None
-    with suppress(OSError):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
-    try:
-        yield fd if fd is not None and _lock(fd) else None
-    finally:
-        if fd is not None:
-            os.close(fd)
+class _LockedFile:
+    """The bytes of a range, and their hash."""
+
+    def __init__(self, fd: int, name: str) -> None:
+        self._fd = fd
+        self.name = name
+
+    def read(self, target: memoryview) -> bool:
+        """Whether the file has the bytes, whole."""
+        with suppress(OSError):
+            digest = memoryview(bytearray(DIGEST_BYTES))
+            if os.fstat(self._fd).st_size == len(target) + DIGEST_BYTES and read_at(self._fd, target, 0) == len(target):
+                read_at(self._fd, digest, len(target))
+                os.utime(self._fd)
+                return bytes(digest) == block_id(target)
+        return False
+
+    def write(self, data: memoryview) -> bool:
+        """Writes the file, if it can be written."""
+        try:
+            write_at(self._fd, [data, memoryview(block_id(data))], 0)
+        except OSError:
+            return False
+        return True
 
 
 def _lock(fd: int) -> bool:
@@ -103,14 +158,3 @@ def _lock(fd: int) -> bool:
             return False
         else:
             return True
-
-
-def _read(fd: int, target: memoryview) -> bool:
-    """Whether the file has the bytes, whole."""
-    with suppress(OSError):
-        digest = memoryview(bytearray(DIGEST_BYTES))
-        if os.fstat(fd).st_size == len(target) + DIGEST_BYTES and read_at(fd, target, 0) == len(target):
-            read_at(fd, digest, len(target))
-            os.utime(fd)
-            return bytes(digest) == block_id(target)
-    return False

@@ -163,9 +163,9 @@ def race_delay(lost: int, try_ns: int) -> float:
 
 def _create_entry(backend: Backend, name: str, sealed: bytes, ops: Sequence[Op]) -> Created:
     """See `Backend.create`. Raises `NoSpaceError` if the disk is full."""
-    create = partial(backend.create, name, sealed)
+    create, moves = partial(backend.create, name, sealed), [op for op in ops if op.name != "sign"]
     try:
-        return within_reserve(backend, create) if all(op.name in _FREEING for op in ops) else create()
+        return within_reserve(backend, create) if moves and all(op.name in _FREEING for op in moves) else create()
     except NoSpaceError as exc:
         if not backend.is_local:
             raise

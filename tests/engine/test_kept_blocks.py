@@ -64,3 +64,13 @@ def test_a_base_that_was_stored_as_opaque_bytes(tmp_path: Path) -> None:
             store.put_snapshot({"tensor": tensor, "value": value}, ref=REF, step=step)
             assert torch.equal(store.checkout(REF)["tensor"], tensor)
             tensor[step] += 1
+
+
+def test_what_is_no_base_any_more_is_not_kept() -> None:
+    """Chains of differences begin anew now and then, and the block before is then nobody's base."""
+    state, store = first_state(), follower(MemoryBackend())
+    for step in range(30):
+        save(store, state, step)
+        train(state, step, 0.05)
+    kept = store.engine.kept_blocks._kept
+    assert sum(len(block.raw) for block in kept.values()) <= store.log(REF)[0].logical_bytes

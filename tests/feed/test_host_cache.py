@@ -159,9 +159,91 @@ def test_errors_of_the_store_reach_the_caller(trainer: Callable[[], Any], tmp_pa
     read, backend.read_into = backend.read_into, missing
     with pytest.raises(tsck.errors.BackendUnavailableError):
         host.feeds[0].poll()
+    assert [*tmp_path.iterdir()] == []
     backend.read_into = read
     host.update()
     assert all(equal(mine, state) for mine in host.tensors)
+
+
+def test_bytes_that_came_wrong_are_read_again(trainer: Callable[[], Any], tmp_path: Path) -> None:
+    """Else one bad transfer would stop all followers of the host, as a file's hash is that of the bytes that came."""
+    backend, state = trainer()
+    host, wrong, read = Host(backend, state, tmp_path), list[str](), backend.read_into
+
+    def flip_one_bit(name: str, offset: int, target: memoryview) -> None:
+        read(name, offset, target)
+        if name.startswith("packs/") and not wrong:
+            wrong.append(name)
+            target[0] ^= 1
+
+    backend.read_into = flip_one_bit  # type: ignore[method-assign]
+    host.update()
+    assert len(wrong) == 1
+    assert all(equal(mine, state) for mine in host.tensors)
+
+
+def open_to_all(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def link(folder: Path) -> None:
+    (folder.parent / "elsewhere").mkdir()
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+@pytest.mark.parametrize("make", [open_to_all, link])
+def test_a_folder_that_others_may_change_is_closed_or_refused(
+    trainer: Callable[[], Any], tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    backend, state = trainer()
+    folder = tmp_path / "shared"
+    make(folder)
+    if make is link:
+        with pytest.raises(tsck.errors.PermissionDeniedError, match="a folder of its own"):
+            Host(backend, state, folder)
+    else:
+        Host(backend, state, folder).update()
+        assert oct(folder.stat().st_mode & 0o777) == "0o700"
+
+
+def test_a_file_with_a_second_name_is_left_alone(trainer: Callable[[], Any], tmp_path: Path) -> None:
+    backend, state = trainer()
+    Host(backend, state, tmp_path / "shared").update()
+    names = [file.name for file in (tmp_path / "shared").iterdir()]
+    for name in names:
+        (tmp_path / name).write_text("somebody's")
+        (tmp_path / "shared" / name).unlink()
+        os.link(tmp_path / name, tmp_path / "shared" / name)
+    with pytest.raises(tsck.errors.PermissionDeniedError, match="hard links"):
+        Host(backend, state, tmp_path / "shared")
+    assert {(tmp_path / name).read_text() for name in names} == {"somebody's"}
+
+
+def test_a_child_that_was_forked_during_a_read_holds_no_lock(trainer: Callable[[], Any], tmp_path: Path) -> None:
+    backend, state = trainer()
+    first, second, read = Host(backend, state, tmp_path), Host(backend, state, tmp_path), backend.read_into
+    reached, children = os.pipe(), list[int]()
+
+    def fork_once(name: str, offset: int, target: memoryview) -> None:
+        if name.startswith("packs/") and not children:
+            children.append(os.fork())
+            if children == [0]:
+                os.read(reached[0], 1)
+                os._exit(0)
+        read(name, offset, target)
+
+    backend.read_into = fork_once  # type: ignore[method-assign]
+    first.feeds[0].poll()
+    backend.read_into = read  # type: ignore[method-assign]
+    try:
+        second.feeds[0].poll()
+        assert second.faults[0].noted == [] or not any(what.startswith("read packs/") for what in second.faults[0].noted)
+    finally:
+        os.write(reached[1], b"x")
+        os.waitpid(children[0], 0)
+        for fd in reached:
+            os.close(fd)
 
 
 def missing(*_: Any) -> None:

@@ -1,5 +1,6 @@
 """gc on a full disk: it frees before it writes, and one entry of the log is all that it needs for that."""
 
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
@@ -10,7 +11,10 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.reserve import NAMES, STEP_BYTES, fill_reserve
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
+from tensorstore_ck.common.signing_keys import SigningKey
 from tensorstore_ck.errors import NoSpaceError
+from tensorstore_ck.format.ref_statement import LogName
+from tensorstore_ck.log.ref_signer import RefSigner
 from tensorstore_ck.store import ANY, Store
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.gc.stores import AT_ONCE, each_call, leave_orphans, open_store, put_all, require_sound, sizes, state, stay_in_one_thread
@@ -83,6 +87,18 @@ def test_without_space_for_an_entry_nothing_has_changed() -> None:
     assert sizes(disk) == before
     disk.free_pages = 1
     store.undo("other")
+
+
+def test_the_reserve_is_space_for_a_signed_reset() -> None:
+    """That of a user who then lets gc free what is newer."""
+    disk, store = full_disk(10_000)
+    store.engine.log._sign = RefSigner(SigningKey.generate(), LogName(bytes(16), "log"), time.time_ns).moves
+    fill_reserve(disk)
+    disk.free_pages = 0
+    with pytest.raises(NoSpaceError):
+        store.tag("new", "job")
+    store.reset("job", "job@5")
+    assert len([*disk.list("gc/")]) == len(NAMES) - 1
 
 
 @pytest.mark.parametrize("left", [1, len(NAMES)])

@@ -412,6 +412,17 @@ def test_no_entry_follows_one_that_is_gone(backend: Tricky) -> None:
     assert names_in(backend.inner) == ["first", "mine"]
 
 
+def test_what_another_process_of_this_host_has_seen_is_not_written_again(backend: Tricky) -> None:
+    """A hole in the log can be filled from a copy as long as nothing else has its number."""
+    table = MemoryTable()
+    log, other = open_log(backend, table), open_log(backend, table)
+    view = log.newest_view()
+    append(other, "lost")
+    append(other, "later")
+    backend.inner.delete([entry_name("log", 2)])
+    assert log.append(lambda _view: [mark_op("mine")], at=view).n == 4
+
+
 def test_where_create_may_overwrite_the_log_is_followed_first(backend: Tricky) -> None:
     log = open_log(backend, shared=False)
     view = log.newest_view()

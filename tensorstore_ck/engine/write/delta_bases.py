@@ -65,13 +65,28 @@ class ParentBlocks:
     def candidate(self, row: int, raw_bytes: int) -> DeltaBase | None:
         """The base for a delta of the block in `row` of the tensors; None if a delta is not worth a try."""
         row += self._first
+        before = self._part.block_id(row)
+        found = self._base_of(row, raw_bytes)
+        if found is None or found[0].block != before:
+            self._kept.take(before)  # it has changed since, so it is nobody's base any more
+        if found is None:
+            return None
+        base, age = found
+        assert base.location is not None
+        kept = self._kept.take(base.block)
+        if kept is not None:
+            return DeltaBase(base, age, *kept)
+        raw = self._read(base.block, base.location)
+        return None if raw is None else DeltaBase(base, age, raw, None)
+
+    def _base_of(self, row: int, raw_bytes: int) -> tuple[Base, int] | None:
+        """The base and its age, by a row of the part."""
         try:
             place = location_of(self._part, self._places.packs, self._places.extents, row)
         except DamageError:
             return None
         if place.raw != raw_bytes or place.codec == Codec.CAST or any(self._view.location_of(link.pack) for link in chain_of(place)):
             return None
-        base, age = Base(self._part.block_id(row), place), 1
         if place.codec == Codec.DELTA:
             links = [link for link in chain_of(place) if link.codec == Codec.DELTA]
             if place.stored <= SPARSE_SHARE * raw_bytes:
@@ -80,13 +95,8 @@ class ParentBlocks:
             elif place.flags >= self._anchor_every - 1:
                 return None
             else:
-                base, age = place.bases[0], place.flags + 1
-        assert base.location is not None
-        kept = self._kept.take(base.block)
-        if kept is not None:
-            return DeltaBase(base, age, *kept)
-        raw = self._read(base.block, base.location)
-        return None if raw is None else DeltaBase(base, age, raw, None)
+                return place.bases[0], place.flags + 1
+        return Base(self._part.block_id(row), place), 1
 
     def keep(self, block: Digest, changes: Changes, base: DeltaBase) -> None:
         """Keeps a block that changed a little in the memory of its base: it is the base of the next difference. The base is gone then."""

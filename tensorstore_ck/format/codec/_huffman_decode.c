@@ -326,7 +326,8 @@ static int read_block(const uint8_t *at, const uint8_t *end, Block *block)
     block->raw_size = sizes & mask;
     block->size = sizes >> width & mask;
     block->content = at + literals;
-    return block->raw_size && block->raw_size <= HUFFMAN_BLOCK && literals + block->size + 1 == size && at[size - 1] == 0;
+    /* Four streams of fewer bytes are what zstd refuses. */
+    return block->raw_size >= 6 && block->raw_size <= HUFFMAN_BLOCK && literals + block->size + 1 == size && at[size - 1] == 0;
 }
 
 int begin_frame(Frame *frame, const uint8_t *stored, size_t stored_size, size_t raw_size)
@@ -348,6 +349,8 @@ int begin_frame(Frame *frame, const uint8_t *stored, size_t stored_size, size_t 
     for (const uint8_t *at = frame->at; !block.is_last; at = block.end) {
         if (!read_block(at, frame->end, &block) || block.raw_size > raw_size - total || (block.is_last && block.end != frame->end))
             return 0;
+        if (is_single && block.type == COMPRESSED_BLOCK && (size_t)(block.end - at) - BLOCK_HEADER > raw_size)
+            return 0; /* zstd's limit of a block is the frame's content then */
         total += block.raw_size;
     }
     return total == raw_size;

@@ -113,7 +113,8 @@ int decode_groups(const Group *groups, int group_count, char *into, size_t count
 typedef void (*DifferenceLoop)(const char *from, const char *base, char *into, size_t count);
 extern const DifferenceLoop take_loops[4], add_loops[4];
 
-/* _changes.c. Sums of words, and of those sums, in two lanes: the order counts, and no bit can change unnoticed. Not stored anywhere. */
+/* _changes.c. Sums of words, and of those sums, in two lanes: the order counts, and no single bit can change
+   unnoticed; of several changes at once most are noticed. Never stored: they watch over memory of this process alone. */
 typedef uint64_t Pair __attribute__((vector_size(16)));
 typedef struct {
     Pair words, sums;

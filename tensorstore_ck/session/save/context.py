@@ -58,6 +58,8 @@ class SaveContext:
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
     """By group, if its ranks keep copies of each other's staged files."""
+    noted_waits: int = 0
+    """How often writes had waited because of a rate limit when the last save ended."""
     step_gates: "StepGates | None" = None
     """The gates of optimizers whose tensors are copied from devices until the next step; made at the first such save."""
 
@@ -87,10 +89,11 @@ class SaveContext:
     def note_speed(self, status: SaveStatus) -> None:
         """Notes how long the store took to write a save, so that the next ones can choose a codec.
 
-        Ignores local file systems, whose reads come from the page cache however slow their writes are, and handles with a rate limit.
+        Ignores local file systems, whose reads come from the page cache however slow their writes are, and saves that a rate limit slowed.
         """
-        writes = self.engine.writes
-        if self.engine.backend.is_local or writes.rate < math.inf or writes.has_waited:
+        writes, waits_before = self.engine.writes, self.noted_waits
+        self.noted_waits = writes.waits
+        if self.engine.backend.is_local or writes.rate < math.inf or writes.waits > waits_before:
             return
         meter, cores = status.meter, cpu_threads()
         hashing = meter.seconds_per_byte("hash", cores)

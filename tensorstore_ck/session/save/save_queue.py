@@ -242,6 +242,7 @@ class SaveQueue:
         return True
 
     def _store_here(self, queued: QueuedSave) -> None:
+        queued.status.is_awaited = True
         self._run_save(queued)
         error = queued.status.error
         if error is not None and not isinstance(error, Exception):  # Ctrl-C

@@ -48,6 +48,8 @@ class SaveStatus:
         self._pid = os.getpid()
         self._on_drop: Callable[[], object] = _nothing
         self._changed = Changes()
+        self.is_awaited = False
+        """Whether the thread that made the save stores it, as no other one could be started."""
         self.queue_changes: Changes | None = None
         """Of the queue: a thread that waits for its saves, or for their memory, waits for these."""
         self._callbacks: list[tuple[SaveMilestone, Callable[[], object]]] = []
@@ -119,8 +121,8 @@ class SaveStatus:
         """
 
         def is_over() -> bool:
-            is_awaited = self._changed.waiting > 1 or (self.queue_changes is not None and self.queue_changes.waiting > 0)
-            return bool(self.dropped) or is_awaited
+            is_queue_awaited = self.queue_changes is not None and self.queue_changes.waiting > 0
+            return bool(self.dropped) or self.is_awaited or is_queue_awaited or self._changed.waiting > 1
 
         self._changed.wait_for(is_over, seconds)
         self.check()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Generic, TypeVar
 
 from tensorstore_ck.common.changes import Changes
-from tensorstore_ck.common.threads import Helper, give_way
+from tensorstore_ck.common.threads import Helper
 
 Item = TypeVar("Item")
 
@@ -58,7 +58,6 @@ class Worker(Generic[Item]):
         return iter(self._waiting)
 
     def _run(self) -> None:
-        give_way()
         while True:
             try:
                 item = self._next()

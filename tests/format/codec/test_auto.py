@@ -84,17 +84,20 @@ def test_a_slow_store_gets_fewer_bytes_from_the_second_save_on_that_was_not_smal
 
 @pytest.mark.parametrize(
     ("rate", "is_local", "limit"),
-    [(500e6, False, None), (20e6, True, None), (20e6, False, 20e6), (20e6, False, "before")],
-    ids=["fast", "a file system", "limited", "was limited"],
+    [(500e6, False, None), (20e6, True, None), (20e6, False, 20e6)],
+    ids=["fast", "a file system", "limited"],
 )
-def test_a_store_that_is_not_known_to_be_slow_gets_blocks_as_they_are(
-    time: Time, rate: float, is_local: bool, limit: float | str | None
-) -> None:
+def test_a_store_that_is_not_known_to_be_slow_gets_blocks_as_they_are(time: Time, rate: float, is_local: bool, limit: float | None) -> None:
     """A file system never is, and a limit that the user set says nothing of the store."""
     with open_throttled(time, rate, is_local=is_local) as store:
-        store.engine.writes = RateLimit(None if limit == "before" else limit)
-        store.engine.writes.has_waited = limit == "before"
+        store.engine.writes = RateLimit(limit)
         assert codecs_of(store, 3) == [{"raw"}] * 3
+
+
+def test_a_save_that_a_limit_slowed_does_not_count_and_the_next_one_does(time: Time) -> None:
+    with open_throttled(time, 20e6) as store:
+        store.engine.writes.waits += 1
+        assert codecs_of(store, 3) == [{"raw"}, {"raw"}, {"planes"}]
 
 
 def test_who_asks_for_fewer_bytes_gets_them_at_once(time: Time) -> None:

@@ -128,6 +128,28 @@ def test_damaged_frames_are_refused_or_decoded_as_by_zstd() -> None:
     assert min(outcomes.values()) > 100, outcomes
 
 
+def one_block_frame(size: int, *, is_single: bool) -> bytes:
+    """A frame of one block in four streams: of two symbols, with a bit for each."""
+    quarter = (size + 3) // 4
+    streams = [bytes([1 << count]) for count in (quarter, quarter, quarter, size - 3 * quarter)]
+    body = bytes([128, 0x10]) + b"".join(len(stream).to_bytes(2, "little") for stream in streams[:3]) + b"".join(streams)
+    block = (2 | 1 << 2 | size << 4 | len(body) << 14).to_bytes(3, "little") + body + b"\0"
+    head = bytes([0x20, size]) if is_single else bytes([0x80, 56]) + size.to_bytes(4, "little")
+    return (0xFD2FB528).to_bytes(4, "little") + head + (len(block) << 3 | 2 << 1 | 1).to_bytes(3, "little") + block
+
+
+@pytest.mark.parametrize(("size", "is_single"), [(size, True) for size in (3, 4, 6, 8, 20)] + [(size, False) for size in (3, 4, 6, 8)])
+def test_a_frame_that_zstd_refuses_for_its_sizes_is_refused(size: int, is_single: bool) -> None:
+    frame = one_block_frame(size, is_single=is_single)
+    try:
+        expected: bytes | None = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+    except zstandard.ZstdError:
+        expected = None
+    into = bytearray(size)
+    is_decoded = compiled.kernel.decode_groups([(1, HUFFMAN, frame)], into, 1, False) is None
+    assert (bytes(into) if is_decoded else None) == expected
+
+
 def test_a_constant_group_is_merged() -> None:
     words = np.arange(9000, dtype="<u4") % 251 + 0x01020300
     found = encoded(memoryview(words.tobytes()), 4, [1, 1, 2], RAW, rotated=False)

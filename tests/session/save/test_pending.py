@@ -1,17 +1,14 @@
 """What users hold of a save under way: its milestones, its progress, and giving it up in each phase."""
 
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.common.threads import BACKGROUND_NICE
 from tensorstore_ck.errors import BackendUnavailableError, SnapshotDroppedError, WaitTimeoutError
 from tests.session.save.places import MIB, SECONDS, Scene, check, put_beside
 
@@ -254,15 +251,6 @@ def test_progress_moves_and_knows_its_end(place: Scene) -> None:
     fields = place.told("published")[-1].fields
     assert fields["logical_bytes"] == size
     assert int(fields["hashed_bytes"]) >= size
-
-
-def test_a_save_in_the_background_gives_way_to_training(tmp_path: Path) -> None:
-    nice: dict[str, int] = {}
-    with tsck.open(tmp_path / "store", create=True) as store:
-        store.on_event(lambda event: nice.setdefault(event.kind, os.getpriority(os.PRIO_PROCESS, 0)))
-        store.put_snapshot_async({"w": torch.ones(5_000)}, ref="job", step=1).wait()
-    assert nice["published"] == max(nice["captured"], BACKGROUND_NICE)
-    assert nice["captured"] == os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_events_show_a_save_from_its_capture_to_its_end(place: Scene) -> None:

@@ -14,6 +14,7 @@ from tensorstore_ck.common import changes
 from tensorstore_ck.common.stagger import stagger_delay
 from tensorstore_ck.errors import InvalidOptionError, SnapshotDroppedError
 from tensorstore_ck.session.save.save_status import SaveStatus
+from tests.gc.stores import stay_in_one_thread
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, make_store
 from tests.session.save.places import MIB, SECONDS, SIZE, Scene, put_beside, state_of
 
@@ -66,6 +67,12 @@ def test_a_save_that_somebody_waits_for_does_not_wait_for_its_turn(place: Scene,
     assert not pending.done()
     WAITS[how](place, pending)
     assert pending.wait(SECONDS).step == 1
+
+
+def test_a_save_without_a_thread_of_its_own_does_not_wait_for_its_turn(place: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.store.engine.stagger_seconds = WINDOW_SECONDS
+    stay_in_one_thread(monkeypatch)
+    assert put_beside(place.store, 1, size_bytes=SIZE).done()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 7, 4096])
