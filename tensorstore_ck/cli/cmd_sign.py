@@ -76,7 +76,10 @@ def verify(address: str, choice: StoreChoice, *, as_json: bool) -> None:
 @click.option("--signature", metavar="FILE", help="The signature; default: DIR.sig.")
 @json_option
 def verify_files(folder: str, *, key: str, signature: str | None, as_json: bool) -> None:
-    """Check that a signature of model-signing 1.x, as `tsck export --sign` writes it, signs exactly the files of DIR."""
-    files = verify_folder(folder, signature or folder.rstrip(os.sep) + SUFFIX, key)
+    """Check that a signature of model-signing 1.x, as `tsck export --sign` writes it, signs exactly the files of DIR.
+
+    Files that the signature leaves out, such as .git and .gitignore, are not checked.
+    """
+    files = verify_folder(folder, signature or os.path.abspath(folder) + SUFFIX, key)
     lines = [green(f"{printable(folder)}: {counted(len(files), 'file')} as signed with {printable(key)}")]
     emit({"folder": folder, "files": files}, lines, as_json=as_json)

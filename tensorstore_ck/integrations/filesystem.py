@@ -72,6 +72,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         target_options: Mapping[str, Any] | None = None,
         cache_dir: str | None = None,
         places: Sequence[str] = (),
+        trust: str | None = None,
         **kwargs: Any,
     ) -> None:
         """Opens nothing yet.
@@ -83,16 +84,24 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
             target_options: The store's `storage_options`, such as credentials and endpoint.
             cache_dir: This host's cache of the log; by default in the user's cache directory.
             places: Cold tiers that the store may use: see `tensorstore_ck.open`.
+            trust: The file that says which keys must have signed which refs; by default the user's own.
             kwargs: fsspec's own.
         """
         super().__init__(
-            store, fo=fo, target_protocol=target_protocol, target_options=target_options, cache_dir=cache_dir, places=places, **kwargs
+            store,
+            fo=fo,
+            target_protocol=target_protocol,
+            target_options=target_options,
+            cache_dir=cache_dir,
+            places=places,
+            trust=trust,
+            **kwargs,
         )
         if store is None and not fo:
             raise ValueError("which store? Write tsck://ref/model.safetensors::STORE, or give store= (a folder, s3://bucket/prefix, ...)")
         is_path = store is not None or target_protocol in (None, "file", "local")
         self.store = str(store or fo) if is_path else f"{target_protocol}://{fo}"
-        self._options, self._cache_dir, self._places = dict(target_options or {}), cache_dir, places
+        self._options, self._cache_dir, self._places, self._trust = dict(target_options or {}), cache_dir, places, trust
         self._opened_store: ReadOnlyStore | None = None
         self._opened: OrderedDict[Ulid, SnapshotFiles] = OrderedDict()
         self._lock = threading.RLock()
@@ -217,7 +226,12 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         with self._lock:
             if self._opened_store is None:
                 self._opened_store = open_store(
-                    self.store, storage_options=self._options, cache_dir=self._cache_dir, read_only=True, places=self._places
+                    self.store,
+                    storage_options=self._options,
+                    cache_dir=self._cache_dir,
+                    read_only=True,
+                    places=self._places,
+                    trust=self._trust,
                 )
             return self._opened_store
 

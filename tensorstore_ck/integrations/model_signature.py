@@ -9,6 +9,7 @@ import binascii
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -82,7 +83,7 @@ def write_signature(path: str, bundle: bytes) -> None:
 def verify_folder(folder: str, signature: str, key: str) -> tuple[str, ...]:
     """Checks that a bundle signs exactly the files of a folder, with the private key of `key`, a public EC key in a PEM file.
 
-    Returns the names of the files.
+    Files that the bundle says are left out, such as ``.gitignore``, are not checked. Returns the names of the files that are signed.
 
     Raises:
         UntrustedError: the signature is not of this key, or a file differs, is missing, or is not signed.
@@ -140,21 +141,34 @@ def _signed_digests(statement: Mapping[str, Any]) -> tuple[dict[str, str], tuple
 
 
 def _digests(folder: str, ignored: tuple[str, ...]) -> dict[str, str]:
-    """File -> SHA-256 hash, without what lies below an ignored path. A link is an error: what it leads to is not signed."""
+    """File -> SHA-256 hash, without what lies below an ignored path.
+
+    Raises:
+        UntrustedError: something is neither a folder nor a regular file: what a link leads to, or a FIFO passes on, cannot be signed.
+        PermissionDeniedError: a file or folder cannot be read.
+    """
     found = {}
     with os_errors("read", folder):
-        for parent, folders, files in os.walk(folder):
+        for parent, folders, files in os.walk(folder, onerror=_raise):
             at = os.path.relpath(parent, folder)
             names = {name: name if at == "." else f"{at}/{name}" for name in (*folders, *files)}
             folders[:] = [name for name in folders if names[name] not in ignored]
             for name in (*folders, *files):
-                if names[name] not in ignored and os.path.islink(os.path.join(parent, name)):
-                    raise UntrustedError(f"{os.path.join(parent, name)} is a link: only regular files can be signed", object_id=names[name])
-            for name in files:
-                if names[name] not in ignored:
-                    with open(os.path.join(parent, name), "rb") as file:
+                path = os.path.join(parent, name)
+                if names[name] in ignored:
+                    continue
+                mode = os.lstat(path).st_mode
+                if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                    what = "a link" if stat.S_ISLNK(mode) else "a FIFO, socket or device"
+                    raise UntrustedError(f"{path} is {what}: only regular files can be signed", object_id=names[name])
+                if stat.S_ISREG(mode):
+                    with open(path, "rb") as file:
                         found[names[name]] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
+
+
+def _raise(exc: OSError) -> None:
+    raise exc
 
 
 # --- EC keys -----------------------------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ class Resolved(NamedTuple):
     """The root of that branch's head."""
     tag: str | None = None
     """The tag that the address goes through, if any."""
+    is_staged: bool = False
+    """The snapshot is staged for the branch, and not published yet."""
 
 
 def resolve(view: RefTable, address: str) -> Resolved:
@@ -91,7 +93,7 @@ def _staged(view: RefTable, name: str) -> Resolved:
             line.add(info.root)
     if newest is None:
         return resolve(view, name)
-    return Resolved(newest, name, branch.root if branch is not None else None)
+    return Resolved(newest, name, branch.root if branch is not None else None, is_staged=True)
 
 
 def _best(view: RefTable, address: str) -> Resolved:

@@ -68,6 +68,13 @@ class RefVerifier:
         ref = resolved.branch or resolved.tag
         if ref is None or self._trust.keys_of(ref) is None:
             return None
+        if resolved.is_staged:
+            raise UntrustedError(
+                f"the snapshot staged for {ref!r} (root {resolved.info.root.hex()[:16]}, step {resolved.info.step}) is not trusted: it is "
+                f"signed when it is published, and {self._trust.path} says which keys must sign {ref!r}. Read {ref!r}, or wait until it is "
+                f"published",
+                object_id=ref,
+            )
         self._require_all(log, view, ref)
         head = view.branch(ref) if resolved.branch else view.tag_row(ref)
         is_head = head is not None and head.ulid == resolved.info.ulid
@@ -77,6 +84,8 @@ class RefVerifier:
         else:
             same = [info.n for ulid in view.with_root(root) if (info := view.snapshot(ulid)) is not None]
             found = self._any(log, view, ref, root=root, start=min([resolved.info.n, *same]))
+        if found.signature is not None and found.signature.step != resolved.info.step:
+            found = _Found(None, f"its signature, in entry {found.signature.number}, is of step {found.signature.step}: the log was forged")
         if found.signature is None:
             at, name = f"root {root.hex()[:16]}, step {resolved.info.step}", shlex.quote(ref)
             raise UntrustedError(
@@ -86,6 +95,19 @@ class RefVerifier:
                 object_id=ref,
             )
         return found.signature
+
+    def signed(self, log: Log, view: RefTable, branch: str) -> frozenset[tuple[str, int | None]] | None:
+        """(root, step) of each snapshot that `check` admits at `branch@STEP`, by one pass over the log; None: it is not named.
+
+        Raises:
+            BrokenLogError: the log cannot be read.
+        """
+        if self._trust.keys_of(branch) is None:
+            return None
+        head = view.head()
+        start = min((info.n for move in view.moves(branch) if (info := view.snapshot(move.ulid)) is not None), default=1)
+        found = (self._verify(*each)[0] for each in self._signatures(log, branch, start, head.n if head is not None else 0))
+        return frozenset((signature.root, signature.step) for signature in found if signature is not None)
 
     def newest(self, entries: Iterable[Entry]) -> dict[str, str]:
         """Ref -> the root in its newest valid signature among `entries`, which may be what is left of a log."""

@@ -19,11 +19,13 @@ from typing import Any, Final, NamedTuple
 
 import platformdirs
 
+from tensorstore_ck.common.owned_files import require_safe_parent
 from tensorstore_ck.common.signing_keys import parse_public
 from tensorstore_ck.errors import InvalidOptionError, PermissionDeniedError
 from tensorstore_ck.log.ref_names import is_ref_glob
 
 _MAX_BYTES: Final = 1 << 20
+_MAX_LINKS: Final = 40
 
 
 class TrustRule(NamedTuple):
@@ -55,13 +57,11 @@ def read_trust(path: str | os.PathLike[str] | None) -> TrustFile | None:
 
     Raises:
         InvalidOptionError: the file that was named is not there, or it is no trust file.
-        PermissionDeniedError: it cannot be read, or other users of the host may change it.
+        PermissionDeniedError: it cannot be read, or other users of the host may change or replace it.
     """
     shown = str(path or trust_path())
     try:
-        with open(shown, "rb") as file:
-            status = os.fstat(file.fileno())
-            data = file.read(_MAX_BYTES)
+        status, data = _read_own(shown)
     except OSError as exc:
         if path is None and not os.path.lexists(shown):  # nor if it lies in a home that this user cannot look into, as in containers
             return None
@@ -73,10 +73,35 @@ def read_trust(path: str | os.PathLike[str] | None) -> TrustFile | None:
             f"the trust file {shown} can be changed by other users of this host: it must be yours or root's, and `chmod go-w` it",
             object_id=shown,
         )
+    if not stat.S_ISREG(status.st_mode) or len(data) > _MAX_BYTES:
+        raise InvalidOptionError(f"{shown} is no trust file: it is not a regular file of at most {_MAX_BYTES:,} bytes", object_id=shown)
     try:
         return _decode(shown, tomllib.loads(data.decode()))
     except (ValueError, RecursionError) as exc:  # UnicodeDecodeError and TOMLDecodeError, too
         raise InvalidOptionError(f"{shown} is no trust file: {exc}", object_id=shown) from exc
+
+
+def _read_own(path: str) -> tuple[os.stat_result, bytes]:
+    """The file that `path` leads to: its status, and what it has up to one byte more than it may have.
+
+    Raises:
+        PermissionDeniedError: another user of this host can replace it, or a link on the way to it, or made such a link.
+        OSError: it cannot be read.
+    """
+    at = os.path.abspath(path)
+    for _ in range(_MAX_LINKS):
+        status = os.lstat(at)
+        folder = os.path.dirname(at)
+        if not os.statvfs(folder).f_flag & os.ST_RDONLY:  # as the volume of a ConfigMap is, whose folder has mode 0777
+            require_safe_parent(folder)
+        if not stat.S_ISLNK(status.st_mode):
+            break
+        if status.st_uid not in (0, os.geteuid()):
+            raise PermissionDeniedError(f"the trust file {at} is a link that user {status.st_uid} made: name the file itself", object_id=at)
+        at = os.path.abspath(os.path.join(os.path.dirname(at), os.readlink(at)))
+    with open(os.open(at, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # opening a FIFO would wait
+        status = os.fstat(file.fileno())
+        return status, file.read(_MAX_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
 
 
 def _decode(path: str, body: dict[str, Any]) -> TrustFile:

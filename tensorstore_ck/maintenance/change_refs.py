@@ -13,6 +13,7 @@ from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import check_metrics
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo, validate_ref_name
 from tensorstore_ck.log.address import resolve
+from tensorstore_ck.log.ref_signer import MOVES
 from tensorstore_ck.log.snapshot import Snapshot, pinned_with_root
 
 
@@ -85,14 +86,21 @@ def unpin(engine: Engine, address: str, owner: str | None) -> None:
 
 
 def _append(engine: Engine, address: str, make: Callable[[Digest], Op]) -> Snapshot:
-    """Appends one operation on the snapshot at `address`; returns the snapshot as it is then."""
+    """Appends one operation on the snapshot at `address`; returns the snapshot as it is then.
+
+    Raises:
+        UntrustedError: it would move a ref to a snapshot that the user's trust file does not admit at this address.
+    """
     engine.require_writable()
     infos: list[SnapshotInfo] = []
 
     def build(view: RefTable) -> list[Op]:
-        infos[:] = [resolve(view, address).info]
-        operation = make(infos[0].root)
+        resolved = resolve(view, address)
+        infos[:] = [resolved.info]
+        operation = make(resolved.info.root)
         operation.check(view)
+        if operation.name in MOVES and engine.trust is not None:  # a signature of the new place would vouch for an untrusted one
+            engine.trust.check(engine.log, view, resolved)
         return [operation, *rescue_if_expired(engine, view, infos[0])]
 
     engine.log.append(build)

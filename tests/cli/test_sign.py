@@ -1,5 +1,6 @@
 """keygen, sign, verify, and the options --sign and --trust of the other commands."""
 
+import contextlib
 import stat
 from pathlib import Path
 
@@ -105,6 +106,8 @@ def test_an_export_is_signed_and_verified(tsck: Tsck, tmp_path: Path, model: dic
         "folder": "out/",
         "files": ["model.safetensors"],
     }
+    with contextlib.chdir(tmp_path / "out"):
+        assert tsck("verify-files", ".", "--key", f"../{public.name}").code == 0
     (tmp_path / "out" / "more").write_text("")
     refused = tsck("verify-files", "out", "--key", public.name)
     assert (refused.code, "more is not signed" in refused.err) == (48, True)

@@ -491,3 +491,11 @@ def test_a_tensor_that_a_file_cannot_name(store: tsck.Store, files: SnapshotFile
         data = files.cat_file("odd/model.safetensors")
     assert list(load(data)) == ["w"]
     assert json.loads(files.cat_file("odd/snapshot.json"))["left_out"] == ["model.__metadata__"]
+
+
+def test_a_trust_file_counts(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "trust.toml").write_text('[[trust]]\nrefs = ["runs/*"]\nkeys = []\n')
+    trusting = SnapshotFileSystem(str(made), cache_dir=str(tmp_path / "cache"), trust=str(tmp_path / "trust.toml"))
+    with pytest.raises(OSError, match=r"'runs/gpt' .* is not trusted"):
+        trusting.cat_file("runs/gpt/snapshot.json")
+    assert trusting.cat_file("paper/snapshot.json")

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another byte": (lambda at: (at / "folder" / "model.safetensors").write_bytes(b"weightz"), "model.safetensors is not what was signed"),
     "a file less": (lambda at: (at / "folder" / "sub" / "config.json").unlink(), "sub/config.json is missing"),
     "a file more": (lambda at: (at / "folder" / "sub" / "code.py").write_text(""), "sub/code.py is not signed"),
+    "a FIFO": (lambda at: os.mkfifo(at / "folder" / "sub" / "more"), "sub/more is a FIFO"),
     "a link": (lambda at: (at / "folder" / "more").symlink_to("sub"), "is a link"),
     "another key": (lambda at: make_key(at, ec.SECP256R1()), "forged, or another key signed it"),
 }

@@ -7,7 +7,7 @@ from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.branch_conflict import branch_command, moved_by
 from tensorstore_ck.errors import ConflictError
-from tensorstore_ck.log import BranchMove
+from tensorstore_ck.log import BranchMove, RefTable
 
 
 class BranchPlan(NamedTuple):
@@ -22,8 +22,8 @@ class BranchPlan(NamedTuple):
     """The target has all of the source's history, and more."""
 
 
-def plan_branch(source: Engine, target: Engine, name: str) -> BranchPlan:
-    """Compares a branch of the source with the target's.
+def plan_branch(source: Engine, target: Engine, name: str, refs: RefTable) -> BranchPlan:
+    """Compares a branch of the source, as it is in its `refs`, with the target's.
 
     The target continues from its head, even if the source has forgotten that snapshot since.
 
@@ -37,7 +37,7 @@ def plan_branch(source: Engine, target: Engine, name: str) -> BranchPlan:
             f"{shlex.quote(target.backend.url)}`), or give it another name",
             object_id=name,
         )
-    moves = list(source.log.view().moves(name, newest_first=False))
+    moves = list(refs.moves(name, newest_first=False))
     branch = view.branch(name)
     if branch is None:
         return BranchPlan(name, None, moves, is_ahead=False)

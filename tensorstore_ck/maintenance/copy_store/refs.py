@@ -26,7 +26,6 @@ from tensorstore_ck.errors import (
     UntrustedError,
 )
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
-from tensorstore_ck.log.address import resolve
 from tensorstore_ck.maintenance.copy_store.blocks import Pace
 from tensorstore_ck.maintenance.copy_store.branch_plan import BranchPlan, plan_branch
 from tensorstore_ck.maintenance.copy_store.report import CopiedRef, CopyReport, Progress
@@ -45,7 +44,7 @@ class _RefPlan(NamedTuple):
     held: list[Ulid]
     """Its snapshots in the source, oldest first."""
     branch: BranchPlan | None
-    missing: list[Ulid]
+    missing: list[SnapshotInfo]
     """Snapshots that the target's branch must still move to, or that a tag must still name."""
     error: StoreError | None
 
@@ -117,9 +116,10 @@ class _Copy:
         return self._target.log.view()
 
     def run(self, globs: Sequence[str]) -> CopyReport:
-        plans = [self._plan(name, kind) for name, kind in _chosen(self._from, globs)]
-        there = {info.root for plan in plans for info in self._infos(plan.held) if self._to.by_root(info.root) is not None}
-        needed = {info.root: info.logical_bytes for plan in plans for info in self._infos(plan.missing) if info.root not in there}
+        view = self._from
+        plans = [self._plan(view, name, kind) for name, kind in _chosen(view, globs)]
+        there = {info.root for plan in plans for info in _infos(view, plan.held) if self._to.by_root(info.root) is not None}
+        needed = {info.root: info.logical_bytes for plan in plans for info in plan.missing if info.root not in there}
         self._meter = CopyMeter(self._progress, sum(needed.values()))
         self._copier = SnapshotCopier(source=self._source, target=self._target, pace=self._pace, meter=self._meter, executor=self._executor)
         copied = [self._copy(plan) for plan in plans]
@@ -135,29 +135,34 @@ class _Copy:
             warnings=tuple(dict.fromkeys(self._warnings)),
         )
 
-    def _infos(self, ulids: Sequence[Ulid]) -> list[SnapshotInfo]:
-        return [info for ulid in dict.fromkeys(ulids) if (info := self._from.snapshot(ulid)) is not None]
-
     # --- plan ---------------------------------------------------------------------------------------------------------
 
-    def _plan(self, name: str, kind: str) -> _RefPlan:
-        held = [move.ulid for move in self._from.moves(name, newest_first=False)] if kind == "branch" else self._tagged(name)
+    def _plan(self, view: RefTable, name: str, kind: str) -> _RefPlan:
+        tag = view.tag_row(name)
+        held = [move.ulid for move in view.moves(name, newest_first=False)] if kind == "branch" else [] if tag is None else [tag.ulid]
         try:
             if self._source.trust is not None:
-                self._source.trust.check(self._source.log, self._from, resolve(self._from, name))
+                self._source.resolve(name, view)
             if kind == "branch":
-                branch = plan_branch(self._source, self._target, name)
-                return _RefPlan(name, kind=kind, held=held, branch=branch, missing=[move.ulid for move in branch.moves], error=None)
-            return _RefPlan(name, kind=kind, held=held, branch=None, missing=[] if self._is_tag_there(name) else held, error=None)
+                branch = plan_branch(self._source, self._target, name, view)
+                missing = self._admitted(view, name, [move.ulid for move in branch.moves])
+                return _RefPlan(name, kind=kind, held=held, branch=branch, missing=missing, error=None)
+            missing = [] if self._is_tag_there(view, name) else _infos(view, held)
+            return _RefPlan(name, kind=kind, held=held, branch=None, missing=missing, error=None)
         except (ConflictError, DamageError, UntrustedError, LogChangedError) as exc:
             return _RefPlan(name, kind=kind, held=held, branch=None, missing=[], error=exc)
 
-    def _tagged(self, name: str) -> list[Ulid]:
-        row = self._from.tag_row(name)
-        return [row.ulid] if row is not None else []
+    def _admitted(self, view: RefTable, name: str, ulids: list[Ulid]) -> list[SnapshotInfo]:
+        """The snapshots of a branch that the source's trust file admits at `name@STEP`: a target with a key signs what it moves to."""
+        infos, trust = _infos(view, ulids), self._source.trust
+        signed = None if trust is None else trust.signed(self._source.log, view, name)
+        admitted = infos if signed is None else [info for info in infos if (info.root.hex(), info.step) in signed]
+        if len(admitted) < len(infos):
+            self._warnings.append(f"snapshots of {name!r} without a valid signature were left out: {len(infos) - len(admitted):,}")
+        return admitted
 
-    def _is_tag_there(self, name: str) -> bool:
-        source, there = self._from.tag(name), self._to.tag(name)
+    def _is_tag_there(self, view: RefTable, name: str) -> bool:
+        source, there = view.tag(name), self._to.tag(name)
         if there is not None and there == source:
             return True
         _require_free(self._to, name, self._target.backend.url)
@@ -188,9 +193,9 @@ class _Copy:
         """Moves the target's ref through all missing snapshots; whether it reached the last one."""
         head = plan.branch.head if plan.branch is not None else None
         last_brought: Ulid | None = None
-        for ulid in plan.missing:
-            info = self._from.snapshot(ulid)
-            if info is None:
+        for planned in plan.missing:
+            info = self._from.snapshot(planned.ulid)
+            if info is None or (info.root, info.step) != (planned.root, planned.step):  # or somebody forged the log
                 self._warnings.append(f"a snapshot of {plan.name!r} was left out: it was forgotten in the source while it was copied")
                 continue
             what = f"snapshot {info.root.hex()[:16]} (step {info.step}) of {plan.name!r}"
@@ -204,12 +209,12 @@ class _Copy:
                     continue
             except DamageError as exc:
                 raise type(exc)(f"{what} cannot be copied: {exc}", object_id=exc.object_id) from exc
-            head, last_brought = info.root, ulid
-        return not plan.missing or last_brought == plan.missing[-1]
+            head, last_brought = info.root, info.ulid
+        return not plan.missing or last_brought == plan.missing[-1].ulid
 
     def _why_behind(self, plan: _RefPlan) -> DamageError | None:
         """None: it was forgotten while it was copied, and the next copy plans again."""
-        info = self._from.snapshot(plan.missing[-1])
+        info = self._from.snapshot(plan.missing[-1].ulid)
         if info is None or info.mark != DAMAGED:
             return None
         name = plan.name
@@ -268,7 +273,7 @@ class _Copy:
 
     def _copy_notes(self, plan: _RefPlan) -> None:
         """Copies metrics and marks that were added after the snapshots were copied."""
-        infos = [info for info in self._infos(plan.held) if _notes(info, self._to, None)]
+        infos = [info for info in _infos(self._from, list(dict.fromkeys(plan.held))) if _notes(info, self._to, None)]
         for at in range(0, len(infos), NOTES_AN_ENTRY):
             some = infos[at : at + NOTES_AN_ENTRY]
             self._target.log.append(lambda view, some=some: [op for info in some for op in _notes(info, view, None)])  # type: ignore[misc]
@@ -276,6 +281,10 @@ class _Copy:
 
 _Arrange = Callable[[RefTable, Op | None], list[Op]]
 """An `Arrange` that also moves the ref to an existing snapshot: then without a put."""
+
+
+def _infos(view: RefTable, ulids: Sequence[Ulid]) -> list[SnapshotInfo]:
+    return [info for ulid in ulids if (info := view.snapshot(ulid)) is not None]
 
 
 def _chosen(view: RefTable, globs: Sequence[str]) -> list[tuple[str, str]]:
