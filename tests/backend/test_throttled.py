@@ -242,7 +242,7 @@ class Meter:
 
     def __init__(self, rate: float | None) -> None:
         self.rate = math.inf if rate is None else rate
-        self.count = 0
+        self.count = self.waits = 0
         self._lock = threading.Lock()
         self.made.append(self)
 

@@ -49,9 +49,10 @@ DOORS: dict[str, Callable[[tsck.Store, Path], object]] = {
 def test_an_unsigned_snapshot_is_refused(tmp_path: Path, door: str) -> None:
     trust = tmp_path / "trust.toml"
     trust.write_text(f'[[trust]]\nrefs = ["r", "tagged"]\nkeys = ["{SigningKey.generate().public}"]\n')
-    with tsck.open(tmp_path / "ck", create=True, no_sync=True, trust=trust) as store:
+    with tsck.open(tmp_path / "ck", create=True, no_sync=True) as store:
         store.put_snapshot(state(), ref="r", step=1, metrics={"loss": 1.0})
         store.tag("tagged", "r")
+    with tsck.open(tmp_path / "ck", trust=trust) as store:
         with pytest.raises(UntrustedError, match="is not trusted"):
             DOORS[door](store, tmp_path)
         assert not (tmp_path / "out").exists()

@@ -7,11 +7,11 @@ reader takes milliseconds for its proof, so the oldest stranger makes room for a
 import contextlib
 import secrets
 import socket
-import threading
 import time
 from typing import Final
 
 from tensorstore_ck.backend.staging import StagingFolder
+from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.errors import StoreError
@@ -44,7 +44,7 @@ class PackServer:
         family = socket.AF_INET6 if is_dual else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=is_dual)
         self.port: int = self._listener.getsockname()[1]
-        self._changed = threading.Condition()
+        self._changes = Changes()
         """Guards the attributes below."""
         self._is_closed = False
         self._connections: dict[socket.socket, Helper] = {}
@@ -59,9 +59,9 @@ class PackServer:
 
     def close(self) -> None:
         """Ends all connections."""
-        with self._changed:
+        with self._changes.lock:
             self._is_closed = True
-            self._changed.notify_all()
+            self._changes.notify_all()
             left = dict(self._connections)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
@@ -76,8 +76,7 @@ class PackServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._is_closed, ACCEPT_PAUSE_SECONDS)
+                self._changes.wait_for(lambda: self._is_closed, ACCEPT_PAUSE_SECONDS)
                 continue
             helper = Helper(lambda connection=connection: self._serve(connection), "tsck-packs")  # type: ignore[misc]
             try:
@@ -92,26 +91,35 @@ class PackServer:
         Raises:
             RuntimeError: there are too many connections of readers, or the server is closed.
         """
-        with self._changed:
-            while len(self._strangers) >= MAX_STRANGERS and not self._is_closed:
-                oldest, connected = next(iter(self._strangers.items()))
-                left_seconds = connected + STRANGER_SECONDS - time.monotonic()
-                if left_seconds > 0:
-                    self._changed.wait(left_seconds)
-                else:
-                    del self._strangers[oldest]
-                    _hang_up(oldest)  # its thread ends, and drops it
+        while not self._changes.wait_for(self._has_room, self._next_expiry_seconds()):
+            pass
+        with self._changes.lock:
             if self._is_closed or len(self._connections) >= MAX_CONNECTIONS:
                 raise RuntimeError("too many connections")
             self._connections[connection] = helper
             self._strangers[connection] = time.monotonic()
 
+    def _has_room(self) -> bool:
+        """Whether one more stranger may come, or none ever will. Ends the oldest one's connection if its time is over; called under the lock."""
+        if self._is_closed or len(self._strangers) < MAX_STRANGERS:
+            return True
+        oldest, connected = next(iter(self._strangers.items()))
+        if time.monotonic() < connected + STRANGER_SECONDS:
+            return False
+        del self._strangers[oldest]
+        _hang_up(oldest)  # its thread ends, and drops it
+        return True
+
+    def _next_expiry_seconds(self) -> float:
+        with self._changes.lock:
+            return next(iter(self._strangers.values()), 0.0) + STRANGER_SECONDS - time.monotonic()
+
     def _serve(self, connection: socket.socket) -> None:
         try:
             admit_reader(connection, self.secret)
-            with self._changed:
+            with self._changes.lock:
                 self._strangers.pop(connection, None)
-                self._changed.notify_all()
+                self._changes.notify_all()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             piece = memoryview(bytearray(PIECE_BYTES))
             while True:
@@ -146,10 +154,10 @@ class PackServer:
 
     def _drop(self, connection: socket.socket) -> None:
         connection.close()
-        with self._changed:
+        with self._changes.lock:
             self._connections.pop(connection, None)
             self._strangers.pop(connection, None)
-            self._changed.notify_all()
+            self._changes.notify_all()
 
 
 def _hang_up(connection: socket.socket) -> None:

@@ -42,6 +42,14 @@ def store(tmp_path: Path) -> Iterator[tsck.Store]:
         yield opened
 
 
+@pytest.fixture
+def cuda_seems_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of optimizers don't ask the device, which a build of torch for CUDA does."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda _: None, raising=False)
+
+
 class Job:
     """A model with a large parameter, a small one, and a large buffer that forward changes."""
 
@@ -325,10 +333,9 @@ class OpenHashes:
         return started
 
 
+@pytest.mark.usefixtures("cuda_seems_available")
 def test_what_is_prepared_is_there_for_the_first_saves(device: LateDevice, store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for two captures is allocated in a thread, and the optimizer is tried out before the first save."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     allocated: list[str] = []
     new_pages = arena._new_pages
 
@@ -352,12 +359,11 @@ def test_what_is_prepared_is_there_for_the_first_saves(device: LateDevice, store
     assert allocated == ["tsck-pin"] * 2
 
 
+@pytest.mark.usefixtures("cuda_seems_available")
 def test_a_state_is_hashed_twice_at_a_time_when_it_is_prepared(
     device: LateDevice, store: tsck.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As before and after a copy, so that torch has memory for both."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(arena.Arena, "prepare", lambda *_: None)
     hashes = OpenHashes(device.hasher)
     monkeypatch.setattr(device, "hasher", hashes)
