@@ -113,6 +113,7 @@ class EntryWriter:
             if outcome is Created.CREATED:
                 self._durable_n = entry.n
                 self.created.add(entry.n)
+                self._chain.last = entry
                 return True
             sent = True
             try:

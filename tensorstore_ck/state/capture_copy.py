@@ -129,12 +129,13 @@ def _changed(addresses: Numbers, targets: Numbers, sizes: Numbers, sampling: Sam
     numbers = np.flatnonzero((addresses != 0) & (sizes > 0))
     for number, address, target, size in zip(numbers.tolist(), *np.stack((addresses, targets, sizes))[:, numbers].tolist(), strict=True):
         if size <= INLINE_TENSOR_BYTES:
-            differs = bool(_memcmp_with_gil(address, target, size))
-        else:
-            sample = pieces(number, 0, size, sampling.verify_share, sampling.turn)
-            differs = any(_memcmp(address + start, target + start, stop - start) for start, stop in sample)
-        if differs:
-            changed.add(number)
+            if _memcmp_with_gil(address, target, size):
+                changed.add(number)
+            continue
+        for start, stop in pieces(number, 0, size, sampling.verify_share, sampling.turn):
+            if _memcmp(address + start, target + start, stop - start):
+                changed.add(number)
+                break
     return changed
 
 

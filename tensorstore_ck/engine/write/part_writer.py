@@ -176,7 +176,6 @@ def open_packs(engine: Engine, known: BlockLookup, meter: SaveMeter | None = Non
 
 def write_blobs(captured: CapturedState, packs: PackWriter, slot: PartSlot, coding: Coding) -> BlobBlocks:
     """Stores the layout and the large values, if this rank is the first one with the layout."""
-    encoder = Encoder(coding.mode)
     encoded_layout = captured.layout.encode()
     is_first = slot.rank == slot.layout_ranks[0]
     ids: list[Digest] = []
@@ -187,7 +186,7 @@ def write_blobs(captured: CapturedState, packs: PackWriter, slot: PartSlot, codi
         ends = np.cumsum(lengths).tolist()
         view = memoryview(blob)
         run = [view[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-        ids += packs.add(run, lambda number, run=run: BlockEncoding(encoder.encode_opaque(run[number])))  # type: ignore[misc]
+        ids += packs.add(run, lambda number, run=run: BlockEncoding(Encoder(coding.mode).encode_opaque(run[number])))  # type: ignore[misc]
         blobs[number] = (len(lengths), 0, len(blob))
     return BlobBlocks(blobs, ids)
 
@@ -272,9 +271,10 @@ class _RunWriter:
             buffers.append(bytes(data) if block.tensor in captured.frozen else data)
         self._sample.note(run, buffers)
         little_changed: dict[int, tuple[DeltaBase, Changes]] = {}
-        encode = partial(self._encode, encoder=Encoder(self._coding.mode), run=run, buffers=buffers, little_changed=little_changed)
-        is_raw = self._coding.mode == "raw" and earlier is None
-        for block, block_id in zip(run, self._packs.add(buffers, None if is_raw else encode), strict=True):
+        encode = None
+        if self._coding.mode != "raw" or earlier is not None:
+            encode = partial(self._encode, encoder=Encoder(self._coding.mode), run=run, buffers=buffers, little_changed=little_changed)
+        for block, block_id in zip(run, self._packs.add(buffers, encode), strict=True):
             self._ids[block.row] = block_id
             if self._computed.get(block.row, block_id) != block_id and self._must_agree:
                 require_unchanged(captured, {block.tensor})

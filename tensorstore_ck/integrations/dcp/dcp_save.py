@@ -23,7 +23,7 @@ from tensorstore_ck.engine.write.write_and_commit import commit
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.plans import Role
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.log.quota import check_quotas, quotas_of
+from tensorstore_ck.log.quota import check_quotas
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.save_status import SaveStatus
 
@@ -82,7 +82,7 @@ def coordinators_request(
         fence.adopt(view, ref)
     request = fence.request_at(engine, view, options)
     check_expected(engine, view, ref, request.expect)
-    check_quotas(quotas_of(view, ref), ref)
+    check_quotas(view, ref)
     return request
 
 

@@ -102,7 +102,9 @@ class SaveContext:
 
     def limit_writes(self, view: RefTable, ref: str) -> None:
         """Takes the share of the store's write rate that policies leave to a job, as of the log that it knows."""
-        self.engine.writes.limit_job(job_rate(view, ref, self.engine.clock()))
+        rate = job_rate(view, ref, self.engine.clock()) if view.policies() else None
+        if rate != self.engine.writes.job_rate:
+            self.engine.writes.limit_job(rate)
 
     def reserve_space(self, ref: str, needed_bytes: int) -> None:
         """Checks that there is space for a save: in the store, or on the staging disk, where it may evict copies and wait for staged saves.
