@@ -88,7 +88,7 @@ def decode_entry(data: bytes, name: str, n: int) -> Entry:
         problem = next(filter(None, map(op_problem, body["ops"])), None)
     if problem is not None:
         raise CorruptObjectError(f"{name} is not a valid log entry: {problem}", object_id=name)
-    ops = tuple(Op(fields) for fields in body["ops"])
+    ops = tuple(map(Op, body["ops"]))
     return Entry(
         n=n,
         prev=body["prev"],

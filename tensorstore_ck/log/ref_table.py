@@ -169,7 +169,8 @@ class RefTable:
 
     def is_live(self, ulid: bytes) -> bool:
         """Whether a snapshot has a holder: a history, a tag, a pin, or an undo window."""
-        return self.holds(ulid) > 0
+        row = self.read(rows.HOLDS, ulid)
+        return row is not None and row.holds > 0
 
     def holds(self, ulid: bytes) -> int:
         """How many holders a snapshot has; each move of a branch to it counts."""

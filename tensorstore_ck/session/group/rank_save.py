@@ -125,14 +125,14 @@ class RankSave:
             "rank_state": captured.own is not None,
         } | self._planning.propose(captured)
 
-    def execute(self, go: Body) -> Body:
+    def write(self, go: Body) -> Body:
         """Writes this rank's part; or reports its options if they differ."""
         if go["explain"]:
             return describe_options(self._described_options()) if self._group.rank in go["explain"] else {}
         self.follow(go)
         self._captured = self._planning.follow(go, self._captured)
         self._destination.wait_turn()
-        result = retry_expired(self._write).record()
+        result = retry_expired(self._write_parts).record()
         self._destination.wrote(self._request, self._written)
         return result
 
@@ -195,7 +195,7 @@ class RankSave:
         if self._differing_copies:
             warnings.warn(f"the snapshot of step {info.step} is marked as drift: {self._differing_copies}", stacklevel=user_stacklevel())
 
-    def _write(self) -> "RankResult":
+    def _write_parts(self) -> "RankResult":
         engine, rank, ranks, own = self._destination.engine, self._group.rank, self._group.ranks, self._captured.own
         turn, slot = self._planning.turn, self.take_slot()
         anchor, view = engine.log.sync().n, engine.log.view()

@@ -291,7 +291,8 @@ class SaveQueue:
             return items_of(workers or self._workers)
 
     def _is_idle(self) -> bool:
-        return self._uploads.thread is self._copies.thread is self._stores.thread is None
+        # Read in the order in which a save is handed over: also without the lock, no save passes by unseen.
+        return self._stores.thread is self._copies.thread is self._uploads.thread is None
 
     def _is_done(self) -> bool:
         """Whether the only saves in progress were asked to give up."""
