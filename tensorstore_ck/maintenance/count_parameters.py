@@ -1,5 +1,6 @@
 """How many parameters a model has, from its ``config.json`` or the index of its safetensors files. Reads no weights."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -62,7 +63,7 @@ def count_parameters(path: Path) -> CountedParameters:
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+            data = file.read(min(MAX_FILE_BYTES + 1, os.fstat(file.fileno()).st_size))
         read = parse_json(data) if len(data) <= MAX_FILE_BYTES else None
     except FileNotFoundError as exc:
         raise NotFoundError(f"there is no file {path}", object_id=str(path)) from exc
