@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import (
     CorruptObjectError,
@@ -156,7 +157,7 @@ class ResumeSearch:
             if not self._missing:
                 raise
             raise NotFoundError(f"{self._missing}: {exc}", object_id=self._address) from exc
-        return ResumeCandidate(*json.loads(answer))
+        return ResumeCandidate(*parse_json(answer))
 
     def _choose(self) -> ResumeCandidate:
         if self._only_newest:
