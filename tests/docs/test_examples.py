@@ -61,6 +61,11 @@ def trainer_modules(path: Path) -> set[str]:
     return {name for name in found if name.partition(".")[0] not in known}
 
 
+def test_the_page_of_transformers_has_the_whole_script() -> None:
+    script = (EXAMPLES / "transformers_trainer.py").read_text()
+    assert f"```python\n{script}```" in (REPOSITORY / "docs" / "trainers" / "transformers.md").read_text()
+
+
 def test_save_and_resume(tmp_path: Path) -> None:
     whole = save_and_resume.main(tmp_path / "whole", 25)
     save_and_resume.main(tmp_path / "cut", 17)  # saved at 15, in the middle of the second epoch
