@@ -98,8 +98,7 @@ def forget(addresses: tuple[str, ...], choice: StoreChoice, *, by_policy: bool, 
             "`tsck undo` brings this back for a day, then `tsck gc` frees what nothing else holds",
         ]
     else:
-        undo = "`tsck undo` brings back what was forgotten last, `tsck undo REF` what was forgotten of a ref"
-        lines = [*_forgotten_lines(snapshots, ""), undo]
+        lines = _forgotten_lines(snapshots, "")
     emit(snapshots, map(choice.complete, lines), as_json=as_json)
 
 
