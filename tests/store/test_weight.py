@@ -46,7 +46,7 @@ MOST_LINES = {
     "catalog": 2300,
     "chunker": 100,
     "cli": 6000,
-    "common": 3100,
+    "common": 3200,
     "engine": 4900,
     "errors": 400,
     "events": 300,
@@ -60,7 +60,7 @@ MOST_LINES = {
     "session": 11400,
     "state": 7000,
     "store": 1800,
-    "training": 5100,
+    "training": 5200,
     "ui": 4200,
 }
 """Of the Python files of each area, rounded up to hundreds."""
