@@ -14,11 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-<<<<<<< HEAD
 from tensorstore_ck.common.foreign_text import parse_json
-=======
 from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS
->>>>>>> users43
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import (
     CorruptObjectError,
