@@ -31,6 +31,16 @@ SAMPLE_BYTES: Final = 1024
 """The bytes of a master that are compared to find its weights."""
 
 
+class Comparison(NamedTuple):
+    """How a block differs from its base: the one before, as a rule."""
+
+    before: Digest
+    memory: memoryview
+    """Of the base. It is the new block now, unless too much changed."""
+    changes: Changes
+    is_few: bool
+
+
 class DeltaBase(NamedTuple):
     """A block of an earlier snapshot that is the base of a delta."""
 
@@ -40,15 +50,11 @@ class DeltaBase(NamedTuple):
     changes: Changes | None
     """What of it the block changes, if that is known."""
 
-
-class Comparison(NamedTuple):
-    """How a block differs from the one before."""
-
-    before: Digest
-    memory: memoryview
-    """Of the block before. It is the new block now, unless too much changed."""
-    changes: Changes
-    is_few: bool
+    def patched(self, changes: Changes) -> Comparison:
+        """The block, which differs by few `changes`, in the memory of this base, which is gone then."""
+        memory = memoryview(bytearray(self.raw)) if self.raw.readonly else self.raw  # LZ4 and zstd decode into immutable bytes
+        apply_changes(changes.gaps, changes.values, memory, is_float=changes.is_float)
+        return Comparison(self.base.block, memory, changes, is_few=True)
 
 
 class PartKey(NamedTuple):
@@ -122,15 +128,9 @@ class ParentBlocks:
         return Base(self._part.block_id(row), place), 1
 
     def keep(self, block: Digest, compared: Comparison) -> None:
-        """Keeps a block that changed a little in the memory of the block before: it is the base of the next difference."""
+        """Keeps a block that changed a little in the memory of its base: it is the base of the next difference."""
         if compared.is_few:
             self._kept.offer(block, KeptBlock(compared.memory, compared.changes.sum))
-
-    def keep_read(self, block: Digest, base: DeltaBase, changes: Changes) -> None:
-        """Keeps a block that changed a little, in the memory of a base that was read from the store. The base is gone then."""
-        memory = memoryview(bytearray(base.raw)) if base.raw.readonly else base.raw  # LZ4 and zstd decode into immutable bytes
-        apply_changes(changes.gaps, changes.values, memory, is_float=changes.is_float)
-        self._kept.offer(block, KeptBlock(memory, changes.sum))
 
     def _read(self, block: Digest, place: Location) -> memoryview | None:
         try:

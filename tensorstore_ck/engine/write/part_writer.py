@@ -21,13 +21,13 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
 from tensorstore_ck.engine.part_extents import extents_of, with_bases
 from tensorstore_ck.engine.reachability import BlockLocations
-from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, Comparison, DeltaBase, Fp32Masters, ParentBlocks, PartKey, earlier_part
+from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, Comparison, Fp32Masters, ParentBlocks, PartKey, earlier_part
 from tensorstore_ck.engine.write.frozen_blocks import FrozenBlocks
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Inline, Sampling, require_unchanged
 from tensorstore_ck.engine.write.unchanged_blocks import skip_unchanged
 from tensorstore_ck.format.block_assignment import BlockShare, Region, assign_blocks, encode_regions, regions_of_rank
-from tensorstore_ck.format.codec import Changes, Coding, Encoder, elements_of
+from tensorstore_ck.format.codec import Coding, Encoder, elements_of
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name, require_readable
 from tensorstore_ck.format.values import msgpack_blobs
@@ -238,15 +238,6 @@ def write_tensors(
     return TensorBlocks(ids=ids, inline=small, rows=blocks, inlined=inlined, sample=sample)
 
 
-class _LittleChanged(NamedTuple):
-    """Blocks of a run to keep in memory, by number."""
-
-    compared: dict[int, Comparison]
-    """Compared with the block before, which was in memory."""
-    read: dict[int, tuple[DeltaBase, Changes]]
-    """Compared with a base that was read from the store."""
-
-
 class _RunWriter:
     """Reads runs of blocks, samples, encodes and stores them, and sets their `ids`; from several threads."""
 
@@ -280,7 +271,7 @@ class _RunWriter:
             # A frozen tensor is read from its owner's memory: even if it changes now, a block's bytes must match its id.
             buffers.append(bytes(data) if block.tensor in captured.frozen else data)
         self._sample.note(run, buffers)
-        little_changed = _LittleChanged({}, {})
+        little_changed: dict[int, Comparison] = {}
         encode = partial(self._encode, encoder=Encoder(self._coding.mode), run=run, buffers=buffers, little_changed=little_changed)
         identify = partial(self._identify, earlier=earlier, run=run, buffers=buffers, little_changed=little_changed) if earlier else None
         is_raw = self._coding.mode == "raw" and earlier is None
@@ -289,20 +280,24 @@ class _RunWriter:
             if self._computed.get(block.row, block_id) != block_id and self._must_agree:
                 require_unchanged(captured, {block.tensor})
         if earlier is not None:
-            for number, compared in little_changed.compared.items():
+            for number, compared in little_changed.items():
                 earlier.keep(self._ids[run[number].row], compared)
-            for number, (base, changes) in little_changed.read.items():
-                earlier.keep_read(self._ids[run[number].row], base, changes)
 
     def _identify(
-        self, number: int, *, earlier: ParentBlocks, run: Sequence[TensorBlock], buffers: Sequence[Buffer], little_changed: _LittleChanged
+        self,
+        number: int,
+        *,
+        earlier: ParentBlocks,
+        run: Sequence[TensorBlock],
+        buffers: Sequence[Buffer],
+        little_changed: dict[int, Comparison],
     ) -> Digest:
         """The id of a block of a run; compares it with the one before if that is in memory."""
         spec = self._specs[run[number].tensor]
         raw, elements = memoryview(buffers[number]).cast("B"), elements_of(spec.dtype, spec.item_bytes)
         digest, compared = earlier.identify(run[number].row, raw, elements)
         if compared is not None:
-            little_changed.compared[number] = compared
+            little_changed[number] = compared
         return digest
 
     def _encode(
@@ -312,7 +307,7 @@ class _RunWriter:
         encoder: Encoder,
         run: Sequence[TensorBlock],
         buffers: Sequence[Buffer],
-        little_changed: _LittleChanged,
+        little_changed: dict[int, Comparison],
     ) -> BlockEncoding:
         """The stored form of a block of a run: a cast of its master, a difference to its base, or its own bytes."""
         block, raw, masters, earlier = run[number], buffers[number], self._masters, self._earlier
@@ -321,15 +316,15 @@ class _RunWriter:
         if masters is not None and block.tensor in self.weights and (bases := masters.blocks(block)):
             cast = encoder.encode_cast(raw, [masters.read(base) for base in bases], spec.dtype)
             if cast is not None:
-                little_changed.compared.pop(number, None)
+                little_changed.pop(number, None)
                 return BlockEncoding(cast, tuple(Base(self._ids[base.row], None) for base in bases), len(bases))
-        candidate = earlier.candidate(block.row, len(raw), little_changed.compared.get(number)) if earlier is not None else None
+        candidate = earlier.candidate(block.row, len(raw), little_changed.get(number)) if earlier is not None else None
         delta = encoder.encode_delta(raw, candidate.raw, elements, candidate.changes) if candidate is not None else None
         if candidate is not None and delta is not None:
             if delta.changes is None or sum(map(len, delta.encoded.pieces)) > SPARSE_SHARE * len(raw):
-                little_changed.compared.pop(number, None)  # the base of the next difference is another block
-            elif number not in little_changed.compared:
-                little_changed.read[number] = candidate, delta.changes
+                little_changed.pop(number, None)  # the base of the next difference is another block
+            elif number not in little_changed:
+                little_changed[number] = candidate.patched(delta.changes)
             return BlockEncoding(delta.encoded, (candidate.base,), candidate.age)
         return BlockEncoding(encoder.encode_tensor(raw, elements))
 

@@ -88,7 +88,7 @@ def encode_few_words(words: Words, coder: EntropyCoder) -> list[bytes | memoryvi
     into = np.empty(_coded_bytes(words, item_bytes), np.uint8)
     codings = bytes([1] * item_bytes), bytes([GroupCoding.ZSTD] * item_bytes)
     frames = [into[start:stop] for start, stop in compiled.kernel.encode_groups(raw, bytes_of(into), item_bytes, False, *codings)]
-    coded = [(GroupCoding.ZSTD, bytes_of(frame)) for frame in frames]
+    coded: list[tuple[GroupCoding, bytes | memoryview]] = [(GroupCoding.ZSTD, bytes_of(frame)) for frame in frames]
     for number, (_, frame) in enumerate(coded):
         if SMALL_SHARE * count < len(frame) < SKEWED_BITS / 8 * count:
             plane = words.view("u1")[item_bytes - 1 - number :: item_bytes].copy()
