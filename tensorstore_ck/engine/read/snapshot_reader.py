@@ -21,7 +21,7 @@ from tensorstore_ck.engine.interfaces import ByteTarget, WantedBox
 from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, ReadBlocks, WantedBlock, deliver, read_blocks, wanted_blocks
 from tensorstore_ck.engine.read.box_copy import BoxTarget
-from tensorstore_ck.errors import CorruptObjectError, DamageError, MismatchError, NotFoundError
+from tensorstore_ck.errors import CorruptObjectError, DamageError, MismatchError
 from tensorstore_ck.format.block_assignment import decode_regions, first_ranks, ranks_with_layout, regions_of_tensor, row_boxes
 from tensorstore_ck.format.layout import ExplicitRegions, Layout, decode_layout
 from tensorstore_ck.format.merge_layout_parts import LayoutConflictError, MergedLayout
@@ -55,39 +55,6 @@ def open_snapshot(
     if not others:
         return first
     return MergedSnapshot([first, *(first.reader_of(rank) for rank in others)])
-
-
-def count_rank_states(engine: Engine, info: SnapshotInfo, world_size: int | None = None) -> int:
-    """How many ranks saved a state of their own.
-
-    Raises:
-        NotFoundError: none.
-        MismatchError: their number is not `world_size`.
-    """
-    ranks = SnapshotReader(engine, info).world_size
-    what = f"snapshot {info.root.hex()[:16]} (step {info.step})"
-    if len(engine.read_record(info).parts) == ranks:
-        raise NotFoundError(f"{what} has no rank states: it was saved without rank_state=", object_id=info.root.hex())
-    if world_size not in (None, ranks):
-        raise MismatchError(
-            f"{what} has the states of {ranks} ranks, and there are {world_size} now. Say whose each takes with rank_state_map=, seed "
-            "new random streams with store.random_streams(), and keep a loader's position as a SampleCursor in the shared state",
-            object_id=info.root.hex(),
-        )
-    return ranks
-
-
-def open_rank_state(engine: Engine, info: SnapshotInfo, rank: int) -> "SnapshotReader":
-    """The state that a rank saved as its own.
-
-    Raises:
-        NotFoundError: no rank states were saved, or there is no such rank.
-    """
-    ranks = count_rank_states(engine, info)
-    if not 0 <= rank < ranks:
-        what = f"snapshot {info.root.hex()[:16]} (step {info.step})"
-        raise NotFoundError(f"{what} has the states of {ranks} ranks, and there is no rank {rank}", object_id=str(rank))
-    return SnapshotReader(engine, info, ranks + rank)
 
 
 class SnapshotReader:
