@@ -69,17 +69,26 @@ def location_of(part: Part, packs: Sequence[Ulid], extents: Extents, row: int, d
     Raises:
         CorruptObjectError: its bases are not valid rows, or too many.
     """
-    pack, entry, offset, stored, raw, first, codec, flags = extents[row].item()
-    count = base_count(codec, flags)
-    if count and not (row < first <= len(extents) - count and count <= MAX_BASES and depth < MAX_DEPTH and (count == 1 or not depth)):
-        raise CorruptObjectError(
-            f"{pack_name(packs[pack])}: a part names a block there with invalid delta bases", object_id=pack_name(packs[pack])
-        )
-    bases = tuple(
-        Base(part.block_id(base), location_of(part, packs=packs, extents=extents, row=base, depth=depth + 1))
-        for base in range(first, first + count)
-    )
-    return Location(packs[pack], entry, offset, stored, raw, codec, bases, flags if count else 0)
+    chain, bases = list[Location](), list[int]()
+    while True:  # not by recursion: chains of differences are long
+        pack, entry, offset, stored, raw, first, codec, flags = extents[row].item()
+        count, level = base_count(codec, flags), depth + len(chain)
+        if count and not (row < first <= len(extents) - count and count <= MAX_BASES and level < MAX_DEPTH and (count == 1 or not level)):
+            raise CorruptObjectError(
+                f"{pack_name(packs[pack])}: a part names a block there with invalid delta bases", object_id=pack_name(packs[pack])
+            )
+        chain.append(Location(packs[pack], entry, offset, stored, raw, codec, (), flags if count else 0))
+        bases.append(first)
+        if count != 1:
+            break
+        row = first
+    found = chain.pop()
+    if count:
+        several = range(first, first + count)
+        found = found._replace(bases=tuple(Base(part.block_id(base), location_of(part, packs, extents, base, 1)) for base in several))
+    for place, base in zip(reversed(chain), reversed(bases[:-1]), strict=True):
+        found = place._replace(bases=(Base(part.block_id(base), found),))
+    return found
 
 
 def locations_of(part: Part, packs: Sequence[Ulid], extents: Extents, rows: Sequence[int]) -> list[Location | None]:
@@ -97,7 +106,8 @@ def locations_of(part: Part, packs: Sequence[Ulid], extents: Extents, rows: Sequ
 
 def chain_of(place: Location) -> Iterator[Location]:
     """A location, and the locations of all bases that are needed to decode its block."""
-    yield place
-    for base in place.bases:
-        if base.location is not None:
-            yield from chain_of(base.location)
+    pending = [place]
+    while pending:
+        place = pending.pop()
+        yield place
+        pending += [base.location for base in reversed(place.bases) if base.location is not None]

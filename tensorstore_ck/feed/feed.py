@@ -15,7 +15,7 @@ from tensorstore_ck.common.ids import Clock, Digest
 from tensorstore_ck.common.threads import cpu_threads, for_each, shielded
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
+from tensorstore_ck.engine.read.snapshot_reader import Layouts, open_snapshot
 from tensorstore_ck.errors import BackendUnavailableError, InputError, InvalidOptionError, SnapshotExpiredError
 from tensorstore_ck.events import Event, Kind
 from tensorstore_ck.feed.followed_tensor import Change, FollowedTensor
@@ -27,6 +27,8 @@ from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 
 POLL_SECONDS: Final = 1.0
+LAYOUTS_BYTES: Final = 16 << 20
+"""Of layouts that are kept, at most, unless one is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ class Feed:
         self._staged: _Staged | None = None
         self._ids: dict[Place, Digest] = {}
         """The blocks of `version`."""
+        self._layouts = Layouts(LAYOUTS_BYTES, len)
+        """Versions mostly have the same one."""
         self._version: FeedVersion | None = None
         self._events: deque[Event] = deque()
         """Not delivered yet: callbacks run without the locks, so that they may call this feed."""
@@ -232,7 +236,7 @@ class Feed:
 
     def _stage(self, info: SnapshotInfo) -> _Staged:
         started = time.perf_counter()
-        content = open_snapshot(self._engine, info)
+        content = open_snapshot(self._engine, info, layouts=self._layouts)
         what = f"{self._ref}, step {info.step}, root {info.root.hex()[:16]}"
         tensors, boxes = match_tensors(content, self._wanted, what)
         blocks = content.blocks_of(boxes)

@@ -137,11 +137,12 @@ class FollowedTensor(ByteTarget):
         new = _words(data if self._stored == self.tensor.dtype else self._converted(data), item_bytes)
         old = _words(source_of(self.tensor).read(first * item_bytes, (first + len(new)) * item_bytes), item_bytes)
         changed = _changed(new, old)
+        on_device = is_on_device(self.tensor)
         staged: list[Change] = []
-        if changed is None:
+        if changed is None or (on_device and item_bytes not in _WORDS):  # a device writes integers, and complex128 has none of its size
             staged = [ChangedRange(self.tensor, first * item_bytes, new.tobytes())]
         elif len(changed):
-            kind = ChangedElements if self.tensor.is_cpu else ChangedDeviceElements
+            kind = ChangedDeviceElements if on_device else ChangedElements
             staged = [kind(self.tensor, self._in_memory(first + changed), new[changed], old[changed])]
         with self._lock:
             self._changes[start] = staged
@@ -178,6 +179,11 @@ class SeveralTensors(ByteTarget):
         """Stages what `data` changes in each."""
         for tensor in self._tensors:
             tensor.write(start, data)
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Whether its elements can be written by the device alone."""
+    return not tensor.is_cpu
 
 
 def _changed(new: Array, old: Array) -> Array | None:

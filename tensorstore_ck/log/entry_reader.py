@@ -58,11 +58,12 @@ class EntryReader:
             after: The number of the entry to begin after.
             prev: Its hash; None: the first entry is not checked.
             at_least: An entry that is known to be there; a log that ends before it is broken.
-            window: How many to read first, in parallel if requests are slow.
+            window: How many to read first, in parallel if requests are slow. Then two, four and so on, to notice a missing one.
 
         Raises:
             BrokenLogError: an entry is damaged, off the hash chain, or missing before others.
         """
+        next_window = 2
         while True:
             window = min(MAX_BATCH_ENTRIES, max(window, at_least - after))
             batch = self._read_window(after + 1, window)
@@ -77,7 +78,7 @@ class EntryReader:
                 raise self.broken(after + 1, f"is missing, though entry {at_least} was written")
             if len(batch) < window:
                 return
-            window = min(2 * window, _READERS)
+            window, next_window = next_window, min(2 * next_window, _READERS)
 
     def entries_from(self, start: int) -> Iterator[Entry]:
         """The entries from `start` on, each checked against the one before. Raises the errors of `entries`."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar, Unpack
 
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import SnapshotContent
-from tensorstore_ck.engine.read.snapshot_reader import count_rank_states, open_rank_state, open_snapshot
+from tensorstore_ck.engine.read.rank_states import count_rank_states, open_rank_state
+from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.format.random_streams import RULE, Streams
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.address import Resolved, is_staged_address

@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from tensorstore_ck.common.byte_cache import ByteCache
 from tensorstore_ck.common.host_memory import require_memory
+from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import raise_if_expired
 from tensorstore_ck.engine.interfaces import ByteTarget, WantedBox
 from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, ReadBlocks, WantedBlock, deliver, read_blocks, wanted_blocks
 from tensorstore_ck.engine.read.box_copy import BoxTarget
-from tensorstore_ck.errors import CorruptObjectError, DamageError, MismatchError, NotFoundError
+from tensorstore_ck.errors import CorruptObjectError, DamageError, MismatchError
 from tensorstore_ck.format.block_assignment import decode_regions, first_ranks, ranks_with_layout, regions_of_tensor, row_boxes
 from tensorstore_ck.format.layout import ExplicitRegions, Layout, decode_layout
 from tensorstore_ck.format.merge_layout_parts import LayoutConflictError, MergedLayout
@@ -34,50 +36,25 @@ from tensorstore_ck.log import SnapshotInfo
 
 ReadPart = Callable[[Record, int], Part]
 """See `Engine.read_part`."""
+Layouts = ByteCache[Digest, bytes]
+"""Encoded layouts by their ids, which are hashes of them."""
 
 
 def open_snapshot(
-    engine: Engine, info: SnapshotInfo, read: ReadBlocks = read_blocks, *, position: float = 0.0, read_part: ReadPart | None = None
+    engine: Engine,
+    info: SnapshotInfo,
+    read: ReadBlocks = read_blocks,
+    *,
+    position: float = 0.0,
+    read_part: ReadPart | None = None,
+    layouts: Layouts | None = None,
 ) -> "SnapshotReader | MergedSnapshot":
     """The snapshot, whatever layouts its ranks had. For the other parameters see `SnapshotReader`."""
-    first = SnapshotReader(engine, info, 0, read, position=position, read_part=read_part)
+    first = SnapshotReader(engine, info, 0, read, position=position, read_part=read_part, layouts=layouts)
     others = first_ranks(first.part.layout_of or b"")[1:]
     if not others:
         return first
     return MergedSnapshot([first, *(first.reader_of(rank) for rank in others)])
-
-
-def count_rank_states(engine: Engine, info: SnapshotInfo, world_size: int | None = None) -> int:
-    """How many ranks saved a state of their own.
-
-    Raises:
-        NotFoundError: none.
-        MismatchError: their number is not `world_size`.
-    """
-    ranks = SnapshotReader(engine, info).world_size
-    what = f"snapshot {info.root.hex()[:16]} (step {info.step})"
-    if len(engine.read_record(info).parts) == ranks:
-        raise NotFoundError(f"{what} has no rank states: it was saved without rank_state=", object_id=info.root.hex())
-    if world_size not in (None, ranks):
-        raise MismatchError(
-            f"{what} has the states of {ranks} ranks, and there are {world_size} now. Say whose each takes with rank_state_map=, seed "
-            "new random streams with store.random_streams(), and keep a loader's position as a SampleCursor in the shared state",
-            object_id=info.root.hex(),
-        )
-    return ranks
-
-
-def open_rank_state(engine: Engine, info: SnapshotInfo, rank: int) -> "SnapshotReader":
-    """The state that a rank saved as its own.
-
-    Raises:
-        NotFoundError: no rank states were saved, or there is no such rank.
-    """
-    ranks = count_rank_states(engine, info)
-    if not 0 <= rank < ranks:
-        what = f"snapshot {info.root.hex()[:16]} (step {info.step})"
-        raise NotFoundError(f"{what} has the states of {ranks} ranks, and there is no rank {rank}", object_id=str(rank))
-    return SnapshotReader(engine, info, ranks + rank)
 
 
 class SnapshotReader:
@@ -94,6 +71,7 @@ class SnapshotReader:
         read_part: ReadPart | None = None,
         record: Record | None = None,
         budget: ParseBudget | None = None,
+        layouts: Layouts | None = None,
     ) -> None:
         """Opens the first part and its layout.
 
@@ -106,6 +84,7 @@ class SnapshotReader:
             read_part: Reads parts; None: the engine does.
             record: The snapshot's, if it was read already.
             budget: The budget of another reader of the snapshot; the results of both are kept.
+            layouts: Encoded layouts that need not be read, and where this one is added.
         """
         self.info = info
         self._engine = engine
@@ -133,10 +112,8 @@ class SnapshotReader:
         nearest = sorted(self._alike, key=lambda other: abs(other + 0.5 - position * self.world_size))
         self._nearest = [*dict.fromkeys([nearest[0], rank, *nearest])]  # this one is open already
         self._blob_first = np.concatenate(([0], np.cumsum(self.part.blobs["blocks"], dtype=np.int64)))
-        encoded = self._blob(0)
-        if encoded[-32:] != self.part.layout_id:
-            raise CorruptObjectError(f"{self.name}: its layout is not the one it names", object_id=self.name)
-        layout = decode_layout(encoded, f"the layout of {self.name}", self.budget)
+        self._layouts = layouts
+        layout = decode_layout(self._encoded_layout(), f"the layout of {self.name}", self.budget)
         tree, self.values, self.subtrees = expand(layout.tree, decode_values(self.part, self.name), f"the layout of {self.name}")
         self._parsed_blobs = msgpack_blobs(self.values, self.name)
         self.layout: Layout = replace(layout, tree=tree)
@@ -153,6 +130,7 @@ class SnapshotReader:
             read_part=self._read_part,
             record=self.record,
             budget=self.budget,
+            layouts=self._layouts,
         )
 
     # --- parts --------------------------------------------------------------------------------------------------------
@@ -222,6 +200,18 @@ class SnapshotReader:
         if index in self._parsed_blobs:
             check_msgpack(memoryview(data), f"large value {index} of {self.name}", self.budget)
         return data
+
+    def _encoded_layout(self) -> bytes:
+        encoded = self._layouts.get(self.part.layout_id) if self._layouts is not None else None
+        if encoded is not None:
+            self.budget.add_stored(int(self.part.extents["stored"][: int(self._blob_first[1])].sum(dtype=np.int64)))
+            return encoded
+        encoded = self._blob(0)
+        if encoded[-32:] != self.part.layout_id:
+            raise CorruptObjectError(f"{self.name}: its layout is not the one it names", object_id=self.name)
+        if self._layouts is not None:
+            self._layouts.put(self.part.layout_id, encoded)
+        return encoded
 
     def _blob(self, index: int) -> bytes:
         if not 0 <= index < len(self.part.blobs):

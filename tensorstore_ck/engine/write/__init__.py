@@ -5,6 +5,7 @@ destination.py       where a save's bytes become durable
 request.py           what a save says besides the state: its options, and the request as of one entry of the log
 write_plan.py        which blocks and small tensors of a layout a part stores
 part_writer.py       one rank's blocks and its part
+run_writer.py        reads, identifies and encodes runs of blocks
 pack_writer.py       blocks into packs, each once
 dedup.py             which blocks need not be written
 frozen_blocks.py     blocks of frozen tensors, which only some saves read

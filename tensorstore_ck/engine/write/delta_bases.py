@@ -6,17 +6,18 @@ rounded masters. An unreadable base is not used.
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from tensorstore_ck.common.ids import Digest, block_id
+from tensorstore_ck.common.ids import Digest, block_hasher, block_id
 from tensorstore_ck.engine.engine import Engine, KeptBlock
 from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
 from tensorstore_ck.engine.part_extents import chain_of, location_of
 from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.engine.read.block_reader import decode_at
 from tensorstore_ck.errors import DamageError
-from tensorstore_ck.format.codec import KINDS, Changes, Codec, apply_changes, cast_sample
+from tensorstore_ck.format.codec import KINDS, Changes, Codec, Elements, apply_changes, cast_sample, max_changes, patch_changes
 from tensorstore_ck.format.pack import MAX_BASES
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.log.block_index import Base, Location
@@ -30,14 +31,30 @@ SAMPLE_BYTES: Final = 1024
 """The bytes of a master that are compared to find its weights."""
 
 
+class Comparison(NamedTuple):
+    """How a block differs from its base: the one before, as a rule."""
+
+    before: Digest
+    memory: memoryview
+    """Of the base. It is the new block now, unless too much changed."""
+    changes: Changes
+    is_few: bool
+
+
 class DeltaBase(NamedTuple):
     """A block of an earlier snapshot that is the base of a delta."""
 
     base: Base
     age: int
     raw: memoryview
-    sum: bytes | None
-    """What it must sum up to; None: it was verified."""
+    changes: Changes | None
+    """What of it the block changes, if that is known."""
+
+    def patched(self, changes: Changes) -> Comparison:
+        """The block, which differs by few `changes`, in the memory of this base, which is gone then."""
+        memory = memoryview(bytearray(self.raw)) if self.raw.readonly else self.raw  # LZ4 and zstd decode into immutable bytes
+        apply_changes(changes.gaps, changes.values, memory, is_float=changes.is_float)
+        return Comparison(self.base.block, memory, changes, is_few=True)
 
 
 class PartKey(NamedTuple):
@@ -61,21 +78,32 @@ class ParentBlocks:
         self._places = places
         self._first = int(part.blobs["blocks"].sum(dtype=int))
         self._anchor_every = anchor_every
+        self._is_cold = lru_cache(None)(lambda pack: self._view.location_of(pack) is not None)
+        """Whether a pack is in a cold location. Chains have the same few packs."""
 
-    def candidate(self, row: int, raw_bytes: int) -> DeltaBase | None:
+    def identify(self, row: int, raw: memoryview, elements: Elements) -> tuple[Digest, Comparison | None]:
+        """The id of the block in `row` of the tensors, and its comparison with the block before if that is in memory and unharmed.
+
+        One pass does both: each piece is compared, then hashed while it is in the core's cache.
+        """
+        before = self._part.block_id(row + self._first)
+        kept = self._kept.take(before)
+        if kept is None or len(kept.raw) != len(raw):
+            return block_id(raw), None
+        hasher, limit = block_hasher(), max_changes(len(raw), elements.item_bytes)
+        changes = patch_changes(raw, kept.raw, elements.item_bytes, is_float=elements.is_float, limit=limit, visit=hasher.update)
+        compared = Comparison(before, kept.raw, changes, changes.changed <= limit) if changes.base_sum == kept.sum else None
+        return Digest(hasher.digest()), compared
+
+    def candidate(self, row: int, raw_bytes: int, compared: Comparison | None) -> DeltaBase | None:
         """The base for a delta of the block in `row` of the tensors; None if a delta is not worth a try."""
-        row += self._first
-        before = self._part.block_id(row)
-        found = self._base_of(row, raw_bytes)
-        if found is None or found[0].block != before:
-            self._kept.take(before)  # it has changed since, so it is nobody's base any more
+        found = self._base_of(row + self._first, raw_bytes)
         if found is None:
             return None
         base, age = found
         assert base.location is not None
-        kept = self._kept.take(base.block)
-        if kept is not None:
-            return DeltaBase(base, age, *kept)
+        if compared is not None and compared.before == base.block:
+            return DeltaBase(base, age, compared.memory, compared.changes)
         raw = self._read(base.block, base.location)
         return None if raw is None else DeltaBase(base, age, raw, None)
 
@@ -85,10 +113,11 @@ class ParentBlocks:
             place = location_of(self._part, self._places.packs, self._places.extents, row)
         except DamageError:
             return None
-        if place.raw != raw_bytes or place.codec == Codec.CAST or any(self._view.location_of(link.pack) for link in chain_of(place)):
+        chain = [*chain_of(place)]
+        if place.raw != raw_bytes or place.codec == Codec.CAST or any(self._is_cold(link.pack) for link in chain):
             return None
         if place.codec == Codec.DELTA:
-            links = [link for link in chain_of(place) if link.codec == Codec.DELTA]
+            links = [link for link in chain if link.codec == Codec.DELTA]
             if place.stored <= SPARSE_SHARE * raw_bytes:
                 if len(links) >= MAX_CHAIN or sum(link.stored for link in links) + place.stored > CHAIN_SHARE * raw_bytes:
                     return None
@@ -98,11 +127,10 @@ class ParentBlocks:
                 return place.bases[0], place.flags + 1
         return Base(self._part.block_id(row), place), 1
 
-    def keep(self, block: Digest, changes: Changes, base: DeltaBase) -> None:
-        """Keeps a block that changed a little in the memory of its base: it is the base of the next difference. The base is gone then."""
-        memory = memoryview(bytearray(base.raw)) if base.raw.readonly else base.raw  # LZ4 and zstd decode into immutable bytes
-        apply_changes(changes.gaps, changes.values, memory, is_float=changes.is_float)
-        self._kept.offer(block, KeptBlock(memory, changes.sum))
+    def keep(self, block: Digest, compared: Comparison) -> None:
+        """Keeps a block that changed a little in the memory of its base: it is the base of the next difference."""
+        if compared.is_few:
+            self._kept.offer(block, KeptBlock(compared.memory, compared.changes.sum))
 
     def _read(self, block: Digest, place: Location) -> memoryview | None:
         try:

@@ -115,13 +115,19 @@ class PackWriter:
         """Blocks of sealed packs."""
         self.new_bytes = 0
 
-    def add(self, run: Sequence[Buffer], encode: Callable[[int], BlockEncoding] | None = None) -> list[Digest]:
+    def add(
+        self,
+        run: Sequence[Buffer],
+        encode: Callable[[int], BlockEncoding] | None = None,
+        identify: Callable[[int], Digest] | None = None,
+    ) -> list[Digest]:
         """Stores the blocks of `run` that are not there yet; returns all their ids. The buffers may be reused afterwards.
 
-        `encode` returns the stored bytes of a new block, by its number in the run; without it they are stored raw.
+        `encode` returns the stored bytes of a new block, by its number in the run; without it they are stored raw. `identify` returns
+        the id of a block.
         """
         with self._meter.timed("hash", sum(map(len, run))):
-            ids = [block_id(raw) for raw in run]
+            ids = [block_id(raw) for raw in run] if identify is None else [*map(identify, range(len(run)))]
         with self._lock:
             fresh = self._claim(ids)
         if fresh:

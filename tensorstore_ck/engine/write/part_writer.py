@@ -6,14 +6,12 @@ Knows neither refs nor the log, and no torch.
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
 from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.common.batches import batches
-from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid
 from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.common.threads import cpu_threads, for_each
@@ -21,18 +19,19 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
 from tensorstore_ck.engine.part_extents import extents_of, with_bases
 from tensorstore_ck.engine.reachability import BlockLocations
-from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, DeltaBase, Fp32Masters, ParentBlocks, PartKey, earlier_part
+from tensorstore_ck.engine.write.delta_bases import Fp32Masters, ParentBlocks, PartKey, earlier_part
 from tensorstore_ck.engine.write.frozen_blocks import FrozenBlocks
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
-from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Sampling, require_unchanged
+from tensorstore_ck.engine.write.run_writer import RunWriter
+from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Sampling
 from tensorstore_ck.engine.write.unchanged_blocks import skip_unchanged
 from tensorstore_ck.engine.write.write_plan import SINGLE, PartSlot, WritePlan, places_of, plan_of
 from tensorstore_ck.format.block_assignment import encode_regions
-from tensorstore_ck.format.codec import Changes, Coding, Encoder, elements_of
+from tensorstore_ck.format.codec import Coding, Encoder
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name, require_readable
 from tensorstore_ck.format.values import msgpack_blobs
-from tensorstore_ck.log.block_index import Base, Location
+from tensorstore_ck.log.block_index import Location
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
 MIN_RUN_BYTES: Final = 4 << 20
@@ -202,7 +201,7 @@ def write_tensors(
 
     fresh = {block.tensor for block in blocks if ids[block.row] is ZERO_DIGEST}  # others are not read: they may stay on a device
     masters = Fp32Masters(captured, [block for block in blocks if block.tensor in fresh]) if coding.mode != "raw" else None
-    writer = _RunWriter(
+    writer = RunWriter(
         captured, packs, sample, ids, coding=coding, earlier=earlier, masters=masters, computed=computed, must_agree=must_agree
     )
     threads = cpu_threads() + 1
@@ -215,77 +214,6 @@ def write_tensors(
         frozen.note(ids)
     sample.note_inline(plan.inlined, small)
     return TensorBlocks(ids=ids, inline=small, plan=plan, sample=sample)
-
-
-class _RunWriter:
-    """Reads runs of blocks, samples, encodes and stores them, and sets their `ids`; from several threads."""
-
-    def __init__(
-        self,
-        captured: CapturedState,
-        packs: PackWriter,
-        sample: CaptureSample,
-        ids: list[Digest],
-        *,
-        coding: Coding,
-        earlier: ParentBlocks | None,
-        masters: Fp32Masters | None,
-        computed: Mapping[int, Digest],
-        must_agree: bool,
-    ) -> None:
-        """`computed`: the ids that devices computed, by row; if they `must_agree`, another id is an error."""
-        self._captured, self._packs, self._sample, self._ids = captured, packs, sample, ids
-        self._coding, self._earlier, self._masters = coding, earlier, masters
-        self._computed, self._must_agree = computed, must_agree
-        self._specs, self._read = captured.layout.tensors[:], captured.read
-        self.weights: Mapping[int, int] = masters.of if masters is not None else {}
-        """The tensors that are stored as casts of others, which must be written first."""
-
-    def store(self, run: Sequence[TensorBlock]) -> None:
-        """Stores the blocks of a run, in order."""
-        captured, earlier = self._captured, self._earlier
-        buffers: list[Buffer] = []
-        for block in run:
-            data = self._read(block.tensor, block.start, block.stop)
-            # A frozen tensor is read from its owner's memory: even if it changes now, a block's bytes must match its id.
-            buffers.append(bytes(data) if block.tensor in captured.frozen else data)
-        self._sample.note(run, buffers)
-        little_changed: dict[int, tuple[DeltaBase, Changes]] = {}
-        encode = None
-        if self._coding.mode != "raw" or earlier is not None:
-            encode = partial(self._encode, encoder=Encoder(self._coding.mode), run=run, buffers=buffers, little_changed=little_changed)
-        for block, block_id in zip(run, self._packs.add(buffers, encode), strict=True):
-            self._ids[block.row] = block_id
-            if self._computed.get(block.row, block_id) != block_id and self._must_agree:
-                require_unchanged(captured, {block.tensor})
-        for number, (base, changes) in little_changed.items():
-            assert earlier is not None
-            earlier.keep(self._ids[run[number].row], changes, base)
-
-    def _encode(
-        self,
-        number: int,
-        *,
-        encoder: Encoder,
-        run: Sequence[TensorBlock],
-        buffers: Sequence[Buffer],
-        little_changed: dict[int, tuple[DeltaBase, Changes]],
-    ) -> BlockEncoding:
-        """The stored form of a block of a run: a cast of its master, a difference to its base, or its own bytes."""
-        block, raw, masters, earlier = run[number], buffers[number], self._masters, self._earlier
-        spec = self._specs[block.tensor]
-        elements = elements_of(spec.dtype, spec.item_bytes)
-        if masters is not None and block.tensor in self.weights and (bases := masters.blocks(block)):
-            cast = encoder.encode_cast(raw, [masters.read(base) for base in bases], spec.dtype)
-            if cast is not None:
-                return BlockEncoding(cast, tuple(Base(self._ids[base.row], None) for base in bases), len(bases))
-        candidate = earlier.candidate(block.row, len(raw)) if earlier is not None else None
-        delta = encoder.encode_delta(raw, candidate.raw, elements, candidate.sum) if candidate is not None else None
-        if candidate is not None and delta is not None:
-            if delta.changes is not None and sum(map(len, delta.encoded.pieces)) <= SPARSE_SHARE * len(raw):
-                little_changed[number] = candidate, delta.changes
-            return BlockEncoding(delta.encoded, (candidate.base,), candidate.age)
-        return BlockEncoding(encoder.encode_tensor(raw, elements))
 
 
 def store_part(

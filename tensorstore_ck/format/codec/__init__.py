@@ -17,7 +17,7 @@ nothing else: `_huffman_code.c`, `_huffman_encode.c`, `_huffman_decode.c`.
 
 from tensorstore_ck.format.codec.byte_planes import Elements, elements_of
 from tensorstore_ck.format.codec.cast import KINDS, cast_sample
-from tensorstore_ck.format.codec.changed_words import Changes, apply_changes, find_changes
+from tensorstore_ck.format.codec.changed_words import Changes, apply_changes, find_changes, patch_changes
 from tensorstore_ck.format.codec.codec_policy import (
     CodecName,
     CodecOption,
@@ -29,7 +29,7 @@ from tensorstore_ck.format.codec.codec_policy import (
     check_delta,
     check_recode_mode,
 )
-from tensorstore_ck.format.codec.delta import HEAD_BYTES
+from tensorstore_ck.format.codec.delta import HEAD_BYTES, max_changes
 from tensorstore_ck.format.codec.encoder import Encoded, Encoder, Mode
 from tensorstore_ck.format.codec.registry import CODECS_WITH_BASES, Codec, StoredBlock, base_count, codec_name, decode, elements_in
 
@@ -61,4 +61,6 @@ __all__ = [
     "elements_in",
     "elements_of",
     "find_changes",
+    "max_changes",
+    "patch_changes",
 ]

@@ -19,6 +19,7 @@ from tensorstore_ck.format.codec.byte_split import Words, bytes_of, merge, split
 from tensorstore_ck.format.codec.entropy import (
     NOISE_BITS,
     REPEATING_BITS,
+    SMALL_SHARE,
     EntropyCoder,
     GroupCoding,
     bits_per_byte,
@@ -30,6 +31,8 @@ from tensorstore_ck.format.codec.entropy import (
 
 COMPILED_WORDS: Final = 1024
 """From this many words on the compiled kernel encodes them. Of fewer, zstd makes smaller frames."""
+SKEWED_BITS: Final = 1.25
+"""Where a Huffman code takes less for each byte, one value is so frequent that matches may be smaller."""
 FRAME_BLOCK: Final = 1 << 17
 """Raw bytes in each block of a frame that the kernel writes."""
 FRAME_BYTES: Final = 10
@@ -74,9 +77,42 @@ def guess_elements(raw: memoryview) -> Elements:
 def planes_or_raw(raw: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview]:
     """The pieces of the stored bytes, even if nothing is worth coding."""
     coded = encode_planes(raw, elements, coder)
-    if coded is not None:
-        return coded
-    return [_HEADER.pack(elements.item_bytes, 0, 1), _GROUP.pack(elements.item_bytes, GroupCoding.RAW, len(raw)), raw]
+    return coded if coded is not None else _not_coded(raw, elements.item_bytes)
+
+
+def encode_few_words(words: Words, coder: EntropyCoder) -> list[bytes | memoryview]:
+    """As `planes_or_raw`, for words that are few: to code all their planes is faster than to choose by a sample."""
+    raw, count, item_bytes = bytes_of(words), len(words), words.itemsize
+    if not compiled.HAS_KERNEL or count < COMPILED_WORDS:
+        return planes_or_raw(raw, Elements(item_bytes, False), coder)
+    into = np.empty(_coded_bytes(words, item_bytes), np.uint8)
+    codings = bytes([1] * item_bytes), bytes([GroupCoding.ZSTD] * item_bytes)
+    frames = [into[start:stop] for start, stop in compiled.kernel.encode_groups(raw, bytes_of(into), item_bytes, False, *codings)]
+    coded: list[tuple[GroupCoding, bytes | memoryview]] = [(GroupCoding.ZSTD, bytes_of(frame)) for frame in frames]
+    for number, (_, frame) in enumerate(coded):
+        if SMALL_SHARE * count < len(frame) < SKEWED_BITS / 8 * count:
+            plane = words.view("u1")[item_bytes - 1 - number :: item_bytes].copy()
+            coded[number] = min(coded[number], coder.encode(plane, SKEWED_BITS), key=lambda group: len(group[1]))
+    return (
+        _joined([1] * item_bytes, coded, item_bytes, 0) if sum(len(data) for _, data in coded) < len(raw) else _not_coded(raw, item_bytes)
+    )
+
+
+def _not_coded(raw: memoryview, item_bytes: int) -> list[bytes | memoryview]:
+    return [_HEADER.pack(item_bytes, 0, 1), _GROUP.pack(item_bytes, GroupCoding.RAW, len(raw)), raw]
+
+
+def _joined(
+    widths: Sequence[int], coded: Sequence[tuple[GroupCoding, bytes | memoryview]], item_bytes: int, flags: int
+) -> list[bytes | memoryview]:
+    header = [_HEADER.pack(item_bytes, flags, len(coded))]
+    header += [_GROUP.pack(width, how, len(data)) for width, (how, data) in zip(widths, coded, strict=True)]
+    return [b"".join(header), *(data for _, data in coded)]
+
+
+def _coded_bytes(words: Words, groups: int) -> int:
+    """What the kernel writes of words in so many groups, at most."""
+    return words.nbytes + groups * (FRAME_BYTES + BLOCK_BYTES * (len(words) // FRAME_BLOCK + 1))
 
 
 def estimate_planes_bytes(raw: memoryview, elements: Elements) -> float:
@@ -101,9 +137,7 @@ def encode_planes(raw: memoryview, elements: Elements, coder: EntropyCoder) -> l
         coded = [coder.encode(group, entropy) for group, entropy in zip(groups, heads, strict=True)]
     if sum(len(data) for _, data in coded) >= len(raw):
         return None
-    header = [_HEADER.pack(elements.item_bytes, ROTATED if elements.is_float else 0, len(coded))]
-    header += [_GROUP.pack(width, how, len(data)) for width, (how, data) in zip(widths, coded, strict=True)]
-    return [b"".join(header), *(data for _, data in coded)]
+    return _joined(widths, coded, elements.item_bytes, ROTATED if elements.is_float else 0)
 
 
 def _split_and_encode(
@@ -115,7 +149,7 @@ def _split_and_encode(
         for _, entropy, some in groups
     ]
     codings = bytes(width for width, _, _ in groups), bytes(hows)
-    into = np.empty(words.nbytes + len(groups) * (FRAME_BYTES + BLOCK_BYTES * (len(words) // FRAME_BLOCK + 1)), np.uint8)
+    into = np.empty(_coded_bytes(words, len(groups)), np.uint8)
     places = compiled.kernel.encode_groups(bytes_of(words), bytes_of(into), words.itemsize, rotated, *codings)
     coded: list[tuple[GroupCoding, bytes | memoryview]] = []
     for how, (width, entropy, _), (start, stop) in zip(hows, groups, places, strict=True):

@@ -4,13 +4,17 @@ The same pass sums up both, so that a base that was kept in memory is not hashed
 """
 
 import zlib
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tensorstore_ck.format.codec import compiled
 from tensorstore_ck.format.codec.byte_split import Words, add_differences, bytes_of, words_of, zigzag_differences
+
+PIECE_BYTES: Final = 1 << 19
+"""Of a block and of its base are in the cache of a core at a time."""
 
 
 class Changes(NamedTuple):
@@ -30,20 +34,67 @@ class Changes(NamedTuple):
 
 def find_changes(raw: memoryview, base: memoryview, item_bytes: int, *, is_float: bool, limit: int) -> Changes:
     """Compares two blocks of one size; takes down at most `limit` words that differ."""
-    if not compiled.HAS_KERNEL:
-        words, others = words_of(raw, item_bytes), words_of(base, item_bytes)
-        changed = np.flatnonzero(words != others)
-        few = changed[:limit]
-        values = zigzag_differences(words[few], others[few], is_float=is_float)
-        gaps = np.diff(few, prepend=-1).astype("<u4")
-        return Changes(len(changed), gaps=gaps, values=values, is_float=is_float, sum=_crc(raw), base_sum=_crc(base))
+    return _compare(raw, base, item_bytes, is_float=is_float, limit=limit)
+
+
+def patch_changes(
+    raw: memoryview, base: memoryview, item_bytes: int, *, is_float: bool, limit: int, visit: Callable[[memoryview], object]
+) -> Changes:
+    """As `find_changes`, and makes `base` the block; if more than `limit` words differ, `base` is as before in the end.
+
+    `visit` gets the block piece by piece, while a core has it in its cache: to hash it then takes two thirds of the time.
+    """
+    return _compare(raw, base, item_bytes, is_float=is_float, limit=limit, visit=visit)
+
+
+def _compare(
+    raw: memoryview, base: memoryview, item_bytes: int, *, is_float: bool, limit: int, visit: Callable[[memoryview], object] | None = None
+) -> Changes:
     gaps, values = np.empty(limit, "<u4"), np.empty(limit, f"<u{item_bytes}")
-    count, raw_sum, base_sum = compiled.kernel.find_changes(raw, base, bytes_of(gaps), bytes_of(values), item_bytes, is_float)
-    return Changes(count, gaps=gaps[:count], values=values[:count], is_float=is_float, sum=raw_sum, base_sum=base_sum)
+    count = applied = since = 0
+    sums, base_sums = list[bytes](), list[bytes]()
+    for start in range(0, len(raw), PIECE_BYTES):
+        piece, other = raw[start : start + PIECE_BYTES], base[start : start + PIECE_BYTES]
+        few, some = gaps[min(count, limit) :], values[min(count, limit) :]
+        found, piece_sum, base_sum = _find(piece, other, few, some, is_float=is_float)
+        sums.append(piece_sum)
+        base_sums.append(base_sum)
+        if visit is not None:
+            visit(piece)
+            if count + found <= limit:
+                apply_changes(few[:found], some[:found], other, is_float=is_float)
+                applied = count + found
+        if found > 0 and count < limit:
+            few[0] += since
+            since = -int(few[:found].sum(dtype=np.int64)) + since
+        since += len(piece) // item_bytes
+        count += found
+    if visit is not None and count > limit:
+        apply_changes(gaps[:applied], _negated(values[:applied]), base, is_float=is_float)
+    few, some = gaps[:count], values[:count]
+    return Changes(count, gaps=few, values=some, is_float=is_float, sum=b"".join(sums), base_sum=b"".join(base_sums))
+
+
+def _find(raw: memoryview, base: memoryview, gaps: Words, values: Words, *, is_float: bool) -> tuple[int, bytes, bytes]:
+    """Writes the `gaps` and `values` of a piece; returns how many words differ, which may be more, and the sums of both."""
+    if compiled.HAS_KERNEL:
+        return compiled.kernel.find_changes(raw, base, bytes_of(gaps), bytes_of(values), values.itemsize, is_float)
+    words, others = words_of(raw, values.itemsize), words_of(base, values.itemsize)
+    changed = np.flatnonzero(words != others)
+    few = changed[: len(gaps)]
+    values[: len(few)] = zigzag_differences(words[few], others[few], is_float=is_float)
+    gaps[: len(few)] = np.diff(few, prepend=-1)
+    return len(changed), _crc(raw), _crc(base)
 
 
 def _crc(data: memoryview) -> bytes:
     return zlib.crc32(data).to_bytes(4, "little")
+
+
+def _negated(values: Words) -> Words:
+    """Zigzag differences the other way round; the least integer is its own negation."""
+    negated: Words = np.where(values & 1, values + (values != np.iinfo(values.dtype).max), values - 1).astype(values.dtype)
+    return negated
 
 
 def apply_changes(gaps: Words, values: Words, base: memoryview, *, is_float: bool) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import compiled
-from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, estimate_planes_bytes, planes_or_raw
+from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, encode_few_words, estimate_planes_bytes, planes_or_raw
 from tensorstore_ck.format.codec.byte_split import Words, add_differences, bytes_of, words_of, zigzag_differences
 from tensorstore_ck.format.codec.changed_words import Changes, apply_changes
 from tensorstore_ck.format.codec.entropy import EntropyCoder, sample
@@ -67,6 +67,11 @@ def estimate_delta_bytes(raw: memoryview, base: memoryview, elements: Elements) 
     return estimate_planes_bytes(bytes_of(differences), elements._replace(is_float=False)) * len(raw) / differences.nbytes
 
 
+def max_changes(size_bytes: int, item_bytes: int) -> int:
+    """Up to how many changed words of a block the sparse form is used."""
+    return int(SPARSE_TO * (size_bytes // item_bytes))
+
+
 def is_dense(raw: memoryview, base: memoryview, item_bytes: int) -> bool:
     """Whether so many words of a sample differ that a comparison of all is not worth it."""
     differs = sample(words_of(raw, item_bytes)) != sample(words_of(base, item_bytes))
@@ -76,8 +81,7 @@ def is_dense(raw: memoryview, base: memoryview, item_bytes: int) -> bool:
 def encode_few(changes: Changes, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview]:
     """The pieces of the stored bytes of a block of which few words changed."""
     order = FLOATS if elements.is_float else INTEGERS
-    first = planes_or_raw(bytes_of(changes.gaps), Elements(4, False), coder)
-    second = planes_or_raw(bytes_of(changes.values), elements._replace(is_float=False), coder)
+    first, second = (encode_few_words(words, coder) for words in (changes.gaps, changes.values))
     return [_HEADER.pack(SPARSE, order, elements.item_bytes, changes.changed, sum(map(len, first))), *first, *second]
 
 

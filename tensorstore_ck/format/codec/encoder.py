@@ -10,7 +10,7 @@ from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.format.codec.byte_planes import Elements, encode_planes, estimate_planes_bytes, guess_elements
 from tensorstore_ck.format.codec.cast import KINDS, encode_cast
 from tensorstore_ck.format.codec.changed_words import Changes, find_changes
-from tensorstore_ck.format.codec.delta import SPARSE_TO, encode_all, encode_few, estimate_delta_bytes, is_dense
+from tensorstore_ck.format.codec.delta import encode_all, encode_few, estimate_delta_bytes, is_dense, max_changes
 from tensorstore_ck.format.codec.entropy import EntropyCoder
 from tensorstore_ck.format.codec.registry import Codec, encode_lz4, encode_zstd
 
@@ -61,18 +61,15 @@ class Encoder:
         stored = encode_cast(memoryview(raw), masters, KINDS[dtype])
         return None if stored is None else Encoded(Codec.CAST, (stored,))
 
-    def encode_delta(self, raw: Buffer, base: memoryview, elements: Elements, base_sum: bytes | None = None) -> EncodedDelta | None:
+    def encode_delta(self, raw: Buffer, base: memoryview, elements: Elements, changes: Changes | None = None) -> EncodedDelta | None:
         """Encodes a tensor's block as a difference to `base`; None if that is not clearly smaller than the block by itself.
 
-        Also None if `base` has another sum than `base_sum` (see `Changes`), which says that it changed in memory.
+        `changes`: what is known to differ. If these are few, `base` is not read.
         """
         view, coder = memoryview(raw).cast("B"), self._coder_of_mode()
-        limit = int(SPARSE_TO * (len(view) // elements.item_bytes))
-        changes = None
-        if base_sum is not None or not is_dense(view, base, elements.item_bytes):
+        limit = max_changes(len(view), elements.item_bytes)
+        if changes is None and not is_dense(view, base, elements.item_bytes):
             changes = find_changes(view, base, elements.item_bytes, is_float=elements.is_float, limit=limit)
-            if base_sum not in (None, changes.base_sum):
-                return None
         if changes is not None and changes.changed > limit:
             changes = None
         if changes is not None:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorstore_ck.format.codec import Elements, compiled
-from tensorstore_ck.format.codec.changed_words import apply_changes, find_changes
+from tensorstore_ck.format.codec import Elements, changed_words, compiled
+from tensorstore_ck.format.codec.changed_words import apply_changes, find_changes, patch_changes
 from tests.format.codec.test_lossless import blocks
 
 
@@ -21,7 +21,18 @@ def test_changed_words_are_found_and_applied_with_and_without_the_kernel(item_by
     raw = bytearray(base)
     for _ in range(data.draw(st.integers(0, 20))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-    limit = data.draw(st.integers(0, 30))
+    limit, piece_bytes = data.draw(st.integers(0, 30)), data.draw(st.sampled_from([64, 1024, 1 << 19]))
+
+    def patched() -> tuple[int, list[int], list[int], bytes]:
+        into, visited = bytearray(base), list[memoryview]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(changed_words, "PIECE_BYTES", piece_bytes)
+            changes = patch_changes(memoryview(raw), memoryview(into), item_bytes, is_float=is_float, limit=limit, visit=visited.append)
+            before = find_changes(memoryview(base), memoryview(raw), item_bytes, is_float=is_float, limit=0)
+        assert b"".join(visited) == raw
+        assert (changes.sum, changes.base_sum) == (before.base_sum, before.sum)
+        assert into == (raw if changes.changed <= limit else base)
+        return min(changes.changed, limit + 1), changes.gaps.tolist(), changes.values.tolist(), bytes(into)
 
     def found() -> tuple[int, list[int], list[int], bool, bytes]:
         changes = find_changes(memoryview(raw), memoryview(base), item_bytes, is_float=is_float, limit=limit)
@@ -32,9 +43,27 @@ def test_changed_words_are_found_and_applied_with_and_without_the_kernel(item_by
 
     compiled_finds = found()
     assert compiled_finds[3]
+    assert patched()[:3] == compiled_finds[:3]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "HAS_KERNEL", False)
         assert found() == compiled_finds
+        assert patched()[:3] == compiled_finds[:3]
+
+
+@pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
+def test_a_base_is_restored_where_too_much_changed(item_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every difference has its inverse, that of half the range among them."""
+    monkeypatch.setattr(changed_words, "PIECE_BYTES", 16)
+    edges = [0, 1, 2, 5, (1 << 8 * item_bytes - 1) - 1, 1 << 8 * item_bytes - 1, (1 << 8 * item_bytes - 1) + 1, (1 << 8 * item_bytes) - 1]
+    pairs = [(some, other) for some in edges for other in edges]
+    raw, base = (np.array(words, f"<u{item_bytes}").tobytes() for words in zip(*pairs, strict=True))
+    for is_float in (False, True):
+        into = bytearray(base)
+        changes = patch_changes(
+            memoryview(raw), memoryview(into), item_bytes, is_float=is_float, limit=len(pairs) - len(edges) - 1, visit=lambda _: None
+        )
+        assert changes.changed > len(pairs) - len(edges) - 1
+        assert into == base
 
 
 @pytest.mark.parametrize("has_kernel", [False, True])

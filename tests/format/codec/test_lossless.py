@@ -158,6 +158,22 @@ def test_what_codes_well_becomes_small_and_sparse_differences_tiny() -> None:
     assert len(stored(difference.encoded)) < 0.01 * after.nbytes
 
 
+def test_patterns_of_few_changes_become_tiny() -> None:
+    """Rows that changed as a whole, every hundredth word, and words at random, by few differences."""
+    rng = np.random.default_rng(0)
+    before = rng.integers(0, 1 << 16, 1 << 19).astype("<u2")
+    rows, at_random = np.zeros(len(before), bool), rng.random(len(before)) < 0.005
+    rows.reshape(-1, 1024)[::100] = True
+    every = np.arange(len(before)) % 100 == 0
+    for chosen, bound in ((rows, 1200), (every, 200), (at_random, 4200)):
+        after = before + chosen.astype("<u2")
+        difference = Encoder("fast").encode_delta(after.tobytes(), memoryview(before.tobytes()), Elements(2, is_float=False))
+        assert difference is not None
+        assert difference.changes is not None
+        assert len(stored(difference.encoded)) < bound
+        assert again(difference.encoded, after.tobytes(), [before.tobytes()]) == after.tobytes()
+
+
 def test_elements() -> None:
     floats = {("bfloat16", 2): 2, ("float8_e4m3fn", 1): 1, ("complex64", 8): 4, ("complex32", 4): 2, ("np:<f4", 4): 4, ("np:<c16", 16): 8}
     others = {("int64", 8): 8, ("bool", 1): 1, ("np:<U7", 28): 1}

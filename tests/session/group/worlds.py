@@ -3,7 +3,8 @@
 from typing import Final
 
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader, open_rank_state
+from tensorstore_ck.engine.read.rank_states import open_rank_state
+from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import SnapshotAbortedError, StoreError
 from tensorstore_ck.gc import run_gc
 from tensorstore_ck.log import SnapshotInfo
