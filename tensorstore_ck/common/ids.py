@@ -23,6 +23,8 @@ SHOWN_ROOT_DIGITS: Final = 12
 """Hex digits of a root in messages; 8 are enough for an address."""
 ULID_BYTES: Final = 16
 ZERO_DIGEST: Final = Digest(bytes(DIGEST_BYTES))
+CONTEXT_PREFIX: Final = "tensorstore_ck v1 "
+"""What every derive-key context begins with; the kind of the hash follows."""
 
 _CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _PAIRS = [high + low for high in _CROCKFORD for low in _CROCKFORD]
@@ -69,7 +71,7 @@ def block_id(data: bytes | bytearray | memoryview) -> Digest:
 
 def derived_hash(kind: str, *pieces: bytes | memoryview) -> Digest:
     """BLAKE3 of `pieces` under the derive-key context of `kind`; the caller frames them (fixed width, or self-delimiting)."""
-    hasher = blake3(derive_key_context=f"tensorstore_ck v1 {kind}")
+    hasher = blake3(derive_key_context=CONTEXT_PREFIX + kind)
     for piece in pieces:
         hasher.update(piece)
     return Digest(hasher.digest())

@@ -207,6 +207,11 @@ class SnapshotReader:
         for rank in self._alike:
             yield from ((self._open(rank).part, held) for held in self._plan(rank).of(tensor))
 
+    def holding(self, tensor: int) -> Iterator[tuple[Part, RegionBytes]]:
+        """The regions of a tensor that a read of all of it takes; opens no part that it does not need."""
+        for rank, held in self._holding(tensor, self.layout.tensors[tensor].whole):
+            yield self._open(rank).part, held
+
     def tensor_at(self, row: int, rank: int) -> str:
         """The tensor or value that the block in an extent row of a part belongs to, for messages."""
         tensor = self._plans[rank].tensor_at(row) if rank in self._plans else None
@@ -222,6 +227,10 @@ class SnapshotReader:
         if index in self._parsed_blobs:
             check_msgpack(memoryview(data), f"large value {index} of {self.name}", self.budget)
         return data
+
+    def encoded_layout(self) -> bytes:
+        """The verified layout object."""
+        return self._blob(0)
 
     def _blob(self, index: int) -> bytes:
         if not 0 <= index < len(self.part.blobs):
