@@ -68,6 +68,8 @@ def seeds() -> Iterator[tuple[str, bytes]]:
     weights = np.random.default_rng(0).normal(size=1 << 11).astype("<f4").tobytes()
     planes = Encoder("fast").encode_tensor(weights, Elements(4, is_float=True))  # exponents make a Huffman code
     yield "codec", bytes([planes.codec]) + len(weights).to_bytes(2, "little") + b"\0" + b"".join(planes.pieces)
+    for tensor in range(3):
+        yield "proof", body(samples.proof(tensor))
 
 
 def catalog() -> bytes:

@@ -77,6 +77,7 @@ from .log.snapshot import Snapshot as Snapshot, SnapshotDetails as SnapshotDetai
 from .maintenance.copy_store import copy as copy
 from .maintenance.fsck import FsckOptions as FsckOptions
 from .engine.write.request import LAST_SEEN as LAST_SEEN
+from .maintenance.prove import CheckedProof as CheckedProof, check_proof as check_proof
 from .session.save import PendingSnapshot as PendingSnapshot
 from .state import Box as Box, Boxes as Boxes, FlatShard as FlatShard, LoadReport as LoadReport, register_type as register_type
 from .store import ANY as ANY, ReadOnlyStore as ReadOnlyStore, Store as Store, open as open

@@ -269,7 +269,7 @@ class LogChangedError(InputError):
 
 
 class UntrustedError(InputError):
-    """The user's trust file wants a ref to be signed, and it has no valid signature (`tsck verify`)."""
+    """The user's trust file wants a ref to be signed, and it has no valid signature; or nothing says to trust the root of a proof."""
 
     kind = "untrusted"
     exit_code = 48

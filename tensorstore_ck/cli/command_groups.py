@@ -51,6 +51,7 @@ GROUPS: Final = {
         "keygen": "cmd_sign",
         "sign": "cmd_sign",
         "verify": "cmd_sign",
+        "prove": "cmd_prove",
         "verify-files": "cmd_sign",
     }),
     "repair": ("Check and repair", {

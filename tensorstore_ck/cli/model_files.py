@@ -5,6 +5,7 @@ folder, made durable and then renamed, so the target is complete or unchanged. L
 """
 
 import json
+import mmap
 import os
 import re
 import secrets
@@ -21,6 +22,7 @@ from tensorstore_ck.errors import (
     AlreadyExistsError,
     CorruptObjectError,
     InvalidOptionError,
+    MismatchError,
     NotFoundError,
     UnsupportedValueError,
 )
@@ -99,11 +101,45 @@ def check_target(path: str, *, overwrite: bool) -> None:
         InvalidOptionError: its name has no known suffix.
     """
     _is_safetensors(path)
+    check_new_file(path, overwrite=overwrite)
+
+
+def check_new_file(path: str, *, overwrite: bool) -> None:
+    """Refuses a file that is there, unless it is to be overwritten.
+
+    Raises:
+        AlreadyExistsError: the file exists, and `overwrite` is false.
+        NotFoundError: its folder does not exist.
+    """
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         raise NotFoundError(f"there is no folder {folder} to write {os.path.basename(path)} into", object_id=path)
     if os.path.isdir(path) or (os.path.lexists(path) and not overwrite):
         raise AlreadyExistsError(f"{path} is there already: give --force to overwrite it, or another name", object_id=path)
+
+
+def tensor_bytes(path: str, name: str, dtype: str, shape: tuple[int, ...]) -> Buffer:
+    """The bytes, row-major, of the tensor of this name in a model file; of any other file all its bytes.
+
+    Raises:
+        NotFoundError: no such file, or no such tensor in it.
+        MismatchError: it has another dtype or shape.
+    """
+    if not os.path.isfile(path):
+        raise NotFoundError(f"there is no file {path}", object_id=path)
+    if not path.endswith((SAFETENSORS_SUFFIX, *TORCH_SUFFIXES)):
+        with os_errors("read", path), open(path, "rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if os.fstat(file.fileno()).st_size else b""
+    import torch  # noqa: PLC0415 - loads torch only where tensors are handled
+
+    tensors, _ = split_state(load_file(path).state)
+    if name not in tensors:
+        raise NotFoundError(f"{path} has no tensor {name!r}", object_id=name)
+    tensor = tensors[name]
+    form = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    if form[1] != shape or (form[0] != dtype and not dtype.startswith("np:")):
+        raise MismatchError(f"{name!r} is {form[0]} {form[1]} in {path}, and {dtype} {shape} in the snapshot", object_id=name)
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def split_state(state: Any) -> tuple["dict[str, torch.Tensor]", list[str]]:

@@ -26,6 +26,8 @@ ULID_BYTES: Final = 16
 _SERIES_START: Final = 6
 """The offset after a ULID's milliseconds."""
 ZERO_DIGEST: Final = Digest(bytes(DIGEST_BYTES))
+CONTEXT_PREFIX: Final = "tensorstore_ck v1 "
+"""What every derive-key context begins with; the kind of the hash follows."""
 
 _CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _PAIRS = [high + low for high in _CROCKFORD for low in _CROCKFORD]
@@ -89,7 +91,7 @@ def block_hasher() -> blake3:
 
 def derived_hash(kind: str, *pieces: bytes | memoryview) -> Digest:
     """BLAKE3 of `pieces` under the derive-key context of `kind`; the caller frames them (fixed width, or self-delimiting)."""
-    hasher = blake3(derive_key_context=f"tensorstore_ck v1 {kind}")
+    hasher = blake3(derive_key_context=CONTEXT_PREFIX + kind)
     for piece in pieces:
         hasher.update(piece)
     return Digest(hasher.digest())

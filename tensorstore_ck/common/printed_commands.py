@@ -29,6 +29,7 @@ TAKE_STORE: Final = TAKE_URL | {
     "mark",
     "pin",
     "policy",
+    "prove",
     "put",
     "quota",
     "recode",

@@ -19,6 +19,8 @@ codec/                 how the bytes of a block are encoded
 relocation.py          relocation maps: which pack entries are in other packs now
 writer_record.py       writer records: the process behind a series of names
 ref_statement.py       what a signature of a ref covers
+proof.py               proofs that a tensor belongs to a root
+blake3_tree.py         verified slices of BLAKE3's tree, for them
 random_streams.py      derived seeds of random generators
 step_counters.py       finds the step counters of optimizers
 """

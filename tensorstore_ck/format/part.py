@@ -48,6 +48,10 @@ EXTENT_DTYPE: Final = np.dtype(
 )
 """``pack`` is a position in the part's pack table; ``base`` is the row of the delta base, after all rows of blocks, or -1."""
 BLOB_DTYPE: Final = np.dtype([("blocks", "<u4"), ("reserved", "<u4"), ("size", "<u8")])
+PART_HEADER: Final = struct.Struct("<32sIIQQQQ")
+"""The layout id, rank, world size, and the bytes of the blobs, ids, values and inline tensors."""
+GROUP_HEADER: Final = struct.Struct("<QQ")
+"""The bytes of the layout numbers and of the regions: before these, at the end of a part of a group."""
 MAX_PACK_BYTES: Final = 1 << 40
 MAX_BLOB_BLOCK_BYTES: Final = 1 << 22
 """The largest block of opaque bytes: it limits a reader's allocations in proportion to the part's own size."""
@@ -104,12 +108,16 @@ class Part(NamedTuple):
 
     def part_id(self) -> Digest:
         """The hash of the logical section."""
+        return derived_hash("part", *self.logical_section())
+
+    def logical_section(self) -> tuple[bytes, ...]:
+        """What the part id hashes, in pieces; the first one is a `PART_HEADER`."""
         blobs = self.blobs.tobytes()
-        sizes = struct.pack("<IIQQQQ", self.rank, self.world_size, len(blobs), len(self.ids), len(self.values), len(self.inline))
+        sizes = len(blobs), len(self.ids), len(self.values), len(self.inline)
+        pieces = PART_HEADER.pack(self.layout_id, self.rank, self.world_size, *sizes), blobs, self.ids, self.values, self.inline
         if self.layout_of is None:
-            return derived_hash("part", self.layout_id, sizes, blobs, self.ids, self.values, self.inline)
-        ranks = struct.pack("<QQ", len(self.layout_of), len(self.regions)) + self.layout_of + self.regions
-        return derived_hash("part", self.layout_id, sizes, blobs, self.ids, self.values, self.inline, ranks)
+            return pieces
+        return *pieces, GROUP_HEADER.pack(len(self.layout_of), len(self.regions)), self.layout_of, self.regions
 
     def encode(self) -> bytes:
         """The sealed part object."""
@@ -217,14 +225,8 @@ def _check(part: Part, pack_table_bytes: int, name: str) -> None:
         problem = "an id is truncated"
     elif len(extents) != rows or int(part.blobs["blocks"].sum(dtype=np.int64)) > blocks or not len(part.blobs):
         problem = "its tables differ in length"
-    elif not part.rank < 2 * part.world_size <= 2 * MAX_RANKS:  # rank states follow the ranks' own parts
-        problem = "its rank or world size is impossible"
-    elif part.layout_of is not None if part.rank >= part.world_size else part.layout_of is None and part.world_size > 1:
-        problem = "it lacks the layout numbers of its group, or it is a rank state and has them"
-    elif not _is_numbering(part.layout_of or b"", part.world_size):
-        problem = "its layouts are not one number for each rank, by order of first appearance"
-    elif len(part.regions) % 8 or (part.regions and part.layout_of is None):  # the part id would not cover such regions
-        problem = "its regions are truncated, or it belongs to no group of ranks"
+    elif problem := group_problem(part.rank, part.world_size, part.layout_of, part.regions):
+        pass
     elif int(part.blobs["size"][0]) > MAX_OBJECT_BYTES:
         problem = "its layout is too large"
     elif rows and (
@@ -249,6 +251,19 @@ def _check(part: Part, pack_table_bytes: int, name: str) -> None:
             problem = "a delta base is out of bounds"
     if problem:
         raise CorruptObjectError(f"{name} is not a valid part: {problem}", object_id=name)
+
+
+def group_problem(rank: int, world_size: int, layout_of: bytes | None, regions: bytes) -> str:
+    """What is wrong with these fields of a part; empty: nothing."""
+    if not rank < 2 * world_size <= 2 * MAX_RANKS:  # rank states follow the ranks' own parts
+        return "its rank or world size is impossible"
+    if layout_of is not None if rank >= world_size else layout_of is None and world_size > 1:
+        return "it lacks the layout numbers of its group, or it is a rank state and has them"
+    if not _is_numbering(layout_of or b"", world_size):
+        return "its layouts are not one number for each rank, by order of first appearance"
+    if len(regions) % 8 or (regions and layout_of is None):  # the part id would not cover such regions
+        return "its regions are truncated, or it belongs to no group of ranks"
+    return ""
 
 
 def _is_numbering(layout_of: bytes, ranks: int) -> bool:

@@ -48,38 +48,21 @@ class PartIndex:
         Raises:
             CorruptObjectError: the part does not fit its layout.
         """
-        self._held: dict[int, list[RegionBytes]] = {}
-        explicit = decode_regions(layout, part.regions, name) if explicit is None else explicit
-        known = set(layout_ranks)
-        if not all(known.issuperset(mesh.ranks) for mesh in layout.meshes):
-            raise CorruptObjectError(f"{name}: a mesh of its layout has ranks outside its group", object_id=name)
-        all_regions = regions_of_rank(layout, part.rank, layout_ranks, explicit)
+        first_row = int(part.blobs["blocks"].sum(dtype=np.int64))
         max_bytes = np.minimum(part.extents["raw"], max(block_bytes, MAX_ITEM_BYTES)).sum(dtype=np.int64)  # no tensor block is larger
-        if _min_bytes(layout, all_regions) > int(max_bytes) + len(part.inline):
-            raise CorruptObjectError(f"{name}: it has fewer bytes than its layout needs", object_id=name)
-        row = first_row = int(part.blobs["blocks"].sum(dtype=np.int64))
-        inline = 0
-        lengths: list[int] = []
-        for share in assign_blocks(layout, all_regions, part.rank, block_bytes):
-            region = all_regions[share.region]
-            at = inline if share.is_inline else row
-            held = RegionBytes(
-                region=region,
-                start=share.start,
-                stop=share.start + sum(share.lengths),
-                first=at,
-                lengths=share.lengths,
-                is_inline=share.is_inline,
-            )
-            self._held.setdefault(region.tensor, []).append(held)
-            if share.is_inline:
-                inline += share.lengths[0]
-            else:
-                row += len(share.lengths)
-                lengths += share.lengths
-        if row != part.block_count or inline != len(part.inline):
-            raise CorruptObjectError(f"{name}: its blocks do not fit its layout", object_id=name)
-        wrong = np.flatnonzero(part.extents["raw"][first_row:row] != np.array(lengths, np.int64))
+        self._held = held_regions(
+            layout,
+            part.rank,
+            layout_ranks,
+            block_bytes,
+            name=name,
+            explicit=decode_regions(layout, part.regions, name) if explicit is None else explicit,
+            rows=range(first_row, part.block_count),
+            inline_bytes=len(part.inline),
+            max_bytes=int(max_bytes),
+        )
+        lengths = [length for several in self._held.values() for held in several if not held.is_inline for length in held.lengths]
+        wrong = np.flatnonzero(part.extents["raw"][first_row : part.block_count] != np.array(lengths, np.int64))
         if len(wrong):
             tensor = self.tensor_at(first_row + int(wrong[0]))
             spec = layout.tensors[tensor if tensor is not None else 0]
@@ -96,6 +79,53 @@ class PartIndex:
     def tensor_at(self, row: int) -> int | None:
         """The number of the tensor whose block is in an extent row; None if there is none."""
         return next((tensor for tensor, several in self._held.items() for held in several if row in held.rows), None)
+
+
+def held_regions(
+    layout: Layout,
+    rank: int,
+    layout_ranks: tuple[int, ...],
+    block_bytes: int,
+    *,
+    name: str,
+    explicit: Sequence[ExplicitRegions],
+    rows: range,
+    inline_bytes: int,
+    max_bytes: int,
+) -> dict[int, list[RegionBytes]]:
+    """Tensor -> its bytes in the part of a rank, in order.
+
+    `rows`: the part's rows of tensor blocks; `max_bytes`: what these have together, at most. For the others see `PartIndex`.
+
+    Raises:
+        CorruptObjectError: the part does not fit its layout.
+    """
+    known = set(layout_ranks)
+    if not all(known.issuperset(mesh.ranks) for mesh in layout.meshes):
+        raise CorruptObjectError(f"{name}: a mesh of its layout has ranks outside its group", object_id=name)
+    all_regions = regions_of_rank(layout, rank, layout_ranks, explicit)
+    if _min_bytes(layout, all_regions) > max_bytes + inline_bytes:
+        raise CorruptObjectError(f"{name}: it has fewer bytes than its layout needs", object_id=name)
+    found: dict[int, list[RegionBytes]] = {}
+    row, inline = rows.start, 0
+    for share in assign_blocks(layout, all_regions, rank, block_bytes):
+        region = all_regions[share.region]
+        held = RegionBytes(
+            region=region,
+            start=share.start,
+            stop=share.start + sum(share.lengths),
+            first=inline if share.is_inline else row,
+            lengths=share.lengths,
+            is_inline=share.is_inline,
+        )
+        found.setdefault(region.tensor, []).append(held)
+        if share.is_inline:
+            inline += share.lengths[0]
+        else:
+            row += len(share.lengths)
+    if row != rows.stop or inline != inline_bytes:
+        raise CorruptObjectError(f"{name}: its blocks do not fit its layout", object_id=name)
+    return found
 
 
 def _min_bytes(layout: Layout, held: list[Region]) -> int:

@@ -19,6 +19,8 @@ MAX_METADATA_BYTES: Final = 1 << 20
 MAX_STEP: Final = (1 << 63) - 1
 MAX_TRIGGERS: Final = 16
 MAX_TRIGGER_CHARS: Final = 64
+ROOT_HEADER: Final = struct.Struct("<QBqBQ")
+"""Bytes of the part ids, has step, step, has parent, bytes of the metadata."""
 STORE_KEY: Final = "tsck"
 """The store's own metadata key, a map: ``non_finite`` is the share of the sampled floats that are NaN or infinite, if any are."""
 
@@ -66,8 +68,12 @@ class Record(NamedTuple):
 
     def root(self) -> Digest:
         """The Merkle root."""
+        return derived_hash("root", *self.logical_section())
+
+    def logical_section(self) -> tuple[bytes, ...]:
+        """What the root hashes, in pieces; the first one is a `ROOT_HEADER`."""
         sizes = len(self.part_ids), self.step is not None, self.step or 0, self.parent is not None, len(self.metadata)
-        return derived_hash("root", struct.pack("<QBqBQ", *sizes), self.part_ids, self.parent or ZERO_DIGEST, self.metadata)
+        return ROOT_HEADER.pack(*sizes), self.part_ids, self.parent or ZERO_DIGEST, self.metadata
 
     def part_id(self, rank: int) -> Digest:
         """The id of a rank's part."""

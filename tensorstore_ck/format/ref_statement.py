@@ -35,3 +35,12 @@ class RefStatement(NamedTuple):
         """The bytes that are signed: different for different statements, and never those of another use of the key."""
         fixed = _FIXED.pack(self.of.store, self.root, self.number, self.time_ns, self.step is not None, self.step or 0)
         return _PREFIX + fixed + b"".join(_LENGTH.pack(len(text.encode())) + text.encode() for text in (self.ref, self.of.log))
+
+
+class SignedRef(NamedTuple):
+    """A statement with its signature, which may be forged."""
+
+    statement: RefStatement
+    key: bytes
+    """The public key."""
+    signature: bytes

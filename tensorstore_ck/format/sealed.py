@@ -40,6 +40,7 @@ KINDS: Final = {
     "log": b"LOGE",
     "checkpoint": b"CKPT",
     "writer": b"WRIT",
+    "proof": b"PROO",
 }
 """Kind of object -> the four bytes after the magic."""
 _MANY_ITEMS: Final = frozenset({"layout", "log"})

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.signing_keys import is_signed_by, public_text
 from tensorstore_ck.errors import LogChangedError, UntrustedError
-from tensorstore_ck.format.ref_statement import LogName, RefStatement
+from tensorstore_ck.format.ref_statement import LogName, RefStatement, SignedRef
 from tensorstore_ck.log.address import Resolved
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.log import Log
@@ -106,7 +106,7 @@ class RefVerifier:
             return None
         head = view.head()
         start = min((info.n for move in view.moves(branch) if (info := view.snapshot(move.ulid)) is not None), default=1)
-        found = (self._verify(*each)[0] for each in self._signatures(log, branch, start, head.n if head is not None else 0))
+        found = (self._verify(*each)[0] for each in signatures(log, branch, start, head.n if head is not None else 0))
         return frozenset((signature.root, signature.step) for signature in found if signature is not None)
 
     def newest(self, entries: Iterable[Entry]) -> dict[str, str]:
@@ -138,7 +138,7 @@ class RefVerifier:
         last, problem = head.n if head is not None else 0, "no log entry since it was moved there has a signature of it"
         is_known = known is not None and known.moved_n == moved_n and known.signature.root == root.hex() and known.until <= last
         found, start = (known.signature, known.until + 1) if is_known and known is not None else (None, moved_n)
-        for entry, fields in self._signatures(log, ref, start, last):
+        for entry, fields in signatures(log, ref, start, last):
             signature, why = self._verify(entry, fields)
             if signature is not None:
                 found, why = signature, ""
@@ -153,36 +153,66 @@ class RefVerifier:
     def _any(self, log: Log, view: RefTable, ref: str, root: Digest, start: int) -> _Found:
         """A valid signature of a ref at `root`, from entry `start` on, which published that."""
         head, problem = view.head(), "no log entry has a signature of it"
-        for entry, fields in self._signatures(log, ref, start, head.n if head is not None else 0):
+        for entry, fields in signatures(log, ref, start, head.n if head is not None else 0):
             if fields["root"] == root:
                 signature, problem = self._verify(entry, fields)
                 if signature is not None:
                     return _Found(signature, "")
         return _Found(None, problem)
 
-    @staticmethod
-    def _signatures(log: Log, ref: str, start: int, last: int) -> Iterator[tuple[Entry, Any]]:
-        """The first signature of a ref in each entry: a writer adds one, and a forger must not make readers check thousands."""
-        for batch in log.chain.entries(start - 1, None, at_least=last) if start <= last else ():
-            for entry in batch:
-                if entry.n > last:
-                    return
-                first = next((op.fields for op in entry.ops if op.name == "sign" and op.fields["ref"] == ref), None)
-                if first is not None:
-                    yield entry, first
-
     def _verify(self, entry: Entry, fields: Any) -> tuple[RefSignature | None, str]:
         """The signature in `fields`, if it is valid and trusted; else why not."""
-        ref, key, number = fields["ref"], fields["key"], fields["number"]
-        shown = public_text(key)
-        if key in self._trust.revoked:
-            return None, f"it is signed, in entry {entry.n}, with the revoked key {shown}"
-        if key not in (self._trust.keys_of(ref) or ()):
-            return None, f"it is signed, in entry {entry.n}, with the key {shown}, which is not trusted for {ref!r}"
-        if number != entry.n:
-            return None, f"the signature in entry {entry.n} repeats that of entry {number}"
-        said = {name: fields[name] for name in ("root", "step", "time_ns")}
-        statement = RefStatement(self._of, ref=ref, number=number, **said)
-        if not is_signed_by(key, fields["signature"], statement.encode()):
-            return None, f"the signature in entry {entry.n} is forged, or was made for another store, log, ref or snapshot"
-        return RefSignature(ref, statement.root.hex(), statement.step, shown, number=number, time_ns=statement.time_ns), ""
+        return check_signed_ref(self._trust, _signed(self._of, fields), entry.n)
+
+
+def check_signed_ref(trust: TrustFile, signed: SignedRef, n: int) -> tuple[RefSignature | None, str]:
+    """The signature in log entry `n`, if it is valid and trusted; else why not."""
+    statement, key, shown = signed.statement, signed.key, public_text(signed.key)
+    if key in trust.revoked:
+        return None, f"it is signed, in entry {n}, with the revoked key {shown}"
+    if key not in (trust.keys_of(statement.ref) or ()):
+        return None, f"it is signed, in entry {n}, with the key {shown}, which is not trusted for {statement.ref!r}"
+    if statement.number != n:
+        return None, f"the signature in entry {n} repeats that of entry {statement.number}"
+    if not is_signed_by(key, signed.signature, statement.encode()):
+        return None, f"the signature in entry {n} is forged, or was made for another store, log, ref or snapshot"
+    found = RefSignature(
+        ref=statement.ref,
+        root=statement.root.hex(),
+        step=statement.step,
+        key=shown,
+        number=statement.number,
+        time_ns=statement.time_ns,
+    )
+    return found, ""
+
+
+def find_signed_ref(log: Log, view: RefTable, resolved: Resolved, of: LogName, trusted: RefSignature | None) -> SignedRef | None:
+    """The newest valid signature of a snapshot, for the branch or tag that its address goes through: `trusted`, or one by any key."""
+    ref, head = resolved.branch or resolved.tag, view.head()
+    if ref is None or head is None or resolved.is_staged:
+        return None
+    start, last = (trusted.number, trusted.number) if trusted is not None else (resolved.info.n, head.n)
+    found = None
+    for entry, fields in signatures(log, ref, start, last):
+        signed = _signed(of, fields)
+        is_of_it = (signed.statement.root, signed.statement.step) == (resolved.info.root, resolved.info.step)
+        if is_of_it and signed.statement.number == entry.n and is_signed_by(signed.key, signed.signature, signed.statement.encode()):
+            found = signed
+    return found
+
+
+def signatures(log: Log, ref: str, start: int, last: int) -> Iterator[tuple[Entry, Any]]:
+    """The first signature of a ref in each entry: a writer adds one, and a forger must not make readers check thousands."""
+    for batch in log.chain.entries(start - 1, None, at_least=last) if start <= last else ():
+        for entry in batch:
+            if entry.n > last:
+                return
+            first = next((op.fields for op in entry.ops if op.name == "sign" and op.fields["ref"] == ref), None)
+            if first is not None:
+                yield entry, first
+
+
+def _signed(of: LogName, fields: Any) -> SignedRef:
+    said = {name: fields[name] for name in ("ref", "root", "step", "number", "time_ns")}
+    return SignedRef(RefStatement(of, **said), fields["key"], fields["signature"])

@@ -4,6 +4,7 @@ fsck/                checks and repairs a store
 salvage/             makes a new log from the remaining objects of a store
 copy_store/          copies refs and their blocks to another store
 describe/            shows and compares snapshots
+prove.py             makes and checks proofs that a tensor belongs to a snapshot
 list_refs.py         branches, tags and pins, and the history of branches
 change_refs.py       branch, reset, tag, untag, annotate, mark, finish, pin, unpin: one log entry each
 forget.py            forget and undo

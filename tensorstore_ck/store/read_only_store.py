@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.maintenance.apply_policies import RetentionReport
     from tensorstore_ck.maintenance.bisect_history import Bisection, Tested
     from tensorstore_ck.maintenance.describe import SnapshotDiff
+    from tensorstore_ck.maintenance.describe.contained import Containment
     from tensorstore_ck.maintenance.forget import Forgotten
     from tensorstore_ck.maintenance.fsck import FsckOptions, FsckReport
     from tensorstore_ck.state import LazySnapshot, LoadReport
@@ -428,6 +429,39 @@ class ReadOnlyStore:
         from tensorstore_ck.maintenance.describe import diff_snapshots  # noqa: PLC0415
 
         return diff_snapshots(self.engine, self.engine.resolve(old).info, self.engine.resolve(new).info)
+
+    def prove(self, address: str, tensor: str) -> bytes:
+        """A proof that a tensor belongs to a snapshot, without the other tensors: see `check_proof`, which needs no store.
+
+        It shows the tensor's name, dtype, shape and block ids, and the signature of the branch or tag that the address goes through, if
+        there is one. Reads records, parts and layouts, and no tensor data. It also shows the names, dtypes and shapes of all tensors, and
+        may show some KiB of metadata, and of small tensors and values that lie next to what it needs. ``rank_state[3].name`` names a tensor
+        of a rank's own state.
+
+        Raises:
+            NotFoundError: no such tensor, or nothing at that address.
+            UntrustedError: the trust file demands a signature, and there is no valid one.
+        """
+        from tensorstore_ck.maintenance.prove import prove  # noqa: PLC0415
+
+        return prove(self.engine, address, tensor)
+
+    def contains(self, address: str, base: str) -> "Containment":
+        """Which part of a snapshot, such as a fine-tune, is another one, its base; and who signed the base.
+
+        Compares block ids, and reads no tensor data: where the two cut a tensor differently, as with other ranks, its blocks count as
+        different.
+
+        Args:
+            address: The snapshot.
+            base: The address of the base.
+
+        Raises:
+            UntrustedError: the trust file demands a signature, and there is no valid one.
+        """
+        from tensorstore_ck.maintenance.prove import contains  # noqa: PLC0415
+
+        return contains(self.engine, address, base)
 
     def statistics(self, address: str, select: Sequence[str] | None = None, bins: int = 0) -> "list[TensorStatistics]":
         """Minimum, maximum, mean, standard deviation, norm, and counts of NaN, infinity and zero of each tensor, in the state's order.

@@ -49,6 +49,11 @@ RUNS: Final[dict[str, list[list[str]]]] = {
     "keygen": [["keygen", "release"]],
     "sign": [["sign", "runs/gpt", "--sign", "release.key"]],
     "verify": [["verify", "runs/gpt", "--trust", "trust.toml"]],
+    "prove": [
+        ["prove", "runs/gpt", "model.a", "--out", "a.proof", "--force"],
+        ["prove", "--check", "a.proof"],
+        ["prove", "--contains", "runs/gpt~1", "runs/gpt"],
+    ],
     "verify-files": [["verify-files", "--help"]],  # it needs a key; see tests/integrations/test_model_signature.py
     "fsck": [["fsck"], ["fsck", "--read-data"]],
     "verify-resume": [["verify-resume", "runs/gpt"]],

@@ -5,7 +5,7 @@ A form is a kind of sealed object, or one that looks different where a snapshot 
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
@@ -29,10 +29,13 @@ from tensorstore_ck.format.pack import (
     stored_check,
 )
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, decode_part, encode_values
+from tensorstore_ck.format.part_index import PartIndex
+from tensorstore_ck.format.proof import decode_proof, make_proof
 from tensorstore_ck.format.record import Record, decode_record, encode_metadata
+from tensorstore_ck.format.ref_statement import LogName, RefStatement, SignedRef
 from tensorstore_ck.format.sealed import HEADER_BYTES, KINDS, MAGIC
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
-from tensorstore_ck.format.store_config import decode_config, new_config
+from tensorstore_ck.format.store_config import BLOCK_BYTES, decode_config, new_config
 from tensorstore_ck.log import checkpoint
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.entry import Entry, decode_entry, genesis_hash, seal_entry
@@ -150,6 +153,32 @@ def record() -> Record:
     )
 
 
+def record_of(parts: Sequence[Part], ranks: int) -> Record:
+    """The record of parts of so many ranks, some of which may be missing."""
+    ids = {part.rank: part.part_id() for part in parts}
+    return record()._replace(parts=[ULID] * ranks, part_ids=b"".join(ids.get(rank, bytes(32)) for rank in range(ranks)))
+
+
+def proof(tensor: int = 0) -> bytes:
+    """Of a part with blobs before its blocks, which has tensors of two blocks, of one, and inside it; with a signature."""
+    tensors = [TensorSpec("a", "uint8", 1, (5, 1 << 20)), TensorSpec("b", "uint8", 1, (9000,)), TensorSpec("c", "uint8", 1, (7,))]
+    sealed = Layout(tensors, None).encode()
+    extents = np.zeros(5, EXTENT_DTYPE)
+    extents["raw"] = [1, 1, 4 << 20, 1 << 20, 9000]
+    held = part()._replace(
+        layout_id=Digest(sealed[-32:]),
+        blobs=np.array([(1, 0, len(sealed)), (1, 0, 9)], BLOB_DTYPE),
+        ids=b"".join(block_id(bytes([row])) for row in range(5)),
+        inline=bytes(7),
+        extents=extents,
+    )
+    made = record_of([held], 1)
+    statement = RefStatement(LogName(bytes(16), "log"), ref="models/base", root=made.root(), step=made.step, number=3, time_ns=7)
+    regions = PartIndex(decode_layout(sealed, "a layout"), held, (0,), BLOCK_BYTES, "a part").of(tensor)
+    signed = SignedRef(statement, bytes(32), bytes(64))
+    return make_proof(made, [(held, regions)], layout=sealed, tensor=tensor, block_bytes=BLOCK_BYTES, signed=signed).encode()
+
+
 def operations() -> list[Op]:
     sealed = record().encode()
     unknown = Op({"op": "invented", "critical": False, "field": [1, {"a": b"x"}]})
@@ -257,6 +286,7 @@ SEALED: Mapping[str, Format] = {
 ALL: Mapping[str, Format] = {
     **SEALED,
     "pack": Format(pack(), decode_pack),
+    "proof": Format(proof(), decode_proof),
     "config": Format(new_config(exclusive_create=True).encode(), lambda data: decode_config(data, "memory://")),
 }
 

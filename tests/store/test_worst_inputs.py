@@ -27,11 +27,13 @@ from tensorstore_ck.common.ids import derived_hash
 from tensorstore_ck.common.metric_condition import condition
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format import tree, values
+from tensorstore_ck.format.blake3_tree import take_slice
 from tensorstore_ck.format.block_assignment import decode_regions
 from tensorstore_ck.format.codec import Codec, decode
 from tensorstore_ck.format.layout import decode_layout
 from tensorstore_ck.format.pack import ENTRY_DTYPE, FOOTER_MAGIC, TRAILER, decode_footer, encode_header
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, decode_part, decode_values
+from tensorstore_ck.format.proof import decode_proof
 from tensorstore_ck.format.record import Record, decode_metadata, decode_record
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, decode_relocation
 from tensorstore_ck.format.sealed import BYTES_PER_STORED, KINDS, MAGIC, ParseBudget, object_hash, seal
@@ -143,6 +145,17 @@ def moved(count: int) -> bytes:
     return seal("moved", {"pack": bytes(16), "targets": bytes(16 * count), "rows": rows.tobytes()})
 
 
+def proof(**fields: bytes) -> bytes:
+    """In the form that is accepted: the fields in order."""
+    empty = [[0, b"", b"", b""]]
+    whole = {"block_bytes": 1 << 22, "tensor": 0, "layout": b"", "record": empty[0], "parts": empty, "signed": None}
+    return sealed("proof", **{name: fields.get(name, packed(value)) for name, value in whole.items()})
+
+
+def read_proof(data: bytes) -> None:
+    decode_proof(data).root()
+
+
 def read_layout(data: bytes) -> None:
     budget = ParseBudget()
     budget.add_stored(len(data))
@@ -227,6 +240,12 @@ ROWS: Final[dict[str, Row]] = {
     "map of moves": Row(moved, lambda data: decode_relocation(data, "x", object_hash(data))),
     "map of moves of maps": Row(
         lambda n: sealed("moved", x=many(b"\x80")(50 * n)), lambda data: decode_relocation(data, "x", object_hash(data))
+    ),
+    "proof of parts": Row(lambda n: proof(parts=many(packed([0, b"", b"", b""]))(n)), read_proof, OBJECT),
+    "proof of chunks": Row(
+        lambda n: proof(record=packed(take_slice("root", bytes(40 * n), [(0, 40 * n)]))),
+        read_proof,
+        24,  # a batch of 4,096 chunks at most
     ),
     "writer record": Row(lambda n: sealed("writer", x=many(b"\x80")(50 * n)), lambda data: decode_writer_record(data, "x")),
     "layout of holes": Row(lambda n: layout_of(["l", [None] * n]), read_layout, BYTES_PER_STORED),

@@ -113,7 +113,7 @@ class SnapshotReader:
         self._nearest = [*dict.fromkeys([nearest[0], rank, *nearest])]  # this one is open already
         self._blob_first = np.concatenate(([0], np.cumsum(self.part.blobs["blocks"], dtype=np.int64)))
         self._layouts = layouts
-        layout = decode_layout(self._encoded_layout(), f"the layout of {self.name}", self.budget)
+        layout = decode_layout(self.encoded_layout(), f"the layout of {self.name}", self.budget)
         tree, self.values, self.subtrees = expand(layout.tree, decode_values(self.part, self.name), f"the layout of {self.name}")
         self._parsed_blobs = msgpack_blobs(self.values, self.name)
         self.layout: Layout = replace(layout, tree=tree)
@@ -185,6 +185,11 @@ class SnapshotReader:
         for rank in self._alike:
             yield from ((self._open(rank).part, held) for held in self._plan(rank).of(tensor))
 
+    def holding(self, tensor: int) -> Iterator[tuple[Part, RegionBytes]]:
+        """The regions of a tensor that a read of all of it takes; opens no part that it does not need."""
+        for rank, held in self._holding(tensor, self.layout.tensors[tensor].whole):
+            yield self._open(rank).part, held
+
     def tensor_at(self, row: int, rank: int) -> str:
         """The tensor or value that the block in an extent row of a part belongs to, for messages."""
         tensor = self._plans[rank].tensor_at(row) if rank in self._plans else None
@@ -201,7 +206,8 @@ class SnapshotReader:
             check_msgpack(memoryview(data), f"large value {index} of {self.name}", self.budget)
         return data
 
-    def _encoded_layout(self) -> bytes:
+    def encoded_layout(self) -> bytes:
+        """The verified layout object."""
         encoded = self._layouts.get(self.part.layout_id) if self._layouts is not None else None
         if encoded is not None:
             self.budget.add_stored(int(self.part.extents["stored"][: int(self._blob_first[1])].sum(dtype=np.int64)))

@@ -2,6 +2,7 @@
 
 show.py         `show`: metadata, tensors, values and stored size
 diff.py         `diff`: changed tensors and values
+contained.py    which part of a snapshot is its base, by block ids
 contents.py     tensors and values by name, of all layouts and rank states
 statistics.py   minimum, mean, norm, NaN of tensors, and by how much they changed
 """

@@ -199,7 +199,7 @@ def _is_same_place(one: Tensor, two: Tensor, old: SnapshotContents, new: Snapsho
     return one.number == two.number and old.readers.index(one.reader) == new.readers.index(two.reader)
 
 
-class _Block(NamedTuple):
+class TensorBlock(NamedTuple):
     """Some elements of a tensor and their content: a block id, or the bytes themselves if they are inline in a part."""
 
     boxes: tuple[BoxBounds, ...]
@@ -208,7 +208,7 @@ class _Block(NamedTuple):
     is_inline: bool
 
 
-def _blocks(tensor: Tensor) -> Iterator[_Block]:
+def blocks_of(tensor: Tensor) -> Iterator[TensorBlock]:
     """The blocks of a tensor in all parts."""
     spec = tensor.spec
     for part, held in tensor.reader.stored(tensor.number):
@@ -217,15 +217,15 @@ def _blocks(tensor: Tensor) -> Iterator[_Block]:
             stop = start + length
             boxes = tuple(box for box, _ in held.region.pieces(spec, start // spec.item_bytes, stop // spec.item_bytes))
             content = part.inline[row : row + length] if held.is_inline else part.block_id(row)
-            yield _Block(boxes, length, content, held.is_inline)
+            yield TensorBlock(boxes, length, content, held.is_inline)
             start, row = stop, row + 1
 
 
 def _changed_bytes(old: Tensor, new: Tensor) -> int:
     """Changed bytes between two tensors of the same dtype and shape."""
-    before = {block.boxes: block for block in _blocks(old)}
-    changed_bytes, unknown = 0, list[_Block]()
-    for block in _blocks(new):
+    before = {block.boxes: block for block in blocks_of(old)}
+    changed_bytes, unknown = 0, list[TensorBlock]()
+    for block in blocks_of(new):
         same = before.get(block.boxes)
         if same is None:
             unknown.append(block)
@@ -238,12 +238,12 @@ def _changed_bytes(old: Tensor, new: Tensor) -> int:
 
 def _new_bytes(old: Tensor, new: Tensor) -> int:
     """Bytes of the blocks of `new` whose content is not in `old`."""
-    known = {block.content for block in _blocks(old)}
-    return sum(block.size_bytes for block in _blocks(new) if block.content not in known)
+    known = {block.content for block in blocks_of(old)}
+    return sum(block.size_bytes for block in blocks_of(new) if block.content not in known)
 
 
-def _batches(blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
-    batch, size_bytes = list[_Block](), 0
+def _batches(blocks: Sequence[TensorBlock]) -> Iterator[list[TensorBlock]]:
+    batch, size_bytes = list[TensorBlock](), 0
     for block in blocks:
         batch.append(block)
         size_bytes += block.size_bytes
@@ -254,7 +254,7 @@ def _batches(blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
         yield batch
 
 
-def _read_changed_bytes(old: Tensor, new: Tensor, blocks: Sequence[_Block]) -> int:
+def _read_changed_bytes(old: Tensor, new: Tensor, blocks: Sequence[TensorBlock]) -> int:
     """Changed bytes in blocks of `new` that `old` cuts differently: reads both tensors there."""
     before, after = _read(old, blocks), _read(new, blocks)
     changed_bytes = at = 0
@@ -265,7 +265,7 @@ def _read_changed_bytes(old: Tensor, new: Tensor, blocks: Sequence[_Block]) -> i
     return changed_bytes
 
 
-def _read(tensor: Tensor, blocks: Sequence[_Block]) -> memoryview:
+def _read(tensor: Tensor, blocks: Sequence[TensorBlock]) -> memoryview:
     memory = memoryview(bytearray(sum(block.size_bytes for block in blocks)))
     wanted, at = list[WantedBox](), 0
     for block in blocks:

@@ -1,0 +1,31 @@
+"""Proofs, as somebody gets them who trusts nobody. An input is a body: decoded as it is, and once more under a right seal."""
+
+from contextlib import suppress
+
+import atheris
+from _common import fuzz_sealed
+
+with atheris.instrument_imports(include=["tensorstore_ck"]):
+    from tensorstore_ck.errors import MismatchError
+    from tensorstore_ck.format.proof import decode_proof
+
+
+MAX_PART_BYTES = 1 << 16
+"""Of a proof whose root is compared, the work is in proportion to the parts and not to the proof, which any caller knows by then."""
+
+
+def read(data: bytes) -> None:
+    proof = decode_proof(data)
+    assert proof.encode() == data
+    proof.root()
+    proof.step()
+    if max(part.size_bytes for part in proof.parts) > MAX_PART_BYTES:
+        return
+    shown = proof.verify()
+    assert sum(block.size_bytes for block in shown.blocks) == shown.spec.size_bytes
+    with suppress(MismatchError):
+        shown.require_data(bytes(min(shown.spec.size_bytes, 1 << 16)))
+
+
+if __name__ == "__main__":
+    fuzz_sealed("proof", read)
