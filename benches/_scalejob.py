@@ -75,7 +75,7 @@ class Job:
         done: dict[int, Body] = {}
         ran: dict[int, Ran] = {}
         for rank, put in puts.items():
-            done[rank], ran[rank] = self._watched(lambda put=put: put.execute(go))  # type: ignore[misc]
+            done[rank], ran[rank] = self._watched(lambda put=put: put.write(go))  # type: ignore[misc]
         others = [rank for rank in running if rank]
         for rank in range(self.ranks):
             if rank not in done:

@@ -147,7 +147,7 @@ def measure(case: Case, ranks: int, blocks: int) -> Cost:
     attempt = group.begin("the save", object_id=request.ref, timeout=600)
     side = RankSave(engine, group, attempt, memory=memory)
     captured = state(ranks, case.kinds, 0)
-    attempt.run(Participant(lambda: side.propose(request, captured), side.execute, side.resolve, side.compare, side.commit))
+    attempt.run(Participant(lambda: side.propose(request, captured), side.write, side.resolve, side.compare, side.commit))
     return Cost(time.perf_counter() - started, store.bytes, backend.take_traffic())
 
 

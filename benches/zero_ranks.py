@@ -115,7 +115,7 @@ class Job:
         assert isinstance(go, dict)
         regions = [len(put._planning._regions) if go["ask_regions"] else 0 for put in puts]
         for rank, put in enumerate(puts):
-            result, cost = self._watched(lambda put=put: put.execute(go))
+            result, cost = self._watched(lambda put=put: put.write(go))
             results.append(result)
             costs[rank] = _sum(costs[rank], cost, len(pack_body(go)) + len(pack_body(result)) + sum(map(len, plans)) + regions[rank])
         outcome, committed = self._watched(lambda: puts[0].commit(results))

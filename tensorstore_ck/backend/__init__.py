@@ -5,8 +5,7 @@ This is the only module that understands URLs. It loads fsspec only for URLs of 
 protocol.py               what the store needs of a backend
 object_names.py           which names a backend takes
 local.py                  a folder of a local or network filesystem
-local_io.py               system calls on one file
-local_reads.py            reads of files, tried again where a network folder lost its handle
+local_io.py               system calls on one file; reads are tried again where a network folder lost its handle
 local_modes.py            modes and group of the files and folders of a store in a folder
 local_writer.py           one large local file, written by several threads
 local_direct_writer.py    the same past the page cache

@@ -15,10 +15,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Final
 
-from tensorstore_ck.backend.local_direct_writer import DirectWriter, use_direct
-from tensorstore_ck.backend.local_io import write_at
+from tensorstore_ck.backend.local_direct_writer import DirectWriter
+from tensorstore_ck.backend.local_io import read_file, read_range, regular_size, try_again, use_direct, write_at
 from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner, make_folder
-from tensorstore_ck.backend.local_reads import read_file, read_range, regular_size, try_again
 from tensorstore_ck.backend.local_writer import LocalWriter
 from tensorstore_ck.backend.object_names import check_name, check_prefix
 from tensorstore_ck.backend.os_errors import os_errors, store_error

@@ -23,17 +23,6 @@ WINDOW_BYTES: Final = 4 << 20
 """A multiple of any device's block size."""
 
 
-def use_direct(fd: int) -> bool:
-    """Switches a file on a disk of this host to O_DIRECT; in memory or over a network that would only cost a copy."""
-    if os.major(os.fstat(fd).st_dev) == 0 or not hasattr(os, "O_DIRECT"):
-        return False
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-    except OSError:
-        return False
-    return True
-
-
 class _WriteWindow:
     """`WINDOW_BYTES` of the file, on their way to the disk."""
 

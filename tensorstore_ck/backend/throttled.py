@@ -95,8 +95,7 @@ class ThrottledBackend:
 
     def put(self, name: str, data: Buffer) -> None:
         """Waits, then writes."""
-        self._before_writing(name, len(data))
-        self._wait(self._writes, len(data))
+        self._admit_write(name, len(data))
         self._inner.put(name, data)
 
     def open_writer(self, name: str) -> ObjectWriter:
@@ -111,15 +110,16 @@ class ThrottledBackend:
         if limit is not None and limit.rate < math.inf:
             limit.wait(size, self._sleep)
 
-    def _before_writing(self, name: str, size: int) -> None:
-        if self._min_free is None or not size:
-            return
-        with self._lock:
-            self._unchecked_bytes -= size
-            if self._unchecked_bytes > 0:
-                return
-            spare_bytes = require_free_space(self._inner, self._min_free, size, name)
-            self._unchecked_bytes = CHECK_BYTES if spare_bytes is None else min(CHECK_BYTES, spare_bytes)
+    def _admit_write(self, name: str, size: int) -> None:
+        """Checks that there is space, if it is time to look, and waits until the bytes may pass."""
+        if self._min_free is not None and size:
+            with self._lock:
+                self._unchecked_bytes -= size
+                if self._unchecked_bytes <= 0:
+                    spare_bytes = require_free_space(self._inner, self._min_free, size, name)
+                    self._unchecked_bytes = CHECK_BYTES if spare_bytes is None else min(CHECK_BYTES, spare_bytes)
+        if self._writes is not None and self._writes.rate < math.inf:
+            self._writes.wait(size, self._sleep)
 
 
 class _ThrottledWriter:
@@ -132,9 +132,7 @@ class _ThrottledWriter:
 
     def append(self, data: Sequence[Buffer]) -> int:
         views = byte_views(data)
-        size = sum(map(len, views))
-        self._backend._before_writing(self._name, size)
-        self._backend._wait(self._backend._writes, size)
+        self._backend._admit_write(self._name, sum(map(len, views)))
         return self._inner.append(views)
 
     def close(self) -> None:

@@ -19,9 +19,12 @@ Ulid = NewType("Ulid", bytes)
 """16 bytes: 48 bits of milliseconds since 1970, then 80 random bits. https://github.com/ulid/spec"""
 
 DIGEST_BYTES: Final = 32
+SERIES_BYTES: Final = 5
 SHOWN_ROOT_DIGITS: Final = 12
 """Hex digits of a root in messages; 8 are enough for an address."""
 ULID_BYTES: Final = 16
+_SERIES_START: Final = 6
+"""The offset after a ULID's milliseconds."""
 ZERO_DIGEST: Final = Digest(bytes(DIGEST_BYTES))
 
 _CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
@@ -34,6 +37,8 @@ _ULID_TEXT = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")
 Clock = Callable[[], int]
 """Returns nanoseconds since 1970."""
 IdSource = Callable[[], Ulid]
+Series = bytes
+"""The first 40 of the 80 random bits of a ULID, which are equal in all names that one process draws for its saves."""
 
 
 def new_ulid() -> Ulid:
@@ -60,6 +65,16 @@ def parse_ulid(text: str) -> Ulid | None:
 def split_ulids(joined: bytes) -> list[Ulid]:
     """The ULIDs that were concatenated to `joined`."""
     return [Ulid(joined[at : at + ULID_BYTES]) for at in range(0, len(joined), ULID_BYTES)]
+
+
+def series_of(ulid: Ulid) -> Series:
+    """The series of a ULID; meaningful only if the store has a writer record of it."""
+    return ulid[_SERIES_START : _SERIES_START + SERIES_BYTES]
+
+
+def in_series(ulid: Ulid, series: Series) -> Ulid:
+    """`ulid` with its series replaced."""
+    return Ulid(ulid[:_SERIES_START] + series + ulid[_SERIES_START + SERIES_BYTES :])
 
 
 def block_id(data: bytes | bytearray | memoryview) -> Digest:

@@ -25,7 +25,9 @@ class RateLimit:
             InvalidOptionError: not a rate.
         """
         self._given = math.inf if rate is None else parse_rate(rate)
-        self._job_rate = self._pace = math.inf
+        self.job_rate: float | None = None
+        """What the store leaves to the job, all ranks together; None: no limit."""
+        self._pace = math.inf
         self._pace_ends = 0.0
         self._ranks = 1
         self._clock = clock
@@ -48,7 +50,7 @@ class RateLimit:
     def limit_job(self, rate: float | None) -> None:
         """Limits the job, all ranks together, also to what the store leaves to it; None: to nothing else than the rate that was given."""
         with self._lock.here:
-            self._job_rate = math.inf if rate is None else rate
+            self.job_rate = rate
             self._set_rate()
 
     def slow_to(self, rate: float, seconds: float) -> None:
@@ -90,7 +92,7 @@ class RateLimit:
 
     def _set_rate(self) -> None:
         self._refill()
-        self.rate = min(min(self._given, self._job_rate) / self._ranks, self._pace)
+        self.rate = min(self._job_share(), self._pace)
 
     def _refill(self) -> None:
         now = self._clock()
@@ -102,4 +104,8 @@ class RateLimit:
         self._as_of = now
         if now >= self._pace_ends and self._pace < math.inf:
             self._pace = math.inf
-            self.rate = min(self._given, self._job_rate) / self._ranks
+            self.rate = self._job_share()
+
+    def _job_share(self) -> float:
+        """What this process may use of the rate that was given and of the job's."""
+        return (self._given if self.job_rate is None else min(self._given, self.job_rate)) / self._ranks

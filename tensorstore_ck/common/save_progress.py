@@ -108,6 +108,11 @@ class SaveMeter:
             tally = self._tallies[stage]
             return min(tally.thread_seconds, cores * tally.seconds) / max(1, tally.done_bytes)
 
+    def seconds(self, stage: Stage) -> float:
+        """How long threads worked on a stage that has ended."""
+        with self._lock:
+            return self._tallies[stage].seconds
+
     def snapshot(self) -> Progress:
         """The progress of all threads at one moment."""
         with self._lock:

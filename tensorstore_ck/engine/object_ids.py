@@ -12,11 +12,11 @@ from functools import partial
 from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.common.ids import Clock, IdSource, Ulid
+from tensorstore_ck.common.ids import Clock, IdSource, Ulid, in_series, series_of
 from tensorstore_ck.common.processes import Process
 from tensorstore_ck.common.threads import Helper, ProcessLock
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.format.writer_record import SERIES_SECONDS, WriterRecord, in_series, series_of
+from tensorstore_ck.format.writer_record import SERIES_SECONDS, WriterRecord
 
 CLOSE_SECONDS: Final = 5.0
 

@@ -6,21 +6,15 @@ Only gc reads them: it frees the leftovers of an ended process at once. Losing a
 
 from typing import Final, NamedTuple
 
-from tensorstore_ck.common.ids import Ulid, ulid_text
+from tensorstore_ck.common.ids import SERIES_BYTES, Series, Ulid, in_series, ulid_text
 from tensorstore_ck.common.processes import Process
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.sealed import seal, take, take_count, unseal
 
 WRITERS: Final = "writers/"
 MAX_RECORD_BYTES: Final = 64 << 10
-SERIES_START: Final = 6
-"""The offset after a ULID's milliseconds."""
-SERIES_BYTES: Final = 5
 SERIES_SECONDS: Final = 12 * 3600.0
 """The names of a series are all drawn within this time, so much older records are useless."""
-
-Series = bytes
-"""The first 40 of the 80 random bits of a ULID, which are equal in all names that one process draws for its saves."""
 
 
 class WriterRecord(NamedTuple):
@@ -38,16 +32,6 @@ class WriterRecord(NamedTuple):
     def encode(self) -> bytes:
         """The sealed object."""
         return seal("writer", {"series": self.series, **self.process._asdict(), "time_ns": self.time_ns})
-
-
-def series_of(ulid: Ulid) -> Series:
-    """The series of a ULID; meaningful only if the store has a writer record of it."""
-    return ulid[SERIES_START : SERIES_START + SERIES_BYTES]
-
-
-def in_series(ulid: Ulid, series: Series) -> Ulid:
-    """`ulid` with its series replaced."""
-    return Ulid(ulid[:SERIES_START] + series + ulid[SERIES_START + SERIES_BYTES :])
 
 
 def writer_record_name(series: Series) -> str:

@@ -10,14 +10,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS, ZERO_DIGEST
+from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS, ZERO_DIGEST, series_of
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, TRAILER, Footer
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
-from tensorstore_ck.format.writer_record import series_of
 from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
 from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
 from tensorstore_ck.gc.live_set import LiveSet, RootNeeds

@@ -8,11 +8,12 @@ save writes them again (PROTOCOL.md).
 from collections.abc import Collection
 from contextlib import suppress
 
+from tensorstore_ck.common.ids import Series
 from tensorstore_ck.common.processes import has_ended
 from tensorstore_ck.common.threads import REMOTE_THREADS, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.format.writer_record import MAX_RECORD_BYTES, SERIES_SECONDS, WRITERS, Series, decode_writer_record, writer_record_name
+from tensorstore_ck.format.writer_record import MAX_RECORD_BYTES, SERIES_SECONDS, WRITERS, decode_writer_record, writer_record_name
 
 
 class WriterRecords:

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import Digest, derived_hash
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError
 from tensorstore_ck.format.sealed import object_hash, seal, unseal
-from tensorstore_ck.log.field_checks import COUNT, DIGEST, MAX_ACTOR_CHARS, ULID
+from tensorstore_ck.log.field_checks import COUNT, DIGEST, MAX_ACTOR_CHARS, ULID, first_invalid
 from tensorstore_ck.log.operations import Op, op_problem
 
 MAX_ENTRY_BYTES: Final = 1 << 20
@@ -78,7 +78,7 @@ def decode_entry(data: bytes, name: str, n: int) -> Entry:
     problem = None
     if body.get("n") != n or type(body["n"]) is not int:
         problem = f"its number is {body.get('n')!r:.40}"
-    elif not (DIGEST.accepts(body.get("prev")) and ULID.accepts(body.get("write_id")) and COUNT.accepts(body.get("time_ns"))):
+    elif first_invalid((DIGEST, ULID, COUNT), (body.get("prev"), body.get("write_id"), body.get("time_ns"))) is not None:
         problem = "no valid hash of the entry before, write id or time"
     elif type(body.get("actor")) is not str or len(body["actor"]) > MAX_ACTOR_CHARS or type(body.get("signatures")) is not list:
         problem = "no valid actor or signatures"
@@ -88,7 +88,7 @@ def decode_entry(data: bytes, name: str, n: int) -> Entry:
         problem = next(filter(None, map(op_problem, body["ops"])), None)
     if problem is not None:
         raise CorruptObjectError(f"{name} is not a valid log entry: {problem}", object_id=name)
-    ops = tuple(Op(fields) for fields in body["ops"])
+    ops = tuple(map(Op, body["ops"]))
     return Entry(
         n=n,
         prev=body["prev"],

@@ -32,7 +32,8 @@ class EntryReader:
         self._backend = backend
         self._prefix = prefix
         self.genesis: Digest = genesis_hash(uuid)
-        self._last: Entry | None = None
+        self.last: Entry | None = None
+        """The entry that was read or created last: each refresh reads the head again, and need not decode it again."""
 
     def name(self, n: int) -> str:
         """The name of entry `n`."""
@@ -41,9 +42,9 @@ class EntryReader:
     def read(self, n: int) -> Entry | None:
         """Entry `n`; None if it is not there. Raises `BrokenLogError` if it is damaged."""
         try:
-            data, last = self._backend.get(self.name(n), max_bytes=_GENEROUS), self._last
-            if last is None or last.n != n or last.hash != object_hash(data):  # each refresh reads the head again
-                self._last = last = decode_entry(data, self.name(n), n)
+            data, last = self._backend.get(self.name(n), max_bytes=_GENEROUS), self.last
+            if last is None or last.n != n or last.hash != object_hash(data):
+                self.last = last = decode_entry(data, self.name(n), n)
             return last
         except MissingObjectError:
             return None

@@ -109,10 +109,12 @@ class EntryWriter:
                 if not sent:
                     raise  # refused, and nothing was sent before
                 outcome, trouble = Created.UNKNOWN, str(exc)
-            _logger.debug("entry %d (%s): %s", entry.n, ", ".join(op.name for op in entry.ops), outcome.value)
+            if _logger.isEnabledFor(logging.DEBUG):
+                _logger.debug("entry %d (%s): %s", entry.n, ", ".join(op.name for op in entry.ops), outcome.value)
             if outcome is Created.CREATED:
                 self._durable_n = entry.n
                 self.created.add(entry.n)
+                self._chain.last = entry
                 return True
             sent = True
             try:

@@ -65,12 +65,13 @@ def quotas_of(view: RefTable, ref: str) -> list[Quota]:
     return [_of_row(glob, row) for glob, row in view.quotas().items() if fnmatchcase(ref, glob)]
 
 
-def check_quotas(quotas: Sequence[Quota], ref: str) -> None:
-    """Refuses a save to a branch if one of its `quotas` is used up.
+def check_quotas(view: RefTable, ref: str) -> list[Quota]:
+    """Refuses a save to a branch if one of its quotas is used up; returns the quotas.
 
     Raises:
         QuotaExceededError: the message says which quota, how much is used, and what to do.
     """
+    quotas = quotas_of(view, ref)
     for quota in quotas:
         if quota.refuse_bytes is not None and quota.used_bytes >= quota.refuse_bytes:
             raise QuotaExceededError(
@@ -79,6 +80,7 @@ def check_quotas(quotas: Sequence[Quota], ref: str) -> None:
                 f"ended their undo windows, a day later. Or set a higher quota (`tsck quota set {shlex.quote(quota.glob)} --refuse SIZE`)",
                 object_id=ref,
             )
+    return quotas
 
 
 def warn_of_quotas(url: str, quotas: Sequence[Quota], ref: str, new_bytes: int, warned: set[tuple[str, str]]) -> None:

@@ -169,7 +169,8 @@ class RefTable:
 
     def is_live(self, ulid: bytes) -> bool:
         """Whether a snapshot has a holder: a history, a tag, a pin, or an undo window."""
-        return self.holds(ulid) > 0
+        row = self.read(rows.HOLDS, ulid)
+        return row is not None and row.holds > 0
 
     def holds(self, ulid: bytes) -> int:
         """How many holders a snapshot has; each move of a branch to it counts."""
@@ -268,6 +269,11 @@ class RefTable:
             moves = [rows.FORGOTTEN.decode(move) for _, move in self.scan(rows.FORGOTTEN, key + b"\0")]
             time_ns, kind = rows.WINDOWS.check(value)
             yield UndoWindow(n=int.from_bytes(key[:8], "big"), name=key[8:].decode("ascii"), time_ns=time_ns, kind=kind, moves=moves)
+
+    def was_forgotten(self, name: str) -> bool:
+        """Whether an undo window has this branch or tag."""
+        kinds = (rows.WINDOWS.check(value)[1] for key, value in self.scan(rows.WINDOWS) if key[8:] == name.encode())
+        return any(kind != "snapshots" for kind in kinds)
 
     def object_state(self, key: ObjectKey) -> rows.ObjectRow | None:
         """Whether an object is condemned or swept; None if neither."""

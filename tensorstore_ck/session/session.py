@@ -80,7 +80,7 @@ class Session:
             return save
 
         with memory_errors(f"the save to {ref!r}"):
-            return self.queue.run(make)
+            return self.queue.finish(self.queue.begin(make))
 
     def put_async(
         self,

@@ -41,13 +41,13 @@ class Arena:
         self._is_closed = False
         self._lock = threading.Lock()
         self._free: list[Array] = []
-        self._in_use: set[Slot] = set()
+        self._in_use: dict[Slot, Array] = {}
 
     @property
     def allocated_bytes(self) -> int:
         """The memory that it holds, in use or not."""
         with self._lock:
-            return self._in_use_bytes + self._free_bytes()
+            return sum(map(len, [*self._free, *self._in_use.values()]))
 
     def take(self, size_bytes: int) -> "Slot | None":
         """Memory for a capture; None if it does not fit now. Never waits.
@@ -67,7 +67,7 @@ class Arena:
         with self._lock:
             slot.memory = self._find(slot.size_bytes)
             if slot.memory is not None:
-                self._in_use.add(slot)
+                self._in_use[slot] = slot.memory
             return slot.memory is not None
 
     def prepare(self, size_bytes: int, count: int) -> None:
@@ -79,7 +79,7 @@ class Arena:
         wanted = -(-max(size_bytes, 1) // GRAIN_BYTES) * GRAIN_BYTES
         for _ in range(count):
             with self._lock:
-                held = [*self._free, *(slot.memory for slot in self._in_use if slot.memory is not None)]
+                held = [*self._free, *self._in_use.values()]
                 is_enough = sum(memory.nbytes >= size_bytes for memory in held) >= count
                 if self._is_closed or is_enough or wanted > self.limit_bytes - sum(memory.nbytes for memory in held):
                     return
@@ -94,7 +94,7 @@ class Arena:
     def take_back(self, slot: "Slot") -> None:
         """Takes a slot's memory back; only `Slot.release` calls it."""
         with self._lock:
-            self._in_use.discard(slot)
+            self._in_use.pop(slot, None)
             memory, slot.memory = slot.memory, None
             if memory is not None and not self._is_closed:
                 self._free.append(memory)
@@ -116,10 +116,10 @@ class Arena:
 
     @property
     def _in_use_bytes(self) -> int:
-        return sum(slot.memory.nbytes for slot in self._in_use if slot.memory is not None)
+        return sum(map(len, self._in_use.values()))
 
     def _free_bytes(self) -> int:
-        return sum(memory.nbytes for memory in self._free)
+        return sum(map(len, self._free))
 
 
 class Slot:

@@ -58,7 +58,9 @@ def restore(
         describer = None if group is None else describer_of(group)
         plan = RestorePlan(content=content, tree=tree, selection=selection, rename=rename, dtype=dtype, describer=describer)
         return restore_into(into, plan, target_device, strict=strict, report=report, unclaimed=unclaimed)
-    wanted = with_exact_scalars(content, require_buildable(tree, content, dtype))
+    wanted = require_buildable(tree, content, dtype)
+    if dtype is not None:
+        wanted = with_exact_scalars(content, wanted)
     require_memory_for(content.layout, wanted, target_device)
     fresh = TensorAllocator(content.layout, wanted, target_device)
     content.read(dict(fresh.targets))

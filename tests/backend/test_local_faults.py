@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tensorstore_ck.backend import Created, local_reads
+from tensorstore_ck.backend import Created, local_io
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.local_direct_writer import WINDOW_BYTES
 from tensorstore_ck.errors import (
@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_reads, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(local_io, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_a_read_is_tried_again_where_a_network_folder_lost_its_handle(
 ) -> None:
     filesystem, number, passes = fault
     calls, read = READS[kind]
-    monkeypatch.setattr(local_reads, "filesystem_of", lambda _: filesystem)
+    monkeypatch.setattr(local_io, "filesystem_of", lambda _: filesystem)
     backend.put("a/b", b"data")
     for call in calls:
         left, works = [number] * 2, getattr(os, call)

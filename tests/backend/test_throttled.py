@@ -250,8 +250,8 @@ class Meter:
         with self._lock:
             self.count += count
 
-    def limit_job(self, rate: float | None) -> None:
-        """Policies limit nothing here."""
+    job_rate: float | None = None
+    """Policies limit nothing here."""
 
 
 @pytest.fixture

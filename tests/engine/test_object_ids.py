@@ -7,11 +7,11 @@ import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.buffers import Buffer
-from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
+from tensorstore_ck.common.ids import Ulid, new_ulid, series_of, ulid_text
 from tensorstore_ck.common.processes import Process
 from tensorstore_ck.engine.object_ids import ObjectIds
 from tensorstore_ck.errors import CorruptObjectError, PermissionDeniedError, StoreError
-from tensorstore_ck.format.writer_record import SERIES_SECONDS, WriterRecord, decode_writer_record, series_of, writer_record_name
+from tensorstore_ck.format.writer_record import SERIES_SECONDS, WriterRecord, decode_writer_record, writer_record_name
 from tests.effort import PATIENCE_SECONDS
 from tests.gc.stores import Clock, contents
 

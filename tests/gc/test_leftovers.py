@@ -16,9 +16,9 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.cli import main
-from tensorstore_ck.common.ids import parse_ulid
+from tensorstore_ck.common.ids import parse_ulid, series_of
 from tensorstore_ck.common.processes import Process, this_process
-from tensorstore_ck.format.writer_record import SERIES_SECONDS, series_of
+from tensorstore_ck.format.writer_record import SERIES_SECONDS
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.store import Store
 from tests.effort import PATIENCE_SECONDS

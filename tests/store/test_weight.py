@@ -33,8 +33,8 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(96, 638, 1517),
-    "put_snapshot_async": Weight(97, 661, 1706),
+    "put_snapshot": Weight(99, 619, 1475),
+    "put_snapshot_async": Weight(100, 672, 1660),
     "checkout": Weight(59, 277, 1300),
 }
 """For a state of four linear layers and its optimizer, on CPython 3.11."""
@@ -42,12 +42,12 @@ ASYNC_SHARE = 1.15
 """How many times the calls of `put_snapshot` an asynchronous one may take."""
 
 MOST_LINES = {
-    "backend": 6200,
+    "backend": 6100,
     "catalog": 2300,
     "chunker": 100,
     "cli": 6000,
-    "common": 3100,
-    "engine": 4900,
+    "common": 3200,
+    "engine": 5000,
     "errors": 400,
     "events": 300,
     "feed": 1100,
@@ -58,9 +58,9 @@ MOST_LINES = {
     "maintenance": 7600,
     "redaction": 200,
     "session": 11400,
-    "state": 7000,
+    "state": 7100,
     "store": 1800,
-    "training": 5100,
+    "training": 5200,
     "ui": 4200,
 }
 """Of the Python files of each area, rounded up to hundreds."""
@@ -130,9 +130,11 @@ def test_no_operation_takes_more_steps(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("tensorstore_ck.backend.local.use_direct", lambda _: False)
     with trained(tmp_path) as (store, step):
         state = step()
+        waited = weight_of(lambda: store.put_snapshot(state, ref="waited", step=3))
+        next_state = step()  # the same work for both: tensors that the store does not have
         found = {
-            "put_snapshot": weight_of(lambda: store.put_snapshot(state, ref="waited", step=3)),
-            "put_snapshot_async": weight_of(lambda: store.put_snapshot_async(state, ref="async", step=3).wait(PATIENCE_SECONDS)),
+            "put_snapshot": waited,
+            "put_snapshot_async": weight_of(lambda: store.put_snapshot_async(next_state, ref="waited", step=4).wait(PATIENCE_SECONDS)),
             "checkout": weight_of(lambda: store.checkout("waited")),
         }
     heavier = {name: weight for name, weight in found.items() if any(map(int.__gt__, weight, HEAVIEST[name]))}

@@ -18,7 +18,7 @@ from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 from tensorstore_ck.log.block_index import write_blocks
 from tensorstore_ck.log.cache import Batch
-from tensorstore_ck.log.quota import check_quotas, quotas_of
+from tensorstore_ck.log.quota import check_quotas
 
 T = TypeVar("T")
 
@@ -125,7 +125,7 @@ class StoreDestination:
         if self._is_alone:
             check_expected(self.engine, view, request.ref, request.expect)
         if self._rank == 0:
-            check_quotas(quotas_of(view, request.ref), request.ref)
+            check_quotas(view, request.ref)
 
     def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:
         """See `Destination`."""

@@ -19,7 +19,7 @@ from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.log import Also
-from tensorstore_ck.log.quota import Quota, check_quotas, quotas_of, warn_of_quotas
+from tensorstore_ck.log.quota import Quota, check_quotas, warn_of_quotas
 from tensorstore_ck.log.retention import expire_at_save
 
 T = TypeVar("T")
@@ -132,9 +132,7 @@ def at_branch(engine: Engine, record: Record, expect: Expected, mark: tuple[str,
 
     def arrange(view: RefTable, put: Op) -> list[Op]:
         check_expected(engine, view, record.ref, expect)
-        quotas = quotas_of(view, record.ref)
-        check_quotas(quotas, record.ref)
-        return moving(engine, view, put, record, quotas=quotas, mark=mark)
+        return moving(engine, view, put, record, quotas=check_quotas(view, record.ref), mark=mark)
 
     return arrange
 
@@ -143,9 +141,11 @@ def moving(
     engine: Engine, view: RefTable, put: Op, record: Record, *, quotas: Sequence[Quota], mark: tuple[str, str] | None = None
 ) -> list[Op]:
     """The operations of an entry that moves a branch, which has these `quotas`, to a new snapshot."""
-    warn_of_quotas(engine.backend.url, quotas=quotas, ref=record.ref, new_bytes=record.new_bytes, warned=engine.warned_quotas)
+    if quotas:
+        warn_of_quotas(engine.backend.url, quotas=quotas, ref=record.ref, new_bytes=record.new_bytes, warned=engine.warned_quotas)
     marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
-    return [put, *marks, *expire_at_save(view, put, engine.clock(), engine.backend.url)]
+    expired = expire_at_save(view, put, engine.clock(), engine.backend.url) if view.policies() else ()
+    return [put, *marks, *expired]
 
 
 def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -> None:
@@ -154,7 +154,7 @@ def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -
     Raises:
         ConflictError: the ref is elsewhere; the message says who moved it, and how to go on.
     """
-    if view.tag(ref) is not None:
+    if view.tag_row(ref) is not None:
         raise InvalidOptionError(f"{ref!r} is a tag, and tags never move: save to a branch", object_id=ref)
     branch = view.branch(ref)
     if is_expected(branch, expect):

@@ -15,12 +15,13 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.destination import Destination, StoreDestination
-from tensorstore_ck.engine.write.part_writer import PartSlot, WrittenPart, write_part
+from tensorstore_ck.engine.write.part_writer import WrittenPart, write_part
 from tensorstore_ck.engine.write.publish import retry_expired
 from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings
 from tensorstore_ck.engine.write.write_and_commit import commit
+from tensorstore_ck.engine.write.write_plan import PartSlot
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.block_assignment import first_ranks, ranks_with_layout
 from tensorstore_ck.format.layout import Layout
@@ -125,14 +126,14 @@ class RankSave:
             "rank_state": captured.own is not None,
         } | self._planning.propose(captured)
 
-    def execute(self, go: Body) -> Body:
+    def write(self, go: Body) -> Body:
         """Writes this rank's part; or reports its options if they differ."""
         if go["explain"]:
             return describe_options(self._described_options()) if self._group.rank in go["explain"] else {}
         self.follow(go)
         self._captured = self._planning.follow(go, self._captured)
         self._destination.wait_turn()
-        result = retry_expired(self._write).record()
+        result = retry_expired(self._write_parts).record()
         self._destination.wrote(self._request, self._written)
         return result
 
@@ -195,7 +196,7 @@ class RankSave:
         if self._differing_copies:
             warnings.warn(f"the snapshot of step {info.step} is marked as drift: {self._differing_copies}", stacklevel=user_stacklevel())
 
-    def _write(self) -> "RankResult":
+    def _write_parts(self) -> "RankResult":
         engine, rank, ranks, own = self._destination.engine, self._group.rank, self._group.ranks, self._captured.own
         turn, slot = self._planning.turn, self.take_slot()
         anchor, view = engine.log.sync().n, engine.log.view()

@@ -139,11 +139,6 @@ class CaptureMemory:
             )
         return has_slot
 
-    @property
-    def allocated_bytes(self) -> int:
-        """The bytes that captures hold, and those that are kept for the next captures."""
-        return self.arena.allocated_bytes if self.arena is not None else 0
-
     def close(self) -> None:
         """Frees the memory that nobody uses."""
         if self._preparing is not None:

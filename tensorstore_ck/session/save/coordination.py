@@ -166,7 +166,7 @@ class RankRound:
         side = RankSave(self._engine, self._own, self._round, memory=self._memory, meter=meter, destination=destination)
         outcome = self._round.run(
             Participant(
-                propose=partial(_propose, side, begin), execute=side.execute, resolve=side.resolve, compare=side.compare, commit=side.commit
+                propose=partial(_propose, side, begin), execute=side.write, resolve=side.resolve, compare=side.compare, commit=side.commit
             )
         )
         info = side.published(outcome)

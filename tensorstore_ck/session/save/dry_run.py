@@ -45,7 +45,7 @@ def check_ranks(
 
     tensor_bytes = None
     try:
-        outcome = attempt.run(Participant(propose=propose, execute=side.execute, resolve=None, compare=side.compare, commit=side.commit))
+        outcome = attempt.run(Participant(propose=propose, execute=side.write, resolve=None, compare=side.compare, commit=side.commit))
         tensor_bytes = take_count(outcome, "bytes")
     except (UnsupportedValueError, InvalidOptionError, MismatchError) as exc:
         problems = problems or [StateProblem(exc.object_id, str(exc))]
@@ -57,10 +57,10 @@ def check_ranks(
 class RankDryRun(RankSave):
     """One rank's side. Compares everything that is known before parts are written."""
 
-    def execute(self, go: Body) -> Body:
+    def write(self, go: Body) -> Body:
         """Plans the save, and hashes what this rank has in common with others."""
         if go["explain"]:
-            return super().execute(go)
+            return super().write(go)
         self._captured = self._planning.follow(go, self._captured)
         slot = self.take_slot()
         return {"replicas": self._digests(slot).record(), "reported_bytes": self._reported_bytes(slot)}

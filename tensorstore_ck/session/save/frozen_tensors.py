@@ -51,7 +51,3 @@ class FrozenTensors:
                 known = self.known[spec.name] = _FrozenTensor(place, FrozenTensor(VERIFY_EVERY), source)
             frozen[number] = known.frozen
         return captured._replace(frozen=frozen)
-
-    def forget(self) -> None:
-        """Forgets all tensors, since a restore may have filled them."""
-        self.known.clear()

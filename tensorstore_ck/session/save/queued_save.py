@@ -160,7 +160,7 @@ class QueuedSave:
     def capture_fields(self, save: Capturable) -> dict[str, int | float]:
         """The fields of an event about the capture. `save` is this object's save, which the thread may have dropped already."""
         return {
-            "capture_seconds": self.status.meter.snapshot().stage_seconds["capture"],
+            "capture_seconds": self.status.meter.seconds("capture"),
             "stall_seconds": self.stall_seconds,
             "captured_bytes": save.needed_bytes,
             "frozen_bytes": save.frozen_bytes,

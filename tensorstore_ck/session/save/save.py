@@ -25,7 +25,7 @@ from tensorstore_ck.engine.write.request import SaveArguments, SaveOptions, Save
 from tensorstore_ck.engine.write.unchanged_blocks import held_blocks
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
 from tensorstore_ck.log import RefTable, SnapshotInfo
-from tensorstore_ck.log.quota import check_quotas, quotas_of
+from tensorstore_ck.log.quota import check_quotas
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.coordination import Coordination, UnpreparedState
@@ -105,7 +105,7 @@ class Save:
             fence.catch_up(engine, view, self.ref)
             fence.check_step(engine, view, options)
             check_expected(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
-            check_quotas(quotas_of(view, self.ref), self.ref)
+            check_quotas(view, self.ref)
 
         if engine.tier is None:
             engine.log.look(check)
@@ -161,15 +161,15 @@ class Save:
 
     def copy_into(self, slot: Slot) -> None:
         """Copies the state, which may be changed afterwards."""
-        copies, start, states = list[CapturedState](), 0, self._states()
+        captured = self.capture()
         sampling, self._options = self.check().sampling_of_copies(self.number)
-        overlap = self._overlap(states[0]) if sampling.verify_share and states[0].device_blocks is not None else None
-        for state in states:
-            copy = partial(copy_captured, state, slot, skip=state.frozen, threads=cpu_threads())
-            copies.append(copy(start_bytes=start, sampling=sampling, overlap=None if copies else overlap))
-            start += slot_bytes(state, state.frozen)
+        overlap = self._overlap(captured) if sampling.verify_share and captured.device_blocks is not None else None
+        copy = partial(copy_captured, slot=slot, threads=cpu_threads(), sampling=sampling)
+        copied, own = copy(captured, skip=captured.frozen, overlap=overlap), captured.own
+        if own is not None:
+            own = copy(own, skip=own.frozen, start_bytes=slot_bytes(captured, captured.frozen))
         self._is_copied = True
-        self._captured = copies[0]._replace(own=copies[1] if len(copies) > 1 else None)
+        self._captured = copied._replace(own=own)
 
     def _overlap(self, captured: CapturedState) -> Overlap:
         """What copies from devices need so that they can go on while training continues."""
@@ -224,7 +224,7 @@ class Save:
     def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState, RefTable]:
         """The request, the state, and a view of the log at its newest entry. Takes the state apart if `capture` was not called before."""
         status.check()
-        context, options, captured = self._context, self.check(), self.capture()
+        context, options, captured = self._context, self.check(), self._context.with_known_layouts(self.capture())
         fence = context.fence
         size_bytes = captured.logical_bytes if self._coordination.is_alone else captured.held_bytes
         status.meter.expect("hash", size_bytes)

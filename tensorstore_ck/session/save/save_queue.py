@@ -112,12 +112,8 @@ class SaveQueue:
         self._emit(queued.status, "captured", **queued.capture_fields(save), **self._in_use())
         return pending
 
-    def run(self, make: Callable[[], Runnable]) -> Snapshot:
-        """Saves in the caller's thread, after the saves in progress; copies nothing."""
-        return self.finish(self.begin(make))
-
     def begin(self, make: Callable[[], Runnable]) -> QueuedSave:
-        """Begins a save after the saves in progress; the caller ends it with `finish`. Without `finish`, nothing is written."""
+        """Begins a save in the caller's thread, after the saves in progress; copies nothing. Without `finish`, nothing is written."""
         self.wait_idle()
         called, save = time.monotonic(), make()
         queued = QueuedSave.of(save, called, is_background=False)
@@ -141,7 +137,7 @@ class SaveQueue:
 
     def is_quiet(self) -> bool:
         """Whether no save is in progress and no error is left to raise."""
-        return not self._queued() and self._first_unraised() is None
+        return self._is_idle() and self._first_unraised() is None
 
     def resume(self, staged: Publishable, ref: str, step: int | None, rank: int) -> None:
         """Continues a save that an earlier process staged."""
@@ -154,7 +150,7 @@ class SaveQueue:
     def wait_idle(self, *, uploads: bool = True) -> None:
         """Waits until no save is in progress; returns at once in a callback of a save."""
         self._enter()
-        if not self._is_worker():
+        if not self._is_idle() and not self._is_worker():
             self._changed.wait_for(self._is_idle if uploads else lambda: self._stores.thread is None)
 
     def require_no_worker(self) -> None:
@@ -289,11 +285,14 @@ class SaveQueue:
 
     def _queued(self, *workers: Worker[QueuedSave]) -> list[QueuedSave]:
         """The saves of these workers, by default of all workers. A save that is handed over is listed once, though two workers have it."""
+        if self._is_idle():
+            return []
         with self._changed.lock:
             return items_of(workers or self._workers)
 
     def _is_idle(self) -> bool:
-        return self._uploads.thread is self._copies.thread is self._stores.thread is None
+        # Read in the order in which a save is handed over: also without the lock, no save passes by unseen.
+        return self._stores.thread is self._copies.thread is self._uploads.thread is None
 
     def _is_done(self) -> bool:
         """Whether the only saves in progress were asked to give up."""
@@ -305,7 +304,7 @@ class SaveQueue:
         return self._is_done() or (is_safe and self._stays.is_store_gone())
 
     def _is_worker(self) -> bool:
-        return threading.current_thread() in [worker.thread for worker in self._workers]
+        return threading.current_thread() in (self._stores.thread, self._copies.thread, self._uploads.thread)
 
     def _run_save(self, queued: QueuedSave) -> None:
         assert queued.save is not None
@@ -384,4 +383,8 @@ class SaveQueue:
         self._observers.emit(Event(kind, status.id, status.ref, status.step, status.rank, time.time_ns(), fields))
 
     def _in_use(self) -> dict[str, int]:
-        return {"queue_depth": sum(not queued.status.is_ending for queued in self._queued()), "memory_bytes": self._memory.allocated_bytes}
+        arena = self._memory.arena
+        return {
+            "queue_depth": sum(not queued.status.is_ending for queued in self._queued()),
+            "memory_bytes": arena.allocated_bytes if arena is not None else 0,
+        }

@@ -178,7 +178,7 @@ class SaveStatus:
 
     def _tell(self) -> None:
         with self._changed.lock:
-            due = self._take_settled()
+            due = self._take_settled() if self._callbacks else ()
             self._changed.notify_all()
         for callback in due:
             _call(callback)

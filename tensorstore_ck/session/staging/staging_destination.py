@@ -22,7 +22,7 @@ from tensorstore_ck.errors import BackendUnavailableError, SnapshotAbortedError,
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log import RefTable, SnapshotInfo
-from tensorstore_ck.log.quota import check_quotas, quotas_of
+from tensorstore_ck.log.quota import check_quotas
 from tensorstore_ck.session.staging.manifest import Accepts, Manifest, PublishingLead, manifest_key
 from tensorstore_ck.session.staging.staged_chain import ChainedBlocks, StagedChain, StagedLink
 from tensorstore_ck.session.staging.staged_entries import announce, check_accepted
@@ -128,7 +128,7 @@ class StagingDestination:
         self._accepts = self._links.accepts(request.expect)
         if self._rank == 0:
             check_accepted(self._store, view, request.ref, self._accepts)
-            check_quotas(quotas_of(view, request.ref), request.ref)
+            check_quotas(view, request.ref)
 
     def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:
         """See `Destination`. All ranks find the same base."""

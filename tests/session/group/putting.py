@@ -168,7 +168,7 @@ def put_ranks(
     attempt = group.begin(f"the save to {ref!r}", object_id=ref, timeout=timeout)
     with StoreDestination(engine, group.rank) as destination:
         side = RankSave(destination.engine, group, attempt, memory=memory, destination=destination)
-        outcome = attempt.run(Participant(lambda: side.propose(*prepare()), side.execute, side.resolve, side.compare, side.commit))
+        outcome = attempt.run(Participant(lambda: side.propose(*prepare()), side.write, side.resolve, side.compare, side.commit))
         info = side.published(outcome)
         side.keep(info, outcome)
     return info

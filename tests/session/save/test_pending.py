@@ -1,6 +1,7 @@
 """What users hold of a save under way: its milestones, its progress, and giving it up in each phase."""
 
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import BackendUnavailableError, SnapshotDroppedError, WaitTimeoutError
+from tensorstore_ck.session.save.worker import Worker
 from tests.session.save.places import MIB, SECONDS, Scene, check, put_beside
 
 IN_WORK = ["get log/", "open packs/", "append", "close", "put parts/"]
@@ -220,6 +222,22 @@ def test_what_is_held_of_a_save_does_not_hold_its_state(place: Scene) -> None:
 
 
 # --- progress and what is under way -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moves", [*itertools.combinations_with_replacement(range(4), 2)])
+def test_a_save_that_is_handed_over_meanwhile_is_under_way(place: Scene, monkeypatch: pytest.MonkeyPatch, moves: tuple[int, int]) -> None:
+    """From the thread that stores to that which copies, and to that which uploads: before these looks at the threads."""
+    queue, looks = place.store.session.queue, itertools.count()
+    workers = queue._stores, queue._copies, queue._uploads
+
+    def thread(worker: Worker[object]) -> object:
+        look = next(looks)
+        return worker if worker is workers[sum(move <= look for move in moves)] else None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "thread", property(thread), raising=False)
+        assert not queue.is_quiet()
+    assert queue.is_quiet()
 
 
 def test_progress_moves_and_knows_its_end(place: Scene) -> None:
