@@ -3,7 +3,7 @@
 import os
 import socket
 import webbrowser
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -77,10 +77,11 @@ def ui(
         for missing in (each for each in wanted if "://" not in each and not os.path.isfile(os.path.join(each, CONFIG_NAME))):
             say(f"tsck: warning: there is no store at {printable(missing)}: its page says so until there is one", err=True)
         url = access.url(port)
-        emit_line({"url": url}) if as_json else say(printable(f"{url}  (Ctrl-C ends it)"))
-        if not no_browser:
-            webbrowser.open(url)
-        serve(make_app(sources, access, choice.complete, choice.open_options(), prices=prices), listening)
+        with suppress(KeyboardInterrupt):
+            emit_line({"url": url}) if as_json else say(printable(f"{url}  (Ctrl-C ends it)"))
+            if not no_browser:
+                webbrowser.open(url)
+            serve(make_app(sources, access, choice.complete, choice.open_options(), prices=prices), listening)
 
 
 def _listen(port: int) -> socket.socket:

@@ -32,6 +32,8 @@ class Save(NamedTuple):
     time_ns: int
     actor: str
     mark: str
+    reason: str
+    """Of the mark."""
     state: str
 
 

@@ -100,7 +100,7 @@ def read_notes(connection: Connection, store_id: int, lineage: Lineage) -> list[
     """The notes on a chart's axis, of saves with a step."""
     saves = _in_order(lineage)
     by_ulid = {save.ulid: save for save in saves}
-    marks = (_note("mark", save, f"marked {save.mark}") for save in saves if save.mark)
+    marks = (_note("mark", save, f"marked {save.mark}{': ' if save.reason else ''}{save.reason}") for save in saves if save.mark)
     notes = [*marks, *_restarts(lineage), *_went_back(lineage)]
     for name, ulid in connection.execute(select(tags.c.name, tags.c.ulid).where(tags.c.store_id == store_id).order_by(tags.c.n)):
         if ulid in by_ulid:

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -9,7 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlencode
 
+import pytest
+
 import tensorstore_ck as tsck
+from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.store import ReadOnlyStore
 from tensorstore_ck.ui import Access, Sources, make_app, serve
 from tests.effort import PATIENCE_SECONDS
@@ -118,3 +122,14 @@ def serving(browser: Any, folder: Path, alone: TrainingStore | None = None) -> I
                 finally:
                     for context in site.contexts:
                         context.close()
+
+
+@contextmanager
+def serving_after_training(browser: Any, folder: Path) -> Iterator[Site]:
+    """The site of a store that was saved to four minutes ago, whenever that was."""
+    training = TrainingStore()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time_ns", training.clock)
+        patch.setitem(Catalog.__init__.__kwdefaults__ or {}, "clock", training.clock)
+        with serving(browser, folder, training) as site:
+            yield site

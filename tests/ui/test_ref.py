@@ -58,7 +58,7 @@ def test_the_line_is_what_leads_to_the_head_and_the_rest_is_abandoned(client: Cl
     lost = [(each["step"], each["value"], each["abandoned"]) for each in chart["not_finite"]]
     assert lost == [(50, "nan", True), (40, "inf", False)]
     assert {(note["kind"], note["step"], note["text"].partition(", ")[0]) for note in found["notes"]} == {
-        ("mark", 50, "marked bad"),
+        ("mark", 50, "marked bad: NaN"),
         ("back", 20, f"reset from step 50 by {store.engine.log._actor}".replace("two:2", "one:1")),
         ("back", 50, "went back from step 50 to save step 50"),
         ("restart", 20, "ada@two:2 went on"),

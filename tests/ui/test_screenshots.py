@@ -4,7 +4,6 @@ pytest tests/ui/test_screenshots.py --screenshots docs/pictures/ui
 """
 
 import io
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,11 @@ from urllib.parse import urlencode
 import pytest
 from PIL import Image
 
-from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.ui import app
 from tests.documents import DOCS, text
 from tests.ui import site as pages
-from tests.ui.made import TRAINING_UUID, TrainingStore
-from tests.ui.site import Site, serving
+from tests.ui.made import TRAINING_UUID
+from tests.ui.site import Site, serving_after_training
 
 PICTURES: Final = DOCS / "pictures" / "ui"
 GUIDE: Final = DOCS / "guides" / "ui.md"
@@ -85,14 +83,8 @@ def path_of(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def served(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A store that was saved to four minutes ago, whenever that was."""
-    training = TrainingStore()
-    defaults = Catalog.__init__.__kwdefaults__ or {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "time_ns", training.clock)
-        patch.setitem(defaults, "clock", training.clock)
-        with serving(chromium, tmp_path_factory.mktemp("site"), training) as site:
-            yield site
+    with serving_after_training(chromium, tmp_path_factory.mktemp("site")) as site:
+        yield site
 
 
 @pytest.mark.slow

@@ -1,16 +1,16 @@
-"""On call at night: a pack in S3 has been damaged, a job cannot restore, and there is a copy of the store on a disk."""
+"""On call at night: a pack in S3 has been damaged, a job cannot restore, and there is a copy of the store on a disk; a job stands still."""
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tensorstore_ck as tsck
+from tests.end_to_end.walks.browser import Browser
 from tests.end_to_end.walks.walk import Walk
 from tests.integrations.importing.same import require_same
 from tests.servers import BUCKET, KEY, SECRET, S3Server
-
-pytestmark = pytest.mark.s3
 
 JOB = """
 import sys
@@ -27,6 +27,19 @@ with tsck.open(sys.argv[1], create=True) as store:
     for step in range(step + 1, step + 4):
         state["w"] = state["w"] + torch.randn(50_000)
         store.put_snapshot(state, ref="runs/gpt", step=step)
+"""
+JOBS = """
+import torch
+import tensorstore_ck as tsck
+
+with tsck.open("ckpt", create=True) as store:
+    model = {"w": torch.zeros(50_000), "frozen": torch.ones(50_000)}
+    for step in range(1, 4):
+        store.put_snapshot({"model": model, "n": step}, ref="runs/done", step=step)
+    store.finish("runs/done")
+    for step in range(1, 9):
+        model["w"] = model["w"] + (100.0 if step == 8 else 0.1)
+        store.put_snapshot({"model": model}, ref="runs/gpt", step=step, metrics={"loss": 9.0 if step == 8 else 1 / step})
 """
 CORRUPT = 41
 DAMAGED = 40
@@ -45,6 +58,7 @@ def damage_newest_pack(server: S3Server, url: str) -> str:
     return str(key).removeprefix(prefix)
 
 
+@pytest.mark.s3
 def test_a_damaged_pack(seaweedfs_server: S3Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Walk(tmp_path, monkeypatch) as walk:
         Path("job.py").write_text(JOB)
@@ -85,3 +99,30 @@ def test_a_damaged_pack(seaweedfs_server: S3Server, url: str, tmp_path: Path, mo
         assert walk.python("job.py", url).lines == ["from step 3"]
         with tsck.open(url, read_only=True) as store:
             assert [snapshot.step for snapshot in store.log("runs/gpt")] == [6, 5, 4, 3, 2, 1]
+
+
+@pytest.mark.slow
+def test_a_job_that_stands_still(chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the pages: which job it is, what its last save changed, and what the store lacks."""
+    with Walk(tmp_path, monkeypatch) as walk:
+        Path("jobs.py").write_text(JOBS)
+        walk.python("jobs.py")
+        walk.type("tsck init backup")
+        walk.type("tsck copy ckpt backup")
+        with Browser(walk, chromium, "tsck ui ckpt") as browser:
+            browser.see("tr:has-text('runs/gpt') td.bad:has-text('late')")
+            assert "finished" in browser.see("tr:has-text('runs/done')")
+            assert "late" not in browser.see("tr:has-text('runs/done')")
+            browser.follow("runs/gpt")
+            browser.see("[role=img][aria-label^='loss: 8 values'][aria-label*='highest 9']")
+            browser.press("Compare old and new")
+            browser.see("#differences th:has-text('model.w')")
+            assert "model.frozen" not in browser.see("#differences")
+            newest = max((path for path in Path("ckpt/packs").rglob("*") if path.is_file()), key=lambda path: path.name)
+            newest.unlink()
+            browser.follow("Health")
+            browser.press("Check")
+            assert newest.name in browser.see("tr:has(.badge.bad)")
+            repair = browser.commands("Repair")
+        walk.follow(repair, "fsck --repair --from", OTHER_STORE="backup")
+        assert walk.type("tsck fsck --read-data -s ckpt").lines[-1] == "no errors"

@@ -3,11 +3,13 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import tensorstore_ck as tsck
+from tests.end_to_end.walks.browser import Browser
 from tests.end_to_end.walks.walk import Walk
 
 pytestmark = pytest.mark.slow
@@ -24,7 +26,7 @@ def save(url: str, ref: str, *steps: int, size: int = 20_000) -> None:
             store.put_snapshot({"w": torch.randn(size)}, ref=ref, step=step, metrics={"val_loss": abs(step - 2) + 0.3})
 
 
-def test_rules_quotas_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_quotas_and_copies(chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Walk(tmp_path, monkeypatch) as walk:
         for name in ("a", "b", "mirror"):
             walk.type(f"tsck init {name}")
@@ -66,6 +68,18 @@ def test_rules_quotas_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         walk.follow(found, "catalog sync")
         close = walk.type("tsck find 'val_los < 0.4' --db sqlite:///all.sqlite", code=25)
         assert "did you mean val_loss?" in close.text
+
+        with Browser(walk, chromium, "tsck ui --db sqlite:///all.sqlite") as browser:
+            for name in ("a", "b"):
+                browser.see(f"section.card:has(h2:text-is({str(tmp_path / name)!r})) table")
+            browser.follow("Find")
+            browser.write("Condition", "val_loss < 0.4")
+            browser.see("#found tr:has-text('runs/bert')")
+            browser.follow("runs/gpt")
+            browser.see("[role=img][aria-label^='val_loss: '][aria-label*='lowest 0.3']")
+            browser.follow("Draw over other runs")
+            browser.write("Add a branch", "runs/bert")
+            browser.see("[role=img][aria-label^='val_loss: '][aria-label*='runs/bert']")
 
         # a second copy, which serves when the first is gone
         walk.type("tsck copy a mirror")

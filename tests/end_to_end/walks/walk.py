@@ -53,6 +53,7 @@ class Walk:
         self._to_follow: dict[str, str] = {}
         self._followed: set[str] = set()
         self._typed = self._as_printed = 0
+        self.clicks = 0
         self._open = ExitStack()
         patch.chdir(folder)
         for name in [name for name in os.environ if name.startswith("TSCK_") or name == "PYTHONWARNINGS"]:
@@ -70,7 +71,7 @@ class Walk:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._open.close()
-        print(f"{self._typed} commands typed, {self._as_printed} of them as they were printed")
+        print(f"{self._typed} commands typed, {self._as_printed} of them as they were printed; {self.clicks} clicks")
         assert kind or not self._to_follow, "nobody followed:\n" + "\n".join(f"{one}\n    {by}" for one, by in self._to_follow.items())
 
     def type(self, line: str, code: int = 0) -> Said:
