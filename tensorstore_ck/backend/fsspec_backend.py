@@ -8,6 +8,7 @@ request, so every call has one here.
 
 import contextlib
 import threading
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, TypeVar
@@ -287,7 +288,7 @@ class _FileWriter:
     def _ask(self, call: Callable[[], object], size_bytes: int = 0) -> None:
         """Calls a method of the file, which may send what it has kept of earlier calls."""
         kept_bytes = getattr(self._file, "blocksize", 0)
-        self._backend.ask("write", self._name, lambda _: call(), size_bytes + kept_bytes)
+        self._backend.ask("write", self._name, lambda _: _without_frames(call), size_bytes + kept_bytes)
 
     def abort(self) -> None:
         with self._lock:
@@ -301,6 +302,22 @@ class _FileWriter:
             if self._deletes:
                 with contextlib.suppress(Exception):
                     self._backend.delete([self._name])
+
+
+def _without_frames(call: Callable[[], object]) -> None:
+    """Calls a method of an fsspec file; an error does not keep the variables of the functions that it came through.
+
+    gcsfs has a view of the file's buffer in one. Python 3.12 crashes when it collects such a view and its `BytesIO` in one cycle, which the
+    error is part of.
+    """
+    try:
+        call()
+    except Exception as exc:
+        passed: BaseException | None = exc
+        while passed is not None:
+            traceback.clear_frames(passed.__traceback__)
+            passed = passed.__context__
+        raise
 
 
 def _time_ns(info: Mapping[str, Any], fields: Sequence[str]) -> int:

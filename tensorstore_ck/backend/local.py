@@ -28,6 +28,7 @@ from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
+from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, InvalidUrlError, UnsafeBackendError
 
 TEMPORARY_PREFIX: Final = ".tmp-"
@@ -56,6 +57,7 @@ class LocalBackend:
         self._sync = sync
         self._durable_folders: set[str] = set()
         self._failed_folders: set[str] = set()
+        self._parents_lock = ProcessLock()
 
     # --- read ---
 
@@ -324,6 +326,11 @@ class LocalBackend:
         Those are synced once per process, even if another process made them: it may have died before it synced them.
         """
         self._fsync_folder(folder)
+        if folder not in self._durable_folders:
+            with self._parents_lock.here:  # a thread must know of another one's failed fsync before its own succeeds
+                self._sync_parents(folder)
+
+    def _sync_parents(self, folder: str) -> None:
         while folder not in self._durable_folders:
             entry, folder = folder, os.path.dirname(folder)
             if entry == self._root:

@@ -6,10 +6,12 @@ S3's requests are in `test_s3_requests`.
 import asyncio
 from collections.abc import Callable, Iterator
 from functools import partial
+from io import BytesIO
 from typing import Any, Final
 
 import pytest
 from fsspec.asyn import get_loop
+from fsspec.implementations.memory import MemoryFile
 
 from tensorstore_ck.backend import Created, fsspec_backend, open_backend
 from tensorstore_ck.backend.protocol import Backend
@@ -78,3 +80,19 @@ def test_a_call_ends_and_says_before_that_it_waits(silent: Backend, call: str, c
 
 def test_a_create_is_undecided(silent: Backend) -> None:
     assert silent.create("a/b", b"body") is Created.UNKNOWN
+
+
+def test_an_error_keeps_no_view_of_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `getbuffer` in gcsfs: Python 3.12 crashes when it collects a buffer and a view of it in one cycle."""
+    kept = BytesIO(bytes(10))
+
+    def write(_: object, data: object) -> int:
+        view = kept.getbuffer()
+        raise OSError(len(view))
+
+    writer = open_backend("memory://an-error-keeps-no-view").open_writer("a/b")
+    monkeypatch.setattr(MemoryFile, "write", write)
+    with pytest.raises(BackendUnavailableError) as caught:
+        writer.append([b"x"])
+    kept.truncate(0)
+    assert "a/b" in str(caught.value)

@@ -26,8 +26,13 @@ class HeldCopies:
         self._complete: set[str] = set()
         """The complete manifests."""
 
+    def expect(self, txn: Ulid) -> None:
+        """Notes that copies of a snapshot will come; it may be forgotten from now on, also before they do."""
+        with self._lock:
+            self._named.setdefault(txn, {})
+
     def begin(self, txn: Ulid, key: str, sizes: Mapping[str, int]) -> list[str]:
-        """Holds these objects for a manifest; returns the missing ones.
+        """Holds these objects for a manifest, unless the snapshot was forgotten; returns the missing ones.
 
         Raises:
             CorruptObjectError: one exists with another size.
@@ -36,7 +41,8 @@ class HeldCopies:
             wrong = next((name for name, size in sizes.items() if self._durable.get(name, size) != size), None)
             if wrong is not None:
                 raise CorruptObjectError(f"{wrong} was sent before with {self._durable[wrong]} bytes, not {sizes[wrong]}", object_id=wrong)
-            self._named.setdefault(txn, {})[key] = frozenset(sizes)
+            if txn in self._named:
+                self._named[txn][key] = frozenset(sizes)
             return list(filterfalse(self._durable.__contains__, sizes))
 
     def add(self, name: str, size_bytes: int) -> None:

@@ -100,7 +100,7 @@ class PackServer:
             self._strangers[connection] = time.monotonic()
 
     def _has_room(self) -> bool:
-        """Whether one more stranger may come, or none ever will. Ends the oldest one's connection if its time is over; called under the lock."""
+        """Whether one more stranger may come, or none ever will; called under the lock. Hangs up on the oldest one if its time is over."""
         if self._is_closed or len(self._strangers) < MAX_STRANGERS:
             return True
         oldest, connected = next(iter(self._strangers.items()))

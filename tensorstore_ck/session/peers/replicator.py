@@ -90,6 +90,7 @@ class Replicator:
         """
         if self.is_broken:
             return []
+        self._kept.expect(txn)
         exchange = Exchange(
             txn=txn,
             manifest=manifest,

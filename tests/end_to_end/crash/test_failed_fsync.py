@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -66,6 +67,28 @@ def test_a_failed_fsync_of_a_folder_is_never_forgotten(tmp_path: Path, monkeypat
     assert disk.failed == str(tmp_path / "store/log")
     assert not disk.forgotten
     assert list(backend.list_uploads()) == []
+
+
+def test_another_thread_does_not_rely_on_a_folder_whose_fsync_fails_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = LocalBackend(str(tmp_path / "store"))
+    backend.put("packs/x", b"x")
+    other = threading.Thread(target=lambda: backend.put("snapshots/x", b"x"))
+
+    class Slow(Disk):
+        def fsync(self, fd: int) -> None:
+            try:
+                super().fsync(fd)
+            except OSError:
+                other.start()
+                other.join(0.2)  # it waits, or its fsync succeeds before this one has failed
+                raise
+
+    disk = Slow(monkeypatch, 1, errno.EIO, within=str(tmp_path / "store"), name_of=str)
+    with pytest.raises(BackendUnavailableError):
+        backend.put("parts/x", b"x")
+    other.join()
+    assert disk.failed
+    assert not disk.forgotten
 
 
 def opened(folder: Path) -> tsck.Store:

@@ -3,7 +3,7 @@
 import time
 import tracemalloc
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -134,8 +134,24 @@ def _forgetting(base: str) -> tuple[list[str], list[str]]:
     return keys, [*objects, *manifests]
 
 
-def test_a_save_that_is_forgotten_while_it_travels_leaves_nothing(pool: Pool, tmp_path: Path) -> None:
-    for rank, (keys, left) in enumerate(pool.run(_forgetting, str(tmp_path), ranks=2)):
+def _forgetting_at_once(base: str) -> tuple[list[str], list[str]]:
+    own = side(base, (0, 1), 1)
+    saves = iter([put_id(1)])
+
+    def forget() -> None:
+        for save in saves:
+            own.replicator.forget(save)
+
+    keys = own.exchange(1, own.stage(), stop=forget)  # first called before an offer is looked at
+    objects, manifests = lies_in(own.folder)
+    return keys, [*objects, *manifests]
+
+
+@pytest.mark.parametrize("forgetting", [_forgetting, _forgetting_at_once])
+def test_a_save_that_is_forgotten_while_it_travels_leaves_nothing(
+    pool: Pool, tmp_path: Path, forgetting: Callable[[str], tuple[list[str], list[str]]]
+) -> None:
+    for rank, (keys, left) in enumerate(pool.run(forgetting, str(tmp_path), ranks=2)):
         assert keys == []
         assert sorted(left) == sorted([*(name_of(rank, number) for number in range(len(SIZES))), *_keys([rank])])
 
