@@ -5,7 +5,6 @@ directly from the system in the requested size, and are returned as soon as they
 up to a power of two and keeps freed memory, so it could not hold the limit.
 """
 
-import contextlib
 import mmap
 import threading
 import weakref
@@ -14,17 +13,17 @@ from typing import Final
 import numpy as np
 import torch
 
+from tensorstore_ck.common.huge_pages import HUGE_PAGE_BYTES, new_pages
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.errors import NoSpaceError
 from tensorstore_ck.state.byte_sources import Array, address_of
 from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopies, SideStreams
 
-GRAIN_BYTES: Final = 2 << 20
+GRAIN_BYTES: Final = HUGE_PAGE_BYTES
 """Memory is allocated in whole huge pages, so that a state that grew a little still fits."""
 TOUCHED_BYTES: Final = 64 << 20
 """The bytes that one thread touches at a time."""
 PAGE_BYTES: Final = 4096
-_MADV_WIPEONFORK: Final = 18
 _REGISTER_PORTABLE: Final = 1
 """Pinned for every device, not only the current one."""
 
@@ -144,13 +143,9 @@ class Slot:
 
 def _new_pages(size_bytes: int, *, pinned: bool) -> Array:
     try:
-        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = new_pages(size_bytes)
     except (OSError, OverflowError) as exc:
         raise _refused(size_bytes, "allocate", str(exc)) from exc
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        _advise(pages, mmap.MADV_HUGEPAGE)
-        # Without it the next capture after a fork would copy every page, and the old ones would live as long as the child.
-        _advise(pages, _MADV_WIPEONFORK)
     array: Array = np.frombuffer(pages, np.uint8)
     if pinned:
         _touch(array)
@@ -170,11 +165,6 @@ def _touch(array: Array) -> None:
 
 def _touch_piece(piece: Array) -> None:
     piece[::PAGE_BYTES] = 0
-
-
-def _advise(pages: mmap.mmap, advice: int) -> None:
-    with contextlib.suppress(OSError):  # an older kernel: slower, but correct
-        pages.madvise(advice)
 
 
 def _unpin(address: int, pages: mmap.mmap) -> None:

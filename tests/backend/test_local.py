@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tensorstore_ck.backend import local
 from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.backend.local_direct_writer import WINDOW_BYTES
+from tensorstore_ck.backend.local_direct_writer import WINDOW_BYTES, DirectWriter
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     CorruptObjectError,
@@ -117,6 +118,41 @@ def test_writer_syncs_when_it_closes(backend: LocalBackend, calls: list[str], mo
 
 def _on_a_disk(backend: LocalBackend) -> bool:
     return os.major(os.stat(backend.url).st_dev) != 0
+
+
+def test_a_large_write_asks_for_memory_in_huge_pages(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags: list[set[str]] = []
+
+    def pwritev(fd: int, views: list[memoryview], offset: int, real: Callable[..., int] = os.pwritev) -> int:
+        flags.append(_mapping_flags(np.frombuffer(views[0], np.uint8).__array_interface__["data"][0]))
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    writer = backend.open_writer("a/b")
+    if not isinstance(writer, DirectWriter) or not _flags_of_mappings():
+        pytest.skip("the folder is not on a disk, or the system does not say how memory is mapped")
+    writer.append([bytes(WINDOW_BYTES)])
+    writer.close()
+    assert all({"hg", "wf"} <= of_one for of_one in flags)
+    assert flags
+
+
+def _flags_of_mappings() -> dict[tuple[int, int], set[str]]:
+    """The addresses and the flags of this process's mappings."""
+    flags, addresses = dict[tuple[int, int], set[str]](), (0, 0)
+    smaps = Path("/proc/self/smaps")
+    for line in smaps.read_text().splitlines() if smaps.exists() else ():
+        first, *rest = line.split()
+        if first == "VmFlags:":
+            flags[addresses] = set(rest)
+        elif "-" in first and not first.endswith(":"):
+            begin, _, end = first.partition("-")
+            addresses = int(begin, 16), int(end, 16)
+    return flags
+
+
+def _mapping_flags(address: int) -> set[str]:
+    return next(flags for (begin, end), flags in _flags_of_mappings().items() if begin <= address < end)
 
 
 def test_replace_syncs_before_it_renames(backend: LocalBackend, calls: list[str]) -> None:

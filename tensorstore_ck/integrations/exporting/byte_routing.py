@@ -4,7 +4,6 @@ A tensor that is stored contiguously goes directly from verified blocks to the f
 assembled in windows of memory. Non-contiguous views are copied from a scratch file. So memory stays bounded for tensors of any size.
 """
 
-import mmap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
@@ -12,6 +11,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from tensorstore_ck.common.huge_pages import new_pages
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent, WantedBox
 from tensorstore_ck.engine.read.block_reader import BufferTarget
@@ -143,7 +143,7 @@ class _FileWindow(NamedTuple):
 
 
 def _write_windows(content: SnapshotContent, fans: dict[int, _FanOutTarget]) -> None:
-    memory = memoryview(mmap.mmap(-1, BATCH_BYTES))
+    memory = memoryview(new_pages(BATCH_BYTES))
     batch: list[_FileWindow] = []
     boxes: list[WantedBox] = []
     used = 0
