@@ -110,7 +110,7 @@ def test_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_script()
         assert [line.split()[1] for line in walk.python("train.py").lines] == ["10", "20", "30"]
         again = walk.python("train.py")
-        assert again.text == ""
+        assert again.lines == []
 
         log = walk.type("tsck log runs/first -s ckpt")
         assert [line.split()[1] for line in log.lines[1:]] == ["30", "20", "10"]
