@@ -98,9 +98,9 @@ $(OLDEST)/.installed: $(INSTALLED) .ci/oldest-trainers.txt
 # The tests of trainers that are in an environment of their own, on top of .venv. torchtitan needs datasets, whose releases refuse the pinned
 # fsspec and huggingface_hub (they work with them), so it is installed without dependencies. DeepSpeed changes what transformers and accelerate
 # do where it is installed. Ray takes half a gigabyte; its other tests take seven minutes: .venv-apart/bin/python -m pytest tests/integrations/ray
-# Megatron's tests run with the oldest and with the newest Megatron-core.
+# Megatron's tests run with the oldest and with the newest Megatron-core. model-signing 1.1.1 imports pyopenssl without depending on it.
 APART_TESTS ?= $(addprefix tests/integrations/, titan deepspeed megatron nemo nvrx ray/test_example.py launchers/test_nvrx.py \
-    launchers/test_torchft.py)
+    launchers/test_torchft.py test_model_signing.py)
 NEWEST_TESTS = $(filter tests/integrations/megatron% tests/integrations/nvrx% %/test_nvrx.py, $(APART_TESTS))
 test-apart: $(APART)/.installed
 	mkdir -p build
@@ -112,7 +112,7 @@ $(APART)/.installed: $(INSTALLED) .ci/torchtitan.txt .ci/nemo.txt .ci/newest-meg
 	$(call on_top,$(APART))
 	$(APART)/bin/python -m pip install --quiet --no-deps --requirement .ci/torchtitan.txt --requirement .ci/nemo.txt
 	$(APART)/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train]' deepspeed megatron-core nvidia-resiliency-ext \
-	    torchft opentelemetry-exporter-otlp-proto-http
+	    torchft opentelemetry-exporter-otlp-proto-http model-signing pyopenssl
 	$(APART)/bin/python -m pip install --quiet --upgrade --target $(APART)/newest-megatron --no-deps --ignore-requires-python --only-binary :all: \
 	    --platform manylinux_2_39_$(shell uname -m) --platform manylinux_2_28_$(shell uname -m) --requirement .ci/newest-megatron.txt
 	touch $@

@@ -23,7 +23,7 @@ APART = tuple(
     f"tests/integrations/{name}"
     for name in (
         *("titan/", "deepspeed/", "megatron/", "nemo/", "nvrx/", "ray/test_example.py"),
-        *("launchers/test_nvrx.py", "launchers/test_torchft.py"),
+        *("launchers/test_nvrx.py", "launchers/test_torchft.py", "test_model_signing.py"),
     )
 )
 """As in the Makefile: their tests run in an environment of their own."""

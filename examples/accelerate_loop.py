@@ -3,7 +3,7 @@
 The only line that is not in a script without a store is `attach`.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import accelerate
@@ -63,4 +63,8 @@ def main(folder: Path, epochs: int) -> float:
 
 
 if __name__ == "__main__":
-    print("loss", main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 3))
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    options.add_argument("epochs", type=int, nargs="?", default=3)
+    given = options.parse_args()
+    print("loss", main(given.folder, given.epochs))

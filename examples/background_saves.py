@@ -1,6 +1,6 @@
 """Saves beside the training, when triggers say so: ``python -m examples.background_saves FOLDER``. It resumes after a kill."""
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -40,4 +40,7 @@ def main(folder: Path) -> list[int]:
 
 
 if __name__ == "__main__":
-    print("kept", main(Path(sys.argv[1])))
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    given = options.parse_args()
+    print("kept", main(given.folder))

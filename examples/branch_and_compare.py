@@ -1,6 +1,6 @@
 """Two ways to go on from one snapshot, compared: ``python -m examples.branch_and_compare FOLDER``."""
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -24,6 +24,9 @@ def main(folder: Path) -> tuple[list[str], int]:
 
 
 if __name__ == "__main__":
-    names, grown = main(Path(sys.argv[1]))
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    given = options.parse_args()
+    names, grown = main(given.folder)
     print("differs:", *names)
     print(f"the store grew by {grown:,} bytes")

@@ -4,7 +4,7 @@ Kill it and start it again, also with another number of ranks or another ZeRO st
 without a store is `attach`.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import deepspeed
@@ -43,4 +43,8 @@ def main(folder: Path, steps: int) -> float:
 
 
 if __name__ == "__main__":
-    print("loss", main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 20))
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    options.add_argument("steps", type=int, nargs="?", default=20)
+    given = options.parse_args()
+    print("loss", main(given.folder, given.steps))

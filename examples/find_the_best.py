@@ -1,6 +1,6 @@
 """The best snapshot of all jobs, found in a catalog: ``python -m examples.find_the_best FOLDER``. It needs `pip install sqlalchemy`."""
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -24,4 +24,7 @@ def main(folder: Path) -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    print(*main(Path(sys.argv[1])))
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    given = options.parse_args()
+    print(*main(given.folder))

@@ -1,6 +1,6 @@
 """Files of torch.save in, a slice without a restore, and safetensors out: ``python -m examples.import_and_export FOLDER``."""
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -26,4 +26,7 @@ def main(folder: Path) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    print(main(Path(sys.argv[1])))
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    given = options.parse_args()
+    print(main(given.folder))

@@ -1,6 +1,6 @@
 """What stays, what goes, and undo: ``python -m examples.keep_and_free FOLDER``."""
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -30,4 +30,7 @@ def main(folder: Path) -> list[int]:
 
 
 if __name__ == "__main__":
-    print("stay:", *main(Path(sys.argv[1])))
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    given = options.parse_args()
+    print("stay:", *main(given.folder))

@@ -4,7 +4,7 @@ Kill it and start it again, also with another number of ranks, over which the la
 a script without a store are `register`, `write_folder` and the name of the strategy. It runs on CPUs.
 """
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,10 @@ def main(folder: Path, steps: int) -> float:
 
 
 if __name__ == "__main__":
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    options.add_argument("steps", type=int, nargs="?", default=20)
+    given = options.parse_args()
     dist.init_process_group("gloo")
-    print("loss", main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 20))
+    print("loss", main(given.folder, given.steps))
     dist.destroy_process_group()

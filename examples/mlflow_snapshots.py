@@ -3,7 +3,7 @@
 The run in MLflow has a name and the URL of the store; the tensors are in the store alone.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import mlflow
@@ -52,4 +52,7 @@ def main(folder: Path) -> nn.Module:
 
 
 if __name__ == "__main__":
-    print(main(Path(sys.argv[1])).state_dict())
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    given = options.parse_args()
+    print(main(given.folder).state_dict())

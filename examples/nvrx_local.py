@@ -4,8 +4,8 @@ Kill it and start it again: it continues. The only line that NVRx's own manager 
 dict is NVRx's simplest, whose tensors must be on CUDA devices.
 """
 
+import argparse
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -41,7 +41,11 @@ def main(folder: Path, steps: int, device: str) -> float:
 
 
 if __name__ == "__main__":
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    options.add_argument("steps", type=int, nargs="?", default=20)
+    given = options.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    print("loss", main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 20, "cuda"))
+    print("loss", main(given.folder, given.steps, "cuda"))
     dist.destroy_process_group()

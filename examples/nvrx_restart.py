@@ -6,9 +6,9 @@ ranks that are left. NVRx then calls `train` again on them, which goes on from t
 has ended; the store finds a host that is gone before NVRx's `heartbeat_timeout`. It runs on CPUs.
 """
 
+import argparse
 import datetime
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -55,4 +55,8 @@ def train(folder: Path, steps: int, call: inprocess.CallWrapper | None = None) -
 
 
 if __name__ == "__main__":
-    print("loss", train(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 10))
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    options.add_argument("steps", type=int, nargs="?", default=10)
+    given = options.parse_args()
+    print("loss", train(given.folder, given.steps))

@@ -4,7 +4,7 @@ again, also with another number of workers, and when a worker dies.
 Of a script without a store, `restore` and `report` are other lines, and `finish` is one more.
 """
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -67,5 +67,10 @@ def main(folder: Path, steps: int, workers: int = 1) -> float:
 
 
 if __name__ == "__main__":
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    options.add_argument("steps", type=int, nargs="?", default=40)
+    options.add_argument("workers", type=int, nargs="?", default=1)
+    given = options.parse_args()
     ray.init()
-    print("loss", main(Path(sys.argv[1]), *map(int, sys.argv[2:])) if len(sys.argv) > 2 else main(Path(sys.argv[1]), 40))
+    print("loss", main(given.folder, given.steps, given.workers))

@@ -1,6 +1,6 @@
 """A loop that saves and resumes bit for bit: ``python -m examples.save_and_resume FOLDER [STEPS]``, and again after a kill."""
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -40,4 +40,8 @@ def main(folder: Path, steps: int) -> float:
 
 
 if __name__ == "__main__":
-    print("loss", main(Path(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else 100))
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    options.add_argument("steps", type=int, nargs="?", default=100)
+    given = options.parse_args()
+    print("loss", main(given.folder, given.steps))

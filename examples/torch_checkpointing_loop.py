@@ -4,7 +4,7 @@ it is started again.
 With torch_checkpointing, the line of the manager is `CheckpointManager.Config(...).build()`, and the script looks for the newest folder.
 """
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -45,4 +45,8 @@ def main(folder: Path, steps: int) -> float:
 
 
 if __name__ == "__main__":
-    print("loss", main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 20))
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    options.add_argument("steps", type=int, nargs="?", default=20)
+    given = options.parse_args()
+    print("loss", main(given.folder, given.steps))

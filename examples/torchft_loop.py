@@ -8,9 +8,9 @@ since the group cannot vote on a step without it: the next quorum is one of the 
 A replica group that is started again takes the state of the others, or where there are none the newest snapshot. It runs on CPUs.
 """
 
+import argparse
 import datetime
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,10 @@ def main(folder: Path, steps: int) -> float:
 
 
 if __name__ == "__main__":
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    options.add_argument("steps", type=int, nargs="?", default=10)
+    given = options.parse_args()
     dist.init_process_group("gloo")
-    print("loss", main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 10))
+    print("loss", main(given.folder, given.steps))
     dist.destroy_process_group()

@@ -5,8 +5,8 @@ its last heartbeat. This process then ends, and its agent restarts the job with 
 ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: torch otherwise gives the new ranks the key-value store of the old ones. It runs on CPUs.
 """
 
+import argparse
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -50,6 +50,10 @@ def main(folder: Path, steps: int) -> float:
 
 
 if __name__ == "__main__":
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    options.add_argument("steps", type=int, nargs="?", default=10)
+    given = options.parse_args()
     dist.init_process_group("gloo")
-    print("loss", main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 10))
+    print("loss", main(given.folder, given.steps))
     dist.destroy_process_group()

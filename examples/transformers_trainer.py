@@ -1,10 +1,9 @@
-"""transformers' Trainer over a store: `python -m examples.transformers_trainer --folder /tmp/example`, and the same again after a kill.
+"""transformers' Trainer over a store: ``python -m examples.transformers_trainer FOLDER [STEPS]``, and the same again after a kill.
 
 What differs from a script without a store is the name of the class, `store=` and `ref=`.
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,21 +30,16 @@ class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": piece, "labels": piece}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains up to `--steps`, from the newest snapshot if there is one."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--folder", type=Path, required=True)
-    options.add_argument("--steps", type=int, default=60)
-    given = options.parse_args(arguments)
-
+def main(folder: Path, steps: int) -> None:
+    """Trains up to `steps`, from the newest snapshot if there is one."""
     set_seed(1)
     config = GPT2Config(vocab_size=len(LETTERS), n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    with tsck.open(given.folder / "store", create=True) as store:
+    with tsck.open(folder / "store", create=True) as store:
         trainer = tsck.hf.Trainer(
             model=GPT2LMHeadModel(config),
             args=TrainingArguments(
-                output_dir=str(given.folder / "out"),
-                max_steps=given.steps,
+                output_dir=str(folder / "out"),
+                max_steps=steps,
                 learning_rate=0.01,
                 lr_scheduler_type="constant",
                 logging_steps=10,
@@ -64,4 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    options.add_argument("steps", type=int, nargs="?", default=60)
+    given = options.parse_args()
+    main(given.folder, given.steps)

@@ -4,7 +4,7 @@ The artifact has the URL of the snapshot; the tensors are in the store alone. ``
 restores the snapshot with ``restore(run.use_artifact("runs-regression:latest"))``.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -44,4 +44,7 @@ def restore(artifact: wandb.Artifact) -> nn.Module:
 
 
 if __name__ == "__main__":
-    print(main(Path(sys.argv[1])).state_dict())
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    given = options.parse_args()
+    print(main(given.folder).state_dict())

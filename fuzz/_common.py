@@ -10,14 +10,13 @@ New inputs go to a temporary folder unless one is given, the committed seeds are
     python fuzz/fuzz_part.py -max_total_time=3600 /tmp/found fuzz/corpus/part
 """
 
-import copy
 import json
 import random
 import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,10 @@ with atheris.instrument_imports(include=["tensorstore_ck"]):
     from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
     from tensorstore_ck.format.sealed import KINDS, MAGIC, unpack_body
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 import msgpack
+
+from tests.format.changed import changed
 
 Target = Callable[[bytes], None]
 Mutator = Callable[[bytes, int, int], bytes]
@@ -39,26 +41,6 @@ PEAK_BYTES_PER_BYTE = 2048
 """As `sealed.BYTES_PER_STORED`."""
 SECONDS = 5.0
 """Of the processor, on a busy machine; an input of a few KB takes milliseconds."""
-
-NUMBERS = [0, 1, -1, *(sign + (1 << bits) for bits in (7, 8, 16, 22, 31, 32, 40, 48, 63) for sign in (-1, 0)), (1 << 64) - 1, -(1 << 63)]
-OTHERS: list[Any] = [
-    None,
-    True,
-    False,
-    1.0,
-    float("nan"),
-    "",
-    "x",
-    b"",
-    b"x",
-    bytes(16),
-    bytes(32),
-    [],
-    [None],
-    {},
-    {"x": 1.0},
-    ["t", 0, 0],
-]
 
 
 def fuzz(name: str, target: Target, mutate: Mutator | None = None, *, peak_bytes: int = PEAK_BYTES) -> None:
@@ -110,7 +92,7 @@ def _mutate(data: bytes, max_size: int, seed: int, decode: Callable[[], Any], en
     chance = random.Random(seed)
     if chance.random() < 0.5:
         try:
-            mutated = encode(changed(decode(), chance))
+            mutated = encode(changed(decode(), chance, change_bytes))
         except (CorruptObjectError, ValueError, OverflowError, RecursionError):
             pass
         else:
@@ -119,36 +101,6 @@ def _mutate(data: bytes, max_size: int, seed: int, decode: Callable[[], Any], en
     return bytes(atheris.Mutate(data, max_size))
 
 
-def changed(body: Any, chance: random.Random) -> Any:
-    """`body` with one value changed."""
-    places = list(_places(body))
-    if not places:
-        return copy.deepcopy(chance.choice(OTHERS))
-    container, key = chance.choice(places)
-    old = container[key]
-    match chance.randrange(6):
-        case 0:
-            container[key] = chance.choice(NUMBERS)
-        case 1:
-            container[key] = copy.deepcopy(chance.choice(OTHERS))
-        case 2:
-            other, other_key = chance.choice(places)
-            container[key] = other[other_key] if not isinstance(other[other_key], list | dict) else chance.choice(NUMBERS)
-        case 3:
-            del container[key]
-        case 4 if isinstance(container, list):
-            container.insert(key, old)
-        case _ if isinstance(old, bytes):
-            container[key] = atheris.Mutate(old, len(old) + 64)
-        case _ if isinstance(old, str):
-            container[key] = atheris.Mutate(old.encode(), len(old) + 16).decode(errors="replace")
-        case _:
-            container[key] = chance.choice(NUMBERS)
-    return body
-
-
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield value, key
-        yield from _places(item)
+def change_bytes(data: bytes, max_size: int) -> bytes:
+    """Other bytes, as libFuzzer would have them."""
+    return bytes(atheris.Mutate(data, max_size))

@@ -8,7 +8,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import atheris
-from _common import changed, fuzz
+from _common import change_bytes, fuzz
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tensorstore_ck" / "standalone"))
 with atheris.instrument_imports(include=["tsck_read"]):
@@ -20,6 +20,7 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.common.ids import derived_hash
 from tensorstore_ck.format.sealed import KINDS, MAGIC, unpack_body
+from tests.format.changed import changed
 
 HERE = Path(tempfile.mkdtemp(prefix="fuzz-standalone-"))
 STORE = HERE / "store"
@@ -45,7 +46,7 @@ def spoil(path: Path, chance: random.Random) -> None:
     old = PRISTINE[path]
     body = unpack_body(memoryview(old)[HEADER_BYTES:-SEAL_BYTES], "an object")
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
-        body = changed(body, chance)
+        body = changed(body, chance, change_bytes)
     try:
         head = old[:HEADER_BYTES] + msgpack.packb(body, use_bin_type=True)
     except (ValueError, OverflowError, TypeError):

@@ -47,6 +47,7 @@ def seeds() -> Iterator[tuple[str, bytes]]:
     yield "pack", samples.pack_of([b"raw" * 9, bytes(range(256))], compress=False)
     yield "import", b"\x01\x80\x02}q\x00X\x01\x00\x00\x00aK\x01s."
     yield "standalone", b"seed"
+    yield "store", b"seed"
     yield from codecs()
     for exclusive in (True, False):
         config = replace(new_config(exclusive_create=exclusive), uuid="12345678-1234-5678-1234-567812345678")

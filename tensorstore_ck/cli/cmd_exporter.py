@@ -27,7 +27,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 @command(
-    "Metrics of stores for Prometheus.",
+    "Serve metrics of stores to Prometheus.",
     "tsck exporter -s ./ckpt",
     "tsck exporter s3://bucket/a s3://bucket/b --db /var/lib/tsck/catalog.sqlite",
     "tsck exporter --db postgresql://tsck@db/tsck --listen 0.0.0.0:9464",
@@ -59,8 +59,8 @@ def exporter(
 ) -> None:
     """Answer Prometheus at /metrics, until interrupted. It changes nothing in a store; a scrape reads no store.
 
-    The stores are read in the background: one that does not answer has tsck_up 0, and hides no other. Who can reach the address can read
-    the metrics. With --json the URL is one line.
+    The stores are read in the background: one that does not answer has tsck_up 0, and hides no other. Anyone who can reach the address can
+    read the metrics. With --json the URL is one line.
     """
     from tensorstore_ck.integrations.prometheus import Endpoint, Exporter, private_catalog  # noqa: PLC0415 - may not be installed
 

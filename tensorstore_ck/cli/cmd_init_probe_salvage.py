@@ -174,7 +174,7 @@ def _accept(choice: StoreChoice) -> tuple[str, Head, Head | None]:
 def adopt(choice: StoreChoice, *, as_json: bool) -> None:
     """Give a store that is a copy of another one's files (cp, rsync, a snapshot of a disk) an identity of its own.
 
-    Else the two count as one store whose log went back or forked, and share the host's cache. It gets a new UUID, and a new log of all
+    Otherwise the two count as one store whose log went back or forked, and share the host's cache. It gets a new UUID, and a new log of all
     its snapshots. No other process may use the copy meanwhile. Nothing is deleted; the other store is not touched.
     """
     with closing(choice.open_backend()) as backend:

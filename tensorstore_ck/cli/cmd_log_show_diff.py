@@ -17,6 +17,7 @@ from tensorstore_ck.cli.output import (
     iso_time,
     mark_text,
     metrics_text,
+    none_text,
     printable,
     red,
     short_number,
@@ -34,7 +35,6 @@ from tensorstore_ck.maintenance.metric_plot import metric_points
 if TYPE_CHECKING:
     from tensorstore_ck.state.statistics import ChangeStatistics, TensorStatistics
 
-NO_SNAPSHOTS: Final = "no snapshots yet: `tsck put FILE --ref NAME` makes one"
 _CHANGES: Final = ("NAME", "CHANGE", "OLD", "NEW")
 
 
@@ -79,6 +79,7 @@ def log(
     with choice.look() as store:
         snapshots = store.log(ref, limit=None if where or sort else limit)
         kept_by = store.explain_retention(ref) if ref else {}
+        forgotten = () if snapshots else store.forgotten()
     if where is not None:
         snapshots = snapshots.where(where)
     if sort is not None:
@@ -91,7 +92,8 @@ def log(
         emit_paged(points, draw_text(points, metric), as_json=as_json)
         return
     names = None if ref else [snapshot.ref for snapshot in snapshots]
-    nothing = "no snapshot matches" if where is not None else choice.complete(NO_SNAPSHOTS)
+    none = choice.complete(none_text("snapshots", "`tsck put FILE --ref NAME`", forgotten, "branch"))
+    nothing = "no snapshot matches" if where is not None else none
     lines = snapshot_table(snapshots, names, kept_by=kept_by, asked=names_in(where, sort)) if snapshots else [nothing]
     emit_paged(snapshots, lines, as_json=as_json)
 

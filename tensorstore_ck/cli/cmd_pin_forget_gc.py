@@ -90,8 +90,16 @@ def forget(addresses: tuple[str, ...], choice: StoreChoice, *, by_policy: bool, 
         return
     with choice.open(read_only=not addresses) as store:
         snapshots = store.forget(*addresses) if addresses else store.forgotten()
-    nothing = "nothing was forgotten that can be undone"
-    emit(snapshots, _forgotten_lines(snapshots, "forgot" if addresses else "") or [nothing], as_json=as_json)
+    if not snapshots:
+        lines = ["nothing was forgotten that can be undone"]
+    elif addresses:
+        lines = [
+            *_forgotten_lines(snapshots, "forgot"),
+            "`tsck undo` brings this back for a day, then `tsck gc` frees what nothing else holds",
+        ]
+    else:
+        lines = _forgotten_lines(snapshots, "")
+    emit(snapshots, map(choice.complete, lines), as_json=as_json)
 
 
 @command("Bring back what was forgotten.", "tsck undo", "tsck undo runs/gpt@900")

@@ -1,12 +1,13 @@
 """Commands on refs and marks: branch, reset, tag, untag, annotate, mark. Each writes one log entry."""
 
+import shlex
 from collections.abc import Mapping
 
 import click
 
 from tensorstore_ck.cli.complete_names import complete_address, complete_ref, complete_tag
 from tensorstore_ck.cli.options import StoreChoice, command, named_number, store_options
-from tensorstore_ck.cli.output import emit, printable, snapshot_line, snapshot_table
+from tensorstore_ck.cli.output import emit, none_text, printable, snapshot_line, snapshot_table
 from tensorstore_ck.log.snapshot import Snapshot
 
 
@@ -18,9 +19,9 @@ def branch(name: str | None, address: str | None, choice: StoreChoice, *, as_jso
     """List the branches, or make branch NAME at the snapshot ADDRESS."""
     with choice.open(read_only=name is None) as store:
         if name is None:
-            _list_refs(
-                store.branches(), "BRANCH", choice.complete("no branches yet: `tsck put FILE --ref NAME` makes one"), as_json=as_json
-            )
+            refs = store.branches()
+            none = none_text("branches", "`tsck put FILE --ref NAME`", () if refs else store.forgotten(), "branch")
+            _list_refs(refs, "BRANCH", choice.complete(none), as_json=as_json)
             return
         at = _require_address(name, address, "branch")
         _done(f"branch {printable(name)} is at", store.branch(name, at), as_json=as_json)
@@ -44,7 +45,9 @@ def tag(name: str | None, address: str | None, choice: StoreChoice, *, as_json: 
     """List the tags, or give the snapshot ADDRESS the tag NAME, which never moves."""
     with choice.open(read_only=name is None) as store:
         if name is None:
-            _list_refs(store.tags(), "TAG", choice.complete("no tags yet: `tsck tag NAME ADDRESS` makes one"), as_json=as_json)
+            refs = store.tags()
+            none = none_text("tags", "`tsck tag NAME ADDRESS`", () if refs else store.forgotten(), "tag")
+            _list_refs(refs, "TAG", choice.complete(none), as_json=as_json)
             return
         at = _require_address(name, address, "tag")
         _done(f"tag {printable(name)} is at", store.tag(name, at), as_json=as_json)
@@ -57,7 +60,8 @@ def untag(name: str, choice: StoreChoice, *, as_json: bool) -> None:
     """Remove the tag NAME; `tsck undo` brings it back. The snapshot stays while another ref or pin holds it."""
     with choice.open() as store:
         store.untag(name)
-    emit({"untagged": name}, [f"removed tag {printable(name)}"], as_json=as_json)
+    undo = choice.complete(f"`tsck undo {shlex.quote(name)}`")
+    emit({"untagged": name}, [f"removed tag {printable(name)}; {undo} brings it back for a day"], as_json=as_json)
 
 
 @command("Add metrics to a snapshot.", "tsck annotate runs/gpt@9000 mmlu=0.61 val_loss=2.21")

@@ -49,7 +49,7 @@ def ui(
 ) -> None:
     """Show stores in a browser, until interrupted. The server listens on 127.0.0.1, and changes nothing in a store without --allow.
 
-    The printed URL has a token in it: who has it can look at the stores, and change what --allow names. With --json it is one line.
+    The printed URL has a token in it: anyone who has it can look at the stores, and change what --allow names. With --json it is one line.
     """
     from tensorstore_ck.ui import Access, Sources, make_app, parse_allow, private_catalog, serve  # noqa: PLC0415 - may not be installed
 

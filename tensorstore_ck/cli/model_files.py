@@ -156,7 +156,7 @@ def _safetensors() -> Any:
     try:
         import safetensors.torch  # noqa: PLC0415 - an extra
     except ImportError as exc:
-        raise missing_extra("safetensors", "reading and writing .safetensors") from exc
+        raise missing_extra("safetensors", "reading or writing .safetensors") from exc
     return safetensors
 
 

@@ -4,7 +4,6 @@ A command that works on a store takes a `StoreChoice`, made from the command lin
 allowed locations; it opens the store when the command asks for it.
 """
 
-import json
 import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -27,6 +26,7 @@ from tensorstore_ck.cli.hints import complete, show_completed, store_arguments
 from tensorstore_ck.cli.known_stores import note_store
 from tensorstore_ck.cli.output import printable, say
 from tensorstore_ck.cli.progress import Bar, CountingBackend
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.signing_keys import PASSPHRASE_VARIABLE, SigningKey, is_encrypted
 from tensorstore_ck.common.units import parse_bytes, parse_seconds
 from tensorstore_ck.engine.engine import Engine
@@ -197,8 +197,8 @@ def command(short_help: str, *examples: str) -> Callable[[Callable[..., None]], 
 def json_or_text(text: str) -> object:
     """``3e-4`` is a number, ``true`` a bool, ``[1, 2]`` a list; what is not JSON is text."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except ValueError:
         return text
 
 

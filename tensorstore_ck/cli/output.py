@@ -25,6 +25,7 @@ from tensorstore_ck.redaction import one_line, redacted
 
 if TYPE_CHECKING:
     from tensorstore_ck.log.snapshot import Snapshot
+    from tensorstore_ck.maintenance.forget import Forgotten
 
 _COLOURS: Final = re.compile("(" + "|".join(re.escape(code) for code in ("\x1b[0m", "\x1b[1m", "\x1b[31m", "\x1b[32m")) + ")")
 """The codes of `bold`, `red`, `green`, and of their end."""
@@ -125,6 +126,14 @@ def counted(count: int, noun: str) -> str:
     if count != 1:
         noun = noun[:-1] + "ies" if noun.endswith("ry") else noun + ("es" if noun.endswith("ch") else "s")
     return f"{count:,} {noun}"
+
+
+def none_text(what: str, made_by: str, forgotten: "Sequence[Forgotten]", kind: str) -> str:
+    """The line for an empty list: what makes a first item, or what brings removed refs of that kind back."""
+    removed = len({removal.ref for removal in forgotten if removal.kind == kind})
+    if not removed:
+        return f"no {what} yet: {made_by} makes one"
+    return f"no {what}: {counted(removed, kind)} forgotten; `tsck forget` lists what can be brought back, `tsck undo REF` does it"
 
 
 def first_names(names: Sequence[str]) -> str:
@@ -281,12 +290,14 @@ def stdout_is_terminal() -> bool:
 
 
 def _states(snapshots: "Sequence[Snapshot]") -> dict[str, str]:
-    """Id -> the role of a snapshot for its branches, in a history."""
+    """Id -> the role of a snapshot for branches, in a history. What heads only the branch that it was saved to is ``head``."""
     from tensorstore_ck.log.snapshot_log import SnapshotLog  # noqa: PLC0415 - as above
 
     if not isinstance(snapshots, SnapshotLog):
         return {}
-    return {**dict.fromkeys(snapshots.abandoned, "abandoned"), **dict.fromkeys(snapshots.heads, "head")}
+    saved_to = {snapshot.id: snapshot.ref for snapshot in snapshots}
+    heads = {name: "head" if [saved_to.get(name)] == refs else f"head of {first_names(refs)}" for name, refs in snapshots.heads.items()}
+    return {**dict.fromkeys(snapshots.abandoned, "abandoned"), **heads}
 
 
 def snapshot_line(what: str, snapshot: "Snapshot") -> str:

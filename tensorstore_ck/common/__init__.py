@@ -11,6 +11,7 @@ executor.py          long work, by threads of this process or a Dask cluster
 extras.py            what optional parts need, and the error where it is not installed
 filesystem_kind.py   the type of filesystem that a folder is on
 folder_identity.py   which folder a path names
+foreign_text.py      JSON and TOML of unknown origin
 free_space.py        whether there is enough free space, checked before writing
 html_table.py        escaped tables for notebooks
 host_memory.py       how much memory is free, and allocations that failed

@@ -95,7 +95,8 @@ def require_free_space(target: HasSpace, min_free: MinFree, needed_bytes: int, w
     needs = f"needs {human_bytes(needed_bytes)}, and there is too little free space" if needed_bytes else "has too little free space"
     keeps = f", and {human_bytes(kept_bytes)} must stay free ({min_free})" if kept_bytes else ""
     free = f"`{shlex.join(['tsck', 'usage', '-s', target.url])}` shows what gc can free now, and what later"
-    advice = f"free space there ({free}), or use another location" + (", or lower min_free" if kept_bytes else "")
+    lower = ", or pass a smaller min_free= to tsck.open(...)" if kept_bytes else ""
+    advice = f"free space there ({free}), or use another location{lower}"
     raise NoSpaceError(
         f"{what} {needs} at {target.url}: {human_bytes(space.free_bytes)} of {human_bytes(space.total_bytes)} are free{keeps}; {advice}",
         object_id=target.url,

@@ -6,9 +6,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, overload
 
+import numpy as np
+import numpy.typing as npt
+
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.format.layout import ExplicitRegions, Layout
 from tensorstore_ck.format.sharding import BoxBounds
+
+Numbers = npt.NDArray[np.int64]
 
 
 class ByteSource(Protocol):
@@ -22,6 +27,16 @@ class ByteSource(Protocol):
         """Bytes [start, stop): the tensor's own memory where it is contiguous on the CPU, else a copy. Thread-safe."""
 
 
+class SourceRanges(NamedTuple):
+    """Bytes of several tensors, as columns."""
+
+    tensors: Numbers
+    starts: Numbers
+    """Where each begins in its tensor's source."""
+    sizes: Numbers
+    """In bytes."""
+
+
 class LazySources(Sequence[ByteSource]):
     """Sources that are made on use: 20,000 objects would cost as much as their content."""
 
@@ -32,6 +47,10 @@ class LazySources(Sequence[ByteSource]):
     def read(self, number: int, start: int, stop: int) -> memoryview:
         """Bytes [start, stop) of the source of a number that is in range: see `ByteSource.read`."""
         return self.at(number).read(start, stop)
+
+    def gather(self, ranges: SourceRanges) -> bytearray:
+        """A copy of these bytes, one range after another."""
+        return _joined(self.read, ranges)
 
     @overload
     def __getitem__(self, number: int) -> ByteSource: ...
@@ -102,6 +121,11 @@ class FrozenTensor:
         return self.unread + 1 >= self.verify_every
 
 
+def _joined(read: Callable[[int, int, int], memoryview], ranges: SourceRanges) -> bytearray:
+    columns = (column.tolist() for column in ranges)
+    return bytearray().join([read(tensor, start, start + size) for tensor, start, size in zip(*columns, strict=True)])
+
+
 class CapturedState(NamedTuple):
     """A state, taken apart: what a save stores."""
 
@@ -123,6 +147,10 @@ class CapturedState(NamedTuple):
         """Reads bytes [start, stop) of the source of a tensor: ``read(tensor, start, stop)``."""
         sources = self.sources
         return sources.read if isinstance(sources, LazySources) else lambda tensor, start, stop: sources[tensor].read(start, stop)
+
+    def gather(self, ranges: SourceRanges) -> bytearray:
+        """A copy of these bytes, one range after another."""
+        return self.sources.gather(ranges) if isinstance(self.sources, LazySources) else _joined(self.read, ranges)
 
     @property
     def logical_bytes(self) -> int:

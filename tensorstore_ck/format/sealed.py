@@ -100,13 +100,13 @@ def pack_body(value: object) -> bytes:
 
 def seal(kind: str, body: Mapping[str, object]) -> bytes:
     """``magic | kind | msgpack body | BLAKE3 of all before it, in the kind's derive-key context``."""
-    head = MAGIC + KINDS[kind] + pack_body({"v": FORMAT_VERSION, **body})
-    return head + seal_of(kind, head)
+    head = MAGIC + KINDS[kind], pack_body({"v": FORMAT_VERSION, **body})
+    return b"".join((*head, seal_of(kind, *head)))
 
 
-def seal_of(kind: str, head: bytes | memoryview) -> Digest:
+def seal_of(kind: str, *head: bytes | memoryview) -> Digest:
     """The hash at the end of a sealed object, of everything before it."""
-    return derived_hash(f"{kind} object", head)
+    return derived_hash(f"{kind} object", *head)
 
 
 def object_hash(sealed: bytes) -> Digest:

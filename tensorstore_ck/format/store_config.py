@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.ids import derived_hash
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
 
@@ -66,7 +67,7 @@ def decode_config(data: bytes, url: str) -> StoreConfig:
     """
     where = f"{CONFIG_NAME} in {url}"
     try:
-        body: dict[str, Any] = json.loads(data)
+        body: dict[str, Any] = parse_json(data)
         seen = body["format"], body["hash"], body["features"]
         checksum = body.pop("checksum")
         is_sound = checksum == _checksum(body) and data == _dump({**body, "checksum": checksum})

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.common.signing_keys import PASSPHRASE_VARIABLE
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, UntrustedError
@@ -94,15 +95,15 @@ def verify_folder(folder: str, signature: str, key: str) -> tuple[str, ...]:
         raise NotFoundError(f"there is no folder {folder}", object_id=folder)
     public, data = _public_key(key), _read(signature, "signature")
     try:
-        envelope = _checked_bundle(json.loads(data))
+        envelope = _checked_bundle(parse_json(data))
         payload = base64.b64decode(envelope["payload"], validate=True)
         signed = base64.b64decode(envelope["signatures"][0]["sig"], validate=True)
         if not _is_signed(public, signed, payload):
             raise UntrustedError(
                 f"{signature} is not signed with the key in {key}: it was forged, or another key signed it", object_id=signature
             )
-        expected, ignored = _signed_digests(json.loads(payload))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, binascii.Error) as exc:
+        expected, ignored = _signed_digests(parse_json(payload))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, binascii.Error) as exc:
         raise InvalidOptionError(
             f"{signature} is no signature of model-signing 1.x with one key: {exc!r:.200}", object_id=signature
         ) from exc
@@ -242,6 +243,6 @@ def _signed_bytes(payload: bytes) -> bytes:
 def _read(path: str | os.PathLike[str], what: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            return file.read(_MAX_BYTES)
+            return file.read(min(_MAX_BYTES, os.fstat(file.fileno()).st_size))
     except OSError as exc:
         raise NotFoundError(f"the {what} {path} cannot be read: {exc.strerror}", object_id=str(path)) from exc

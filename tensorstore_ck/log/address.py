@@ -131,6 +131,8 @@ def _tag_or_root(view: RefTable, base: str) -> tuple[SnapshotInfo | None, str | 
 
 
 def _nothing_at(view: RefTable, base: str) -> str:
+    if view.was_forgotten(base):
+        return f"there is no ref {base!r} any more: it was forgotten; `tsck undo {base}` brings it back"
     names = [*view.branches(), *view.tags()]
     similar = similar_names(base, names)
     listed = [*similar, *sorted({*names} - {*similar})]

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.log.table_rows import Head
@@ -149,11 +150,11 @@ def _encode(known: SeenHead) -> bytes:
 
 def _decode(data: bytes) -> SeenHead | None:
     try:
-        body = json.loads(data)
+        body = parse_json(data)
         n, accepted_ns, dismissed_n = (body[name] for name in ("n", "accepted_ns", "dismissed_n"))
         digest, log = bytes.fromhex(body["hash"]), body["log"]
         url, identity = body.get("url", ""), body.get("inode", 0)  # earlier builds write none
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None
     is_sound = (
         type(log) is type(url) is str

@@ -270,6 +270,11 @@ class RefTable:
             time_ns, kind = rows.WINDOWS.check(value)
             yield UndoWindow(n=int.from_bytes(key[:8], "big"), name=key[8:].decode("ascii"), time_ns=time_ns, kind=kind, moves=moves)
 
+    def was_forgotten(self, name: str) -> bool:
+        """Whether an undo window has this branch or tag."""
+        kinds = (rows.WINDOWS.check(value)[1] for key, value in self.scan(rows.WINDOWS) if key[8:] == name.encode())
+        return any(kind != "snapshots" for kind in kinds)
+
     def object_state(self, key: ObjectKey) -> rows.ObjectRow | None:
         """Whether an object is condemned or swept; None if neither."""
         return self.read(rows.OBJECTS, rows.object_key(key)) if self._has_rows(rows.OBJECTS) else None

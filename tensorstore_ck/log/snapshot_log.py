@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, SupportsIndex, overload
 
 from tensorstore_ck.common.extras import missing_extra
@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 class SnapshotLog(list[Snapshot]):
     """Snapshots, newest first."""
 
-    def __init__(self, snapshots: Iterable[Snapshot] = (), *, heads: Iterable[str] = (), abandoned: Iterable[str] = ()) -> None:
+    def __init__(
+        self, snapshots: Iterable[Snapshot] = (), *, heads: Mapping[str, Sequence[str]] | None = None, abandoned: Iterable[str] = ()
+    ) -> None:
         super().__init__(snapshots)
-        self.heads = frozenset(heads)
-        """Ids of the snapshots where branches are."""
+        self.heads = dict(heads or {})
+        """Id of a snapshot -> the branches that are there."""
         self.abandoned = frozenset(abandoned)
         """Ids of those that training was taken back from, by `reset` or by a save that continues an earlier one."""
 

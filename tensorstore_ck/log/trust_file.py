@@ -11,7 +11,6 @@
 
 import os
 import stat
-import tomllib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,12 +18,12 @@ from typing import Any, Final, NamedTuple
 
 import platformdirs
 
+from tensorstore_ck.common.foreign_text import MAX_TOML_BYTES, parse_toml
 from tensorstore_ck.common.owned_files import require_safe_parent
 from tensorstore_ck.common.signing_keys import parse_public
 from tensorstore_ck.errors import InvalidOptionError, PermissionDeniedError
 from tensorstore_ck.log.ref_names import is_ref_glob
 
-_MAX_BYTES: Final = 1 << 20
 _MAX_LINKS: Final = 40
 
 
@@ -73,11 +72,11 @@ def read_trust(path: str | os.PathLike[str] | None) -> TrustFile | None:
             f"the trust file {shown} can be changed by other users of this host: it must be yours or root's, and `chmod go-w` it",
             object_id=shown,
         )
-    if not stat.S_ISREG(status.st_mode) or len(data) > _MAX_BYTES:
-        raise InvalidOptionError(f"{shown} is no trust file: it is not a regular file of at most {_MAX_BYTES:,} bytes", object_id=shown)
+    if not stat.S_ISREG(status.st_mode) or len(data) > MAX_TOML_BYTES:
+        raise InvalidOptionError(f"{shown} is no trust file: it is not a regular file of at most {MAX_TOML_BYTES:,} bytes", object_id=shown)
     try:
-        return _decode(shown, tomllib.loads(data.decode()))
-    except (ValueError, RecursionError) as exc:  # UnicodeDecodeError and TOMLDecodeError, too
+        return _decode(shown, parse_toml(data))
+    except ValueError as exc:
         raise InvalidOptionError(f"{shown} is no trust file: {exc}", object_id=shown) from exc
 
 
@@ -101,7 +100,7 @@ def _read_own(path: str) -> tuple[os.stat_result, bytes]:
         at = os.path.abspath(os.path.join(os.path.dirname(at), os.readlink(at)))
     with open(os.open(at, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # opening a FIFO would wait
         status = os.fstat(file.fileno())
-        return status, file.read(_MAX_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
+        return status, file.read(MAX_TOML_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
 
 
 def _decode(path: str, body: dict[str, Any]) -> TrustFile:

@@ -1,10 +1,11 @@
 """How many parameters a model has, from its ``config.json`` or the index of its safetensors files. Reads no weights."""
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, NotFoundError
 
 MAX_FILE_BYTES: Final = 64 << 20
@@ -62,11 +63,11 @@ def count_parameters(path: Path) -> CountedParameters:
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        read = json.loads(data) if len(data) <= MAX_FILE_BYTES else None
+            data = file.read(min(MAX_FILE_BYTES + 1, os.fstat(file.fileno()).st_size))
+        read = parse_json(data) if len(data) <= MAX_FILE_BYTES else None
     except FileNotFoundError as exc:
         raise NotFoundError(f"there is no file {path}", object_id=str(path)) from exc
-    except (OSError, ValueError, RecursionError) as exc:
+    except (OSError, ValueError) as exc:
         raise CorruptObjectError(f"{path} cannot be read as JSON: {exc}", object_id=str(path)) from exc
     if not isinstance(read, dict):
         raise CorruptObjectError(f"{path} is not a JSON object, or larger than {MAX_FILE_BYTES >> 20} MiB", object_id=str(path))

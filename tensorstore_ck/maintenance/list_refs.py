@@ -17,7 +17,7 @@ def history(engine: Engine, ref: str | None, limit: int | None) -> SnapshotLog:
     view = engine.log.readable_view()
     if ref is not None and view.branch(ref) is None:
         return SnapshotLog([Snapshot.from_info(resolve(view, ref).info)])
-    since, heads, lines = dict[Ulid, int](), set[Ulid](), set[Ulid]()
+    since, lines = dict[Ulid, int](), set[Ulid]()
     visits, found = list[SnapshotInfo](), cache(view.snapshot)
     for name in view.branches() if ref is None else [ref]:
         moves = _newest_moves(view, name, limit) if ref is None else list(view.moves(name, limit=limit))
@@ -25,12 +25,17 @@ def history(engine: Engine, ref: str | None, limit: int | None) -> SnapshotLog:
         for move in moves:
             since[move.ulid] = max(move.n if move.op == "reset" else 0, since.get(move.ulid, 0))
         visits += infos
-        heads |= {info.ulid for info in infos[:1]}
         lines |= {info.ulid for info in training_line(reversed(infos))}
     if ref is None:
         visits = sorted({info.ulid: info for info in visits}.values(), key=lambda info: -max(info.n, since[info.ulid]))
     abandoned = {info.ulid for info in visits} - lines
-    return SnapshotLog(map(Snapshot.from_info, visits[:limit]), heads=map(ulid_text, heads), abandoned=map(ulid_text, abandoned))
+    shown = visits[:limit]
+    heads = {info.ulid: list[str]() for info in shown}
+    for head in view.heads():
+        if head.ulid in heads:
+            heads[head.ulid].append(head.name)
+    named = {ulid_text(ulid): names for ulid, names in heads.items() if names}
+    return SnapshotLog(map(Snapshot.from_info, shown), heads=named, abandoned=map(ulid_text, abandoned))
 
 
 def _newest_moves(view: RefTable, branch: str, limit: int | None) -> list[BranchMove]:

@@ -15,6 +15,8 @@ unsupported_types.py    advice for values that cannot be stored
 check.py                the dry run of a save
 arena.py                reused host memory for captures
 capture_copy.py         copies a captured state into host memory
+memory_moves.py         copies between many addresses of host memory
+recent_layouts.py       the layouts of a handle's last saves, used again
 device/                 tensors on CUDA devices: copies through pinned memory, ids of blocks
 boxes.py                `Box`, `Boxes` and torch's `CheckpointableTensor`
 sharded_tensors.py      `DTensor`, `ShardedTensor` and `FlatShard`

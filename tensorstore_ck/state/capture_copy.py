@@ -9,11 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tensorstore_ck.common.threads import for_each
-from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, DeviceBlocks, LazySources
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, DeviceBlocks, LazySources, Numbers, SourceRanges
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, Sampling, pieces, require_unchanged, share_of
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES
@@ -21,6 +20,7 @@ from tensorstore_ck.state.arena import Arena, Slot
 from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, address_of
 from tensorstore_ck.state.device.capture_proofs import ArrivingSource, Overlap, start_copies
 from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopy, is_on_device
+from tensorstore_ck.state.memory_moves import gather, move
 from tensorstore_ck.state.rank_shares import ChainedSource
 from tensorstore_ck.state.tensor_table import ByteSources
 
@@ -31,15 +31,7 @@ PIECE_BYTES: Final = 4 << 20
 """The smallest unit of a thread's work."""
 MAX_PIECE_BYTES: Final = 256 << 20
 """A memcpy of hundreds of MiB bypasses the caches: it ran at 20 GB/s, and at 13 in pieces of 16 MiB."""
-SMALL_BYTES: Final = 16 << 10
-"""Smaller copies keep the GIL: two threads that exchanged it took three times as long for 20,000 copies of 256 bytes."""
 
-Numbers = npt.NDArray[np.int64]
-
-_memmove = ctypes.CDLL(None).memmove
-_memmove_with_gil = ctypes.PyDLL(None).memmove
-for _function in (_memmove, _memmove_with_gil):
-    _function.argtypes, _function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp_with_gil = ctypes.PyDLL(None).memcmp
 for _function in (_memcmp, _memcmp_with_gil):
@@ -113,7 +105,7 @@ def copy_captured(
         copies.others |= started.kept
     moves = np.stack((offsets[:-1] + address_of(memory), addresses, sizes), axis=1)[addresses != 0]
     jobs = _jobs(np.concatenate((moves, rest.moves())), threads)
-    for_each(jobs, _move, min(threads, len(jobs)))
+    for_each(jobs, move, min(threads, len(jobs)))
     rest.copy_strided()
     if sampling.verify_share:
         sampling = sampling._replace(verify_share=share_of(int(sizes.sum()), sampling.verify_share))
@@ -193,6 +185,15 @@ class _CopiedSources(LazySources):
         first = int(self._offsets[number])
         return memory[first + start : first + stop].data
 
+    def gather(self, ranges: SourceRanges) -> bytearray:
+        """See `LazySources`."""
+        if self._slot.memory is None:
+            return super().gather(ranges)
+        tensors, starts, sizes = ranges
+        addresses = address_of(self._slot.memory) + self._offsets[tensors] + starts
+        addresses[np.isin(tensors, [*self.others, *self.arrivals])] = 0
+        return gather(addresses, sizes, lambda at: self.read(int(tensors[at]), int(starts[at]), int(starts[at] + sizes[at])))
+
     def __len__(self) -> int:
         return len(self._sizes)
 
@@ -255,8 +256,3 @@ def _jobs(moves: Numbers, threads: int) -> list[Numbers]:
     small = moves[sizes <= PIECE_BYTES]
     jobs += np.split(small, np.flatnonzero(np.diff(np.cumsum(small[:, 2]) // PIECE_BYTES)) + 1)
     return sorted(jobs, key=lambda job: -int(job[:, 2].sum()))
-
-
-def _move(job: Numbers) -> None:
-    for target, address, size in zip(*job.T.tolist(), strict=True):
-        (_memmove if size > SMALL_BYTES else _memmove_with_gil)(target, address, size)

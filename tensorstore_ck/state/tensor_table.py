@@ -9,19 +9,17 @@ from functools import cached_property
 from typing import Any, NamedTuple, overload
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from tensorstore_ck.engine.interfaces import ByteSource, LazySources
+from tensorstore_ck.engine.interfaces import ByteSource, LazySources, Numbers, SourceRanges
 from tensorstore_ck.format.layout import TensorSpec
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
 from tensorstore_ck.state.aliasing import Area, MemoryAreas
 from tensorstore_ck.state.boxes import CHECKPOINTABLE_MARK
 from tensorstore_ck.state.byte_sources import WRITABLE, Array, CopySource, MemorySource, memory_view
+from tensorstore_ck.state.memory_moves import gather
 from tensorstore_ck.state.plain_memory import PLAIN
 from tensorstore_ck.state.registered_types import DTYPE_NAMES
-
-Numbers = npt.NDArray[np.int64]
 
 
 class TensorKind(NamedTuple):
@@ -43,8 +41,8 @@ class TensorSpecs(Sequence[TensorSpec]):
     """The `TensorSpec` of each tensor, made on first use."""
 
     def __init__(self, names: Sequence[str], forms: Sequence[TensorKind]) -> None:
-        self._names = names
-        self._forms = forms
+        self.names = names
+        self.forms = forms
 
     @overload
     def __getitem__(self, number: int) -> TensorSpec: ...
@@ -57,11 +55,11 @@ class TensorSpecs(Sequence[TensorSpec]):
         return iter(self._all)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
     @cached_property
     def _all(self) -> list[TensorSpec]:
-        return [TensorSpec(name, *form[:3], form.order) for name, form in zip(self._names, self._forms, strict=True)]
+        return [TensorSpec(name, *form[:3], form.order) for name, form in zip(self.names, self.forms, strict=True)]
 
 
 class ByteSources(LazySources):
@@ -108,6 +106,13 @@ class ByteSources(LazySources):
         """See `LazySources`."""
         address = int(self.addresses[number])
         return memory_view(address + start, stop - start, WRITABLE) if address and start < stop else self.at(number).read(start, stop)
+
+    def gather(self, ranges: SourceRanges) -> bytearray:
+        """See `LazySources`."""
+        tensors, starts, sizes = ranges
+        first = self.addresses[tensors]
+        addresses = np.where(first != 0, first + starts, 0)
+        return gather(addresses, sizes, lambda at: self.read(int(tensors[at]), int(starts[at]), int(starts[at] + sizes[at])))
 
     def __len__(self) -> int:
         return len(self.sizes)

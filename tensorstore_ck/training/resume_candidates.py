@@ -35,6 +35,8 @@ class ResumeCandidate(NamedTuple):
     """Why the user must confirm the resume."""
     skipped: Sequence[tuple[str, str]] = ()
     """Newer snapshots that are marked: name and reason."""
+    root: str = ""
+    """Of a branch's snapshot."""
 
 
 def find_named(store: ReadOnlyStore, address: str) -> ResumeCandidate:
@@ -82,7 +84,7 @@ def choose(
         address = f"{ref}~0" if number == 0 else name
         drifted = None if allow_marked or drift == "accept" else _drifted(store, history[number:])
         if drifted is None:
-            return ResumeCandidate(address, name, skipped=marked)
+            return ResumeCandidate(address, name, skipped=marked, root=snapshot.root)
         reason = _describe(store, ref=ref, address=name, snapshot=snapshot, drifted=drifted)
         if drift is None:
             return ResumeCandidate(address, name, drift=reason, skipped=marked)

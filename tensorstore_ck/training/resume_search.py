@@ -6,6 +6,7 @@ is tried instead. A store that cannot be read now is no damage: after a few trie
 """
 
 import json
+import logging
 import shlex
 import time
 import warnings
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from tensorstore_ck.common.foreign_text import parse_json
+from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import (
     CorruptObjectError,
@@ -24,6 +27,7 @@ from tensorstore_ck.errors import (
     SnapshotMarkedBadError,
     StoreError,
 )
+from tensorstore_ck.redaction import redacted
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
 from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.resume_candidates import OnDrift, ResumeCandidate, choose, find_named
@@ -40,6 +44,7 @@ TRIES: Final = 3
 """The number of tries after transient failures."""
 PAUSE_SECONDS: Final = 5.0
 MAX_NAMED: Final = 4
+_logger: Final = logging.getLogger("tensorstore_ck")
 
 
 class ResumeSearch:
@@ -79,6 +84,7 @@ class ResumeSearch:
         self._candidate = ResumeCandidate()
         self._skipped: dict[str, str] = {}
         self._warned = 0
+        self._announced = ""
         self._tries = 0
         self._has_tried = False
         store.finish_staged(address, group, timeout_seconds=timeout_seconds)
@@ -102,8 +108,11 @@ class ResumeSearch:
                 self.note_failure(exc)
         return None
 
-    def next_address(self) -> str | None:
-        """The snapshot to try next; None if there is no such branch or tag yet.
+    def next_address(self, *, announce: bool = True) -> str | None:
+        """The snapshot to try next; None if there is no such branch or tag yet. One line of the log says which, unless the caller named it.
+
+        Args:
+            announce: False: the caller does not restore it.
 
         Raises:
             StoreError: see `restore`.
@@ -113,6 +122,8 @@ class ResumeSearch:
         if chosen.is_new and self._missing:
             raise NotFoundError(self._missing, object_id=self._address)
         if chosen.is_new:
+            if announce and not self._only_newest:
+                self._announce(f"nothing to resume: {self._address} has no snapshot yet")
             return None
         if not chosen.address:
             raise self._none_intact()
@@ -122,6 +133,8 @@ class ResumeSearch:
                 object_id=chosen.name,
             )
         self._warn_of_skipped(chosen.name)
+        if announce and not chosen.is_named:
+            self._announce(f"resuming from {chosen.name} (root {chosen.root[:SHOWN_ROOT_DIGITS]})")
         return chosen.address
 
     def note_failure(self, failure: StoreError) -> None:
@@ -156,12 +169,18 @@ class ResumeSearch:
             if not self._missing:
                 raise
             raise NotFoundError(f"{self._missing}: {exc}", object_id=self._address) from exc
-        return ResumeCandidate(*json.loads(answer))
+        return ResumeCandidate(*parse_json(answer))
 
     def _choose(self) -> ResumeCandidate:
         if self._only_newest:
             return find_named(self._store, self._address)
         return choose(self._store, self._address, self._skipped, drift=self._drift, allow_marked=self._allow_marked)
+
+    def _announce(self, text: str) -> None:
+        """Once, on the first rank. A warning, as for a new store: it says whether a job does what its user expects, in most jobs' logs."""
+        if text != self._announced and (self._group is None or self._group.rank() == 0):
+            _logger.warning("%s in %s", text, redacted(self._store.url))
+        self._announced = text
 
     def _warn_of_skipped(self, taken: str) -> None:
         for name, reason in list(self._skipped.items())[self._warned :]:

@@ -46,7 +46,7 @@ try:
     import starlette as _starlette
     import uvicorn as _uvicorn
 except ImportError as exc:
-    raise missing_extra("ui", "the pages in a browser") from exc
+    raise missing_extra("ui", "a server of pages in a browser") from exc
 
 from tensorstore_ck.catalog.private_catalog import private_catalog
 from tensorstore_ck.ui.actions import parse_allow

@@ -1,6 +1,5 @@
 """The page of what happened: the operations in the logs of all stores, newest first."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from starlette.responses import Response
 from tensorstore_ck.catalog.read_entries import CHANGED_TABLES
 from tensorstore_ck.catalog.row_writer import MAX_BIGINT
 from tensorstore_ck.catalog.schema import events, stores
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.sources import StoreKey
@@ -136,7 +136,7 @@ def read_events(connection: Connection, wanted: Asked, known: Sequence[StoreKey]
             op=row.op,
             ref=row.ref,
             root=row.root,
-            what=what_text(json.loads(row.detail)),
+            what=what_text(parse_json(row.detail)),
             key=f"{row.time_ns}.{row.store_id}.{row.n}.{row.position}",
         )
         for row in rows

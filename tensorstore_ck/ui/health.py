@@ -1,6 +1,5 @@
 """The page of a store's health: last runs of gc and fsck, a check on request, marked snapshots, and where packs lie."""
 
-import json
 import re
 import time
 from collections import Counter
@@ -14,6 +13,7 @@ from starlette.responses import RedirectResponse, Response
 
 from tensorstore_ck.catalog.last_runs import last_runs
 from tensorstore_ck.catalog.schema import gc_runs, policies, snapshots
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.gc.usage import Usage
@@ -142,7 +142,7 @@ def read_ageing(connection: Connection, store: StoreKey) -> tuple[tuple[str, str
     rules_by_glob = []
     for glob, rules in rows:
         try:
-            policy = Policy.decode(json.loads(rules))
+            policy = Policy.decode(parse_json(rules))
         except InvalidOptionError as exc:
             rules_by_glob.append((glob, str(exc)))
             continue

@@ -45,6 +45,26 @@ def test_forget_undo_and_gc(history: Tsck) -> None:
     assert history("fsck", "--read-data").code == 0
 
 
+def test_what_was_forgotten_names_undo_where_one_looks_for_it(history: Tsck) -> None:
+    history("tag", "v1", "runs/gpt")
+    assert history("untag", "v1").out == "removed tag v1; `tsck undo v1` brings it back for a day\n"
+    assert history("tag").out.startswith("no tags: 1 tag forgotten; ")
+    assert history("forget", "runs/gpt").out.splitlines()[-1].startswith("`tsck undo` brings this back for a day")
+    for command in ("log", "branch"):
+        assert "1 branch forgotten; `tsck forget` lists what can be brought back, `tsck undo REF` does it" in history(command).out
+    for ref in ("v1", "runs/gpt"):
+        assert f"it was forgotten; `tsck undo {ref} " in history("show", ref).err
+        assert history("undo", ref).code == 0
+        assert history("show", ref).code == 0
+
+
+def test_a_store_without_refs_says_what_makes_the_first(tsck: Tsck) -> None:
+    tsck("init", "ck")
+    shown = [tsck(command).out for command in ("log", "branch", "tag")]
+    put = "`tsck put FILE --ref NAME` makes one\n"
+    assert shown == [f"no snapshots yet: {put}", f"no branches yet: {put}", "no tags yet: `tsck tag NAME ADDRESS` makes one\n"]
+
+
 def test_gc_refuses_to_free_too_much(history: Tsck) -> None:
     history("forget", "runs/gpt")
     refused = history("gc", "--undo-window", "0s", "--min-age", "0s", "--max-delete", "10%")

@@ -49,6 +49,15 @@ def test_a_save_that_continues_an_earlier_one_abandons_the_later_ones(tsck: Tsck
         assert not store.log().abandoned & {store.resolve("kept").id}, "another branch is there"
 
 
+def test_a_snapshot_is_marked_with_all_branches_whose_head_it_is(tsck: Tsck, taken_back: list[str]) -> None:
+    for name, address in (("exp/x", "runs/a"), ("exp/y", "runs/a@2")):
+        assert tsck("branch", name, address).code == 0
+    for shown in (tsck("log").out, tsck("log", "runs/a").out):
+        heads = re.findall(r" (\d)  20.*  (head.*)$", shown, re.MULTILINE)
+        assert {*heads} == {("3", "head of exp/x, runs/a"), ("2", "head of exp/y")}
+    assert re.search(r" 2  20.*  head of exp/y$", tsck("log", "exp/y").out, re.MULTILINE)
+
+
 def test_metrics_that_a_terminal_has_no_room_for_are_counted(tsck: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tsck_package.open(tmp_path / "ck", create=True, cache_dir=tmp_path / "cache") as store:
         metrics = {f"eval_metric_{number}": number / 7 for number in range(39)} | {"loss": 0.25}

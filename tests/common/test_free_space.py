@@ -31,7 +31,7 @@ def test_the_message_has_all_sizes_and_what_to_do() -> None:
     assert str(refused.value) == (
         "step 1000 of runs/gpt needs 10.0 GiB, and there is too little free space at /ckpt: 12.0 GiB of 100.0 GiB are free, "
         "and 5.0 GiB must stay free (min_free=5%); free space there (`tsck usage -s /ckpt` shows what gc can free now, and what later), "
-        "or use another location, or lower min_free"
+        "or use another location, or pass a smaller min_free= to tsck.open(...)"
     )
     assert refused.value.object_id == "/ckpt"
     with pytest.raises(NoSpaceError) as refused:

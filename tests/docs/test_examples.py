@@ -1,6 +1,10 @@
 """The examples that need no trainer run, and end as they say. Those of trainers are run beside the tests of each adapter."""
 
+import ast
+import runpy
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -11,13 +15,55 @@ from tests.documents import REPOSITORY
 from tests.effort import PATIENCE_SECONDS
 
 EXAMPLES = REPOSITORY / "examples"
-LONGEST = {"accelerate_loop.py", "megatron_layers.py", "ray_train.py", "torchft_loop.py", "transformers_trainer.py", "vllm_plugin.py"}
+PROGRAMS = [path for path in sorted(EXAMPLES.glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
+LONGEST = {
+    "accelerate_loop.py",
+    "megatron_layers.py",
+    "nvrx_restart.py",
+    "ray_train.py",
+    "torchft_loop.py",
+    "transformers_trainer.py",
+    "vllm_plugin.py",
+}
 """Of trainers that take more than 60 lines."""
 
 
 def test_an_example_can_be_read_at_once() -> None:
     long = {path.name for path in EXAMPLES.glob("*.py") if len(path.read_text().splitlines()) >= 60}
     assert long <= LONGEST
+
+
+def test_wrong_arguments_and_help_print_the_usage_and_make_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(PROGRAMS) >= 19
+    for path in PROGRAMS:
+        for name in trainer_modules(path):
+            monkeypatch.setitem(sys.modules, name, MagicMock())
+        for arguments, code in ((["--help"], 0), ([], 2), (["folder", "--no-such-option"], 2)):
+            monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_path(str(path), run_name="__main__")
+            printed = capsys.readouterr()
+            assert (ended.value.code, (printed.out or printed.err).split()[:2]) == (code, ["usage:", path.name])
+    assert list(tmp_path.iterdir()) == []
+
+
+def trainer_modules(path: Path) -> set[str]:
+    """The modules that a script imports, and the packages that they are in, except torch and what is always there."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        found |= {".".join(name.split(".")[:count]) for name in names for count in range(1, name.count(".") + 2)}
+    known = {*sys.stdlib_module_names, "torch", "tensorstore_ck", "examples"}
+    return {name for name in found if name.partition(".")[0] not in known}
+
+
+def test_the_page_of_transformers_has_the_whole_script() -> None:
+    script = (EXAMPLES / "transformers_trainer.py").read_text()
+    assert f"```python\n{script}```" in (REPOSITORY / "docs" / "trainers" / "transformers.md").read_text()
 
 
 def test_save_and_resume(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, permutations
 from pathlib import Path
 
 import pytest
@@ -320,16 +320,22 @@ PLANS = {
 }
 
 
+VARIANTS = [(plan, order) for order in permutations(range(4)) for plan in PLANS]
+"""A plan, and an order of the honest operations."""
+
+
 @pytest.mark.slow
 @pytest.mark.race
 def test_all_orders_of_four_forged_and_four_honest_operations() -> None:
-    orders = list(combinations(range(8), 4))
-    for number, plan in in_turns(range(len(orders)), list(PLANS)):
+    """Each way to merge the two sequences, with the honest one in any order: 70 of 6,720 cases, and all in `make soak` (a quarter hour)."""
+    merges = list(combinations(range(8), 4))
+    for number, (plan, ours_in_order) in in_turns(range(len(merges)), VARIANTS):
         world = World().filled()
-        ours, theirs = iter(honest(world)), iter(forged_steps(world, PLANS[plan]))
+        steps, theirs = honest(world), iter(forged_steps(world, PLANS[plan]))
+        ours = iter([steps[at] for at in ours_in_order])
         for place in range(8):
             with suppress(StoreError):  # what was released cannot be forgotten, and the like
-                next(theirs if place in orders[number] else ours)()
+                next(theirs if place in merges[number] else ours)()
             world.note()
         for days in (0, 0.3, 0.3):
             world.wait(days)

@@ -16,9 +16,9 @@ def test_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found = []
-    for folder, runs in (("cut", ("20", "60")), ("whole", ("60",))):
+    for folder, runs in (("cut", (20, 60)), ("whole", (60,))):
         for steps in runs:
-            main(["--folder", str(tmp_path / folder), "--steps", steps])
+            main(tmp_path / folder, steps)
         found.append(re.findall(r"runs/fox@(\d+)  loss ([\d.]+)", capsys.readouterr().out))
     cut, whole = found
     assert [step for step, _ in whole] == ["60", "40"]

@@ -123,7 +123,7 @@ def test_a_log_sorts_as_a_catalog_does(searched: Searched, name: str, *, descend
 def test_what_is_left_is_still_a_log(searched: Searched) -> None:
     log = searched.store.log("b").where("step >= 5")
     assert [snapshot.step for snapshot in log] == [7, 5]
-    assert log.heads == {log[0].id}
+    assert log.heads == {log[0].id: ["b"]}
     assert log[:1].heads == log.heads
 
 

@@ -148,5 +148,5 @@ def test_one_that_is_too_long_is_not_cut_and_a_fifo_is_not_waited_for(tmp_path: 
     path.write_text(f'[[trust]]\nrefs = ["a"]\nkeys = ["{ONE.public}"]\n' + "#\n" * (1 << 19))
     os.mkfifo(tmp_path / "fifo")
     for each in (path, tmp_path / "fifo"):
-        with pytest.raises(InvalidOptionError, match="not a regular file of at most 1,048,576 bytes"):
+        with pytest.raises(InvalidOptionError, match="not a regular file of at most 131,072 bytes"):
             read_trust(each)

@@ -1,5 +1,6 @@
 """Boxes of tensors in one process: what can be one, what is stored of them, and what they are filled with."""
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, UnsupportedValueError
+from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.state import capture, restore
+from tensorstore_ck.state.boxes import coverage_error
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber
 from tests.session.group.boxed import boxes_of
 from tests.state.fake import stored
@@ -108,6 +111,23 @@ def test_part_of_a_tensor_is_filled_and_not_stored(store: tsck.Store, tmp_path: 
     twice = {"w": tsck.Boxes([half(FULL), tsck.Box(FULL, (6, 8), (0, 0))])}
     with pytest.raises(UnsupportedValueError, match="pieces overlap"):
         store.put_snapshot(twice, ref="job", step=2)
+
+
+def test_whether_boxes_are_a_whole_tensor() -> None:
+    """As counting the boxes of each element says; and of 100,000: to compare them in pairs takes minutes."""
+    chance, whole = random.Random(1), 0
+    for _ in range(600):
+        shape = tuple(chance.randrange(1, 4) for _ in range(chance.randrange(3)))
+        starts = [tuple(map(chance.randrange, shape)) for _ in range(chance.randrange(5))]
+        sizes = [tuple(chance.randrange(1, end - at + 1) for end, at in zip(shape, start, strict=True)) for start in starts]
+        count = torch.zeros(shape, dtype=torch.int32)
+        for start, size in zip(starts, sizes, strict=True):
+            count[tuple(slice(at, at + length) for at, length in zip(start, size, strict=True))] += 1
+        is_whole = bool((count == 1).all())
+        whole += is_whole
+        assert (not coverage_error(shape, list(map(BoxBounds, starts, sizes)))) == is_whole, (shape, starts, sizes)
+    assert whole > 40
+    assert not coverage_error((1, 100_000), [BoxBounds((0, at), (1, 1)) for at in range(100_000)])
 
 
 def test_what_does_not_fit_is_not_filled(store: tsck.Store) -> None:

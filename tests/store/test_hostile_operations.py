@@ -1,22 +1,19 @@
 """Logs of random operations that pass every check of their fields, with extreme values: each call raises this package's errors only."""
 
 import random
-import warnings
-from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
 import torch
 
-import tensorstore_ck as tsck
 from tensorstore_ck.common.ids import Ulid, parse_ulid
-from tensorstore_ck.errors import StoreError
 from tensorstore_ck.log import Op
 from tensorstore_ck.log.operations import op_problem
 from tensorstore_ck.store import Store
 from tests.effort import effort
 from tests.gc.forged import forge
 from tests.gc.stores import open_store, stay_in_one_thread
+from tests.store.hostile_calls import require_only_our_errors
 
 STORES: Final = effort(60, 1000)
 FLOATS: Final = [0.0, -0.0, 1e-300, 5e-324, 1e300, 1.7e308, float("inf"), float("-inf"), float("nan"), -1.0, 0.5, 1e18, 1e10]
@@ -29,33 +26,6 @@ KINDS: Final = (
     *("quota", "report", "pin", "unpin", "tag", "untag", "reset", "branch", "annotate", "mark", "expire", "undo", "purge", "abort"),
     *("staged", "put", "settle", "condemn", "rescue", "sweep", "relocate", "place"),
 )
-CALLS: Final[dict[str, Callable[[Store], object]]] = {
-    "branches": lambda store: store.branches(),
-    "tags": lambda store: store.tags(),
-    "log": lambda store: (list(store.log("runs/a")), list(store.log())),
-    "checkout": lambda store: store.checkout("runs/a"),
-    "show": lambda store: store.show("runs/a"),
-    "usage": lambda store: store.usage(),
-    "fsck": lambda store: store.fsck(),
-    "policies": lambda store: {glob: str(policy) for glob, policy in store.policies().items()},
-    "explain": lambda store: store.explain_retention("runs/a"),
-    "apply dry": lambda store: store.apply_policies(dry_run=True),
-    "quotas": lambda store: store.quotas(),
-    "pins": lambda store: store.pins(),
-    "forgotten": lambda store: store.forgotten(),
-    "last runs": lambda store: store.last_runs(),
-    "advise": lambda store: store.advise("runs/a"),
-    "put": lambda store: store.put_snapshot({"w": torch.ones(2000)}, ref="runs/a", step=9, expect=tsck.ANY),
-    "put new": lambda store: store.put_snapshot({"w": torch.ones(2000)}, ref="runs/new", step=9, expect=tsck.ANY),
-    "gc dry": lambda store: store.gc(dry_run=True),
-    "gc": lambda store: store.gc(),
-    "apply": lambda store: store.apply_policies(),
-    "tiers": lambda store: store.migrate_tiers(dry_run=True),
-    "repair": lambda store: store.repair(),
-    "html": lambda store: store.log("runs/a")._repr_html_(),
-    "forget": lambda store: store.forget("runs/b"),
-    "undo": lambda store: store.undo(),
-}
 
 
 class Forger:
@@ -134,11 +104,4 @@ def test_no_call_meets_another_error(monkeypatch: pytest.MonkeyPatch) -> None:
             drawn = [forger.operation() for _ in range(chance.randrange(1, 4))]
             if valid := [Op(fields) for fields in drawn if op_problem(fields) is None]:
                 forge(store.engine, lambda _, valid=valid: valid, age_days=0)  # type: ignore[misc]
-        for name, call in CALLS.items():
-            with warnings.catch_warnings(action="ignore"):
-                try:
-                    call(store)
-                except StoreError:
-                    pass
-                except Exception as exc:
-                    raise AssertionError(f"{name} of store {seed}") from exc
+        require_only_our_errors(lambda store=store: store, "runs/a", f"store {seed}")  # type: ignore[misc]

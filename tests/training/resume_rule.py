@@ -1,7 +1,9 @@
 """The rule by which every door resumes, as one table: what there is in the store, and what a resume makes of it."""
 
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -41,7 +43,11 @@ def check_door(case: str, folder: Path, patch: pytest.MonkeyPatch, ref: str, *, 
         _make_unreadable(newest, patch)
     first, second = (f"{ref}@{each.step}" for each in history[:2])
     address = {"named and damaged": first, "the branch is named": ref}.get(case)
-    with tsck.open(folder / "store", cache_dir=folder / "again") as store, warnings.catch_warnings(record=True) as caught:
+    with (
+        tsck.open(folder / "store", cache_dir=folder / "again") as store,
+        warnings.catch_warnings(record=True) as caught,
+        resumes_logged() as logged,
+    ):
         warnings.simplefilter("always")
         if case == "newest unreadable":
             with pytest.raises(RetryableError, match="injected"):
@@ -62,6 +68,32 @@ def check_door(case: str, folder: Path, patch: pytest.MonkeyPatch, ref: str, *, 
         assert said[0].endswith(f"; resuming from {second} instead")
     elif case != "all damaged":
         assert said == []
+    tried = {
+        "named and damaged": [],
+        "newest marked": history[1:2],
+        "all damaged": history,
+        "sound": history[:1],
+        "newest unreadable": history[:1],
+    }
+    names = [f"{ref}@{each.step} (root {each.root[:12]})" for each in tried.get(case, history[:2])]
+    assert logged == [f"resuming from {name} in {folder / 'store'}" for name in names]
+
+
+@contextmanager
+def resumes_logged() -> Iterator[list[str]]:
+    """The lines of the log that say from where a run resumes."""
+    lines: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.extend(line for line in [record.getMessage()] if "resum" in line)
+
+    logger, handler = logging.getLogger("tensorstore_ck"), Kept()
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def _make_unreadable(packs: set[str], patch: pytest.MonkeyPatch) -> None:

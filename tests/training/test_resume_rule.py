@@ -9,7 +9,7 @@ from torch import nn
 
 import tensorstore_ck as tsck
 from tensorstore_ck.training import resume_search
-from tests.training.resume_rule import ALL, NEWEST, check_door
+from tests.training.resume_rule import ALL, NEWEST, check_door, resumes_logged
 
 REF = "runs/job"
 
@@ -64,6 +64,15 @@ def test_a_checkpointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: s
         return found.step
 
     check_door(case, tmp_path, monkeypatch, REF, save=lambda store: save(store, plain=plain), resume=resume)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_one_line_says_that_there_is_nothing_to_resume(tmp_path: Path, *, plain: bool) -> None:
+    job = Job()
+    with tsck.open(tmp_path / "store", create=True) as store, resumes_logged() as logged:
+        checkpointer = tsck.Checkpointer(store, job.state if plain else job.training, ref=REF, when=tsck.first())
+        assert checkpointer.resume() is None
+    assert logged == [f"nothing to resume: {REF} has no snapshot yet in {tmp_path / 'store'}"]
 
 
 @pytest.mark.parametrize("options", [{"parts": ["model"]}, {"address": "tag"}, {"address": f"{REF}~0"}], ids=str)

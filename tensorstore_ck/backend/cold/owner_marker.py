@@ -8,6 +8,7 @@ import json
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.ids import derived_hash
 from tensorstore_ck.errors import MissingObjectError
 
@@ -49,7 +50,7 @@ def read_marker(backend: Backend, own: OwnerMarker) -> FoundMarker | None:
     except MissingObjectError:
         return None
     try:
-        said: Any = json.loads(data)
+        said: Any = parse_json(data)
         found = OwnerMarker(str(said["store"]), str(said["url"]))
         checksum = said.get("checksum")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

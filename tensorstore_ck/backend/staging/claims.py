@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Final
 
 from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
 from tensorstore_ck.common.processes import Process, has_ended, this_process
@@ -94,7 +95,7 @@ def _is_free(fd: int) -> bool:
 
 def _holder(fd: int) -> Process | None:
     try:
-        fields = json.loads(os.pread(fd, _MAX_BYTES, 0))
+        fields = parse_json(os.pread(fd, _MAX_BYTES, 0))
     except (OSError, ValueError):
         return None
     match fields:

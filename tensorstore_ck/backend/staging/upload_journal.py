@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError
 
 MAX_ENTRY_BYTES: Final = 1 << 16
@@ -69,7 +70,7 @@ def _key(name: str) -> str:
 
 def _decode(data: bytes, name: str) -> JournalEntry:
     try:
-        fields = json.loads(data)
+        fields = parse_json(data)
     except ValueError:
         fields = None
     match fields:

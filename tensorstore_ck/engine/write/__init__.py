@@ -3,6 +3,7 @@
 write_and_commit.py  the phases "write" and "commit" of every save
 destination.py       where a save's bytes become durable
 request.py           what a save says besides the state: its options, and the request as of one entry of the log
+write_plan.py        which blocks and small tensors of a layout a part stores
 part_writer.py       one rank's blocks and its part
 pack_writer.py       blocks into packs, each once
 dedup.py             which blocks need not be written

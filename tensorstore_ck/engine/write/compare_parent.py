@@ -6,6 +6,7 @@ last snapshot is read.
 
 import struct
 from collections.abc import Iterator, Sequence, Set
+from itertools import chain
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -49,13 +50,10 @@ class ParentComparison:
         self._step = claim.step
         self._past = _snapshots_before(engine, view, written.part, claim)
         self._known: list[_Predecessor] = []
-        specs = captured.layout.tensors
         self._counters = find_counters(captured.layout)
         self._has_values = "value" in {counter.kind for counter in self._counters.found}
         counting = {counter.number for counter in self._counters.found if counter.kind == "tensor"}
-        kinds = {spec.dtype: spec.item_bytes for spec in specs}
-        floats = {dtype for dtype, item_bytes in kinds.items() if is_floating(dtype, item_bytes)}
-        self._is_float = [spec.dtype in floats and number not in counting for number, spec in enumerate(specs)]
+        self._counting = counting
         self._places = self._find_places(counting)
 
     def examine(self) -> SaveFindings:
@@ -65,7 +63,7 @@ class ParentComparison:
         before = self._before(0)
         if before is not None and finiteness.non_finite:
             rows = set(self._moved_rows(before.part))
-            small = {self._tensors.inlined[number].tensor for number in self._moved_inline(before.part)}
+            small = set(self._moved_inline(before.part))
             findings.non_finite_moved = sum(count for row, count in sample.non_finite_rows.items() if row in rows)
             findings.non_finite_moved += sum(count for tensor, count in sample.non_finite_inline.items() if tensor in small)
         if before is not None:
@@ -79,22 +77,20 @@ class ParentComparison:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def _has_moved(self, before: Part) -> bool:
-        rows, inlined, is_float = self._tensors.rows, self._tensors.inlined, self._is_float
-        if any(is_float[rows[row].tensor] for row in self._moved_rows(before)):
-            return True
-        return any(is_float[inlined[number].tensor] for number in self._moved_inline(before))
+        blocks, specs = self._tensors.plan.blocks, self._captured.layout.tensors[:]
+        moved = chain((blocks[row].tensor for row in self._moved_rows(before)), self._moved_inline(before))
+        return any(is_floating(specs[tensor].dtype, specs[tensor].item_bytes) for tensor in moved if tensor not in self._counting)
 
     def _moved_rows(self, before: Part) -> list[int]:
         """The blocks of tensors that differ."""
         own, other = _tensor_ids(self._part), _tensor_ids(before)
         return np.flatnonzero((own != other).any(axis=1)).tolist()
 
-    def _moved_inline(self, before: Part) -> Iterator[int]:
+    def _moved_inline(self, before: Part) -> list[int]:
         """The small tensors that differ."""
-        if self._part.inline != before.inline:
-            for number, (_, _, at, size) in enumerate(self._tensors.inlined):
-                if self._part.inline[at : at + size] != before.inline[at : at + size]:
-                    yield number
+        inlined = self._tensors.plan.inlined
+        tensors: list[int] = inlined.ranges.tensors[inlined.differing(self._part.inline, before.inline)].tolist()
+        return tensors
 
     # --- counters -----------------------------------------------------------------------------------------------------
 
@@ -122,10 +118,11 @@ class ParentComparison:
 
     def _find_places(self, counting: Set[int]) -> dict[int, tuple[struct.Struct, int]]:
         """The format and offset of counters that are small tensors inside the part."""
-        specs, formats = self._captured.layout.tensors[:], {}
-        for tensor, _, offset, _ in self._tensors.inlined if counting else ():
-            if tensor in counting and (number := _NUMBERS.get(specs[tensor].dtype)) is not None:
-                formats[tensor] = (number, offset)
+        specs, formats, inlined = self._captured.layout.tensors[:], {}, self._tensors.plan.inlined
+        for position in np.flatnonzero(np.isin(inlined.ranges.tensors, [*counting])).tolist() if counting else ():
+            tensor = int(inlined.ranges.tensors[position])
+            if (number := _NUMBERS.get(specs[tensor].dtype)) is not None:
+                formats[tensor] = (number, inlined.place(position).start)
         return formats
 
     def _read_counters(self, part: Part) -> dict[str, list[float]]:

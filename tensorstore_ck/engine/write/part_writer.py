@@ -4,7 +4,7 @@ Knows neither refs nor the log, and no torch.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Final, NamedTuple, Protocol
@@ -24,9 +24,10 @@ from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, DeltaBase, Fp32Masters, ParentBlocks, PartKey, earlier_part
 from tensorstore_ck.engine.write.frozen_blocks import FrozenBlocks
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
-from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Inline, Sampling, require_unchanged
+from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Sampling, require_unchanged
 from tensorstore_ck.engine.write.unchanged_blocks import skip_unchanged
-from tensorstore_ck.format.block_assignment import BlockShare, Region, assign_blocks, encode_regions, regions_of_rank
+from tensorstore_ck.engine.write.write_plan import SINGLE, PartSlot, WritePlan, places_of, plan_of
+from tensorstore_ck.format.block_assignment import encode_regions
 from tensorstore_ck.format.codec import Changes, Coding, Encoder, elements_of
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name, require_readable
@@ -54,25 +55,6 @@ class BlockLookup(Protocol):
 
     def find(self, blocks: Sequence[Digest], /) -> Mapping[Digest, Location]:
         """The locations of those `blocks` that may be relied on."""
-
-
-class PartSlot(NamedTuple):
-    """Which part of a snapshot it is."""
-
-    rank: int
-    world_size: int
-    layout_ranks: tuple[int, ...]
-    """The ranks that have the same layout, in order. The first of them stores the layout, and the values and large values of the state."""
-    layout_of: bytes | None
-    """See `Part.layout_of`."""
-
-
-SINGLE: Final = PartSlot(0, 1, (0,), None)
-
-
-def slot_of_one(captured: CapturedState) -> PartSlot:
-    """The slot of a snapshot's only part. `layout_of` is set where regions are explicit: without it the part id would not cover them."""
-    return SINGLE._replace(layout_of=b"") if captured.explicit else SINGLE
 
 
 class WrittenPart(NamedTuple):
@@ -104,10 +86,8 @@ class TensorBlocks(NamedTuple):
     """The ids of its blocks, in order."""
     inline: bytes
     """The bytes of small tensors, which lie inside the part."""
-    rows: Sequence[TensorBlock]
-    """The tensor and the bytes of each block."""
-    inlined: Sequence[Inline]
-    """The small tensors in `inline`."""
+    plan: WritePlan
+    """Its blocks, and the small tensors in `inline`."""
     sample: CaptureSample
     """The sample that was taken while the tensors were read."""
 
@@ -157,7 +137,7 @@ def write_part(
     if apart:
         with open_packs(engine, known, meter) as second:
             packs, tensors = [first, second], write(second)
-    tensors.sample.verify(tensors.inlined, tensors.inline)
+    tensors.sample.verify(tensors.plan.inlined, tensors.inline)
     return store_part(engine, captured=captured, blobs=blobs, tensors=tensors, packs=packs, anchor=anchor, slot=slot)
 
 
@@ -207,10 +187,10 @@ def write_tensors(
         FrozenChangedError: a tensor declared frozen has other bytes than when it was last read.
         CaptureChangedError: a device and the host read other bytes.
     """
-    sample, places = CaptureSample(captured, sampling), places_of(captured, slot, block_bytes)
-    blocks, inlined, reads = _cut(captured, places)
-    small, ids = b"".join(reads), [ZERO_DIGEST] * len(blocks)
-    frozen = FrozenBlocks(captured, blocks, places) if captured.frozen else None
+    sample, plan = CaptureSample(captured, sampling), plan_of(captured, slot, block_bytes)
+    blocks, small = plan.blocks, bytes(captured.gather(plan.inlined.ranges))
+    ids = [ZERO_DIGEST] * len(blocks)
+    frozen = FrozenBlocks(captured, blocks, places_of(captured, slot, block_bytes)) if captured.frozen else None
     if frozen is not None:
         frozen.rely_on_known(packs, ids)
     computed: Mapping[int, Digest] = {}
@@ -233,8 +213,8 @@ def write_tensors(
         for_each(runs, writer.store, min(threads, len(runs)))
     if frozen is not None:
         frozen.note(ids)
-    sample.note_inline(inlined, reads, small)
-    return TensorBlocks(ids=ids, inline=small, rows=blocks, inlined=inlined, sample=sample)
+    sample.note_inline(plan.inlined, small)
+    return TensorBlocks(ids=ids, inline=small, plan=plan, sample=sample)
 
 
 class _RunWriter:
@@ -308,39 +288,6 @@ class _RunWriter:
         return BlockEncoding(encoder.encode_tensor(raw, elements))
 
 
-def _cut(
-    captured: CapturedState, places: Iterable[tuple[Region, int, BlockShare]]
-) -> tuple[list[TensorBlock], list[Inline], list[memoryview]]:
-    """What lies at `places`: the blocks, the tensors that are small enough to lie inside the part, and the bytes of those."""
-    blocks, inlined, reads, read = list[TensorBlock](), list[Inline](), list[memoryview](), captured.read
-    inline_bytes = 0
-    for region, start, share in places:
-        tensor = region.tensor
-        if share.is_inline:
-            size = share.lengths[0]
-            reads.append(read(tensor, start, start + size))
-            inlined.append(Inline(tensor, start, inline_bytes, size))
-            inline_bytes += size
-            continue
-        for length in share.lengths:
-            blocks.append(TensorBlock(len(blocks), tensor, start, start + length))
-            start += length
-    return blocks, inlined, reads
-
-
-def inline_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> tuple[list[Inline], bytes]:
-    """The small tensors inside the part, and their bytes."""
-    _, inlined, reads = _cut(captured, places_of(captured, slot, block_bytes))
-    return inlined, b"".join(reads)
-
-
-def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> list[tuple[Region, int, BlockShare]]:
-    """What this rank stores: for each share the region, its offset in the tensor's source, and how it is cut."""
-    held = regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
-    bases, shares = source_offsets(captured, held), assign_blocks(captured.layout, held, slot.rank, block_bytes)
-    return [(held[share.region], bases[share.region] + share.start, share) for share in shares]
-
-
 def store_part(
     engine: Engine,
     captured: CapturedState,
@@ -384,13 +331,3 @@ def store_part(
     new_bytes = sum([writer.new_bytes for writer in packs]) + len(encoded)
     _logger.debug("part %s of rank %d: %d of %d blocks are new, %d bytes", part_name(ulid), slot.rank, len(new), len(ids), new_bytes)
     return WrittenPart(ulid=ulid, part=part, added=added, new_bytes=new_bytes, tensors=tensors)
-
-
-def source_offsets(captured: CapturedState, held: Sequence[Region]) -> list[int]:
-    """The offset of each region that a rank holds in its tensor's source, which has one region after another."""
-    bases = [0] * len(held)
-    for number in range(1, len(held)):
-        before = held[number - 1]
-        if before.tensor == held[number].tensor:  # a tensor's regions follow each other
-            bases[number] = bases[number - 1] + before.size_bytes(captured.layout.tensors[before.tensor])
-    return bases

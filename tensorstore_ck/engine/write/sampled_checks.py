@@ -19,6 +19,7 @@ from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
+from tensorstore_ck.engine.write.write_plan import InlineTensors
 from tensorstore_ck.errors import CaptureChangedError
 from tensorstore_ck.format.codec import elements_of
 
@@ -58,17 +59,6 @@ class SampledPiece(NamedTuple):
     start: int
     stop: int
     digest: Digest
-
-
-class Inline(NamedTuple):
-    """A small tensor, or this rank's share of one, inside the part."""
-
-    tensor: int
-    start: int
-    """Where it begins in the tensor's source."""
-    offset: int
-    """Where it begins in the part's inline bytes."""
-    size_bytes: int
 
 
 class Finiteness(NamedTuple):
@@ -133,7 +123,6 @@ class CaptureSample:
         self._verify_share = sampling.verify_share and share_of(state_bytes, sampling.verify_share)
         self._lock = threading.Lock()
         self._pieces: list[SampledPiece] = []
-        self._reads: Sequence[memoryview] = ()
         self._elements = 0
         self.non_finite_rows: dict[int, int] = {}
         """Row of a block -> the number of its elements that are not finite, if there are any."""
@@ -191,22 +180,17 @@ class CaptureSample:
                 if count := self._count_non_finite(tensor, first, last):
                     self.non_finite_rows[row] = self.non_finite_rows.get(row, 0) + count
 
-    def note_inline(self, inlined: Sequence[Inline], reads: Sequence[memoryview], data: bytes) -> None:
-        """Samples all small tensors, as they were read one by one (`reads`) and together (`data`)."""
-        self._reads = reads
-        tensors, first = self._specs, 0
-        for last, small in enumerate(inlined, start=1):
-            kind = tensors[small.tensor].dtype
-            if last < len(inlined) and tensors[inlined[last].tensor].dtype == kind:
-                continue  # neighbours of one dtype are checked together
-            several, item_bytes = inlined[first:last], tensors[small.tensor].item_bytes
-            counted = count_non_finite(memoryview(data)[several[0].offset : small.offset + small.size_bytes], kind, item_bytes)
+    def note_inline(self, inlined: InlineTensors, data: Buffer) -> None:
+        """Samples all small tensors; `data`: their bytes."""
+        view = memoryview(data)
+        for dtype, item_bytes, first, stop in inlined.runs:  # neighbours of one dtype are checked together
+            counted = count_non_finite(view[inlined.place(first).start : inlined.place(stop - 1).stop], dtype, item_bytes)
             self._elements += counted.elements
-            for one in several if counted.non_finite else ():
-                some = count_non_finite(memoryview(data)[one.offset : one.offset + one.size_bytes], kind, item_bytes)
-                if some.non_finite:
-                    self.non_finite_inline[one.tensor] = self.non_finite_inline.get(one.tensor, 0) + some.non_finite
-            first = last
+            for number in range(first, stop) if counted.non_finite else ():
+                some = count_non_finite(view[inlined.place(number)], dtype, item_bytes).non_finite
+                if some:
+                    tensor = int(inlined.ranges.tensors[number])
+                    self.non_finite_inline[tensor] = self.non_finite_inline.get(tensor, 0) + some
 
     def _is_finite(self, tensor: int) -> bool:
         """Whether the whole sample of a tensor on a device is finite; False also if that is unknown."""
@@ -227,7 +211,7 @@ class CaptureSample:
         """The finiteness of the whole sample."""
         return Finiteness(self._elements, sum(self.non_finite_rows.values()) + sum(self.non_finite_inline.values()))
 
-    def verify(self, inlined: Sequence[Inline], data: bytes) -> None:
+    def verify(self, inlined: InlineTensors, data: Buffer) -> None:
         """Reads the sample a second time, and compares.
 
         Raises:
@@ -243,18 +227,12 @@ class CaptureSample:
 
         runs = list(batches(self._pieces, lambda piece: piece.stop - piece.start, VERIFIED_TOGETHER_BYTES))
         for_each(runs, compare, min(cpu_threads(), len(runs)))
-        again = [
-            first if first.obj is None else read(piece.tensor, piece.start, piece.start + piece.size_bytes)
-            for piece, first in zip(inlined, self._reads, strict=True)
-        ]  # a view without an object shows the tensor's own memory
         if self._hashed and self._captured.device_blocks is not None:
             again_ids = self._captured.device_blocks.ids(self._captured.sources, self._hashed)
             compared = zip(self._hashed, self._device_ids, again_ids, strict=True)
             changed |= {block.tensor for block, before, after in compared if after is not None and after != before}
-        if b"".join(again) != data:
-            for piece, now in zip(inlined, again, strict=True):
-                if now != data[piece.offset : piece.offset + piece.size_bytes]:
-                    changed.add(piece.tensor)
+        differing = inlined.differing(data, self._captured.gather(inlined.ranges))
+        changed |= set(inlined.ranges.tensors[differing].tolist())
         require_unchanged(self._captured, changed - self._captured.frozen.keys())
 
 

@@ -11,10 +11,11 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.destination import Destination, StoreDestination
-from tensorstore_ck.engine.write.part_writer import slot_of_one, write_part
+from tensorstore_ck.engine.write.part_writer import write_part
 from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, record_of
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings, merged
+from tensorstore_ck.engine.write.write_plan import slot_of_one
 from tensorstore_ck.errors import UndecidedError
 from tensorstore_ck.log import RefTable, SnapshotInfo
 

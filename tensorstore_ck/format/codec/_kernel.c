@@ -223,6 +223,31 @@ static PyObject *apply_changes(PyObject *module, PyObject *args)
     return release(&buffers, PyBool_FromLong(fits));
 }
 
+typedef struct {
+    int64_t target, source, size;
+} Move;
+
+static PyObject *copy_memory(PyObject *module, PyObject *args)
+{
+    PyObject *source;
+    Buffers buffers = {.count = 0};
+    Move move;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O", &source) || !add_buffer(&buffers, source, PyBUF_SIMPLE))
+        return NULL;
+    const Py_buffer *moves = &buffers.views[0];
+    if (moves->len % (Py_ssize_t)sizeof(Move))
+        return release(&buffers, misfit("rows of a target, a source and a size, each of 8 bytes"));
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t at = 0; at < moves->len; at += (Py_ssize_t)sizeof(Move)) {
+        memcpy(&move, (const char *)moves->buf + at, sizeof(Move));
+        memmove((void *)(intptr_t)move.target, (const void *)(intptr_t)move.source, (size_t)move.size);
+    }
+    Py_END_ALLOW_THREADS
+    Py_INCREF(Py_None);
+    return release(&buffers, Py_None);
+}
+
 static PyMethodDef methods[] = {
     {"take_differences", take_differences, METH_VARARGS, "(words, base, into, item_bytes): the zigzag differences, sorted."},
     {"add_differences", add_differences, METH_VARARGS, "(sorted, base, into, item_bytes): the words again."},
@@ -230,6 +255,7 @@ static PyMethodDef methods[] = {
     {"decode_groups", decode, METH_VARARGS, "(groups, into, item_bytes, rotated): None, or the number of a group that only zstd itself can decode."},
     {"find_changes", find_changes, METH_VARARGS, "(words, base, gaps, values, item_bytes, is_float): count, sum of words, sum of base."},
     {"apply_changes", apply_changes, METH_VARARGS, "(gaps, values, into, item_bytes, is_float): whether the gaps fit, and were applied."},
+    {"copy_memory", copy_memory, METH_VARARGS, "(moves): copies; rows of a target address, a source address and a size, as int64."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,4 +1,5 @@
-"""The compiled kernel, `_kernel`: it does what the numpy form of split, merge, entropy coding and differences does, several times faster.
+"""The compiled kernel, `_kernel`: it does what the numpy form of split, merge, entropy coding and differences does, several times faster,
+and copies between many addresses.
 
 `HAS_KERNEL` is false without a compiler at installation, on a big-endian machine, and in a checkout that was updated after its kernel was
 compiled, until it is installed again.
@@ -11,7 +12,7 @@ try:
         raise ImportError("the kernel needs little-endian words")
     from tensorstore_ck.format.codec import _kernel as kernel
 
-    if not all(hasattr(kernel, name) for name in ("take_differences", "decode_groups", "find_changes", "apply_changes")):
+    if not all(hasattr(kernel, name) for name in ("take_differences", "decode_groups", "find_changes", "apply_changes", "copy_memory")):
         raise ImportError("the kernel was compiled from older sources")
 except ImportError:
     HAS_KERNEL = False

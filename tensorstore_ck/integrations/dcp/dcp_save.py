@@ -13,13 +13,14 @@ from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.destination import StoreDestination
 from tensorstore_ck.engine.write.pack_writer import PackWriter
-from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, inline_of, open_packs, store_part, write_blobs, write_tensors
+from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, open_packs, store_part, write_blobs, write_tensors
 from tensorstore_ck.engine.write.publish import check_expected, retry_expired
 from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts
 from tensorstore_ck.engine.write.request import SaveRequest, check_options
 from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveFindings
 from tensorstore_ck.engine.write.write_and_commit import commit
+from tensorstore_ck.engine.write.write_plan import plan_of
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.plans import Role
 from tensorstore_ck.log import SnapshotInfo
@@ -157,7 +158,7 @@ class DcpSave:
         known, coding = self._destination.known(self._request, view, role.part, role.parts), self._request.coding
         with open_packs(self._engine, known, meter) as packs:
             tensors = write_tensors(captured, packs, slot=role.slot, block_bytes=block_bytes, coding=coding, sampling=sampling)
-        tensors.sample.verify(tensors.inlined, tensors.inline)
+        tensors.sample.verify(tensors.plan.inlined, tensors.inline)
         return Begun(role=role, captured=captured, packs=packs, tensors=tensors, block_bytes=block_bytes, anchor=anchor)
 
     def _complete(self, begun: Begun, captured: CapturedState, meter: SaveMeter) -> tuple[WrittenPart, RankParts, SaveFindings]:
@@ -165,8 +166,8 @@ class DcpSave:
         engine, slot, view = self._engine, begun.role.slot, self._engine.log.view()
         with open_packs(engine, self._destination.known(self._request, view, slot.rank, slot.world_size), meter) as packs:
             blobs = write_blobs(captured, packs, slot, self._request.coding)
-        inlined, inline = inline_of(captured, slot, begun.block_bytes)
-        tensors = begun.tensors._replace(inline=inline, inlined=inlined)
+        plan = plan_of(captured, slot, begun.block_bytes)
+        tensors = begun.tensors._replace(inline=bytes(captured.gather(plan.inlined.ranges)), plan=plan)
         written = store_part(
             engine, captured=captured, blobs=blobs, tensors=tensors, packs=[begun.packs, packs], anchor=begun.anchor, slot=slot
         )

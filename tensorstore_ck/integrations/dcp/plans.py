@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.part_writer import PartSlot
+from tensorstore_ck.engine.write.write_plan import PartSlot
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, ExplicitRegions, decode_layout
 from tensorstore_ck.format.sharding import BoxBounds, whole_box

@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from tensorstore_ck.common.ids import block_id
 from tensorstore_ck.common.user_frames import short_errors
-from tensorstore_ck.engine.write.part_writer import places_of
+from tensorstore_ck.engine.write.write_plan import places_of
 from tensorstore_ck.integrations.dcp.byte_items import decode_item
 from tensorstore_ck.integrations.dcp.dcp_save import Begun
 from tensorstore_ck.integrations.dcp.plans import Tiny

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.deepspeed.compatibility import require_supported
@@ -246,7 +247,7 @@ class _Snapshots:
             self._shared.strict = True
         if snapshot is None:
             raise NotFoundError(f"{address} was deleted meanwhile", object_id=address)
-        note = json.loads(ask_first_rank(self._store, self._group, f"the tag of {address}", lambda: self._note(snapshot.root)))
+        note = parse_json(ask_first_rank(self._store, self._group, f"the tag of {address}", lambda: self._note(snapshot.root)))
         return os.fspath(folder / str(note.get("tag", address))), self._values[CLIENT_STATE] if VALUES in parts else {}
 
     def _note(self, root: str) -> bytes:

@@ -18,6 +18,7 @@ import torch
 
 from tensorstore_ck.backend.local_io import sync_path
 from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import AlreadyExistsError, MismatchError, UnsupportedValueError
@@ -103,8 +104,10 @@ class FollowedFolder:
     @property
     def root(self) -> str | None:
         """The root of the version that ``current`` is; None if there is none."""
-        with suppress(OSError, ValueError, KeyError, TypeError), open(os.path.join(self._folder, CURRENT, VERSION), "rb") as file:
-            return str(json.load(file)["root"])
+        with suppress(OSError, ValueError), open(os.path.join(self._folder, CURRENT, VERSION), "rb") as file:
+            match parse_json(file.read()):
+                case {"root": str(root)}:
+                    return root
         return None
 
     def update(self) -> Snapshot | None:
@@ -240,7 +243,7 @@ def _without(name: str, prefix: str) -> str:
 def _header_of(data: "np.memmap[Any, Any]") -> tuple[dict[str, Any], int]:
     """The header of a safetensors file, and where its tensors begin."""
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    return json.loads(data[8:start].tobytes()), start
+    return parse_json(data[8:start].tobytes()), start
 
 
 def _tensor_at(data: "np.memmap[Any, Any]", start: int, entry: Mapping[str, Any]) -> torch.Tensor:

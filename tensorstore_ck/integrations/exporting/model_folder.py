@@ -4,13 +4,13 @@ The small files come from the snapshot (see `model_file_names`), or from another
 adapter of peft: only the adapter's weights, under peft's names.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple, TypeGuard
 
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import MismatchError, NotFoundError, UnsupportedValueError
 from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves
@@ -196,7 +196,7 @@ def _downloaded(name: str) -> str:
 
 def _parsed(data: bytes, name: str) -> dict[str, Any]:
     try:
-        parsed = json.loads(data)
+        parsed = parse_json(data)
     except ValueError as exc:
         raise MismatchError(f"{name} is not JSON ({exc}): give another with --config-from", object_id=name) from exc
     if not isinstance(parsed, dict):

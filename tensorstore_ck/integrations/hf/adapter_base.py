@@ -4,7 +4,6 @@ The base is what peft does not save for any adapter: the parameters that are not
 tensors count: parameters of quantized or sharded models stay in the snapshots.
 """
 
-import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -13,6 +12,7 @@ import torch
 from blake3 import blake3
 from torch import nn
 
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import FrozenChangedError, MismatchError
 from tensorstore_ck.integrations.model_file_names import ADAPTER_NAMES
@@ -41,7 +41,7 @@ class AdapterBase:
             files: The model's files, with the names of what peft saves of the active adapter.
         """
         if ADAPTER_NAMES in files:
-            self._refer_to(_below_adapters(self.model, json.loads(files[ADAPTER_NAMES]).values()))
+            self._refer_to(_below_adapters(self.model, parse_json(files[ADAPTER_NAMES]).values()))
         return self._parameters.keys() if ADAPTER_NAMES in files else ()
 
     def metadata(self) -> dict[str, object]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
+from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.integrations.trainer.pointers import read_pointer
 from tensorstore_ck.integrations.trainer.saves import require_own_ref
 from tensorstore_ck.store import Store
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 AUTO: Final = "auto"
 """The newest snapshot if there is one."""
 ARGUMENT: Final = f'resume_from_checkpoint="{AUTO}"'
+
+
+class NoCheckpointError(NotFoundError, ValueError):
+    """There is neither a snapshot nor a folder to resume from; transformers raises the built-in error."""
+
+    __str__ = Exception.__str__
 
 
 def begin_search(store: Store, given: str | bool | None, ref: str, group: "ProcessGroup | None") -> ResumeSearch | None:
@@ -49,6 +56,7 @@ def native_folder(given: str | bool | None, output_dir: str, ref: str) -> str | 
             return str(folder)
     if given == AUTO:
         return None
-    raise ValueError(
-        f"No valid checkpoint found in output directory ({output_dir}), and {ref!r} has no snapshot: at a first start, too, pass {ARGUMENT}"
+    raise NoCheckpointError(
+        f"No valid checkpoint found in output directory ({output_dir}), and {ref!r} has no snapshot: at a first start, too, pass {ARGUMENT}",
+        object_id=ref,
     )

@@ -11,6 +11,7 @@ from transformers import Trainer as NativeTrainer
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.integrations.trainer_names import TRAINER_LOGGED, TRAINER_LOSS, TRAINER_STATE
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.rank_group import ask_first_rank
@@ -65,5 +66,5 @@ def step_metrics(state: TrainerState, store: Store, group: "ProcessGroup | None"
         if entry.get("step") == state.global_step:
             logged |= {name: float(value) for name, value in entry.items() if name not in ("step", "epoch") and type(value) in (int, float)}
     first = ask_first_rank(store, group, f"the metrics of step {state.global_step}", lambda: json.dumps(logged).encode())
-    agreed: dict[str, float] = json.loads(first)
+    agreed: dict[str, float] = parse_json(first)
     return agreed

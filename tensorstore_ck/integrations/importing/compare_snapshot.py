@@ -10,7 +10,7 @@ from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, block_id
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.part_writer import places_of, slot_of_one
+from tensorstore_ck.engine.write.write_plan import places_of, slot_of_one
 from tensorstore_ck.format.block_assignment import encode_regions
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values

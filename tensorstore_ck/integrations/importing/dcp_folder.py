@@ -50,7 +50,7 @@ _ENUMS: Final = (
 )
 """Their members are not needed."""
 MAX_PIECES: Final = 1 << 16
-"""The most pieces of one tensor: each is compared with the others."""
+"""The most pieces of one tensor."""
 MAX_PADDING: Final = 10_000_000
 """The most padding of all lists together: a path in the metadata can have any position."""
 

@@ -4,12 +4,12 @@ Does not use the library: the format is small, and the file can be mapped. Like 
 that overlap or leave gaps.
 """
 
-import json
 from math import prod
 from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 
+from tensorstore_ck.common import foreign_text
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import MappedFile
@@ -77,10 +77,10 @@ def parse_json(data: bytes, *, allow_constants: bool = False) -> Any:
         raise MalformedError(f"its JSON has {text}, which is not a number")
 
     try:
-        return json.loads(data, object_pairs_hook=unique, parse_constant=None if allow_constants else no_constant)
+        return foreign_text.parse_json(data, object_pairs_hook=unique, parse_constant=None if allow_constants else no_constant)
     except MalformedError:
         raise
-    except (ValueError, RecursionError) as exc:
+    except ValueError as exc:
         raise MalformedError(f"its JSON cannot be read ({printable(exc)})") from exc
 
 

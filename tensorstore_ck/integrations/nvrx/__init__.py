@@ -9,7 +9,7 @@ from tensorstore_ck.common.extras import missing_extra
 try:
     import nvidia_resiliency_ext.checkpointing.local  # noqa: F401
 except ImportError as exc:
-    raise missing_extra("nvrx", "NVRx's local checkpoints in a store") from exc
+    raise missing_extra("nvrx", "NVRx's local checkpoint manager over a store") from exc
 
 from tensorstore_ck.integrations.nvrx.checkpoint_manager import LocalCheckpointManager, LocalCheckpointUnavailableError
 from tensorstore_ck.integrations.nvrx.rank_store import LocalCheckpointDamagedError

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import ray.train
 import torch.distributed as dist
 
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InputError, InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations.ray.compatibility import num_to_keep
@@ -183,7 +184,7 @@ def _numbers(metrics: Mapping[str, Any], store: Store, group: "ProcessGroup | No
     def numbers() -> bytes:
         return json.dumps({name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}).encode()
 
-    return dict(json.loads(ask_first_rank(store, group, "the metrics of the first worker", numbers)))
+    return dict(parse_json(ask_first_rank(store, group, "the metrics of the first worker", numbers)))
 
 
 def _free_dropped(store: Store, ref: str) -> None:

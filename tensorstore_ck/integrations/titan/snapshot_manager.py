@@ -18,6 +18,7 @@ from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, TRA
 from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import logger
 
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.titan.weights import weights_of
@@ -264,7 +265,7 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
 
     def _ask(self, title: str, look: Callable[[], Any]) -> Any:
         """The first rank's result of `look`."""
-        return json.loads(ask_first_rank(self._store, self._group, title, lambda: json.dumps(look()).encode()))
+        return parse_json(ask_first_rank(self._store, self._group, title, lambda: json.dumps(look()).encode()))
 
     def _restore(self, address: str, *, weights_only: bool) -> None:
         logger.info(f"Loading {address} from {self._store.url}.")

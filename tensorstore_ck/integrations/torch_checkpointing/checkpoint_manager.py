@@ -257,7 +257,7 @@ class CheckpointManager:
         Reads nothing of it: use `load_newest` to skip a checkpoint whose damage is not known yet.
         """
         self._require_open("look")
-        address = self._search().next_address()
+        address = self._search().next_address(announce=False)
         return None if address is None else self._id_at(address)
 
     def _search(self) -> ResumeSearch:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import InputError, InvalidNameError, MismatchError, NotFoundError
 from tensorstore_ck.training.checkpointing.saving_run import saved_by
@@ -40,10 +41,13 @@ class SnapshotPointer(NamedTuple):
     def decode(cls, text: str | bytes, path: str) -> "SnapshotPointer":
         """The snapshot that the text of the file at `path` names. Raises `InputError` if it names none."""
         try:
-            fields = json.loads(text)
-            return cls(str(fields["store"]), str(fields["address"]), str(fields.get("run", "")))
-        except (ValueError, KeyError, TypeError) as exc:
-            raise InputError(f"{path} does not name a snapshot: {exc}. Resume from the store by ref@step", object_id=path) from exc
+            match parse_json(text):
+                case {"store": str(store), "address": str(address), **more} if isinstance(run := more.get("run", ""), str):
+                    return cls(store, address, run)
+            reason = "it has no store and address"
+        except ValueError as exc:
+            reason = str(exc)
+        raise InputError(f"{path} does not name a snapshot: {reason}. Resume from the store by ref@step", object_id=path)
 
     def require_store(self, url: str, path: str) -> None:
         """Checks that the pointer at `path` fits the store at `url`. A root is the same snapshot anywhere.

@@ -22,11 +22,11 @@ more rows than ``vocab_size`` of what is in ``[vocabulary]``, which are padding.
 """
 
 import os
-import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
 from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.common.foreign_text import MAX_TOML_BYTES, parse_toml
 from tensorstore_ck.errors import InputError, NotFoundError
 
 Fusion = Literal["names", "vocabulary", "qkv", "gate_up"]
@@ -37,7 +37,6 @@ PARTS: Final[Mapping[Fusion, tuple[str, ...]]] = {
     "gate_up": ("gate", "up"),
 }
 _NUMBERS: Final = ("attention_heads", "query_groups", "vocab_size")
-MAX_FILE_BYTES: Final = 1 << 20
 
 
 class Pattern(NamedTuple):
@@ -105,13 +104,11 @@ def read_names(path: str | os.PathLike[str]) -> WeightNames:
     with os_errors("read", shown):
         try:
             with open(shown, "rb") as file:
-                data = file.read(MAX_FILE_BYTES + 1)
+                data = file.read(MAX_TOML_BYTES + 1)
         except FileNotFoundError as exc:
             raise NotFoundError(f"there is no file {shown}: give the path of a file of weight names", object_id=shown) from exc
     try:
-        if len(data) > MAX_FILE_BYTES:
-            raise ValueError(f"it has more than {MAX_FILE_BYTES:,} bytes")
-        return _parsed(shown, tomllib.loads(data.decode()))
+        return _parsed(shown, parse_toml(data))
     except ValueError as exc:
         raise InputError(f"{shown} is no file of weight names: {exc}", object_id=shown) from exc
 

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.part_writer import PartSlot
+from tensorstore_ck.engine.write.write_plan import PartSlot
 from tensorstore_ck.format.block_assignment import regions_of_rank
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.sealed import Body, take

@@ -17,6 +17,7 @@ from tensorstore_ck.common.printed_commands import name_store
 from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
 from tensorstore_ck.events import Event
 from tensorstore_ck.format.store_config import CONFIG_NAME
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.session.peers import Replicator
     from tensorstore_ck.state.device.kept_tensors import StoredTensors
     from tensorstore_ck.state.device.optimizer_step_gates import StepGate, StepGates
+    from tensorstore_ck.state.recent_layouts import RecentLayouts
 
 T = TypeVar("T")
 
@@ -65,6 +67,8 @@ class SaveContext:
 
     known_tensors: "StoredTensors | None" = None
     """Tensors on devices that the next save need not copy; made at the first asynchronous save of such tensors."""
+    recent_layouts: "RecentLayouts | None" = None
+    """The layouts of the last saves; made at the first save."""
 
     def is_store_gone(self) -> bool:
         """Whether the store answers nothing or takes no upload, and all saves that wait for it are safe on the staging disk."""
@@ -85,6 +89,14 @@ class SaveContext:
         if self.known_tensors is None:
             self.known_tensors = StoredTensors()
         return self.known_tensors
+
+    def with_known_layouts(self, captured: CapturedState) -> CapturedState:
+        """The same state; where the structure is that of a recent save, with the layout of that one."""
+        from tensorstore_ck.state.recent_layouts import RecentLayouts  # noqa: PLC0415 - loads torch
+
+        if self.recent_layouts is None:
+            self.recent_layouts = RecentLayouts()
+        return self.recent_layouts.reuse(captured)
 
     def note_speed(self, status: SaveStatus) -> None:
         """Notes how long the store took to write a save, so that the next ones can choose a codec.

@@ -224,7 +224,7 @@ class Save:
     def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState, RefTable]:
         """The request, the state, and a view of the log at its newest entry. Takes the state apart if `capture` was not called before."""
         status.check()
-        context, options, captured = self._context, self.check(), self.capture()
+        context, options, captured = self._context, self.check(), self._context.with_known_layouts(self.capture())
         fence = context.fence
         size_bytes = captured.logical_bytes if self._coordination.is_alone else captured.held_bytes
         status.meter.expect("hash", size_bytes)

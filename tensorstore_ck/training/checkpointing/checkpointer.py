@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
@@ -223,7 +224,7 @@ class Checkpointer:
     def note_resumed(self, snapshot: Snapshot) -> None:
         """Tells the triggers that the job restored a snapshot by itself: they count from its step on. All ranks call it."""
         read = lambda: json.dumps(note_of(self._store, snapshot)).encode()  # noqa: E731
-        note: dict[str, Any] = json.loads(self._from_first(f"the notes of {snapshot.root}", lambda: with_retries(read)))
+        note: dict[str, Any] = parse_json(self._from_first(f"the notes of {snapshot.root}", lambda: with_retries(read)))
         epoch, resumes, began_ns = note.get("epoch"), note.get("resumes"), note.get("began_ns")
         costs = note_costs(note)
         self._stall = self._stall or costs.get("stall", 0.0)
@@ -351,7 +352,7 @@ class Checkpointer:
     def _note(self, moment: TriggerContext) -> dict[str, object]:
         """Notes about the run for the snapshot; equal on all ranks, so costs are those of the first."""
         noted = self._from_first(f"the notes of save {self._saves} of {self._ref!r}", lambda: json.dumps(self.costs[:3]).encode())
-        costs = {name: seconds for name, seconds in zip(SaveCosts._fields, json.loads(noted), strict=False) if seconds > 0}
+        costs = {name: seconds for name, seconds in zip(SaveCosts._fields, parse_json(noted), strict=False) if seconds > 0}
         return {"began_ns": self._began_ns, "resumes": self._resumes, "epoch": moment.epoch, "costs": costs}
 
     def _measure(self, stall: float) -> None:

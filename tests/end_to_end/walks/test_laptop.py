@@ -185,11 +185,14 @@ def test_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         head = walk.type("tsck forget runs/first -s ckpt")
         assert "32" in head.text
         gone = walk.type("tsck log runs/first -s ckpt", code=NOT_FOUND)
-        walk.follow_all(gone)
         later = walk.type("tsck usage -s ckpt")
         assert "undo window" in later.text
         walk.follow(later, "forget")
-        walk.type("tsck undo -s ckpt")
+        walk.follow(gone, "undo")
+        assert "32" in walk.type("tsck log runs/first -s ckpt").text
+        walk.type("tsck forget runs/first -s ckpt")
+        walk.follow(head, "undo")
+        walk.follow(head, "gc")
         assert "32" in walk.type("tsck log runs/first -s ckpt").text
         walk.type("tsck export paper --to torch out.pt -s ckpt")
         walk.type("tsck export paper --to safetensors out -s ckpt")

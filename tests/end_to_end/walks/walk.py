@@ -33,8 +33,9 @@ class Said(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """Of the text, but for what is printed to stderr where a store is made."""
-        return [line for line in self.text.splitlines() if not line.startswith("made a new store at ")]
+        """Of the text, but for what is printed to stderr where a store is made or a run resumes."""
+        notices = ("made a new store at ", "nothing to resume: ", "resuming from ")
+        return [line for line in self.text.splitlines() if not line.startswith(notices)]
 
     @property
     def printed(self) -> list[str]:

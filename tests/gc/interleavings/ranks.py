@@ -11,8 +11,9 @@ import numpy as np
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.dedup import DedupIndex
-from tensorstore_ck.engine.write.part_writer import PartSlot, write_part
+from tensorstore_ck.engine.write.part_writer import write_part
 from tensorstore_ck.engine.write.publish import condemned_of
+from tensorstore_ck.engine.write.write_plan import PartSlot
 from tensorstore_ck.errors import MissingObjectError, SnapshotExpiredError
 from tensorstore_ck.format.codec import Coding
 from tensorstore_ck.format.part import Part, decode_part, part_name

@@ -301,8 +301,10 @@ def test_what_does_not_exist_is_reported_as_by_transformers(tmp_path: Path, stor
     for missing, said in ((str(tmp_path / "out" / "checkpoint-5"), "Can't find a valid checkpoint at"), ("runs/other@4", "runs/other")):
         with pytest.raises(tsck.NotFoundError, match=said):
             runs.over_store(tmp_path / "out", store).train(resume_from_checkpoint=missing)
-    with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
+    with pytest.raises(ValueError, match="No valid checkpoint found in output directory") as nothing:
         runs.over_store(tmp_path / "out", store).train(resume_from_checkpoint=True)
+    assert isinstance(nothing.value, tsck.NotFoundError)
+    assert [Path(entry.path).name for entry in nothing.traceback] == ["test_trainer.py"], "no frames of the package"
 
 
 def test_one_call_starts_a_run_and_continues_it(tmp_path: Path, store: tsck.Store, undisturbed: Undisturbed) -> None:

@@ -1,0 +1,119 @@
+"""What a part stores of the tensors: which blocks, and which small tensors inside the part. The same for each save of one layout.
+
+Knows neither packs nor bytes.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.common.buffers import Buffer
+from tensorstore_ck.engine.interfaces import CapturedState, Numbers, SourceRanges, TensorBlock
+from tensorstore_ck.format.block_assignment import BlockShare, Region, assign_blocks, encode_regions, regions_of_rank
+from tensorstore_ck.format.layout import TensorSpec
+
+MAX_PLANS: Final = 4
+"""The plans that a layout keeps."""
+
+
+class PartSlot(NamedTuple):
+    """Which part of a snapshot it is."""
+
+    rank: int
+    world_size: int
+    layout_ranks: tuple[int, ...]
+    """The ranks that have the same layout, in order. The first of them stores the layout, and the values and large values of the state."""
+    layout_of: bytes | None
+    """See `Part.layout_of`."""
+
+
+SINGLE: Final = PartSlot(0, 1, (0,), None)
+
+
+def slot_of_one(captured: CapturedState) -> PartSlot:
+    """The slot of a snapshot's only part. `layout_of` is set where regions are explicit: without it the part id would not cover them."""
+    return SINGLE._replace(layout_of=b"") if captured.explicit else SINGLE
+
+
+class InlineRun(NamedTuple):
+    """Small tensors of one dtype that follow each other."""
+
+    dtype: str
+    item_bytes: int
+    first: int
+    """The position of the first of them among the small tensors."""
+    stop: int
+
+
+class InlineTensors(NamedTuple):
+    """The small tensors, or this rank's shares of them, inside a part, in order."""
+
+    ranges: SourceRanges
+    ends: Numbers
+    """Where each ends in the part's inline bytes."""
+    runs: Sequence[InlineRun]
+
+    def place(self, number: int) -> slice:
+        """Where the small tensor at this position lies in the part's inline bytes."""
+        stop = int(self.ends[number])
+        return slice(stop - int(self.ranges.sizes[number]), stop)
+
+    def differing(self, data: Buffer, other: Buffer) -> list[int]:
+        """The positions of the small tensors that differ between the inline bytes of two parts."""
+        if data == other:
+            return []
+        is_other = np.frombuffer(data, np.uint8) != np.frombuffer(other, np.uint8)
+        return np.flatnonzero(np.logical_or.reduceat(is_other, self.ends - self.ranges.sizes)).tolist()
+
+
+class WritePlan(NamedTuple):
+    """What a part stores of the tensors."""
+
+    blocks: Sequence[TensorBlock]
+    inlined: InlineTensors
+
+
+def plan_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> WritePlan:
+    """The plan of a part; kept with the layout."""
+    key = (slot.rank, slot.layout_ranks, block_bytes, encode_regions(captured.explicit))
+    kept: dict[object, WritePlan] = captured.layout.plans
+    if (plan := kept.get(key)) is None:
+        if len(kept) >= MAX_PLANS:
+            kept.clear()
+        plan = kept[key] = _cut(captured.layout.tensors[:], places_of(captured, slot, block_bytes))
+    return plan
+
+
+def _cut(specs: Sequence[TensorSpec], places: Sequence[tuple[Region, int, BlockShare]]) -> WritePlan:
+    blocks, small = list[TensorBlock](), list[tuple[int, int, int]]()
+    for region, start, share in places:
+        if share.is_inline:
+            small.append((region.tensor, start, share.lengths[0]))
+            continue
+        for length in share.lengths:
+            blocks.append(TensorBlock(len(blocks), region.tensor, start, start + length))
+            start += length
+    runs, first = list[InlineRun](), 0
+    for kind, several in groupby(small, key=lambda one: specs[one[0]][1:3]):
+        runs.append(InlineRun(*kind, first, first := first + len(list(several))))
+    ranges = SourceRanges(*np.array(small, np.int64).reshape(-1, 3).T)
+    return WritePlan(blocks, InlineTensors(ranges, np.cumsum(ranges.sizes), runs))
+
+
+def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> list[tuple[Region, int, BlockShare]]:
+    """What this rank stores: for each share the region, its offset in the tensor's source, and how it is cut."""
+    held = regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
+    bases, shares = source_offsets(captured, held), assign_blocks(captured.layout, held, slot.rank, block_bytes)
+    return [(held[share.region], bases[share.region] + share.start, share) for share in shares]
+
+
+def source_offsets(captured: CapturedState, held: Sequence[Region]) -> list[int]:
+    """The offset of each region that a rank holds in its tensor's source, which has one region after another."""
+    bases = [0] * len(held)
+    for number in range(1, len(held)):
+        before = held[number - 1]
+        if before.tensor == held[number].tensor:  # a tensor's regions follow each other
+            bases[number] = bases[number - 1] + before.size_bytes(captured.layout.tensors[before.tensor])
+    return bases

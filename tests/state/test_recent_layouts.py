@@ -1,0 +1,85 @@
+"""Saves of one handle whose structures are equal, or almost: what is kept of the last layouts must not leak into a snapshot."""
+
+import gc
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tests.effort import PATIENCE_SECONDS
+
+
+def states(number: int) -> dict[str, Any]:
+    """States that differ in one thing only; their values are of save `number`."""
+    tensor = torch.arange(6.0).reshape(2, 3) + number
+    large = torch.arange(4096.0) + number  # larger than what lies inside a part
+    parameter = torch.nn.Parameter(tensor)
+    base = torch.cat([tensor.flatten(), tensor.flatten()])
+    return {
+        "plain": {"w": tensor, "x": {1: "value"}},
+        "a large tensor": {"w": large, "x": {1: "value"}},
+        "another name": {"v": tensor, "x": {1: "value"}},
+        "a bool as key": {"w": tensor, "x": {True: "value"}},
+        "a float as key": {"w": tensor, "x": {1.0: "value"}},
+        "another shape": {"w": tensor.flatten(), "x": {1: "value"}},
+        "another dtype": {"w": tensor.int(), "x": {1: "value"}},
+        "another order in memory": {"w": tensor.t().contiguous().t(), "x": {1: "value"}},
+        "a parameter": {"w": parameter, "x": {1: "value"}},
+        "another container": OrderedDict(w=tensor, x={1: "value"}),
+        "another place": {"w": tensor, "x": ["value"]},
+        "a value more": {"w": tensor, "x": {1: "value"}, "step": number},
+        "one tensor twice": {"w": tensor, "x": {1: "value"}, "y": tensor},
+        "two tensors": {"w": tensor, "x": {1: "value"}, "y": tensor.clone()},
+        "rows of one storage": {"w": base[:6].view(2, 3), "x": {1: "value"}, "y": base[6:].view(2, 3)},
+    }
+
+
+def described(value: Any) -> object:
+    """What must be equal, types included."""
+    if isinstance(value, torch.Tensor):
+        return type(value), value.dtype, value.stride(), value.requires_grad, value.tolist()
+    if isinstance(value, dict):
+        return type(value), [(type(key), key, described(item)) for key, item in value.items()]
+    return (list, [described(item) for item in value]) if isinstance(value, list) else (type(value), value)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_almost_equal_structures_in_turns(tmp_path: Path, asynchronous: bool) -> None:
+    with tsck.open(tmp_path / "store", create=True) as store:
+        names = [*states(0)]
+        for number, name in enumerate([*names, *reversed(names)]):
+            state = states(number)[name]
+            if asynchronous:
+                store.put_snapshot_async(state, ref="main").wait(PATIENCE_SECONDS)
+            else:
+                store.put_snapshot(state, ref="main")
+            restored: Any = store.checkout("main")
+            assert described(restored) == described(state), name
+            if name in ("one tensor twice", "two tensors"):
+                assert (restored["w"] is restored["y"]) == (name == "one tensor twice")
+            if name == "rows of one storage":
+                assert restored["w"].untyped_storage().data_ptr() == restored["y"].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("codec", ["raw", "auto"])
+def test_a_later_save_makes_no_objects_for_each_small_tensor(tmp_path: Path, codec: Literal["raw", "auto"]) -> None:
+    """Objects for each of 4,000 tensors start the collector of garbage dozens of times, which walks all objects of the process."""
+    few, many = ({f"layers.{number}": torch.zeros(8) for number in range(count)} for count in (4, 4000))
+    begun: list[str] = []
+    with tsck.open(tmp_path / "store", create=True) as store:
+        collections = {}
+        for name, state in {"few": few, "many": many}.items():
+            for number in range(3):
+                for tensor in state.values():
+                    tensor += 1
+                gc.callbacks.append(lambda phase, _: begun.append(phase))
+                try:
+                    begun.clear()
+                    store.put_snapshot(state, ref=name, step=number, codec=codec)
+                    collections[name] = begun.count("start")
+                finally:
+                    gc.callbacks.pop()
+    assert collections["many"] <= collections["few"] + 4
