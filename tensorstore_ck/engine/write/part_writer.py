@@ -16,7 +16,7 @@ from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid
 from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.part_extents import extents_of, with_bases
 from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.engine.write.delta_bases import Fp32Masters, ParentBlocks, PartKey, earlier_part

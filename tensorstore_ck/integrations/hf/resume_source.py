@@ -57,6 +57,7 @@ def native_folder(given: str | bool | None, output_dir: str, ref: str) -> str | 
     if given == AUTO:
         return None
     raise NoCheckpointError(
-        f"No valid checkpoint found in output directory ({output_dir}), and {ref!r} has no snapshot: at a first start, too, pass {ARGUMENT}",
+        f"No valid checkpoint found in output directory ({output_dir}), and {ref!r} has no snapshot: "
+        f"at a first start, too, pass {ARGUMENT}",
         object_id=ref,
     )
