@@ -357,7 +357,6 @@ ELSEWHERE: Final = {
     "import X --ref X": "tests/store/test_store.py: a checkpoint in a file",
     "probe": "tests/cli/test_errors.py: a server that ignores conditions",
     "keygen": "tests/cli/test_sign.py",
-    "verify": "tests/cli/test_sign.py",
     "sign X --sign X": "tests/cli/test_sign.py",
     "reset X X --sign X": "tests/cli/test_sign.py",
     "staging resume --accept-owner UID --staging X": "tests/cli/test_staging.py: two users",
