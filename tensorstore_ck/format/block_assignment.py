@@ -4,6 +4,7 @@ A region is one contiguous piece of a tensor on one rank. Ranks that hold the sa
 written once, by one of them. Writers and readers compute the assignment from the layout, so it is neither exchanged nor stored.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import prod
@@ -231,6 +232,22 @@ def assign_blocks(layout: Layout, held: Sequence[Region], rank: int, target_byte
         if first < last:
             shares.append(BlockShare(number, start, lengths[first:last], is_inline))
     return shares
+
+
+def writers_of(layout: Layout, held: Sequence[Region], tensor: int) -> set[int]:
+    """The ranks to which some byte of a tensor's regions is assigned, whatever the target size of blocks: see `assign_blocks`.
+
+    `held`: the regions that a rank holds.
+    """
+    totals, begun, found = bytes_of_replicas(layout, held), Counter[tuple[int, ...]](), set[int]()
+    specs = layout.tensors[:]
+    for region in held:
+        size_bytes, total, at = region.size_bytes(specs[region.tensor]), totals[region.replicas], begun[region.replicas]
+        if region.tensor == tensor:
+            runs = max(1, min(len(region.replicas), total // MIN_RUN_BYTES))
+            found.update(region.replicas[at * runs // total : (at + size_bytes - 1) * runs // total + 1])
+        begun[region.replicas] += size_bytes
+    return found
 
 
 def encode_regions(explicit: Sequence[ExplicitRegions]) -> bytes:

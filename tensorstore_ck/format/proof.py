@@ -2,8 +2,8 @@
 
 From the root to the bytes: the root hashes the ids of the parts; a part id hashes the layout id, sizes, block ids and small tensors; the
 layout has names, dtypes and shapes, and determines, with the sizes, which block ids are the tensor's. A proof has the layout, and of the
-byte strings that root and part ids hash the chunks with what is needed (`blake3_tree`). Everything in it is hostile until `Proof.root` is
-compared: until then, work is in proportion to the file; after that, to what the snapshot itself would cost.
+byte strings that root and part ids hash the chunks with what is needed (`blake3_tree`). Everything in it is hostile until `Proof.root` and
+then the ids of the parts are compared: until then, work is in proportion to the file; after that, to what the snapshot itself would cost.
 """
 
 import struct
@@ -18,18 +18,16 @@ from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, block_id
 from tensorstore_ck.common.signing_keys import PUBLIC_KEY_BYTES, SIGNATURE_BYTES
 from tensorstore_ck.errors import CorruptObjectError, MismatchError
 from tensorstore_ck.format.blake3_tree import Slice, take_slice
-from tensorstore_ck.format.block_assignment import decode_regions, ranks_with_layout
+from tensorstore_ck.format.block_assignment import decode_regions, ranks_with_layout, regions_of_rank, writers_of
 from tensorstore_ck.format.layout import MAX_ITEM_BYTES, MAX_NAME_BYTES, Layout, TensorSpec, decode_layout, layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, GROUP_HEADER, PART_HEADER, Part, group_problem
 from tensorstore_ck.format.part_index import RegionBytes, held_regions
 from tensorstore_ck.format.record import MAX_STEP, ROOT_HEADER, Record
 from tensorstore_ck.format.ref_statement import LogName, RefStatement, SignedRef
 from tensorstore_ck.format.sealed import ParseBudget, seal, take, take_count, unseal
-from tensorstore_ck.format.sharding import BoxBounds
+from tensorstore_ck.format.sharding import BoxBounds, tiles
 
 NAME: Final = "the proof"
-MAX_BOXES: Final = 1 << 13
-"""Of one tensor, on all ranks: each pair is compared."""
 _ADVICE: Final = "it was damaged or forged: ask for another one"
 
 
@@ -69,7 +67,8 @@ class Proof(NamedTuple):
     """A decoded proof, of which nothing was verified yet."""
 
     block_bytes: int
-    """The store's target size. No hash covers it, but the numbers of blocks, which are covered, do not fit another cut of the tensors."""
+    """The store's target size. No hash covers it. But hashes cover the numbers of blocks, and those of all parts that may have some of the
+    tensor do not fit another cut of it."""
     tensor: int
     """The tensor's number in the layout."""
     layout: bytes
@@ -77,7 +76,7 @@ class Proof(NamedTuple):
     record: Slice
     """Of what the root hashes."""
     parts: Sequence[Slice]
-    """Of what the part ids hash, by rank."""
+    """Of what the part ids hash, by rank: of all ranks to which a byte of the tensor is assigned, also those without a block."""
     signed: SignedRef | None = None
     """Of a branch or tag at the root."""
 
@@ -107,24 +106,25 @@ class Proof(NamedTuple):
         for before, part in zip([None, *opened], opened, strict=False):
             at = ROOT_HEADER.size + DIGEST_BYTES * part.rank
             is_of_root = part.rank < ranks and self.record.read(at, at + DIGEST_BYTES, NAME) == part.id
-            is_alike = (part.layout_id, part.world_size, part.layout_of, part.ranks) == (
-                first.layout_id,
-                first.world_size,
-                first.layout_of,
-                first.ranks,
-            )
+            is_alike = (part.layout_id, part.world_size, part.layout_of) == (first.layout_id, first.world_size, first.layout_of)
             if not is_of_root or not is_alike or (before is not None and before.rank >= part.rank):
                 raise _wrong(f"its part of rank {part.rank} is not of its snapshot, or not one of the tensor's")
         if ranks not in (first.world_size, 2 * first.world_size) or layout_id(self.layout) != first.layout_id:
             raise _wrong("its parts or its layout are not those of its snapshot")
+        alike = (first.rank,) if first.layout_of is None else ranks_with_layout(first.layout_of, first.rank, first.world_size)
+        found = {part.rank for part in opened}
+        if not found.issubset(alike):
+            raise _wrong("one of its parts is of a rank with another layout")
         budget = ParseBudget()
         budget.add_stored(len(self.layout))
         layout = decode_layout(self.layout, "the layout of the proof", budget)
         if self.tensor >= len(layout.tensors):
             raise _wrong(f"its layout has no tensor {self.tensor}")
         spec = layout.tensors[self.tensor]
-        blocks = [block for part in opened for block in part.blocks(layout, self.tensor, self.block_bytes)]
+        blocks = [block for part in opened for block in part.blocks(layout, self.tensor, alike, self.block_bytes)]
         _require_whole(spec, [box for block in blocks for box in block.boxes])
+        if not all(part.writers(layout, self.tensor, alike) <= found for part in opened):
+            raise _wrong(f"it lacks the part of a rank that may have blocks of {spec.name!r}")
         is_rank_state = first.rank >= first.world_size
         return ProvenTensor(f"rank_state[{first.rank - first.world_size}].{spec.name}" if is_rank_state else spec.name, spec, blocks)
 
@@ -146,7 +146,7 @@ def make_proof(
     block_bytes: int,
     signed: SignedRef | None,
 ) -> Proof:
-    """The proof of a tensor. `held`: its bytes in each part that has some, or nothing in one part, by rank; `layout`: the layout object."""
+    """The proof of a tensor. `held`: its bytes in each part that must be there (see `Proof.parts`), by rank; `layout`: the object."""
     at, slices = ROOT_HEADER.size, []
     for part, regions in held:
         pieces = part.logical_section()
@@ -200,7 +200,6 @@ class _OpenPart:
         self.layout_of, self._regions = self._group(self._inline_at + self._inline_bytes)
         if problem := group_problem(self.rank, self.world_size, self.layout_of, self._regions):
             raise _wrong(problem)
-        self.ranks = (self.rank,) if self.layout_of is None else ranks_with_layout(self.layout_of, self.rank, self.world_size)
         if blobs_bytes % BLOB_DTYPE.itemsize or ids_bytes % DIGEST_BYTES:
             raise _wrong("a part has a truncated table")
         blobs = np.frombuffer(part.read(PART_HEADER.size, self._ids_at, NAME), BLOB_DTYPE)
@@ -217,12 +216,17 @@ class _OpenPart:
         middle = start + numbers_bytes
         return self._slice.read(start, middle, NAME), self._slice.read(middle, middle + regions_bytes, NAME)
 
-    def blocks(self, layout: Layout, tensor: int, block_bytes: int) -> Iterator[ProvenBlock]:
+    def writers(self, layout: Layout, tensor: int, layout_ranks: tuple[int, ...]) -> set[int]:
+        """See `writers_of`: for the tensor's regions that the rank holds."""
+        explicit = decode_regions(layout, self._regions, NAME)
+        return writers_of(layout, regions_of_rank(layout, self.rank, layout_ranks, explicit), tensor)
+
+    def blocks(self, layout: Layout, tensor: int, layout_ranks: tuple[int, ...], block_bytes: int) -> Iterator[ProvenBlock]:
         """The tensor's blocks in the part."""
         held = held_regions(
             layout,
             self.rank,
-            self.ranks,
+            layout_ranks,
             block_bytes,
             name=NAME,
             explicit=decode_regions(layout, self._regions, NAME),
@@ -245,13 +249,8 @@ def _require_whole(spec: TensorSpec, boxes: Sequence[BoxBounds]) -> None:
     """Raises unless the boxes, which lie in the tensor, have each of its elements once."""
     if sum(prod(box.sizes) for box in boxes) != prod(spec.shape):
         raise _wrong(f"it does not have all blocks of {spec.name!r}")
-    if len(boxes) > MAX_BOXES:
-        raise _wrong(f"{spec.name!r} lies in {len(boxes)} pieces, and a proof has at most {MAX_BOXES}")
-    starts = np.array([box.offsets for box in boxes], np.int64).reshape(len(boxes), len(spec.shape))
-    ends = starts + np.array([box.sizes for box in boxes], np.int64).reshape(starts.shape)
-    for number in range(1, len(boxes)):
-        if np.all((starts[:number] < ends[number]) & (starts[number] < ends[:number]), axis=1).any():
-            raise _wrong(f"two blocks of {spec.name!r} have the same elements")
+    if not tiles(spec.shape, boxes):
+        raise _wrong(f"two blocks of {spec.name!r} have the same elements")
 
 
 def _slice(item: object) -> Slice:

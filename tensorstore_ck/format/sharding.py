@@ -6,10 +6,16 @@ their cartesian product, row-major. Every call costs O(mesh dims x runs), whatev
 may search.
 """
 
-from collections.abc import Sequence
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+_CHANCE: Final = random.SystemRandom()
+_PRIME: Final = (1 << 61) - 1
 
 Run = tuple[int, int]
 """(start, length) along one dim."""
@@ -65,6 +71,23 @@ class BoxBounds(NamedTuple):
 def whole_box(shape: tuple[int, ...]) -> BoxBounds:
     """All of a tensor."""
     return BoxBounds((0,) * len(shape), shape)
+
+
+def tiles(shape: tuple[int, ...], boxes: Iterable[BoxBounds]) -> bool:
+    """Whether boxes within a tensor cover each element once. Takes linear time: files may list any boxes.
+
+    The corners of a box, each with a sign, determine it, and those of boxes that tile a tensor add up to the tensor's. With a random number
+    for each coordinate, the sum of a box's signed corners is a product over axes; other boxes have the same sum once in 2^50 times.
+    """
+    number_of = [defaultdict[int, int](partial(_CHANCE.randrange, _PRIME)) for _ in shape]
+
+    def corners(box: BoxBounds) -> int:
+        product = 1
+        for numbers, start, size in zip(number_of, box.offsets, box.sizes, strict=True):
+            product = product * (numbers[start] - numbers[start + size]) % _PRIME
+        return product
+
+    return (sum(map(corners, boxes)) - corners(whole_box(shape))) % _PRIME == 0
 
 
 class LocalBox(NamedTuple):

@@ -16,12 +16,12 @@ from tensorstore_ck.errors import (
     CorruptObjectError,
     InvalidOptionError,
     NotFoundError,
-    UnsupportedValueError,
     UntrustedError,
 )
+from tensorstore_ck.format.block_assignment import decode_regions, regions_of_rank, writers_of
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.part_index import RegionBytes
-from tensorstore_ck.format.proof import MAX_BOXES, NAME, Proof, decode_proof, make_proof
+from tensorstore_ck.format.proof import NAME, Proof, decode_proof, make_proof
 from tensorstore_ck.format.ref_statement import LogName, SignedRef
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.log import SnapshotInfo
@@ -82,8 +82,10 @@ def prove(engine: Engine, address: str, tensor: str) -> bytes:
     held: dict[int, tuple[Part, list[RegionBytes]]] = {}
     for part, region in reader.holding(number):
         held.setdefault(part.rank, (part, []))[1].append(region)
-    if len(held) > MAX_BOXES:
-        raise UnsupportedValueError(f"{tensor!r} lies in {len(held)} parts: a proof has at most {MAX_BOXES}", object_id=tensor)
+    for part, _ in list(held.values()):
+        regions = regions_of_rank(reader.layout, part.rank, reader.ranks, decode_regions(reader.layout, part.regions, tensor))
+        for rank in writers_of(reader.layout, regions, number) - held.keys():
+            held[rank] = snapshot.part(rank), []
     proof = make_proof(
         snapshot.record,
         [held[rank] for rank in sorted(held)] or [(reader.part, [])],

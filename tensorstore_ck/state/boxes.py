@@ -1,11 +1,8 @@
 """Boxes of a tensor on this rank, with their memory: `Box`, `Boxes` for several boxes of one tensor, torch's `CheckpointableTensor`."""
 
 import operator
-import random
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any, Final
 
@@ -19,8 +16,6 @@ from tensorstore_ck.state.rank_shares import LocalPiece, RankShare, flags_of
 
 CHECKPOINTABLE_MARK: Final = "global_shape"
 """An attribute that hardly any other tensor has: a cheap first test for each of tens of thousands of tensors."""
-_CHANCE: Final = random.SystemRandom()
-_PRIME: Final = (1 << 61) - 1
 _PROTOCOL: Final = (CHECKPOINTABLE_MARK, "global_offsets", "local_offsets", "local_sizes")
 
 
@@ -150,24 +145,7 @@ def coverage_error(shape: tuple[int, ...], boxes: Sequence[sharding.BoxBounds]) 
     missing = prod(shape) - sum(prod(box.sizes) for box in boxes)
     if missing > 0:
         return f"{missing} elements are missing"
-    return "" if not missing and _tile(shape, boxes) else "pieces overlap"
-
-
-def _tile(shape: tuple[int, ...], boxes: Iterable[sharding.BoxBounds]) -> bool:
-    """Whether boxes within a tensor cover each element once. Takes linear time: files may list any boxes.
-
-    The corners of a box, each with a sign, determine it, and those of boxes that tile a tensor add up to the tensor's. With a random number
-    for each coordinate, the sum of a box's signed corners is a product over axes; other boxes have the same sum once in 2^50 times.
-    """
-    number_of = [defaultdict[int, int](partial(_CHANCE.randrange, _PRIME)) for _ in shape]
-
-    def corners(box: sharding.BoxBounds) -> int:
-        product = 1
-        for numbers, start, size in zip(number_of, box.offsets, box.sizes, strict=True):
-            product = product * (numbers[start] - numbers[start + size]) % _PRIME
-        return product
-
-    return (sum(map(corners, boxes)) - corners(sharding.whole_box(shape))) % _PRIME == 0
+    return "" if not missing and sharding.tiles(shape, boxes) else "pieces overlap"
 
 
 def _numbers(several: Iterable[Any]) -> tuple[int, ...]:

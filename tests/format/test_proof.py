@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorstore_ck.common.ids import DIGEST_BYTES, block_id
+from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, block_id
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError, MismatchError
-from tensorstore_ck.format.part import Part
+from tensorstore_ck.format.block_assignment import assign_blocks, regions_of_rank
+from tensorstore_ck.format.layout import Layout, TensorSpec
+from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part
 from tensorstore_ck.format.part_index import PartIndex
 from tensorstore_ck.format.proof import Proof, decode_proof, make_proof
 from tensorstore_ck.format.sealed import HEADER_BYTES
@@ -86,6 +88,58 @@ def test_another_size_of_blocks_is_refused_or_says_the_same(tensor: str) -> None
     for bits in range(12, 27):
         with suppress(CorruptObjectError):
             assert prove(tensor, block_bytes=1 << bits).verify() == expected
+
+
+def test_a_tensor_at_the_border_of_two_writers_has_both_their_parts() -> None:
+    """Two replicas divide 128 MiB at 64, in the middle of the tensor. With blocks of 8 MiB the first one would have all of it.
+
+    The first part alone fits both sizes of blocks.
+    """
+    specs = [TensorSpec(f"{number}", "uint8", 1, (4 << 20,)) for number in range(30)]
+    specs.insert(15, TensorSpec("w", "uint8", 1, (8 << 20,)))
+    layout = Layout(specs, None)
+    parts = [replicated_part(layout, rank) for rank in range(2)]
+    record, held = samples.record_of(parts, 2), [(part, PartIndex(layout, part, (0, 1), BLOCK_BYTES, "a part").of(15)) for part in parts]
+    assert [len(regions[0].rows) for _, regions in held] == [1, 1]
+
+    def shown(count: int, block_bytes: int) -> list[int]:
+        proof = make_proof(record, held[:count], layout=layout.encode(), tensor=15, block_bytes=block_bytes, signed=None)
+        return [block.size_bytes for block in decode_proof(proof.encode()).verify().blocks]
+
+    assert shown(2, BLOCK_BYTES) == [4 << 20, 4 << 20]
+    with pytest.raises(CorruptObjectError, match="it lacks the part of a rank that may have blocks of 'w'"):
+        shown(1, 2 * BLOCK_BYTES)
+    for bits in range(12, 27):
+        for count in (1, 2):
+            with suppress(CorruptObjectError):
+                assert shown(count, 1 << bits) == [4 << 20, 4 << 20]
+
+
+def test_a_tensor_of_many_blocks() -> None:
+    layout = Layout([TensorSpec("w", "uint8", 1, (10_000, 4096))], None)
+    part = replicated_part(layout, 0, (0,), block_bytes=4096)
+    held = [(part, PartIndex(layout, part, (0,), 4096, "a part").of(0))]
+    made = make_proof(samples.record_of([part], 1), held, layout=layout.encode(), tensor=0, block_bytes=4096, signed=None)
+    assert len(made.verify().blocks) == 10_000
+
+
+def replicated_part(layout: Layout, rank: int, ranks: tuple[int, ...] = (0, 1), *, block_bytes: int = BLOCK_BYTES) -> Part:
+    """What one of some replicas saves."""
+    shares = assign_blocks(layout, regions_of_rank(layout, rank, ranks), rank, block_bytes)
+    rows = sum(len(share.lengths) for share in shares)
+    extents = np.zeros(rows, EXTENT_DTYPE)
+    extents["raw"], extents["base"] = [length for share in shares for length in share.lengths], -1
+    return samples.part()._replace(
+        layout_id=Digest(layout.encode()[-DIGEST_BYTES:]),
+        rank=rank,
+        world_size=len(ranks),
+        blobs=np.array([(0, 0, len(layout.encode()))], BLOB_DTYPE),
+        ids=b"".join(block_id(b"%d %d" % (rank, row)) for row in range(rows)),
+        inline=b"",
+        extents=extents,
+        layout_of=b"",
+        regions=b"",
+    )
 
 
 @pytest.mark.parametrize("tensor", ["tp", "flat"])

@@ -264,6 +264,7 @@ DECODERS: Final[dict[str, str]] = {
     "format/codec/registry.py": ROWS,
     "format/layout.py": ROWS,
     "format/part.py": ROWS,
+    "format/proof.py": ROWS,
     "format/record.py": ROWS,
     "format/relocation.py": ROWS,
     "format/sealed.py": ROWS,

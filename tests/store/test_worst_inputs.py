@@ -30,9 +30,9 @@ from tensorstore_ck.format import tree, values
 from tensorstore_ck.format.blake3_tree import take_slice
 from tensorstore_ck.format.block_assignment import decode_regions
 from tensorstore_ck.format.codec import Codec, decode
-from tensorstore_ck.format.layout import decode_layout
+from tensorstore_ck.format.layout import MAX_RANKS, decode_layout
 from tensorstore_ck.format.pack import ENTRY_DTYPE, FOOTER_MAGIC, TRAILER, decode_footer, encode_header
-from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, decode_part, decode_values
+from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, GROUP_HEADER, PART_HEADER, decode_part, decode_values
 from tensorstore_ck.format.proof import decode_proof
 from tensorstore_ck.format.record import Record, decode_metadata, decode_record
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, decode_relocation
@@ -52,6 +52,7 @@ from tensorstore_ck.session.group.rank_kinds import decode_kind
 from tensorstore_ck.session.group.save_plan import decode_plan
 from tensorstore_ck.session.staging import manifest
 from tests.effort import effort
+from tests.format import samples
 from tests.format.forged import layout_of
 from tests.integrations.importing.conftest import archive
 
@@ -156,6 +157,15 @@ def read_proof(data: bytes) -> None:
     decode_proof(data).root()
 
 
+def large_group(count: int) -> bytes:
+    """A proof with parts of its root's record that are not the record's: each says that its group has the most ranks."""
+    head = GROUP_HEADER.pack(0, 0)
+    parts = [
+        take_slice("part", PART_HEADER.pack(bytes(32), rank, MAX_RANKS, 0, 0, 0, 0) + head, []) for rank in range(max(1, count // 100))
+    ]
+    return decode_proof(samples.proof())._replace(parts=parts).encode()
+
+
 def read_layout(data: bytes) -> None:
     budget = ParseBudget()
     budget.add_stored(len(data))
@@ -242,6 +252,7 @@ ROWS: Final[dict[str, Row]] = {
         lambda n: sealed("moved", x=many(b"\x80")(50 * n)), lambda data: decode_relocation(data, "x", object_hash(data))
     ),
     "proof of parts": Row(lambda n: proof(parts=many(packed([0, b"", b"", b""]))(n)), read_proof, OBJECT),
+    "proof of parts of a large group": Row(large_group, lambda data: decode_proof(data).verify(), OBJECT),
     "proof of chunks": Row(
         lambda n: proof(record=packed(take_slice("root", bytes(40 * n), [(0, 40 * n)]))),
         read_proof,
