@@ -21,7 +21,6 @@ from tensorstore_ck.cli.output import (
 )
 from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.common.units import human_bytes
-from tensorstore_ck.errors import PermissionDeniedError
 
 if TYPE_CHECKING:
     from tensorstore_ck.maintenance.describe.contained import Containment
@@ -63,7 +62,7 @@ def prove(
 ) -> None:
     """Write a small file that proves that TENSOR belongs to the snapshot ADDRESS, without the other tensors.
 
-    Whoever gets it checks it with --check, without the store: the root must be that of --root, or signed as the trust file demands. With
+    Its reader passes it to --check, without the store: the root must be that of --root, or signed as the trust file demands. With
     --contains, print which part of a fine-tune is its base, by block ids, and who signed the base.
     """
     of_proof, of_check = (out, force or None), (data, root)
@@ -80,16 +79,15 @@ def prove(
 
 
 def _write(address: str, tensor: str, path: str, choice: StoreChoice, *, force: bool, as_json: bool) -> None:
-    from tensorstore_ck.cli.model_files import check_new_file  # noqa: PLC0415 - help needs neither
+    from tensorstore_ck.backend.os_errors import os_errors  # noqa: PLC0415 - help needs none of them
+    from tensorstore_ck.cli.model_files import check_new_file  # noqa: PLC0415
     from tensorstore_ck.format.proof import decode_proof  # noqa: PLC0415
 
     check_new_file(path, overwrite=force)
     with choice.look() as store:
         proof = store.prove(address, tensor)
-    try:
+    with os_errors("write", path):
         replace_file(path, proof)
-    except OSError as exc:
-        raise PermissionDeniedError(f"{path} cannot be written: {exc.strerror}", object_id=path) from exc
     made = decode_proof(proof)  # by its root: the branch may have moved meanwhile
     root, step = made.root().hex(), made.step()
     belongs = f"{printable(tensor)} belongs to {short_root(root)}" + ("" if step is None else f", step {step}")
@@ -111,7 +109,14 @@ def _check(path: str, data: str | None, root: str | None, choice: StoreChoice, *
 def _checked_lines(found: "CheckedProof", data: str | None) -> list[str]:
     signature = found.signature
     signed = (
-        [] if signature is None else [("ref", printable(signature.ref)), ("key", signature.key), ("signed", iso_time(signature.time_ns))]
+        []
+        if signature is None
+        else [
+            ("ref", printable(signature.ref)),
+            ("store", f"{found.store}, log {printable(found.log or '')}"),
+            ("key", signature.key),
+            ("signed", iso_time(signature.time_ns)),
+        ]
     )
     shape = "x".join(map(str, found.shape)) or "scalar"
     return [

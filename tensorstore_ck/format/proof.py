@@ -49,7 +49,7 @@ class ProvenTensor(NamedTuple):
 
     def require_data(self, data: Buffer) -> None:
         """Raises `MismatchError` unless `data`, row-major, is what the tensor has."""
-        view, spec = memoryview(data).cast("B"), self.spec
+        view, spec = memoryview(data), self.spec
         if view.nbytes != spec.size_bytes:
             raise MismatchError(f"the data has {view.nbytes:,} bytes, and {self.name!r} has {spec.size_bytes:,}", object_id=self.name)
         array = np.frombuffer(view, f"V{spec.item_bytes}").reshape(spec.shape)
@@ -261,9 +261,9 @@ def _slice(item: object) -> Slice:
 
 def _signed(items: Sequence[Any]) -> SignedRef:
     store, log, ref, root, step, number, time_ns, key, signature = items
-    sizes = {store: 16, root: DIGEST_BYTES, key: PUBLIC_KEY_BYTES, signature: SIGNATURE_BYTES}
+    sizes = ((store, 16), (root, DIGEST_BYTES), (key, PUBLIC_KEY_BYTES), (signature, SIGNATURE_BYTES))
     numbers = [number, time_ns, *([] if step is None else [step])]
-    is_typed = all(type(value) is bytes and len(value) == size for value, size in sizes.items())
+    is_typed = all(type(value) is bytes and len(value) == size for value, size in sizes)
     if not is_typed or any(type(text) is not str or len(text) > MAX_NAME_BYTES for text in (ref, log)):
         raise ValueError("a signature is malformed")
     if any(type(value) is not int or not 0 <= value <= MAX_STEP for value in numbers):

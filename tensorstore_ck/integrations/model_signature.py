@@ -243,6 +243,7 @@ def _signed_bytes(payload: bytes) -> bytes:
 def _read(path: str | os.PathLike[str], what: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            return file.read(min(_MAX_BYTES, os.fstat(file.fileno()).st_size))
+            status = os.fstat(file.fileno())
+            return file.read(min(_MAX_BYTES, status.st_size) if stat.S_ISREG(status.st_mode) else _MAX_BYTES)  # a pipe has no size
     except OSError as exc:
         raise NotFoundError(f"the {what} {path} cannot be read: {exc.strerror}", object_id=str(path)) from exc

@@ -162,20 +162,22 @@ class RefVerifier:
 
     def _verify(self, entry: Entry, fields: Any) -> tuple[RefSignature | None, str]:
         """The signature in `fields`, if it is valid and trusted; else why not."""
-        return check_signed_ref(self._trust, _signed(self._of, fields), entry.n)
+        signed = _signed(self._of, fields)
+        found, problem = check_signed_ref(self._trust, signed, f" in entry {entry.n}")
+        if found is not None and found.number != entry.n:
+            return None, f"the signature in entry {entry.n} repeats that of entry {found.number}"
+        return found, problem
 
 
-def check_signed_ref(trust: TrustFile, signed: SignedRef, n: int) -> tuple[RefSignature | None, str]:
-    """The signature in log entry `n`, if it is valid and trusted; else why not."""
+def check_signed_ref(trust: TrustFile, signed: SignedRef, where: str = "") -> tuple[RefSignature | None, str]:
+    """The signature, if it is valid and trusted; else why not. `where`: where it was found, for the message."""
     statement, key, shown = signed.statement, signed.key, public_text(signed.key)
     if key in trust.revoked:
-        return None, f"it is signed, in entry {n}, with the revoked key {shown}"
+        return None, f"it is signed{where} with the revoked key {shown}"
     if key not in (trust.keys_of(statement.ref) or ()):
-        return None, f"it is signed, in entry {n}, with the key {shown}, which is not trusted for {statement.ref!r}"
-    if statement.number != n:
-        return None, f"the signature in entry {n} repeats that of entry {statement.number}"
+        return None, f"it is signed{where} with the key {shown}, which is not trusted for {statement.ref!r}"
     if not is_signed_by(key, signed.signature, statement.encode()):
-        return None, f"the signature in entry {n} is forged, or was made for another store, log, ref or snapshot"
+        return None, f"the signature{where} is forged, or was made for another store, log, ref or snapshot"
     found = RefSignature(
         ref=statement.ref,
         root=statement.root.hex(),

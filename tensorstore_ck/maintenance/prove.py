@@ -3,18 +3,22 @@
 import os
 import re
 import shlex
+import stat
 import uuid
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
+from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.signing_keys import public_text
 from tensorstore_ck.common.similar_names import similar_names
-from tensorstore_ck.common.user_frames import short_errors
+from tensorstore_ck.common.user_frames import short_errors, user_stacklevel
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import (
     CorruptObjectError,
     InvalidOptionError,
+    MissingExtraError,
     NotFoundError,
     UntrustedError,
 )
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _ROOT: Final = re.compile("[0-9a-fA-F]{64}")
+_CONVERTED: Final = "tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()"
 _RANK_STATE: Final = re.compile(r"rank_state\[([0-9]{1,7})\]\..*", re.DOTALL)
 
 
@@ -58,11 +63,15 @@ class CheckedProof:
     shape: tuple[int, ...]
     size_bytes: int
     blocks: int
-    """How many blocks have its bytes; 0 blocks, where the proof has the bytes themselves."""
+    """How many block ids the proof has for its bytes; 0 where it has the bytes themselves."""
     data_checked: bool
     """The data that was passed is that of the tensor."""
     signature: RefSignature | None
     """Who signed the root, by the trust file; None: the caller passed the root."""
+    store: str | None
+    """The UUID of the store in which it was signed, which may be any one. None: the caller passed the root."""
+    log: str | None
+    """The name of that store's log."""
 
 
 def resolve_signed(engine: Engine, address: str) -> SignedSnapshot:
@@ -71,7 +80,12 @@ def resolve_signed(engine: Engine, address: str) -> SignedSnapshot:
     resolved = resolve(view, address)
     trusted = None if engine.trust is None else engine.trust.check(engine.log, view, resolved)
     of = LogName(uuid.UUID(engine.config.uuid).bytes, engine.config.log)
-    return SignedSnapshot(resolved.info, find_signed_ref(engine.log, view, resolved, of, trusted), trusted is not None)
+    try:
+        signed = find_signed_ref(engine.log, view, resolved, of, trusted)
+    except MissingExtraError as exc:
+        warnings.warn(f"who signed {address} is not known here, and counts as nobody: {exc}", stacklevel=user_stacklevel())
+        signed = None
+    return SignedSnapshot(resolved.info, signed, trusted is not None)
 
 
 def prove(engine: Engine, address: str, tensor: str) -> bytes:
@@ -120,11 +134,13 @@ def check_proof(
     """Checks, without a store, that a tensor belongs to a snapshot.
 
     A proof shows that its tensor belongs to a root, whoever made it. So the root must be one that the caller trusts: `root`, or one that a
-    key of the trust file has signed. A signature shows that the ref was at the snapshot, and not that it still is.
+    key of the trust file has signed. A signature shows that the ref was at the snapshot, and not that it still is. One of any store
+    counts: compare `CheckedProof.store` where a key signs refs of one name in several.
 
     Args:
         proof: What `ReadOnlyStore.prove` returned, or the path of such a file.
-        data: The tensor's bytes, row-major, such as ``tensor.contiguous().view(torch.uint8).numpy()``: they must be the proven ones.
+        data: The tensor's bytes, row-major, such as ``tensor.contiguous().reshape(-1).view(torch.uint8).numpy()``: they must be the
+            proven ones.
         root: The 64 hex digits of the snapshot's root.
         trust: The trust file, by default the user's own. Not read if `root` is given.
 
@@ -133,6 +149,9 @@ def check_proof(
         UntrustedError: the root is not `root`, or nobody signed it whom the trust file names for its ref.
         MismatchError: `data` is not that of the tensor.
         NotFoundError: there is no such file.
+        FormatVersionError: a newer version of tensorstore_ck made the proof.
+        InvalidOptionError: `root` is no root; `data` is no contiguous buffer; the trust file is malformed.
+        MissingExtraError: the signature is needed, and `cryptography` is not installed.
     """
     opened = decode_proof(proof if isinstance(proof, bytes) else _read(proof))
     found, step = opened.root(), opened.step()
@@ -146,7 +165,11 @@ def check_proof(
     signature = None if root is not None else _require_trusted(opened, trust)
     tensor = opened.verify()
     if data is not None:
-        view = memoryview(cast("Buffer", data))
+        try:
+            view = memoryview(cast("Buffer", data))
+        except TypeError as exc:
+            message = f"the data is a {type(data).__name__}, not bytes: of a tensor pass {_CONVERTED}"
+            raise InvalidOptionError(message, object_id="data") from exc
         if not view.c_contiguous:
             raise InvalidOptionError("the data is not contiguous: pass a contiguous array of bytes", object_id="data")
         tensor.require_data(view)
@@ -160,6 +183,8 @@ def check_proof(
         blocks=sum(not block.is_inline for block in tensor.blocks),
         data_checked=data is not None,
         signature=signature,
+        store=None if signature is None or signed is None else str(uuid.UUID(bytes=signed.statement.of.store)),
+        log=None if signature is None or signed is None else signed.statement.of.log,
     )
 
 
@@ -173,7 +198,7 @@ def _require_trusted(proof: Proof, path: str | os.PathLike[str] | None) -> RefSi
     is_named = trust is not None and signed is not None and trust.keys_of(signed.statement.ref) is not None
     signature, problem = None, ""
     if trust is not None and signed is not None and is_named:
-        signature, problem = check_signed_ref(trust, signed, signed.statement.number)
+        signature, problem = check_signed_ref(trust, signed)
     elif signed is None:
         problem = "it has no signature"
     else:
@@ -190,8 +215,10 @@ def _require_trusted(proof: Proof, path: str | os.PathLike[str] | None) -> RefSi
 
 
 def _find(snapshot: OpenSnapshot, name: str, address: str) -> Tensor:
-    of_rank = _RANK_STATE.fullmatch(name)
-    tensors = snapshot.shared.tensors if of_rank is None else snapshot.rank_state(int(of_rank[1])).tensors
+    tensors = snapshot.shared.tensors
+    of_rank = None if name in tensors else _RANK_STATE.fullmatch(name)
+    if of_rank is not None:
+        tensors = snapshot.rank_state(int(of_rank[1])).tensors
     if name not in tensors:
         meant = " or ".join(map(repr, similar_names(name, tensors)))
         what = f"there is no tensor {name!r} in {address}{f': did you mean {meant}?' if meant else ''}"
@@ -200,8 +227,8 @@ def _find(snapshot: OpenSnapshot, name: str, address: str) -> Tensor:
 
 
 def _read(path: str | os.PathLike[str]) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read(MAX_OBJECT_BYTES + 1)
-    except OSError as exc:
-        raise NotFoundError(f"the proof {path} cannot be read: {exc.strerror}", object_id=str(path)) from exc
+    if not os.path.exists(path):
+        raise NotFoundError(f"there is no proof {path}", object_id=str(path))
+    with os_errors("read", os.fspath(path)), open(path, "rb") as file:
+        status = os.fstat(file.fileno())
+        return file.read(min(MAX_OBJECT_BYTES, status.st_size) + 1 if stat.S_ISREG(status.st_mode) else MAX_OBJECT_BYTES + 1)

@@ -434,9 +434,10 @@ class ReadOnlyStore:
         """A proof that a tensor belongs to a snapshot, without the other tensors: see `check_proof`, which needs no store.
 
         It shows the tensor's name, dtype, shape and block ids, and the signature of the branch or tag that the address goes through, if
-        there is one. Reads records, parts and layouts, and no tensor data. It also shows the names, dtypes and shapes of all tensors, and
-        may show some KiB of metadata, and of small tensors and values that lie next to what it needs. ``rank_state[3].name`` names a tensor
-        of a rank's own state.
+        there is one: with a trust file one by its keys, otherwise the newest one by any key. Reads records, parts and layouts, and no
+        tensor data. A proof has the whole layout: names, dtypes and shapes of all tensors, and paths of all values. Of each part of the
+        tensor it may show some KiB: block ids of other tensors, metadata, values, tensors of up to 4 KiB. ``rank_state[3].name`` names a
+        tensor of a rank's own state, unless the shared state has a tensor of that name.
 
         Raises:
             NotFoundError: no such tensor, or nothing at that address.

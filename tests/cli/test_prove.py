@@ -48,9 +48,10 @@ def test_prove_and_check(tsck: Tsck, key: str, tmp_path: Path) -> None:
     assert by_key.code == 0
     assert "ref     models/base" in by_key.out
     assert f"key     {key}" in by_key.out
+    assert "store   " in by_key.out
     assert "data    not compared (--data FILE)" in by_key.out
     document = tsck("prove", "--check", "model.a.proof", "--trust", file, "--json", store=None).json
-    assert set(document) == {"root", "step", "name", "dtype", "shape", "size_bytes", "blocks", "data_checked", "signature"}
+    assert set(document) == {"root", "step", "name", "dtype", "shape", "size_bytes", "blocks", "data_checked", "signature", "store", "log"}
     assert (document["root"], document["signature"]["key"], document["data_checked"]) == (root, key, False)
 
 

@@ -16,7 +16,7 @@ from tensorstore_ck.format.block_assignment import assign_blocks, regions_of_ran
 from tensorstore_ck.format.layout import Layout, TensorSpec
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part
 from tensorstore_ck.format.part_index import PartIndex
-from tensorstore_ck.format.proof import Proof, decode_proof, make_proof
+from tensorstore_ck.format.proof import Proof, ProvenTensor, decode_proof, make_proof
 from tensorstore_ck.format.sealed import HEADER_BYTES
 from tests.effort import effort, in_turns
 from tests.format import samples
@@ -162,6 +162,23 @@ def test_the_data_is_compared_where_its_blocks_lie(tensor: str) -> None:
             true.require_data(wrong.tobytes())
     with pytest.raises(MismatchError, match="bytes, and"):
         true.require_data(array.tobytes()[:-1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", ">f4", "float16", "complex64", "V6", "S6"])
+@pytest.mark.parametrize("shape", [(), (3,), (0, 3), (2, 3)])
+def test_data_of_any_dtype_and_shape_is_compared(dtype: str, shape: tuple[int, ...]) -> None:
+    array = np.zeros(shape, dtype)
+    ProvenTensor("w", TensorSpec("w", f"np:{array.dtype.str}", array.itemsize, shape), []).require_data(array.data)
+
+
+def test_a_signature_has_fields_of_their_own_sizes() -> None:
+    """Also where two of them are equal."""
+    true = decode_proof(samples.proof())
+    assert true.signed is not None
+    signed, of = true.signed, true.signed.statement.of._replace(store=bytes(true.signed.statement.root))
+    for forged in (signed._replace(key=signed.signature), signed._replace(statement=signed.statement._replace(of=of))):
+        with pytest.raises(CorruptObjectError, match="a signature is malformed"):
+            decode_proof(true._replace(signed=forged).encode())
 
 
 # --- any changed byte ---------------------------------------------------------------------------------------------------

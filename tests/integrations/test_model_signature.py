@@ -46,6 +46,17 @@ def test_what_model_signing_signed_is_verified(theirs: Path) -> None:
     assert len(check(theirs)) == 2
 
 
+def test_a_key_from_a_pipe(theirs: Path) -> None:
+    """As `--key <(...)` makes one."""
+    reading, writing = os.pipe()
+    os.write(writing, (theirs / "key.pub.pem").read_bytes())
+    os.close(writing)
+    try:
+        assert len(verify_folder(str(theirs / "folder"), str(theirs / "folder.sig"), f"/dev/fd/{reading}")) == 2
+    finally:
+        os.close(reading)
+
+
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another byte": (lambda at: (at / "folder" / "model.safetensors").write_bytes(b"weightz"), "model.safetensors is not what was signed"),
     "a file less": (lambda at: (at / "folder" / "sub" / "config.json").unlink(), "sub/config.json is missing"),

@@ -195,7 +195,7 @@ def test_no_entry_of_somebody_without_a_trusted_key_moves_a_trusted_ref(world: W
 
 def test_a_revoked_key_counts_no_longer(world: World) -> None:
     world.trusting(KEY, OTHER_KEY, revoked=[KEY])
-    with pytest.raises(UntrustedError, match=r"signed, in entry 2, with the revoked key ed25519:"):
+    with pytest.raises(UntrustedError, match=r"signed in entry 2 with the revoked key ed25519:"):
         world.check()
     with world.open(sign=OTHER_KEY) as store:
         store.sign(REF, world.new[:8])

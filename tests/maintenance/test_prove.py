@@ -1,5 +1,6 @@
 """Proofs of tensors in real stores, with signatures; and which part of a fine-tune is its base."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,15 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import ZERO_DIGEST
 from tensorstore_ck.common.signing_keys import SigningKey
-from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MismatchError, NotFoundError, UntrustedError
+from tensorstore_ck.errors import (
+    CorruptObjectError,
+    InvalidOptionError,
+    MismatchError,
+    MissingExtraError,
+    MissingObjectError,
+    NotFoundError,
+    UntrustedError,
+)
 from tensorstore_ck.format.proof import decode_proof
 from tensorstore_ck.maintenance.describe import contained
 from tensorstore_ck.maintenance.describe.contained import ContainedTensor
@@ -69,6 +78,12 @@ def test_a_tensor_of_a_ranks_own_state() -> None:
             store.prove(root, missing)
 
 
+def test_a_shared_tensor_with_the_name_of_one_of_a_rank(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        root = store.put_snapshot({"rank_state[2]": {"rng": torch.ones(3)}}, ref=TUNED).root
+        assert tsck.check_proof(store.prove(TUNED, "rank_state[2].rng"), root=root, data=bytes_of(torch.ones(3))).data_checked
+
+
 def test_a_tensor_whose_blocks_are_stored_as_differences() -> None:
     store, state = follower(MemoryBackend()), first_state()
     sizes = []
@@ -87,6 +102,8 @@ def test_a_proof_is_small_and_a_tensor_without_elements_has_one(tmp_path: Path) 
     state = {"large": large, "empty": empty, "scalar": scalar, "others": [torch.full((2000,), float(at)) for at in range(200)]}
     with opened(tmp_path) as store:
         root = store.put_snapshot(state, ref=TUNED).root
+        with pytest.raises(InvalidOptionError, match=r"the data is a Tensor, not bytes: of a tensor pass tensor\.cpu\(\)"):
+            tsck.check_proof(store.prove(TUNED, "large"), data=large, root=root)  # type: ignore[arg-type]
         for name, tensor in (("large", large), ("empty", empty), ("scalar", scalar)):
             proof = store.prove(TUNED, name)
             assert len(proof) < 16_000
@@ -122,6 +139,34 @@ def test_a_signed_root_is_trusted_by_the_trust_file(signed: bytes, tmp_path: Pat
     assert tsck.check_proof(signed, root=found.root.upper()).signature is None
 
 
+def test_a_signature_of_any_store_counts_and_the_store_is_named(signed: bytes, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    with opened(other, sign=KEY) as store:
+        store.put_snapshot({"w": torch.zeros(4)}, ref=BASE, step=3)
+        found = tsck.check_proof(store.prove(BASE, "w"), trust=trust(tmp_path, KEY))
+        assert (found.store, found.log) == (store.engine.config.uuid, store.engine.config.log)
+    first = tsck.check_proof(signed, trust=trust(tmp_path, KEY))
+    assert first.store != found.store
+    assert tsck.check_proof(signed, root=first.root).store is None
+
+
+def test_without_the_extra_a_signature_that_nobody_demands_is_left_out(
+    signed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [*sys.modules]:
+        if name.startswith("cryptography."):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with opened(tmp_path) as store:
+        with pytest.warns(UserWarning, match=f"who signed {BASE} is not known here"):
+            assert decode_proof(store.prove(BASE, "w")).signed is None
+        with pytest.warns(UserWarning, match=f"who signed {BASE} is not known here"):
+            assert store.contains(BASE, BASE).signed_by is None
+    with opened(tmp_path, trusted=trust(tmp_path, KEY)) as store, pytest.raises(MissingExtraError):
+        store.prove(BASE, "w")
+
+
 UNTRUSTED: dict[str, tuple[Callable[[Path], Path | None], str]] = {
     "no trust file": (lambda folder: None, f"a signature for '{BASE}' with the key {KEY.public}, and no trust file names that ref"),
     "a trust file for others": (lambda folder: trust(folder, KEY, refs="runs/*"), "no trust file names that ref"),
@@ -154,17 +199,22 @@ def test_a_forged_signature_is_refused(signed: bytes, tmp_path: Path) -> None:
         tsck.check_proof(proof._replace(signed=None).encode(), trust=file)
 
 
-def test_the_root_that_a_caller_trusts(signed: bytes) -> None:
+def test_the_root_that_a_caller_trusts(signed: bytes, tmp_path: Path) -> None:
     with pytest.raises(UntrustedError, match="not of " + "0" * 64):
         tsck.check_proof(signed, root="0" * 64)
     with pytest.raises(InvalidOptionError, match="all of its 64 hex digits"):
         tsck.check_proof(signed, root=decode_proof(signed).root().hex()[:16])
-    with pytest.raises(NotFoundError, match="cannot be read"):
+    with pytest.raises(NotFoundError, match=r"there is no proof missing\.proof"):
         tsck.check_proof("missing.proof")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(NotFoundError):
+        tsck.check_proof(tmp_path / "loop")
+    with pytest.raises(MissingObjectError, match="a folder is there instead of a file"):
+        tsck.check_proof(tmp_path)
 
 
 def test_the_signature_is_of_the_ref_and_valid(signed: bytes, tmp_path: Path) -> None:
-    """What a forger adds to the log, or another branch has, does not get into a proof; with a trust file its keys count alone."""
+    """Without a trust file, the newest valid signature of the ref by any key gets into a proof; with one, those by its keys alone."""
     with opened(tmp_path, sign=OTHER_KEY) as store:
         for ref in (BASE, "runs/copy"):
             assert decode_proof(store.prove(ref, "w")).signed.statement.ref == ref  # type: ignore[union-attr]
