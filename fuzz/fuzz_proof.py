@@ -11,7 +11,7 @@ with atheris.instrument_imports(include=["tensorstore_ck"]):
 
 
 MAX_PART_BYTES = 1 << 16
-"""Of a proof whose root is compared, the work is in proportion to the parts and not to the proof, which any caller knows by then."""
+"""A caller verifies a proof whose root it has compared: work is then in proportion to the parts, not to the proof."""
 
 
 def read(data: bytes) -> None:

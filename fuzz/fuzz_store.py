@@ -1,13 +1,15 @@
-"""A small store of which an object was forged or damaged, and each public call on it. An input is the seed of the change."""
+"""A small store of which an object was forged or damaged, and the calls of `hostile_calls` on it. An input is the seed of the change."""
 
 import random
 
+import atheris
 from _common import fuzz
 
-from tensorstore_ck.common import threads
-from tests.gc.stores import open_store
-from tests.store.hostile_calls import require_only_our_errors
-from tests.store.hostile_objects import REF, hostile, pristine, template
+with atheris.instrument_imports(include=["tensorstore_ck"]):
+    from tensorstore_ck.common import threads
+    from tests.gc.stores import open_store
+    from tests.store.hostile_calls import require_only_our_errors
+    from tests.store.hostile_objects import REF, hostile, pristine, template
 
 
 def start(self: threads.Helper) -> None:

@@ -1,4 +1,4 @@
-"""Parses JSON and TOML of unknown origin: what cannot be parsed, or was made to take long, is a ValueError and nothing else."""
+"""Parses JSON and TOML of unknown origin. Text that cannot be parsed, or would take long, raises a ValueError and no other error."""
 
 import json
 import tomllib

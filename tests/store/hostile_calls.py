@@ -1,4 +1,4 @@
-"""The public calls on a store that somebody else writes to: each may raise this package's errors, and no other."""
+"""Public calls on a store that somebody else writes to: each may raise this package's errors, and no other. One call an entry."""
 
 import warnings
 from collections.abc import Callable
@@ -20,16 +20,25 @@ def read_lazily(store: Store, ref: str) -> None:
 READING: Final[dict[str, Callable[[Store, str], object]]] = {
     "branches": lambda store, _: store.branches(),
     "tags": lambda store, _: store.tags(),
-    "log": lambda store, ref: (list(store.log(ref)), list(store.log())),
-    "resolve": lambda store, ref: (store.resolve(ref), store.metadata(ref), store.random_streams(ref)),
+    "log": lambda store, ref: list(store.log(ref)),
+    "log of all": lambda store, _: list(store.log()),
+    "resolve": lambda store, ref: store.resolve(ref),
+    "metadata": lambda store, ref: store.metadata(ref),
+    "random streams": lambda store, ref: store.random_streams(ref),
     "checkout": lambda store, ref: store.checkout(ref),
     "checkout into": lambda store, ref: store.checkout(ref, into={"w": torch.zeros(3000)}, strict=False),
     "open": read_lazily,
     "show": lambda store, ref: store.show(ref),
     "diff": lambda store, ref: store.diff(f"{ref}~1", ref),
-    "statistics": lambda store, ref: (store.statistics(ref), store.find_nan(ref), store.change_statistics(f"{ref}~1", ref)),
+    "prove": lambda store, ref: store.prove(ref, "w"),
+    "prove a small one": lambda store, ref: store.prove(ref, "v"),
+    "contains": lambda store, ref: store.contains(ref, f"{ref}~1"),
+    "statistics": lambda store, ref: store.statistics(ref),
+    "find NaN": lambda store, ref: store.find_nan(ref),
+    "change statistics": lambda store, ref: store.change_statistics(f"{ref}~1", ref),
     "usage": lambda store, _: store.usage(per_snapshot=True),
-    "fsck": lambda store, _: (store.fsck(), store.fsck(read_data=True)),
+    "fsck": lambda store, _: store.fsck(),
+    "fsck data": lambda store, _: store.fsck(read_data=True),
     "policies": lambda store, _: {glob: str(policy) for glob, policy in store.policies().items()},
     "explain": lambda store, ref: store.explain_retention(ref),
     "apply dry": lambda store, _: store.apply_policies(dry_run=True),

@@ -1,9 +1,8 @@
 """Which part of a snapshot is another one, its base: compares block ids, and reads no data of tensors."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final, Literal
 
 from tensorstore_ck.common.units import human_bytes
@@ -67,14 +66,14 @@ def compare_with_base(
     for name, tensor in tensors.items():
         if name in base:
             found[name] = name, _equal_bytes(tensor, base[name])
-    taken, index = {name for name, (_, equal) in found.items() if equal}, dict[_Key, dict[str, None]]()
+    taken, index = {name for name, (_, equal) in found.items() if equal}, dict[_Key, deque[str]]()
     if len(found) < len(tensors):
         for name, tensor in base.items():
-            for key, _ in _keys(tensor) if name not in taken else ():
-                index.setdefault(key, {})[name] = None
+            for key in {key for key, _ in _keys(tensor)} if name not in taken else ():
+                index.setdefault(key, deque()).append(name)
     for name, tensor in tensors.items():
         if name not in found:
-            found[name] = _take_most_alike(tensor, base, index)
+            found[name] = _take_most_alike(tensor, index, taken)
     rows = []
     for name, tensor in tensors.items():
         (base_name, equal), size = found[name], tensor.spec.size_bytes
@@ -105,15 +104,25 @@ def _equal_bytes(tensor: Tensor, base: Tensor) -> int:
     return sum(size for key, size in _keys(tensor) if key in known)
 
 
-def _take_most_alike(tensor: Tensor, base: dict[str, Tensor], index: dict[_Key, dict[str, None]]) -> tuple[str | None, int]:
+def _take_most_alike(tensor: Tensor, index: dict[_Key, deque[str]], taken: set[str]) -> tuple[str | None, int]:
     """The tensor of the base that has the most bytes of one, and how many; no other tensor is compared with it after that."""
     equal = Counter[str]()
     for key, size in _keys(tensor):
-        for name in islice(index.get(key, ()), MAX_CANDIDATES):
+        for name in _candidates(index.get(key, deque()), taken):
             equal[name] += size
     if not equal:
         return None, 0
     (name, equal_bytes), *_ = equal.most_common(1)
-    for key, _ in _keys(base[name]):
-        index[key].pop(name, None)
+    taken.add(name)
     return name, equal_bytes
+
+
+def _candidates(names: deque[str], taken: set[str]) -> list[str]:
+    """The first names that are not taken. Drops the taken ones among them, so that no call meets these again."""
+    found: list[str] = []
+    while names and len(found) < MAX_CANDIDATES:
+        name = names.popleft()
+        if name not in taken:
+            found.append(name)
+    names.extendleft(reversed(found))
+    return found
