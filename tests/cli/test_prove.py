@@ -1,11 +1,13 @@
 """tsck prove: writes and checks proofs, and says which part of a fine-tune is its base."""
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from tensorstore_ck.errors import NoSpaceError
 from tests.cli.conftest import Tsck
 from tests.cli.test_sign import trust
 
@@ -53,6 +55,16 @@ def test_prove_and_check(tsck: Tsck, key: str, tmp_path: Path) -> None:
     document = tsck("prove", "--check", "model.a.proof", "--trust", file, "--json", store=None).json
     assert set(document) == {"root", "step", "name", "dtype", "shape", "size_bytes", "blocks", "data_checked", "signature", "store", "log"}
     assert (document["root"], document["signature"]["key"], document["data_checked"]) == (root, key, False)
+
+
+def test_a_proof_that_cannot_be_written_says_why(tsck: Tsck, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: str, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "full", path)
+
+    monkeypatch.setattr("tensorstore_ck.cli.cmd_prove.replace_file", fail)
+    refused = tsck("prove", "models/base", "model.a")
+    assert refused.code == NoSpaceError.exit_code
+    assert "cannot write model.a.proof" in refused.err
 
 
 def test_a_file_with_other_data_is_refused(tsck: Tsck, key: str, tmp_path: Path, model: dict[str, torch.Tensor]) -> None:

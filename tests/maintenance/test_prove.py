@@ -20,13 +20,15 @@ from tensorstore_ck.errors import (
     NotFoundError,
     UntrustedError,
 )
+from tensorstore_ck.format import block_assignment
 from tensorstore_ck.format.proof import decode_proof
 from tensorstore_ck.maintenance.describe import contained
 from tensorstore_ck.maintenance.describe.contained import ContainedTensor
 from tests.feed.versions import REF, first_state, follower, save, train
 from tests.gc.stores import open_store
 from tests.session.group.built import BUILT, INFOS, tensors
-from tests.session.group.states import whole
+from tests.session.group.states import Spreading, captured, whole
+from tests.session.group.stores import put_all
 
 KEY, OTHER_KEY = SigningKey.generate(), SigningKey.generate()
 BASE, TUNED = "models/base", "runs/ft"
@@ -67,6 +69,18 @@ def test_a_tensor_that_ranks_hold_in_pieces(name: str) -> None:
     data.reshape(-1)[-1] ^= 1
     with pytest.raises(MismatchError, match=f"the data is not that of '{name}'"):
         tsck.check_proof(proof, data=data, root=root)
+
+
+def test_a_proof_has_the_part_of_a_rank_that_may_have_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two replicas, which divide their bytes in the middle of the tensor, the first one has its only block."""
+    monkeypatch.setattr(block_assignment, "MIN_RUN_BYTES", 10_000)
+    values = {name: Spreading(whole((count,), count), None) for name, count in (("a", 3000), ("w", 2000), ("c", 2100))}
+    backend = MemoryBackend()
+    info = put_all(backend, 2, lambda rank: captured(values, (), rank, 2, named=True))
+    store, root = open_store(backend), info.root.hex()
+    proof = store.prove(root, "w")
+    assert len(decode_proof(proof).parts) == 2
+    assert tsck.check_proof(proof, data=values["w"].whole, root=root).blocks == 1
 
 
 def test_a_tensor_of_a_ranks_own_state() -> None:
