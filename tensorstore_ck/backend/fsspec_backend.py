@@ -7,6 +7,7 @@ request, so every call has one here.
 # ruff: noqa: D102 - protocol.py documents the methods
 
 import contextlib
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -310,13 +311,14 @@ def _without_frames(call: Callable[[], object]) -> None:
     gcsfs has a view of the file's buffer in one. Python 3.12 crashes when it collects such a view and its `BytesIO` in one cycle, which the
     error is part of.
     """
+    before = sys.exception()  # the caller's own
     try:
         call()
     except Exception as exc:
         passed: BaseException | None = exc
-        while passed is not None:
+        while passed is not None and passed is not before:
             traceback.clear_frames(passed.__traceback__)
-            passed = passed.__context__
+            passed = passed.__cause__ or passed.__context__
         raise
 
 

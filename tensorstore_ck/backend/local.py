@@ -56,7 +56,11 @@ class LocalBackend:
         self._sync = sync
         self._durable_folders: set[str] = set()
         self._failed_folders: set[str] = set()
-        self._parents_lock = ProcessLock()
+        self._folder_locks: dict[str, ProcessLock] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without locks, which no other process needs."""
+        return {**self.__dict__, "_folder_locks": {}}
 
     # --- read ---
 
@@ -325,11 +329,6 @@ class LocalBackend:
         Those are synced once per process, even if another process made them: it may have died before it synced them.
         """
         self._fsync_folder(folder)
-        if folder not in self._durable_folders:
-            with self._parents_lock.here:  # a thread must know of another one's failed fsync before its own succeeds
-                self._sync_parents(folder)
-
-    def _sync_parents(self, folder: str) -> None:
         while folder not in self._durable_folders:
             entry, folder = folder, os.path.dirname(folder)
             if entry == self._root:
@@ -351,6 +350,11 @@ class LocalBackend:
         """
         if not self._sync:
             return
+        lock = self._folder_locks.get(folder) or self._folder_locks.setdefault(folder, ProcessLock())
+        with lock.here:  # one at a time: a thread must know of another one's failed fsync before its own succeeds
+            self._fsync_locked(folder)
+
+    def _fsync_locked(self, folder: str) -> None:
         if folder in self._failed_folders:
             self._change_folder(folder)
         fd = os.open(folder, _FOLDER, dir_fd=self._at)

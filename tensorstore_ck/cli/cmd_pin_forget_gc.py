@@ -1,5 +1,7 @@
 """Commands that keep and free snapshots: pin, unpin, forget, undo, gc."""
 
+import shlex
+
 import click
 
 from tensorstore_ck.cli.cmd_policy import apply_policies
@@ -93,9 +95,11 @@ def forget(addresses: tuple[str, ...], choice: StoreChoice, *, by_policy: bool, 
     if not snapshots:
         lines = ["nothing was forgotten that can be undone"]
     elif addresses:
+        is_branch = len(snapshots) == 1 and snapshots[0].kind == "branch"
+        undo = f"tsck undo {shlex.quote(printable(snapshots[0].ref))}" if is_branch else "tsck undo"
         lines = [
             *_forgotten_lines(snapshots, "forgot"),
-            "`tsck undo` brings this back for a day, then `tsck gc` frees what nothing else holds",
+            f"`{undo}` brings this back for a day, then `tsck gc` frees what nothing else holds",
         ]
     else:
         lines = _forgotten_lines(snapshots, "")

@@ -15,6 +15,7 @@ foreign_text.py      JSON and TOML of unknown origin
 free_space.py        whether there is enough free space, checked before writing
 html_table.py        escaped tables for notebooks
 host_memory.py       how much memory is free, and allocations that failed
+huge_pages.py        memory in huge pages, where the system has them
 ids.py               ULIDs and BLAKE3 hashes
 metric_condition.py  conditions on metrics alone, as functions
 owned_files.py       whether files and folders are one user's alone

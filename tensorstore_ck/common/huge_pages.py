@@ -13,7 +13,9 @@ _MADV_WIPEONFORK: Final = 18
 
 
 def new_pages(size_bytes: int) -> mmap.mmap:
-    """New memory of zeros. A forked child sees zeros in its place.
+    """New memory of zeros. A forked child sees zeros or a copy in its place, and must not use it.
+
+    A fork may copy its pages while the kernel uses them: O_DIRECT may write from it, but not read into it (open(2)).
 
     Raises:
         OSError, OverflowError: the system has no such memory.
@@ -22,6 +24,6 @@ def new_pages(size_bytes: int) -> mmap.mmap:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # Without WIPEONFORK the next write after a fork would copy every page, and the old ones would live as long as the child.
         for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
-            with contextlib.suppress(OSError):  # an older kernel: slower, but correct
+            with contextlib.suppress(OSError):  # an older kernel, or one without huge pages: slower
                 pages.madvise(advice)
     return pages

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from queue import Empty, SimpleQueue
-from typing import Final, Self, TypeVar
+from typing import Final, TypeVar
 
 from tensorstore_ck.common.changes import Flag
 
@@ -251,14 +251,11 @@ def result_or_raise(is_result: bool, result: T | BaseException) -> T:
 
 
 class ProcessLock:
-    """A reentrant lock. A forked child has a new one: a thread that the child does not have may hold the old one. So has a pickled copy."""
+    """A reentrant lock. A forked child has a new one: a thread that the child does not have may hold the old one."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.RLock()
-
-    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
-        return type(self), ()
 
     @property
     def here(self) -> AbstractContextManager[object]:

@@ -139,7 +139,9 @@ class FollowedTensor(ByteTarget):
         changed = _changed(new, old)
         on_device = is_on_device(self.tensor)
         staged: list[Change] = []
-        if changed is None or (on_device and item_bytes not in _WORDS):  # a device writes integers, and complex128 has none of its size
+        if changed is None or (
+            len(changed) and on_device and item_bytes not in _WORDS
+        ):  # a device writes integers, and complex128 has none of its size
             staged = [ChangedRange(self.tensor, first * item_bytes, new.tobytes())]
         elif len(changed):
             kind = ChangedDeviceElements if on_device else ChangedElements

@@ -187,10 +187,11 @@ class _CopiedSources(LazySources):
 
     def gather(self, ranges: SourceRanges) -> bytearray:
         """See `LazySources`."""
-        if self._slot.memory is None:
+        memory = self._slot.memory  # held: its pages stay mapped while they are copied
+        if memory is None:
             return super().gather(ranges)
         tensors, starts, sizes = ranges
-        addresses = address_of(self._slot.memory) + self._offsets[tensors] + starts
+        addresses = address_of(memory) + self._offsets[tensors] + starts
         addresses[np.isin(tensors, [*self.others, *self.arrivals])] = 0
         return gather(addresses, sizes, lambda at: self.read(int(tensors[at]), int(starts[at]), int(starts[at] + sizes[at])))
 

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from tensorstore_ck.engine.interfaces import Numbers
-from tensorstore_ck.format.codec.compiled import HAS_KERNEL, kernel
+from tensorstore_ck.format.codec import compiled
 
 SMALL_BYTES: Final = 16 << 10
 """Without the kernel, smaller copies keep the GIL: two threads exchanging it took three times as long for 20,000 copies of 256 bytes."""
@@ -20,8 +20,8 @@ for _function in (_memmove, _memmove_with_gil):
 
 def move(moves: Numbers) -> None:
     """Copies; `moves`: rows of a target address, a source address and a size in bytes. The caller keeps the memory alive."""
-    if HAS_KERNEL:
-        kernel.copy_memory(np.ascontiguousarray(moves, np.int64).data)
+    if compiled.HAS_KERNEL:
+        compiled.kernel.copy_memory(np.ascontiguousarray(moves, np.int64).data)
         return
     for target, address, size in zip(*moves.T.tolist(), strict=True):
         (_memmove if size > SMALL_BYTES else _memmove_with_gil)(target, address, size)
@@ -32,6 +32,7 @@ def gather(addresses: Numbers, sizes: Numbers, read: Callable[[int], memoryview]
     ends = np.cumsum(sizes)
     starts, joined = ends - sizes, bytearray(int(sizes.sum()))
     move(np.stack((starts + np.frombuffer(joined, np.uint8).ctypes.data, addresses, sizes), axis=1)[addresses != 0])
+    target = memoryview(joined)  # takes no piece of another length
     for position in np.flatnonzero(addresses == 0).tolist():
-        joined[starts[position] : ends[position]] = read(position)
+        target[starts[position] : ends[position]] = read(position)
     return joined

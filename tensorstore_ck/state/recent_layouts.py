@@ -18,7 +18,7 @@ class RecentLayouts:
 
     def __init__(self) -> None:
         self._kept: list[tuple[tuple[object, ...], Layout]] = []
-        """With their keys, the last one first."""
+        """With their keys, the last one first. A list never changes: threads that save at the same time read it."""
 
     def reuse(self, captured: CapturedState) -> CapturedState:
         """The same state; with an equal layout that is kept, if there is one. Keeps its own layout otherwise.
@@ -35,9 +35,7 @@ class RecentLayouts:
             return layout
         # The tree as bytes: 1, 1.0 and True are equal keys of a dict, but different ones of a layout.
         key = (specs.names, specs.forms, pack_body(layout.tree), layout.storages, layout.meshes, layout.spreads)
-        for position, (known, kept) in enumerate(self._kept):
-            if known == key:
-                self._kept.insert(0, self._kept.pop(position))
-                return kept
-        self._kept = [(key, layout), *self._kept][:MAX_LAYOUTS]
-        return layout
+        recent = self._kept
+        found = next((entry for entry in recent if entry[0] == key), (key, layout))
+        self._kept = [found, *(entry for entry in recent if entry is not found)][:MAX_LAYOUTS]
+        return found[1]

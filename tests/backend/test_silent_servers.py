@@ -82,13 +82,23 @@ def test_a_create_is_undecided(silent: Backend) -> None:
     assert silent.create("a/b", b"body") is Created.UNKNOWN
 
 
-def test_an_error_keeps_no_view_of_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_timeout", [False, True])
+def test_an_error_keeps_no_view_of_what_was_written(monkeypatch: pytest.MonkeyPatch, is_timeout: bool) -> None:
     """As `getbuffer` in gcsfs: Python 3.12 crashes when it collects a buffer and a view of it in one cycle."""
     kept = BytesIO(bytes(10))
 
-    def write(_: object, data: object) -> int:
+    def send() -> None:
         view = kept.getbuffer()
         raise OSError(len(view))
+
+    def write(_: object, data: object) -> int:
+        try:
+            send()
+        except OSError as exc:
+            cause = exc
+        if is_timeout:
+            raise TimeoutError from cause  # outside `except`, as fsspec does
+        raise cause
 
     writer = open_backend("memory://an-error-keeps-no-view").open_writer("a/b")
     monkeypatch.setattr(MemoryFile, "write", write)

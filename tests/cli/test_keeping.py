@@ -49,7 +49,7 @@ def test_what_was_forgotten_names_undo_where_one_looks_for_it(history: Tsck) -> 
     history("tag", "v1", "runs/gpt")
     assert history("untag", "v1").out == "removed tag v1; `tsck undo v1` brings it back for a day\n"
     assert history("tag").out.startswith("no tags: 1 tag forgotten; ")
-    assert history("forget", "runs/gpt").out.splitlines()[-1].startswith("`tsck undo` brings this back for a day")
+    assert history("forget", "runs/gpt").out.splitlines()[-1].startswith("`tsck undo runs/gpt` brings this back for a day")
     for command in ("log", "branch"):
         assert "1 branch forgotten; `tsck forget` lists what can be brought back, `tsck undo REF` does it" in history(command).out
     for ref in ("v1", "runs/gpt"):

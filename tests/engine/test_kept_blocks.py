@@ -1,13 +1,18 @@
 """The bases of differences of blocks that change little stay in memory: only the first such save reads them from the store."""
 
+import gc
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.byte_cache import ByteCache
+from tensorstore_ck.errors import NoSpaceError
+from tensorstore_ck.format.codec import Codec
+from tensorstore_ck.log.cache.lmdb_rows import LmdbView
 from tests.feed.versions import REF, NotedFaults, copy_of, equal, first_state, follower, save, train
 
 
@@ -78,3 +83,56 @@ def test_blocks_stay_in_memory_when_chains_of_differences_begin_again() -> None:
     assert not [what for what in faults.noted if what.startswith("read packs/")]
     kept = store.engine.kept_blocks._kept
     assert sum(len(block.raw) for block in kept.values()) <= store.log(REF)[0].logical_bytes
+
+
+def test_a_save_that_fails_leaves_no_blocks_that_nobody_asks_for() -> None:
+    faults, state = NotedFaults(), first_state()
+    store = follower(MemoryBackend(), faults)
+    for step in range(2):
+        save(store, state, step)
+        train(state, step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tensorstore_ck.engine.write.part_writer.store_part", _no_space)
+        with pytest.raises(NoSpaceError):
+            save(store, state, 2)
+    assert not store.engine.kept_blocks._kept
+    save(store, state, 2)
+    assert equal(store.checkout(REF), state)
+
+
+def _no_space(*_: object, **__: object) -> None:
+    raise NoSpaceError("no space", object_id="part")
+
+
+def test_no_view_of_the_cache_stays_open_where_nobody_collects_garbage(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(50_000)}
+    with tsck.open(tmp_path / "store", create=True, delta=True, cache_dir=tmp_path / "cache") as store:
+        gc.collect()
+        gc.disable()
+        try:
+            for step in range(4):
+                state["w"][step] += 1
+                store.put_snapshot(state, ref=REF, step=step)
+            views = sum(isinstance(found, LmdbView) for found in gc.get_objects())
+        finally:
+            gc.enable()
+        assert views == 0
+
+
+@pytest.mark.parametrize("forged", ["another size", "fewer rows"])
+def test_a_parent_that_does_not_fit_its_layout_is_no_base(tmp_path: Path, forged: str) -> None:
+    """`a` is said to be a difference to `b`, which is twice as large; or the part has no blocks of tensors."""
+    state = {"model": {"a": torch.zeros(1 << 17), "b": torch.zeros(1 << 18)}}
+    with tsck.open(tmp_path / "store", create=True, delta=True, cache_dir=tmp_path / "cache") as store:
+        store.put_snapshot(state, ref=REF, step=0)
+        for ulid, part in [*store.engine._parts.items()]:
+            first = int(part.blobs["blocks"].sum())
+            ids, extents = part.ids, np.concatenate((part.extents, part.extents[first + 1 : first + 2]))
+            extents[["codec", "flags", "stored", "base"]][first] = (Codec.DELTA, 1, 100_000, len(extents) - 1)
+            other = part._replace(extents=extents, base_ids=ids[32 * (first + 1) : 32 * (first + 2)])
+            if forged == "fewer rows":
+                other = part._replace(extents=part.extents[:first], ids=ids[: 32 * first])
+            store.engine._parts[ulid] = other
+        state["model"]["a"][7] += 1
+        store.put_snapshot(state, ref=REF, step=1)
+        assert equal(store.checkout(REF), state)

@@ -10,6 +10,8 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
+from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.events import Event
 from tests.effort import PATIENCE_SECONDS
 from tests.feed.versions import REF, NotedFaults, State, copy_of, equal, first_state, follower, save, step_of, train, update, zeros
@@ -389,3 +391,15 @@ def test_a_read_only_store_in_a_folder(tmp_path: Path) -> None:
             save(trainer, state, step)
             update(feed)
             assert equal(mine, state)
+
+
+def test_a_forged_layout_is_not_kept_for_later_versions(backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with the id of the layout that it pretends to be."""
+    state = first_state()
+    save(open_store(backend), state, 0)
+    feed = follower(backend).follow(REF, into=copy_of(state))
+    with monkeypatch.context() as patch:
+        patch.setattr(SnapshotReader, "_blob", lambda reader, _: bytes(100) + reader.part.layout_id)
+        with pytest.raises(CorruptObjectError):
+            feed.poll()
+    assert update(feed)

@@ -49,8 +49,8 @@ def described(value: Any) -> object:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_almost_equal_structures_in_turns(tmp_path: Path, asynchronous: bool) -> None:
     with tsck.open(tmp_path / "store", create=True) as store:
-        names = [*states(0)]
-        for number, name in enumerate([*names, *reversed(names)]):
+        turns = [turn for other in states(0) for turn in (other, "plain", other)]  # each with a layout that is kept, and a new one
+        for number, name in enumerate(turns):
             state = states(number)[name]
             if asynchronous:
                 store.put_snapshot_async(state, ref="main").wait(PATIENCE_SECONDS)

@@ -9,12 +9,19 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.store import Store
+from tests.store.hostile_objects import state_at
 
 
 def read_lazily(store: Store, ref: str) -> None:
     with store.open_snapshot(ref) as snapshot:
         for name in snapshot:
             snapshot[name]
+
+
+def put_difference(store: Store, ref: str) -> None:
+    """The structure of what the branch has: blocks are compared with those of its head."""
+    store.put_snapshot(state_at(9), ref=ref, step=10, expect=tsck.ANY, delta=True)
+    store.checkout(ref)
 
 
 READING: Final[dict[str, Callable[[Store, str], object]]] = {
@@ -53,6 +60,7 @@ READING: Final[dict[str, Callable[[Store, str], object]]] = {
 }
 WRITING: Final[dict[str, Callable[[Store, str], object]]] = {
     "put": lambda store, ref: store.put_snapshot({"w": torch.ones(3000)}, ref=ref, step=9, expect=tsck.ANY),
+    "put delta": put_difference,
     "put new": lambda store, _: store.put_snapshot({"w": torch.ones(3000)}, ref="runs/new", step=9, expect=tsck.ANY),
     "annotate": lambda store, ref: store.annotate(ref, {"loss": 1.0}),
     "gc": lambda store, _: store.gc(),

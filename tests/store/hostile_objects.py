@@ -40,16 +40,19 @@ Objects = Mapping[str, bytes]
 
 
 @cache
+def state_at(step: int) -> dict[str, object]:
+    """What is saved at a step."""
+    weights = torch.randn(3000, generator=torch.Generator().manual_seed(1)) + 0.001 * step
+    return {"w": weights, "v": weights[:12].view(3, 4).t(), "x": [1, "a", {"b": (1, 2.0)}], "big": list(range(20_000)), "s": {1, 2}}
+
+
 def pristine() -> Objects:
     """The objects of a store with two branches, a tag, a policy, a quota, a moved pack, a checkpoint, and the record of a process."""
     backend = MemoryBackend()
     store = open_store(backend, process=PROCESS)
     store.put_snapshot({"w": torch.ones(3000)}, ref="runs/b", step=1)
-    weights = torch.randn(3000, generator=torch.Generator().manual_seed(1))
     for step in (1, 2, 3):
-        weights = weights + 0.001
-        more = {"v": weights[:12].view(3, 4).t(), "x": [1, "a", {"b": (1, 2.0)}], "big": list(range(20_000)), "s": {1, 2}}
-        store.put_snapshot({"w": weights, **more}, ref=REF, step=step, codec="small", metrics={"loss": 1.0 / step}, metadata={"a": [1]})
+        store.put_snapshot(state_at(step), ref=REF, step=step, codec="small", metrics={"loss": 1.0 / step}, metadata={"a": [1]})
     store.tag("t", f"{REF}@1")
     store.pin(f"{REF}@2", owner="ada")
     store.mark(f"{REF}@1", "bad")

@@ -113,7 +113,10 @@ class SnapshotReader:
         self._nearest = [*dict.fromkeys([nearest[0], rank, *nearest])]  # this one is open already
         self._blob_first = np.concatenate(([0], np.cumsum(self.part.blobs["blocks"], dtype=np.int64)))
         self._layouts = layouts
-        layout = decode_layout(self.encoded_layout(), f"the layout of {self.name}", self.budget)
+        encoded = self.encoded_layout()
+        layout = decode_layout(encoded, f"the layout of {self.name}", self.budget)
+        if layouts is not None:
+            layouts.put(self.part.layout_id, encoded)  # its hash was checked now
         tree, self.values, self.subtrees = expand(layout.tree, decode_values(self.part, self.name), f"the layout of {self.name}")
         self._parsed_blobs = msgpack_blobs(self.values, self.name)
         self.layout: Layout = replace(layout, tree=tree)
@@ -207,16 +210,15 @@ class SnapshotReader:
         return data
 
     def encoded_layout(self) -> bytes:
-        """The verified layout object."""
+        """The layout object, as `decode_layout` takes it."""
         encoded = self._layouts.get(self.part.layout_id) if self._layouts is not None else None
         if encoded is not None:
-            self.budget.add_stored(int(self.part.extents["stored"][: int(self._blob_first[1])].sum(dtype=np.int64)))
+            claimed_bytes = int(self.part.extents["stored"][: int(self._blob_first[1])].sum(dtype=np.int64))
+            self.budget.add_stored(min(len(encoded), claimed_bytes))
             return encoded
         encoded = self._blob(0)
         if encoded[-32:] != self.part.layout_id:
             raise CorruptObjectError(f"{self.name}: its layout is not the one it names", object_id=self.name)
-        if self._layouts is not None:
-            self._layouts.put(self.part.layout_id, encoded)
         return encoded
 
     def _blob(self, index: int) -> bytes:

@@ -36,7 +36,7 @@ class Comparison(NamedTuple):
 
     before: Digest
     memory: memoryview
-    """Of the base. It is the new block now, unless too much changed."""
+    """Holds the new block if `is_few`, else the base."""
     changes: Changes
     is_few: bool
 
@@ -51,7 +51,7 @@ class DeltaBase(NamedTuple):
     """What of it the block changes, if that is known."""
 
     def patched(self, changes: Changes) -> Comparison:
-        """The block, which differs by few `changes`, in the memory of this base, which is gone then."""
+        """The block, which differs by few `changes`, in the memory of this base, which it overwrites."""
         memory = memoryview(bytearray(self.raw)) if self.raw.readonly else self.raw  # LZ4 and zstd decode into immutable bytes
         apply_changes(changes.gaps, changes.values, memory, is_float=changes.is_float)
         return Comparison(self.base.block, memory, changes, is_few=True)
@@ -73,13 +73,15 @@ class ParentBlocks:
     def __init__(self, engine: Engine, part: Part, places: BlockLocations, anchor_every: int) -> None:
         self._backend = engine.backend
         self._kept = engine.kept_blocks
-        self._view = engine.log.view()
         self._part = part
         self._places = places
         self._first = int(part.blobs["blocks"].sum(dtype=int))
         self._anchor_every = anchor_every
-        self._is_cold = lru_cache(None)(lambda pack: self._view.location_of(pack) is not None)
+        view = engine.log.view()
+        self._is_cold = lru_cache(None)(lambda pack: view.location_of(pack) is not None)  # not `self`: a cycle would keep the view
         """Whether a pack is in a cold location. Chains have the same few packs."""
+        self._offered: list[Digest] = []
+        """The new blocks that were kept."""
 
     def identify(self, row: int, raw: memoryview, elements: Elements) -> tuple[Digest, Comparison | None]:
         """The id of the block in `row` of the tensors, and its comparison with the block before if that is in memory and unharmed.
@@ -104,11 +106,13 @@ class ParentBlocks:
         assert base.location is not None
         if compared is not None and compared.before == base.block:
             return DeltaBase(base, age, compared.memory, compared.changes)
-        raw = self._read(base.block, base.location)
+        raw = self._read(base.block, base.location, raw_bytes)
         return None if raw is None else DeltaBase(base, age, raw, None)
 
     def _base_of(self, row: int, raw_bytes: int) -> tuple[Base, int] | None:
         """The base and its age, by a row of the part."""
+        if row >= self._part.block_count:  # a part that somebody else wrote need not fit its layout
+            return None
         try:
             place = location_of(self._part, self._places.packs, self._places.extents, row)
         except DamageError:
@@ -131,13 +135,19 @@ class ParentBlocks:
         """Keeps a block that changed a little in the memory of its base: it is the base of the next difference."""
         if compared.is_few:
             self._kept.offer(block, KeptBlock(compared.memory, compared.changes.sum))
+            self._offered.append(block)
 
-    def _read(self, block: Digest, place: Location) -> memoryview | None:
+    def drop_kept(self) -> None:
+        """After a save that failed: no later one asks for its blocks."""
+        for block in self._offered:
+            self._kept.take(block)
+
+    def _read(self, block: Digest, place: Location, raw_bytes: int) -> memoryview | None:
         try:
             raw = decode_at(self._backend, place)
         except DamageError:
             return None
-        return raw if block_id(raw) == block else None
+        return raw if len(raw) == raw_bytes and block_id(raw) == block else None
 
 
 def earlier_part(engine: Engine, before: Sequence[tuple[Part, BlockLocations]], key: PartKey, anchor_every: int) -> ParentBlocks | None:

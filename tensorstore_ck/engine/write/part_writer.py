@@ -120,24 +120,29 @@ def write_part(
         FrozenChangedError: a tensor declared frozen has other bytes than when it was last read.
         CaptureChangedError: a tensor has other bytes than when it was read first.
     """
+    earlier, block_bytes = None, engine.config.block_bytes
+    if coding.anchor_every:  # blocks may be stored as differences to those of the snapshot before
+        layout, regions = layout_id(captured.layout.encode()), encode_regions(captured.explicit)
+        key = PartKey(layout_id=layout, rank=slot.rank, world_size=slot.world_size, layout_of=slot.layout_of, regions=regions)
+        earlier = earlier_part(engine, known.parts, key, coding.anchor_every)
 
     def write(packs: PackWriter) -> TensorBlocks:
-        earlier, block_bytes = None, engine.config.block_bytes
-        if coding.anchor_every:  # blocks may be stored as differences to those of the snapshot before
-            layout, regions = layout_id(captured.layout.encode()), encode_regions(captured.explicit)
-            key = PartKey(layout_id=layout, rank=slot.rank, world_size=slot.world_size, layout_of=slot.layout_of, regions=regions)
-            earlier = earlier_part(engine, known.parts, key, coding.anchor_every)
         return write_tensors(captured, packs, slot=slot, block_bytes=block_bytes, coding=coding, earlier=earlier, sampling=sampling)
 
-    with open_packs(engine, known, meter) as first:
-        if not apart:  # tensors first: after a layout of an odd size, the reads of all of them would be copied a third slower
-            tensors = write(first)
-        packs, blobs = [first], write_blobs(captured, first, slot, coding)
-    if apart:
-        with open_packs(engine, known, meter) as second:
-            packs, tensors = [first, second], write(second)
-    tensors.sample.verify(tensors.plan.inlined, tensors.inline)
-    return store_part(engine, captured=captured, blobs=blobs, tensors=tensors, packs=packs, anchor=anchor, slot=slot)
+    try:
+        with open_packs(engine, known, meter) as first:
+            if not apart:  # tensors first: after a layout of an odd size, the reads of all of them would be copied a third slower
+                tensors = write(first)
+            packs, blobs = [first], write_blobs(captured, first, slot, coding)
+        if apart:
+            with open_packs(engine, known, meter) as second:
+                packs, tensors = [first, second], write(second)
+        tensors.sample.verify(tensors.plan.inlined, tensors.inline)
+        return store_part(engine, captured=captured, blobs=blobs, tensors=tensors, packs=packs, anchor=anchor, slot=slot)
+    except BaseException:
+        if earlier is not None:
+            earlier.drop_kept()
+        raise
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from tensorstore_ck.format.codec import compiled
 from tensorstore_ck.format.codec.byte_split import Words, add_differences, bytes_of, words_of, zigzag_differences
 
 PIECE_BYTES: Final = 1 << 19
-"""Of a block and of its base are in the cache of a core at a time."""
+"""Bytes of a block, and of its base, that are compared at a time: they stay in a core's cache."""
 
 
 class Changes(NamedTuple):
@@ -50,6 +50,8 @@ def patch_changes(
 def _compare(
     raw: memoryview, base: memoryview, item_bytes: int, *, is_float: bool, limit: int, visit: Callable[[memoryview], object] | None = None
 ) -> Changes:
+    if len(raw) != len(base):
+        raise ValueError(f"blocks of {len(raw)} and {len(base)} bytes cannot be compared")
     gaps, values = np.empty(limit, "<u4"), np.empty(limit, f"<u{item_bytes}")
     count = applied = since = 0
     sums, base_sums = list[bytes](), list[bytes]()

@@ -19,6 +19,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend import Created
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.errors import BackendUnavailableError, UndecidedError
+from tests.effort import PATIENCE_SECONDS
 
 CODES: Final = (errno.EIO, errno.ESTALE)
 SAVES: Final = 3
@@ -69,21 +70,37 @@ def test_a_failed_fsync_of_a_folder_is_never_forgotten(tmp_path: Path, monkeypat
     assert list(backend.list_uploads()) == []
 
 
-def test_another_thread_does_not_rely_on_a_folder_whose_fsync_fails_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("within", ["store", "store/parts"])
+def test_another_thread_does_not_rely_on_a_folder_whose_fsync_fails_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: str
+) -> None:
     backend = LocalBackend(str(tmp_path / "store"))
     backend.put("packs/x", b"x")
-    other = threading.Thread(target=lambda: backend.put("snapshots/x", b"x"))
+    other = threading.Thread(target=lambda: backend.put("parts/y" if within == "store/parts" else "snapshots/y", b"y"))
+
+    is_written, has_failed = threading.Event(), threading.Event()
 
     class Slow(Disk):
+        def open(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+            fd = super().open(path, flags, mode, dir_fd=dir_fd)
+            if path.endswith("/y"):
+                is_written.set()
+            return fd
+
         def fsync(self, fd: int) -> None:
+            if threading.current_thread() is other:
+                assert has_failed.wait(PATIENCE_SECONDS)
+            elif os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path / within):
+                other.start()
+                assert is_written.wait(PATIENCE_SECONDS)
             try:
                 super().fsync(fd)
             except OSError:
-                other.start()
-                other.join(0.2)  # it waits, or its fsync succeeds before this one has failed
+                has_failed.set()
+                other.join(0.2)  # it waits, or its fsync succeeds before this process knows of the failure
                 raise
 
-    disk = Slow(monkeypatch, 1, errno.EIO, within=str(tmp_path / "store"), name_of=str)
+    disk = Slow(monkeypatch, 1, errno.EIO, within=str(tmp_path / within), name_of=str)
     with pytest.raises(BackendUnavailableError):
         backend.put("parts/x", b"x")
     other.join()

@@ -111,6 +111,7 @@ def test_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert [line.split()[1] for line in walk.python("train.py").lines] == ["10", "20", "30"]
         again = walk.python("train.py")
         assert again.lines == []
+        assert again.text.count("resuming from runs/first@30") == 1
 
         log = walk.type("tsck log runs/first -s ckpt")
         assert [line.split()[1] for line in log.lines[1:]] == ["30", "20", "10"]
