@@ -38,7 +38,6 @@ READING: Final[dict[str, Callable[[Store, str], object]]] = {
     "show": lambda store, ref: store.show(ref),
     "diff": lambda store, ref: store.diff(f"{ref}~1", ref),
     "prove": lambda store, ref: store.prove(ref, "w"),
-    "prove a small one": lambda store, ref: store.prove(ref, "v"),
     "contains": lambda store, ref: store.contains(ref, f"{ref}~1"),
     "statistics": lambda store, ref: store.statistics(ref),
     "find NaN": lambda store, ref: store.find_nan(ref),
