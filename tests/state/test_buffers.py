@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError
-from tensorstore_ck.format.codec.compiled import HAS_KERNEL
+from tensorstore_ck.format.codec import compiled
 from tensorstore_ck.state import Box, Boxes, FlatShard, capture, capture_copy, memory_moves, restore
 from tensorstore_ck.state.byte_sources import BytesSource, address_of, memory_at
 from tensorstore_ck.state.capture_copy import Arena, Slot, copy_captured, slot_bytes
@@ -155,7 +155,7 @@ def test_bytes_that_are_no_tensors(arena: Arena) -> None:
     assert [bytes(source.read(0, 100)) for source in copied.sources] == [b"\1" * 100, b"\2" * 100, b"\3" * 100, b"4" * 100]
 
 
-@pytest.mark.parametrize("has_kernel", {False, HAS_KERNEL})
+@pytest.mark.parametrize("has_kernel", {False, compiled.HAS_KERNEL})
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_large_tensors_are_cut_and_small_ones_go_together(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, threads: int, has_kernel: bool
@@ -163,7 +163,7 @@ def test_large_tensors_are_cut_and_small_ones_go_together(
     monkeypatch.setattr(capture_copy, "PIECE_BYTES", 1000)
     monkeypatch.setattr(capture_copy, "MAX_PIECE_BYTES", 3001)
     monkeypatch.setattr(memory_moves, "SMALL_BYTES", 100)
-    monkeypatch.setattr(memory_moves, "HAS_KERNEL", has_kernel)
+    monkeypatch.setattr(compiled, "HAS_KERNEL", has_kernel)
     sizes = [5, 20_000, 999, 1000, 1001, 1, 0, 64, 3001, 3002, 12_345, *range(200)]
     assert_kept(arena, [tensor(torch.uint8, (size,), seed) for seed, size in enumerate(sizes)], threads)
 
