@@ -118,10 +118,10 @@ def test_no_view_of_the_cache_stays_open_where_nobody_collects_garbage(tmp_path:
             for step in range(4):
                 state["w"][step] += 1
                 store.put_snapshot(state, ref=REF, step=step)
-            views = open_views()
+            views = [view for view in open_views() if view not in earlier]
         finally:
             gc.enable()
-        assert views == earlier
+        assert views == []
 
 
 @pytest.mark.parametrize("forged", ["another size", "fewer rows"])
