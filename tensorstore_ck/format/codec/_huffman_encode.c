@@ -7,8 +7,8 @@
 #define LEAST 512 /* bytes; fewer are stored as they are */
 #define LITERALS_HEADER 5
 
-/* How often each symbol occurs in each stream. In turns, as neighbours are often alike, and a count waits for the one before. */
-HOT static void count_bytes(const uint8_t *raw, const size_t counts[STREAMS], uint32_t occurrences[STREAMS][256])
+/* In turns, as neighbours are often alike, and a count waits for the one before. */
+HOT static void count_streams(const uint8_t *raw, const size_t counts[STREAMS], uint32_t occurrences[STREAMS][256])
 {
     const uint8_t *from[STREAMS];
     size_t least = counts[STREAMS - 1], i = 0;
@@ -26,6 +26,16 @@ HOT static void count_bytes(const uint8_t *raw, const size_t counts[STREAMS], ui
     for (int s = 0; s < STREAMS; s++)
         for (size_t rest = i; rest < counts[s]; rest++)
             occurrences[s][from[s][rest]]++;
+}
+
+void count_bytes(const uint8_t *raw, size_t size, size_t counts[STREAMS], uint32_t occurrences[STREAMS][256], uint32_t all[256])
+{
+    size_t quarter = (size + STREAMS - 1) / STREAMS, left = size;
+    for (int s = 0; s < STREAMS; left -= counts[s++])
+        counts[s] = left < quarter ? left : quarter;
+    count_streams(raw, counts, occurrences);
+    for (int symbol = 0; symbol < 256; symbol++)
+        all[symbol] = occurrences[0][symbol] + occurrences[1][symbol] + occurrences[2][symbol] + occurrences[3][symbol];
 }
 
 /* Code words at the top of a word, their lengths in its lowest byte. */
@@ -161,10 +171,8 @@ size_t encode_huffman_block(const uint8_t *raw, size_t size, int is_last, uint8_
 {
     if (size >= LEAST) {
         uint32_t occurrences[STREAMS][256], all[256];
-        size_t quarter = (size + STREAMS - 1) / STREAMS, counts[STREAMS] = {quarter, quarter, quarter, size - 3 * quarter}, coded;
-        count_bytes(raw, counts, occurrences);
-        for (int symbol = 0; symbol < 256; symbol++)
-            all[symbol] = occurrences[0][symbol] + occurrences[1][symbol] + occurrences[2][symbol] + occurrences[3][symbol];
+        size_t counts[STREAMS], coded;
+        count_bytes(raw, size, counts, occurrences, all);
         if (all[raw[0]] == size) {
             put_block_header(to, RLE_BLOCK, size, is_last);
             to[BLOCK_HEADER] = raw[0];

@@ -122,6 +122,24 @@ static PyObject *encode(PyObject *module, PyObject *args)
     return release(&buffers, places_of(groups, (int)group_count, into->buf));
 }
 
+static PyObject *count(PyObject *module, PyObject *args)
+{
+    PyObject *source;
+    int item_bytes, rotated;
+    uint32_t occurrences[MAX_GROUPS][256];
+    Buffers buffers = {.count = 0};
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Oip", &source, &item_bytes, &rotated) || !add_buffer(&buffers, source, PyBUF_SIMPLE))
+        return NULL;
+    const Py_buffer *words = &buffers.views[0];
+    if (width_of(item_bytes) == 4 || words->len % item_bytes || words->len / item_bytes > UINT32_MAX)
+        return release(&buffers, misfit("whole words of 1, 2, 4 or 8 bytes"));
+    Py_BEGIN_ALLOW_THREADS
+    count_planes(words->buf, (size_t)(words->len / item_bytes), item_bytes, rotated, occurrences);
+    Py_END_ALLOW_THREADS
+    return release(&buffers, PyBytes_FromStringAndSize((const char *)occurrences, (Py_ssize_t)sizeof *occurrences * item_bytes));
+}
+
 static int take_group(Buffers *buffers, PyObject *row, Group *group)
 {
     PyObject *stored;
@@ -251,6 +269,7 @@ static PyObject *copy_memory(PyObject *module, PyObject *args)
 static PyMethodDef methods[] = {
     {"take_differences", take_differences, METH_VARARGS, "(words, base, into, item_bytes): the zigzag differences, sorted."},
     {"add_differences", add_differences, METH_VARARGS, "(sorted, base, into, item_bytes): the words again."},
+    {"count_planes", count, METH_VARARGS, "(words, item_bytes, rotated): how often each byte occurs at each place of the words, as uint32."},
     {"encode_groups", encode, METH_VARARGS, "(words, into, item_bytes, rotated, widths, hows): where in `into` each group of bytes is."},
     {"decode_groups", decode, METH_VARARGS, "(groups, into, item_bytes, rotated): None, or the number of a group that only zstd itself can decode."},
     {"find_changes", find_changes, METH_VARARGS, "(words, base, gaps, values, item_bytes, is_float): count, sum of words, sum of base."},

@@ -73,6 +73,8 @@ size_t describe_code(const uint8_t lengths[256], unsigned longest, uint8_t *to);
 /* _huffman_encode.c: writes the block of a zstd frame, with its header: at most BLOCK_HEADER + size bytes. Returns what it wrote. */
 size_t encode_huffman_block(const uint8_t *raw, size_t size, int is_last, uint8_t *to);
 size_t encode_frame_header(size_t size, uint8_t *to);
+/* How often each byte occurs in each of the streams, whose sizes become `counts`, and in all of them. */
+void count_bytes(const uint8_t *raw, size_t size, size_t counts[STREAMS], uint32_t occurrences[STREAMS][256], uint32_t all[256]);
 
 /* _huffman_decode.c: a zstd frame whose blocks have no matches, block by block. */
 #define STEP_BITS MAX_BITS
@@ -105,6 +107,8 @@ int are_groups_of(const Group *groups, int group_count, int item_bytes);
 size_t huffman_bound(size_t raw_size);
 /* Encodes into `bytes` of each group, and sets `size`. The first group has the highest bytes. */
 void encode_groups(const char *words, size_t count, int item_bytes, int rotated, Group *groups, int group_count);
+/* How often each byte occurs at each place of the words, from the highest place on. */
+void count_planes(const char *words, size_t count, int item_bytes, int rotated, uint32_t (*occurrences)[256]);
 /* Writes each word once. Returns DECODED, or the number of a group that is no frame that this kernel decodes. */
 enum { DECODED = -1 };
 int decode_groups(const Group *groups, int group_count, char *into, size_t count, int item_bytes, int rotated);

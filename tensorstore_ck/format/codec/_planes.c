@@ -130,6 +130,23 @@ void encode_groups(const char *words, size_t count, int item_bytes, int rotated,
     }
 }
 
+void count_planes(const char *words, size_t count, int item_bytes, int rotated, uint32_t (*occurrences)[256])
+{
+    memset(occurrences, 0, (size_t)item_bytes * sizeof *occurrences);
+    for (size_t at = 0, words_here; at < count; at += words_here) {
+        words_here = count - at < PIECE ? count - at : PIECE;
+        for (int place = 0; place < item_bytes; place++) {
+            uint8_t plane[PIECE];
+            uint32_t of_streams[STREAMS][256], all[256];
+            size_t counts[STREAMS];
+            split(words + at * (size_t)item_bytes, words_here, item_bytes, 8 * (item_bytes - 1 - place), rotated, 1, (char *)plane);
+            count_bytes(plane, words_here, counts, of_streams, all);
+            for (int symbol = 0; symbol < 256; symbol++)
+                occurrences[place][symbol] += all[symbol];
+        }
+    }
+}
+
 static int open_source(Source *source, const Group *group, size_t count)
 {
     if (group->how == HUFFMAN) {

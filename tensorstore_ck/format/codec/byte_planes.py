@@ -22,7 +22,6 @@ from tensorstore_ck.format.codec.entropy import (
     SMALL_SHARE,
     EntropyCoder,
     GroupCoding,
-    bits_per_byte,
     check_group,
     decode_group,
     has_runs,
@@ -124,13 +123,14 @@ def estimate_planes_bytes(raw: memoryview, elements: Elements) -> float:
 def encode_planes(raw: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview] | None:
     """The pieces of the stored bytes; None if nothing is worth coding."""
     words = words_of(raw, elements.item_bytes)
-    sampled = split(sample(words), [1] * elements.item_bytes, rotated=elements.is_float)
-    bits = [bits_per_byte(group) for group in sampled]
+    sampled = sample(words)
+    bits = _bits(sampled, rotated=elements.is_float)
     if min(bits) > NOISE_BITS:
         return None
     widths, heads = _group(bits)
     if compiled.HAS_KERNEL and len(words) >= COMPILED_WORDS:
-        firsts = [sampled[at - width] for at, width in zip(accumulate(widths), widths, strict=True)]
+        planes = split(sampled, [1] * elements.item_bytes, rotated=elements.is_float)
+        firsts = [planes[at - width] for at, width in zip(accumulate(widths), widths, strict=True)]
         coded = _split_and_encode(words, list(zip(widths, heads, firsts, strict=True)), coder, rotated=elements.is_float)
     else:
         groups = split(words, widths, rotated=elements.is_float)
@@ -201,9 +201,16 @@ def _decode_and_merge(groups: list[CodedGroup], into: Words, name: str, *, rotat
 
 
 def _bits(words: Words, *, rotated: bool) -> list[float]:
-    """The entropy of each byte in bits, the most significant first."""
-    size = words.dtype.itemsize
-    return [bits_per_byte(group) for group in split(words, [1] * size, rotated=rotated)]
+    """The order-0 entropy of the bytes at each place of the words in bits, the most significant first."""
+    item_bytes = words.itemsize
+    if compiled.HAS_KERNEL:
+        counts = np.frombuffer(compiled.kernel.count_planes(bytes_of(words), item_bytes, rotated), np.uint32).reshape(item_bytes, 256)
+    else:
+        planes = split(words, [1] * item_bytes, rotated=rotated)
+        counts = np.array([np.bincount(plane, minlength=256) for plane in planes], np.uint32)
+    shares = counts / max(1, len(words))
+    bits: Words = -(shares * np.log2(np.maximum(counts, 1) / max(1, len(words)))).sum(axis=1)
+    return list(map(float, bits))
 
 
 def _group(bits: list[float]) -> tuple[list[int], list[float]]:

@@ -74,13 +74,16 @@ class Encoder:
             changes = None
         if changes is not None:
             pieces = encode_few(changes, elements, coder)
-        elif estimate_delta_bytes(view, base, elements) > WORTH * estimate_planes_bytes(view, elements):
-            return None
+            is_small = sum(map(len, pieces)) <= SMALL * len(view)
+            if not is_small and sum(map(len, pieces)) > WORTH * estimate_planes_bytes(view, elements):
+                return None
         else:
+            worth_bytes = WORTH * estimate_planes_bytes(view, elements)
+            if estimate_delta_bytes(view, base, elements) > worth_bytes:
+                return None
             pieces = encode_all(view, base, elements, coder)
-        size_bytes = sum(map(len, pieces))
-        if size_bytes > SMALL * len(view) and size_bytes > WORTH * estimate_planes_bytes(view, elements):
-            return None
+            if sum(map(len, pieces)) > worth_bytes:
+                return None
         return EncodedDelta(Encoded(Codec.DELTA, tuple(pieces)), changes)
 
     def encode_opaque(self, raw: Buffer) -> Encoded:

@@ -19,7 +19,10 @@ REPEATING_BITS: Final = 1.5
 RUNS_SHARE: Final = 0.1
 """How many more of all bytes than by chance are equal to the one before, where they have runs."""
 SMALL_SHARE: Final = 1 / 64
-"""Matches are not searched for in bytes that are smaller than this share without: that takes ten times as long."""
+"""Matches are searched for only if they save more than this share of the bytes: the search takes ten times as long as the rest."""
+PROBE_BYTES: Final = 1 << 13
+PROBE_SHARE: Final = 16
+"""Whether they do shows in a sixteenth of the bytes, at least in `PROBE_BYTES`."""
 SAMPLE_PIECES: Final = 16
 SAMPLE_WORDS: Final = 512
 """Words in each piece of a sample."""
@@ -40,13 +43,6 @@ def sample(words: Words) -> Words:
         return words
     step = (len(words) - SAMPLE_WORDS) // (SAMPLE_PIECES - 1)
     return np.concatenate([words[start : start + SAMPLE_WORDS] for start in range(0, step * SAMPLE_PIECES, step)])
-
-
-def bits_per_byte(values: Words) -> float:
-    """The order-0 entropy of bytes, in bits per byte."""
-    counts = np.bincount(values, minlength=256)
-    shares = counts[counts > 0] / max(1, len(values))
-    return float(-(shares * np.log2(shares)).sum())
 
 
 def has_runs(values: Words) -> bool:
@@ -76,11 +72,20 @@ class EntropyCoder:
         if bits > NOISE_BITS:
             return GroupCoding.RAW, bytes_of(group)
         coded = self._pure.compress(bytes_of(group))
-        if bits < REPEATING_BITS and len(coded) > SMALL_SHARE * group.nbytes:
-            if self._matching is None:
-                self._matching = zstandard.ZstdCompressor(level=self._level)
-            coded = min(coded, self._matching.compress(bytes_of(group)), key=len)
+        if bits < REPEATING_BITS and len(coded) > SMALL_SHARE * group.nbytes and self._has_matches(group):
+            coded = min(coded, self._encode_with_matches(group), key=len)
         return (GroupCoding.ZSTD, coded) if len(coded) < WORTH * group.nbytes else (GroupCoding.RAW, bytes_of(group))
+
+    def _has_matches(self, group: Words) -> bool:
+        """Whether a search for matches makes a piece from the middle clearly smaller."""
+        size = max(PROBE_BYTES, group.nbytes // PROBE_SHARE) // group.itemsize
+        piece = group[max(0, len(group) - size) // 2 :][:size]
+        return len(self._pure.compress(bytes_of(piece))) - len(self._encode_with_matches(piece)) > SMALL_SHARE * piece.nbytes
+
+    def _encode_with_matches(self, group: Words) -> bytes:
+        if self._matching is None:
+            self._matching = zstandard.ZstdCompressor(level=self._level)
+        return self._matching.compress(bytes_of(group))
 
 
 def check_group(how: int, stored: memoryview, count: int, width: int, name: str) -> None:

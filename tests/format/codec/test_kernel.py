@@ -51,6 +51,16 @@ def test_words_are_split_and_merged_as_by_numpy() -> None:
         assert into == raw, (length, widths, rotated)
 
 
+def test_bytes_are_counted_at_each_place_as_by_numpy() -> None:
+    rng = np.random.default_rng(0)
+    for length, (item_bytes, rotated) in in_turns([*LENGTHS, 9000], [(size, rotated) for size in WIDTHS for rotated in (True, False)][:-1]):
+        raw = numbers(length, item_bytes, rng)
+        planes = split(words_of(raw, item_bytes), [1] * item_bytes, rotated=rotated)
+        wanted = [np.bincount(plane, minlength=256).tolist() for plane in planes]
+        found = np.frombuffer(compiled.kernel.count_planes(raw, item_bytes, rotated), np.uint32)
+        assert found.reshape(item_bytes, 256).tolist() == wanted, (length, item_bytes, rotated)
+
+
 def test_differences_are_sorted_as_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     for length, item_bytes in in_turns(LENGTHS, [4, 2, 4, 8, 1]):
