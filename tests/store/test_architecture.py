@@ -142,8 +142,10 @@ SAVES_OF_THEIR_OWN = {"integrations/dcp/dcp_save.py"}
 """What is a save itself, whose phases another program calls: it works on the engine as `session/save` does."""
 
 
-def attributes(path: Path) -> Iterator[ast.Attribute]:
-    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
+def nodes(path: Path, pattern: str) -> Iterator[ast.AST]:
+    """Of a file in which the pattern occurs: to parse all files takes seconds."""
+    text = path.read_text()
+    return ast.walk(ast.parse(text)) if re.search(pattern, text) else iter(())
 
 
 def is_of_self(node: ast.Attribute) -> bool:
@@ -157,8 +159,9 @@ def test_what_is_built_on_a_store_reaches_into_it_through_one_interface() -> Non
         for area in ABOVE_THE_STORE
         for path in sorted((PACKAGE / area).rglob("*.py"))
         if (name := path.relative_to(PACKAGE).as_posix()) not in SAVES_OF_THEIR_OWN
-        for node in attributes(path)
-        if node.attr in ("engine", "session", "_session") or (node.attr == "_engine" and not is_of_self(node))
+        for node in nodes(path, r"engine|session")
+        if isinstance(node, ast.Attribute)
+        and (node.attr in ("engine", "session", "_session") or (node.attr == "_engine" and not is_of_self(node)))
     }
     assert reached == set(), "use a public method of the store, or store/internals.py"
 
@@ -168,8 +171,11 @@ def test_an_engine_is_not_changed_after_it_was_made() -> None:
     changed = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in python_files()
-        for node in attributes(path)
-        if isinstance(node.ctx, ast.Store) and node.attr in names and ast.unparse(node.value).rpartition(".")[2] in ("engine", "_engine")
+        for node in nodes(path, r"engine\.\w+[^=\n]*=(?!=)")
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and node.attr in names
+        and ast.unparse(node.value).rpartition(".")[2] in ("engine", "_engine")
     ]
     assert changed == [], "use dataclasses.replace"
 
@@ -188,7 +194,7 @@ def test_options_have_names() -> None:
     untyped = [
         name
         for path in python_files()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path, r"\*\*\w*options")
         if isinstance(node, ast.FunctionDef)
         and (kwarg := node.args.kwarg) is not None
         and kwarg.arg.endswith("options")
@@ -203,7 +209,7 @@ def test_no_class_says_that_a_call_may_be_tried_again() -> None:
     caught = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in python_files()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path, "RetryableError")
         if (isinstance(node, ast.ExceptHandler) and node.type is not None and "RetryableError" in ast.unparse(node.type))
         or (isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass") and "RetryableError" in ast.unparse(node))
     ]
