@@ -11,10 +11,8 @@ publish_rounds.py   what the ranks of a staged save agree on
 heal_staged.py      ranks replace what one rank's staging disk damaged
 resume_staged.py    continues what earlier processes staged
 save_queue.py       the queue of one store handle, for saves in the background and those that are waited for
-worker.py           one thread that works through a queue in order
-queued_save.py      a save in the queue, and what the queue asks of it; errors that were not raised yet
-save_status.py      how far a save is, how it ended, and who waits for that
-pending.py          what users hold of a save in the background
+queued_save.py      a save in the queue, and what the queue asks of it; the thread of a queue; errors that were not raised yet
+save_status.py      how far a save is, how it ended, and who waits for that; what users hold of it
 prepare_memory.py   what the first save of tensors on devices needs, made ready before it
 capture_budget.py   the memory that states are copied into
 drain_report.py     what became of the saves that were in progress when a job ended
@@ -24,8 +22,8 @@ retrying.py         `Store.retrying`
 
 from tensorstore_ck.session.save.capture_budget import OnFull
 from tensorstore_ck.session.save.drain_report import DrainReport
-from tensorstore_ck.session.save.pending import Milestone, PendingSnapshot
 from tensorstore_ck.session.save.process_end import Preemption
 from tensorstore_ck.session.save.save_queue import SaveQueue
+from tensorstore_ck.session.save.save_status import Milestone, PendingSnapshot
 
 __all__ = ["DrainReport", "Milestone", "OnFull", "PendingSnapshot", "Preemption", "SaveQueue"]

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.destination import Destination
 from tensorstore_ck.engine.write.request import SaveRequest
-from tensorstore_ck.engine.write.write_and_commit import write_and_commit
+from tensorstore_ck.engine.write.write_and_commit import Destination, write_and_commit
 from tensorstore_ck.errors import ConflictError
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import RefTable, SnapshotInfo

@@ -19,10 +19,10 @@ from tensorstore_ck.common.stagger import stagger_delay
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.destination import Destination, StoreDestination
+from tensorstore_ck.engine.write.dedup import held_blocks
 from tensorstore_ck.engine.write.publish import check_expected
 from tensorstore_ck.engine.write.request import SaveArguments, SaveOptions, SaveRequest, check_options
-from tensorstore_ck.engine.write.unchanged_blocks import held_blocks
+from tensorstore_ck.engine.write.write_and_commit import Destination, StoreDestination
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.log.quota import check_quotas

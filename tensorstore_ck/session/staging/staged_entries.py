@@ -10,8 +10,17 @@ from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import rescue_if_expired
-from tensorstore_ck.engine.write.publish import AnyHead, check_expected, is_expected, moving, publish, store_record
-from tensorstore_ck.engine.write.rank_parts import RankParts, condemned_of_ranks, ulids_of
+from tensorstore_ck.engine.write.publish import (
+    RankParts,
+    check_expected,
+    condemned_of_ranks,
+    is_expected,
+    moving,
+    publish,
+    store_record,
+    ulids_of,
+)
+from tensorstore_ck.engine.write.request import AnyHead
 from tensorstore_ck.errors import SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
