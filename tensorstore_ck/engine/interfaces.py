@@ -141,8 +141,8 @@ class CapturedState(NamedTuple):
     """None: no tensor is on a device."""
     own: "CapturedState | None" = None
     """The state that belongs to this rank alone."""
-    plans: MutableMapping[object, Any] | None = None
-    """The write plans that saves of this layout have made, by what else they depend on; None: they are not kept."""
+    derived: MutableMapping[object, Any] | None = None
+    """What saves of this layout have computed from it, such as write plans, by what else that depends on; None: nothing is kept."""
 
     @property
     def read(self) -> Callable[[int, int, int], memoryview]:

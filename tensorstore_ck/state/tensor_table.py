@@ -247,12 +247,12 @@ MAX_LAYOUTS: Final = 4
 class _KeptLayout(NamedTuple):
     key: tuple[object, ...]
     layout: Layout
-    plans: dict[object, Any]
+    derived: dict[object, Any]
     """See `CapturedState`."""
 
 
 class RecentLayouts:
-    """The layouts of a handle's last saves, with the write plans that were made from them.
+    """The layouts of a handle's last saves, with what is derived from them.
 
     Making the specs, the encoding and the write plan of 20,000 tensors costs more than reading their bytes, mostly for garbage collection.
     """
@@ -275,4 +275,4 @@ class RecentLayouts:
         recent = self._kept
         found = next((kept for kept in recent if kept.key == key), _KeptLayout(key, layout, {}))
         self._kept = [found, *(kept for kept in recent if kept is not found)][:MAX_LAYOUTS]
-        return captured._replace(layout=found.layout, plans=found.plans, own=own)
+        return captured._replace(layout=found.layout, derived=found.derived, own=own)

@@ -49,10 +49,14 @@ class StepCounters:
     """Whether the state has a gradient scaler, which lets optimizers skip steps."""
 
 
-def find_counters(layout: Layout) -> StepCounters:
-    """Searches the tree of a layout."""
-    counters = StepCounters()
-    _CounterSearch(layout, counters).visit(layout.tree, "", "", 0)
+def find_counters(captured: CapturedState) -> StepCounters:
+    """The counters in the tree of a state's layout, which is searched once."""
+    kept = captured.derived if captured.derived is not None else {}
+    counters: StepCounters | None = kept.get(StepCounters)
+    if counters is None:
+        counters = StepCounters()
+        _CounterSearch(captured.layout, counters).visit(captured.layout.tree, "", "", 0)
+        kept[StepCounters] = counters
     return counters
 
 
@@ -133,11 +137,10 @@ class ParentComparison:
         self._step = claim.step
         self._past = _snapshots_before(engine, view, written.part, claim)
         self._known: list[_Predecessor] = []
-        self._counters = find_counters(captured.layout)
+        self._counters = find_counters(captured)
         self._has_values = "value" in {counter.kind for counter in self._counters.found}
-        counting = {counter.number for counter in self._counters.found if counter.kind == "tensor"}
-        self._counting = counting
-        self._places = self._find_places(counting)
+        self._counting = {counter.number for counter in self._counters.found if counter.kind == "tensor"}
+        self._places = self._find_places(self._counting)
 
     def examine(self) -> SaveFindings:
         """The findings. Reads no more snapshots than necessary."""

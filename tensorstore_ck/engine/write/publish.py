@@ -114,17 +114,15 @@ def publish(
     return info
 
 
-def at_branch(engine: Engine, record: Record, expect: Expected, mark: tuple[str, str] | None = None) -> Callable[[RefTable, Op], list[Op]]:
+def at_branch(
+    engine: Engine, record: Record, view: RefTable, put: Op, *, expect: Expected, mark: tuple[str, str] | None = None
+) -> list[Op]:
     """For `publish`: moves the record's branch from where it is expected; the same entry expires what the branch's policies drop.
 
     `mark`: a mark for the snapshot, and the reason.
     """
-
-    def arrange(view: RefTable, put: Op) -> list[Op]:
-        check_expected(engine, view, record.ref, expect)
-        return moving(engine, view, put, record, quotas=check_quotas(view, record.ref), mark=mark)
-
-    return arrange
+    check_expected(engine, view, record.ref, expect)
+    return moving(engine, view, put, record, quotas=check_quotas(view, record.ref), mark=mark)
 
 
 def moving(
@@ -261,7 +259,7 @@ def ulids_of(reports: Sequence[RankParts]) -> list[Ulid]:
     return [rank.ulids[at] for at in range(len(reports[0].ulids)) for rank in reports]
 
 
-def condemned_of_ranks(engine: Engine, view: RefTable, snapshot: Ulid, reports: Sequence[RankParts]) -> Objects:
+def condemned_of_ranks(engine: Engine, snapshot: Ulid, reports: Sequence[RankParts], view: RefTable) -> Objects:
     """The objects to rescue at this head: those that the ranks reported, unless the log has moved objects since one of them looked."""
     since, head = min(rank.checked for rank in reports), view.head()
     newer = engine.log.entries(since + 1) if head is not None and head.n > since else ()

@@ -7,6 +7,7 @@ become durable: the store, or a staging disk in front of it (`session/staging/st
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, Self, TypeVar
 
 from tensorstore_ck.common.ids import Ulid
@@ -28,10 +29,10 @@ from tensorstore_ck.engine.write.publish import (
     store_record,
 )
 from tensorstore_ck.engine.write.request import SaveRequest
-from tensorstore_ck.engine.write.suspicious_save import SaveFindings, merged
+from tensorstore_ck.engine.write.suspicious_save import SaveFindings, judge, merged
 from tensorstore_ck.engine.write.write_plan import slot_of_one
 from tensorstore_ck.errors import NoSpaceError, StoreError, UndecidedError
-from tensorstore_ck.format.record import Record
+from tensorstore_ck.format.record import Record, with_store_metadata
 from tensorstore_ck.format.sealed import FOLDERS
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 from tensorstore_ck.log.block_index import write_blocks
@@ -165,8 +166,8 @@ class StoreDestination:
             encoded,
             txn=txn,
             anchor=min(rank.anchor for rank in reports),
-            arrange=at_branch(engine, record, request.expect, mark),
-            condemned=lambda view: condemned_of_ranks(engine, view, txn, reports),
+            arrange=partial(at_branch, engine, record, expect=request.expect, mark=mark),
+            condemned=partial(condemned_of_ranks, engine, txn, reports),
             began_ns=request.began_ns,
             also=self._index,
             at=at,
@@ -207,18 +208,9 @@ def write(
     """
     engine, is_offline = destination.engine, destination.is_offline
     destination.admit(request, view)
-    head, known = view.head(), destination.known(request, view, 0, 1)
+    head, known, slot = view.head(), destination.known(request, view, 0, 1), slot_of_one(captured)
     anchor = head.n if head is not None else 0
-    written = write_part(
-        engine,
-        captured,
-        known,
-        anchor=anchor,
-        slot=slot_of_one(captured),
-        coding=request.coding,
-        meter=meter,
-        sampling=request.sampling,
-    )
+    written = write_part(engine, captured, known, anchor=anchor, slot=slot, coding=request.coding, meter=meter, sampling=request.sampling)
     if is_offline:  # a comparison might have to read from the store
         finiteness = written.tensors.sample.finiteness
         findings = SaveFindings(elements=finiteness.elements, non_finite=finiteness.non_finite)
@@ -263,8 +255,10 @@ def commit(
         ConflictError: the ref is elsewhere; nothing is visible.
         UndecidedError: the backend went away in the middle of the commit.
     """
-    engine = destination.engine
-    request = request.judged(engine, view, merged(findings))
+    engine, found = destination.engine, merged(findings)
+    judge(engine, view, found, request.checks, request.claim)
+    if found.non_finite:
+        request = request._replace(metadata=with_store_metadata(request.metadata, {"non_finite": found.finiteness.share}))
     with meter.timed("commit"):
         record = record_of(engine, request, reports, logical_bytes=logical_bytes, streams=streams)
         txn = txn or destination.txn or engine.put_id()

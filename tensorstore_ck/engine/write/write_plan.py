@@ -79,12 +79,12 @@ class WritePlan(NamedTuple):
 
 
 def plan_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> WritePlan:
-    """The plan of a part; kept in the state's `plans`."""
-    regions, kept = encode_regions(captured.explicit), captured.plans if captured.plans is not None else {}
+    """The plan of a part; kept with what is derived from the layout."""
+    regions, kept = encode_regions(captured.explicit), captured.derived if captured.derived is not None else {}
     key = (slot.rank, slot.layout_ranks, block_bytes, regions, *captured.frozen)
     plan: WritePlan | None = kept.get(key)
     if plan is None:
-        if len(kept) >= MAX_PLANS:
+        if len(kept) > MAX_PLANS:
             kept.clear()
         plan = kept[key] = _cut(captured, places_of(captured, slot, block_bytes), regions)
     return plan

@@ -53,7 +53,7 @@ def planned(
         frozen=frozen,
         device_blocks=captured.device_blocks,
         own=captured.own,
-        plans=known.write_plans,
+        derived=known.derived,
     )
 
 

@@ -81,8 +81,8 @@ class PlanMemory:
     """This rank's tensors in the common layout, if united."""
     united: UnitedState | None = None
     """The merged state of ranks of several kinds, on rank 0."""
-    write_plans: dict[object, Any] = field(default_factory=dict)
-    """Those of the common layout: see `CapturedState.plans`."""
+    derived: dict[object, Any] = field(default_factory=dict)
+    """From the common layout: see `CapturedState`."""
 
 
 Memory = dict[bytes, PlanMemory]

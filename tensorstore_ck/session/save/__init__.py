@@ -1,7 +1,7 @@
 """One save: check, capture, write, commit. And the queue of saves: in the background a state is copied, and stored by one thread.
 
 save.py             the four phases of a save
-coordination.py     who takes part in a save: one process, or the ranks of a group
+rank_round.py       one rank's side of a save of many ranks
 context.py          what a store handle gives to its saves
 frozen_tensors.py   tensors that do not change: captured without a copy
 dry_run.py          finds what a save of many ranks would refuse, and writes nothing

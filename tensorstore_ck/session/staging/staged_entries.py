@@ -5,6 +5,7 @@ counts. A save that can never be published is given up, in the log.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
@@ -123,7 +124,7 @@ def publish_staged(
             snapshot=snapshot,
             anchor=min(rank.anchor for rank in parts),
             arrange=arrange,
-            condemned=lambda view: condemned_of_ranks(engine, view, snapshot, parts),
+            condemned=partial(condemned_of_ranks, engine, snapshot, parts),
         )
     except SnapshotAbortedError:
         published = published_as(engine, engine.log.view(), txn)
