@@ -21,7 +21,7 @@ from tensorstore_ck.format.values import MAX_NESTING, PLAIN_TYPES, encode, key_t
 from tensorstore_ck.state.aliasing import AreaOffset, CoveringArea, find_alias_candidates, plan_aliases
 from tensorstore_ck.state.boxes import Box, Boxes, coverage_error, is_checkpointable
 from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, source_of
-from tensorstore_ck.state.device.device_blocks import DeviceBlocks
+from tensorstore_ck.state.device.device_blocks import device_blocks
 from tensorstore_ck.state.device.waited_copies import follow_all
 from tensorstore_ck.state.memory_extents import area_of, extent_of
 from tensorstore_ck.state.memory_order import order_of
@@ -111,8 +111,7 @@ class CaptureWalk:
         layout = Layout(TensorSpecs(names, forms), self._top[0], storages, list(self._meshes), spreads)
         if table.areas.devices:
             follow_all(table.areas.devices.values())
-        blocks = DeviceBlocks() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        return CapturedState(layout, self._values, self._blobs, sources, explicit, device_blocks=blocks)
+        return CapturedState(layout, self._values, self._blobs, sources, explicit, device_blocks=device_blocks())
 
     def _node(self, leaf: int, number: int) -> Node:
         flags = self._table.flags.get(leaf)

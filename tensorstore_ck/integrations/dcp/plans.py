@@ -20,7 +20,7 @@ from tensorstore_ck.state.allocate import dtype_of
 from tensorstore_ck.state.boxes import held_boxes
 from tensorstore_ck.state.byte_sources import BytesSource
 from tensorstore_ck.state.capture import require_dense
-from tensorstore_ck.state.device.device_blocks import DeviceBlocks
+from tensorstore_ck.state.device.device_blocks import device_blocks
 from tensorstore_ck.state.rank_shares import concatenate_sources
 from tensorstore_ck.state.wrapper_subclasses import is_traceable
 
@@ -139,7 +139,7 @@ def resolve_items(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems
             blobs=(),
             sources=sources,
             explicit=explicit if layout.spreads else (),
-            device_blocks=DeviceBlocks() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
+            device_blocks=device_blocks(),
             derived={},
         ),
         results,
