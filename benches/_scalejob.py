@@ -13,7 +13,7 @@ from tensorstore_ck.common.ids import Digest, Ulid, new_ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import init_store, make_engine
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
-from tensorstore_ck.engine.write.rank_parts import RankParts
+from tensorstore_ck.engine.write.publish import RankParts
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings
 from tensorstore_ck.format.layout import Layout

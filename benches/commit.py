@@ -19,7 +19,7 @@ from tensorstore_ck.common.ids import Digest, new_ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.opening import init_store, make_engine
-from tensorstore_ck.engine.write.rank_parts import RankParts
+from tensorstore_ck.engine.write.publish import RankParts
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings
 from tensorstore_ck.format.layout import Layout, Sharding, TensorSpec

@@ -1,7 +1,7 @@
 """What flows between memory and the store: a state taken apart, the sources and targets of its bytes, and a stored snapshot, opened."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, overload
@@ -141,6 +141,8 @@ class CapturedState(NamedTuple):
     """None: no tensor is on a device."""
     own: "CapturedState | None" = None
     """The state that belongs to this rank alone."""
+    derived: MutableMapping[object, Any] | None = None
+    """What saves of this layout have computed from it, such as write plans, by what else that depends on; None: nothing is kept."""
 
     @property
     def read(self) -> Callable[[int, int, int], memoryview]:

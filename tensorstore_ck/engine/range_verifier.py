@@ -12,9 +12,8 @@ import numpy as np
 from tensorstore_ck.common.ids import DIGEST_BYTES, block_id
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import Codec
-from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.format.pack import HEADER, TRAILER, Footer, decode_footer, footer_bytes, stored_check
-from tensorstore_ck.format.sealed import HEADER_BYTES, KINDS, MAGIC, seal_of
+from tensorstore_ck.format.sealed import FOLDERS, HEADER_BYTES, KINDS, MAGIC, seal_of
 
 ReadInto = Callable[[int, memoryview], None]
 """Fills memory with an object's bytes from an offset."""

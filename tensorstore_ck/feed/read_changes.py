@@ -14,7 +14,7 @@ from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.part_extents import location_of
+from tensorstore_ck.engine.reachability import location_of
 from tensorstore_ck.engine.read.block_reader import MAX_GAP_BYTES, MERGE_BYTES, WantedBlock, deliver, read_at_places, read_blocks
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.feed.held_blocks import HeldBlocks

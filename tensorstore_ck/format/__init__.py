@@ -1,8 +1,7 @@
 """Everything that FORMAT.md describes: bytes in and bytes out. No I/O and no torch.
 
 store_config.py        store.json
-folders.py             the names of objects in the store
-sealed.py              sealed objects: magic, msgpack body and hash
+sealed.py              sealed objects: magic, msgpack body and hash; the names of objects
 record.py              snapshot records
 attributes.py          what a snapshot may be searched by, besides metrics
 part.py                parts: what one rank contributes to one snapshot
@@ -22,5 +21,4 @@ ref_statement.py       what a signature of a ref covers
 proof.py               proofs that a tensor belongs to a root
 blake3_tree.py         verified slices of BLAKE3's tree, for them
 random_streams.py      derived seeds of random generators
-step_counters.py       finds the step counters of optimizers
 """

@@ -139,11 +139,6 @@ class Layout:
         """Bytes of all tensors."""
         return sum([prod(spec.shape) * spec.item_bytes for spec in self.tensors])
 
-    @cached_property
-    def plans(self) -> dict[Any, Any]:
-        """What saves have computed from this layout, by what else it depends on."""
-        return {}
-
     def encode(self) -> bytes:
         """The sealed layout object, made once; its seal is the layout id.
 

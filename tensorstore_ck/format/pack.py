@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, derived_hash
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
-from tensorstore_ck.format.folders import object_name
+from tensorstore_ck.format.sealed import object_name
 
 PACK_LIMIT_BYTES: Final = 1 << 30
 MAX_BLOCK_BYTES: Final = 64 << 20

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash, split_ulids
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
-from tensorstore_ck.format.folders import object_name
 from tensorstore_ck.format.layout import MAX_RANKS
 from tensorstore_ck.format.pack import HEADER, MAX_BLOCK_BYTES
 from tensorstore_ck.format.sealed import (
@@ -25,6 +24,7 @@ from tensorstore_ck.format.sealed import (
     MAX_OBJECT_BYTES,
     ParseBudget,
     check_msgpack,
+    object_name,
     pack_body,
     seal,
     take,

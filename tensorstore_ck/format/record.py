@@ -12,8 +12,7 @@ from typing import Any, Final, NamedTuple, TypeGuard
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ulid, derived_hash, split_ulids
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError
 from tensorstore_ck.format.attributes import Attributes, are_attributes, attributes_of
-from tensorstore_ck.format.folders import object_name
-from tensorstore_ck.format.sealed import pack_body, seal, take, take_count, take_digest, unpack_body, unseal
+from tensorstore_ck.format.sealed import object_name, pack_body, seal, take, take_count, take_digest, unpack_body, unseal
 
 MAX_METADATA_BYTES: Final = 1 << 20
 MAX_STEP: Final = (1 << 63) - 1

@@ -2,7 +2,7 @@
 
 `check_msgpack` walks the bytes before anything is allocated for them, so that a hostile length, depth or count costs no memory. The
 walk takes time per item; there are few, because ids and extents are raw arrays inside a ``bin``. Objects that were compressed in the
-store are decoded under a `ParseBudget`. `pack_body` only writes what readers accept.
+store are decoded under a `ParseBudget`. `pack_body` only writes what readers accept. `object_name` names the objects that a ULID names.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 import msgpack
 
-from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, derived_hash
+from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid, derived_hash, ulid_text
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError, UnsupportedValueError
 
 FORMAT_VERSION: Final = 1
@@ -254,3 +254,16 @@ def check_msgpack(data: memoryview, name: str, budget: ParseBudget | None = None
         raise CorruptObjectError(f"{name} has {size - position} bytes too many or too few", object_id=name)
     if budget is not None:
         budget.spend(size, items, name)
+
+
+FOLDERS: Final[Mapping[str, str]] = {"pack": "packs", "part": "parts", "snapshot": "snapshots", "moved": "moved"}
+"""Kind of object -> its folder, which is also the field of a log operation that lists such objects."""
+
+FIXED_FOLDERS: Final = ("checkpoint", *FOLDERS.values(), "writers")
+"""The folders of a store's objects, except those of logs: store.json has their names."""
+
+
+def object_name(kind: str, ulid: Ulid) -> str:
+    """The name in the store of an object; `kind` is a key of `FOLDERS`."""
+    text = ulid_text(ulid)
+    return f"{FOLDERS[kind]}/{text[-2:]}/{text}"

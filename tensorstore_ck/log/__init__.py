@@ -27,7 +27,7 @@ entry_writer.py                          creates the next entry, in the reserve 
 log.py                                   sync and append: the commit protocol
 """
 
-from tensorstore_ck.format.folders import FOLDERS
+from tensorstore_ck.format.sealed import FOLDERS
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.entry_reader import EntryReader, chain_break
 from tensorstore_ck.log.fold import fold

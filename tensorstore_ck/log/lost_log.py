@@ -13,9 +13,8 @@ from tensorstore_ck.common.ids import Digest, Ulid, parse_ulid
 from tensorstore_ck.common.printed_commands import naming_store
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import BrokenLogError, DamageError, FormatVersionError
-from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.format.record import decode_record, record_name
-from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
+from tensorstore_ck.format.sealed import FOLDERS, MAX_OBJECT_BYTES
 from tensorstore_ck.log.checkpoint import checkpoint_folder
 from tensorstore_ck.log.entry_reader import EntryReader
 from tensorstore_ck.log.operations import Op

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tensorstore_ck.common.ids import ULID_BYTES, Ulid, split_ulids
-from tensorstore_ck.format.folders import FOLDERS, object_name
+from tensorstore_ck.format.sealed import FOLDERS, object_name
 
 
 class ObjectKey(NamedTuple):

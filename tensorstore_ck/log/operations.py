@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.errors import AlreadyExistsError, InvalidOptionError, NotFoundError
-from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.ref_statement import RefStatement
-from tensorstore_ck.format.sealed import object_hash
+from tensorstore_ck.format.sealed import FOLDERS, object_hash
 from tensorstore_ck.log.field_checks import (
     COUNT,
     COUNTS,

@@ -9,7 +9,7 @@ from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend, ObjectInfo
 from tensorstore_ck.common.ids import parse_ulid
-from tensorstore_ck.format.folders import FIXED_FOLDERS, FOLDERS, object_name
+from tensorstore_ck.format.sealed import FIXED_FOLDERS, FOLDERS, object_name
 from tensorstore_ck.format.writer_record import WRITERS
 from tensorstore_ck.log.checkpoint import checkpoint_folder, checkpoint_number
 

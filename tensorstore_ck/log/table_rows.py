@@ -38,9 +38,8 @@ from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
 from tensorstore_ck.format.attributes import Attributes
-from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.format.record import Record
-from tensorstore_ck.format.sealed import object_hash
+from tensorstore_ck.format.sealed import FOLDERS, object_hash
 from tensorstore_ck.log.field_checks import (
     ACTOR,
     ATTRIBUTES,

@@ -1,5 +1,6 @@
 """Lists refs, pins and the history of branches. Functions of the engine: they know no session."""
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 
@@ -30,8 +31,10 @@ def history(engine: Engine, ref: str | None, limit: int | None) -> SnapshotLog:
         visits = sorted({info.ulid: info for info in visits}.values(), key=lambda info: -max(info.n, since[info.ulid]))
     abandoned = {info.ulid for info in visits} - lines
     shown = visits[:limit]
-    heads = {info.ulid: list[str]() for info in shown}
-    for head in view.heads():
+    heads, own = {info.ulid: list[str]() for info in shown}, None if ref is None or limit is None else view.branch(ref)
+    if own is not None and any(view.holds(ulid) > count for ulid, count in Counter(info.ulid for info in shown).items()):
+        own = None  # a tag, a pin or another branch may be there, too
+    for head in view.heads() if own is None else (own,):
         if head.ulid in heads:
             heads[head.ulid].append(head.name)
     named = {ulid_text(ulid): names for ulid, names in heads.items() if names}

@@ -11,8 +11,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.branch_conflict import branch_command
-from tensorstore_ck.engine.write.publish import AnyHead, Expected
-from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen, SaveOptions, SaveRequest
+from tensorstore_ck.engine.write.request import LAST_SEEN, AnyHead, Expected, LastSeen, SaveOptions, SaveRequest
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log import BranchHead, RefTable
 from tensorstore_ck.log.address import Resolved, resolve

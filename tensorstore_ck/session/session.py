@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from tensorstore_ck.session.save.coordination import Coordination
-    from tensorstore_ck.session.save.save import Save, StateArguments
+    from tensorstore_ck.session.save.save import Coordination, Save, StateArguments
     from tensorstore_ck.state import StateCheck
     from tensorstore_ck.state.capture_copy import Arena
 
@@ -189,7 +188,7 @@ class Session:
         Even if host_memory_bytes is given: other ranks may not have it, and all must take part. After an error the other ranks may know
         it and begin the save, so that this one must fail it.
         """
-        from tensorstore_ck.session.save.coordination import UnpreparedState  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.session.save.rank_round import UnpreparedState  # noqa: PLC0415 - loads torch
 
         try:
             self._local_ranks = self.groups.local_ranks(group, timeout_seconds=timeout_seconds)
@@ -198,8 +197,8 @@ class Session:
         return state
 
     def _new_save(self, state: object, ref: str, group: "ProcessGroup | None", timeout_seconds: float, given: "StateArguments") -> "Save":
-        from tensorstore_ck.session.save.coordination import Alone, RankRound  # noqa: PLC0415 - loads torch
-        from tensorstore_ck.session.save.save import Save  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.session.save.rank_round import RankRound  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.session.save.save import Alone, Save  # noqa: PLC0415 - loads torch
 
         coordination: Coordination
         if group is None:

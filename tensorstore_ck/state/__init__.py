@@ -4,7 +4,7 @@
 names is imported or called, and values that could not be restored exactly are refused.
 
 capture.py              takes a state apart: tree, tensors, values
-tensor_table.py         the tensors of a captured state, as columns
+tensor_table.py         the tensors of a captured state, as columns; the layouts of a handle's last saves
 aliasing.py             plans how tensors that share memory are stored
 memory_extents.py       addresses of tensors and arrays
 memory_order.py         the order of dims in memory: channels_last, transposed
@@ -15,8 +15,6 @@ unsupported_types.py    advice for values that cannot be stored
 check.py                the dry run of a save
 arena.py                reused host memory for captures
 capture_copy.py         copies a captured state into host memory
-memory_moves.py         copies between many addresses of host memory
-recent_layouts.py       the layouts of a handle's last saves, used again
 device/                 tensors on CUDA devices: copies through pinned memory, ids of blocks
 boxes.py                `Box`, `Boxes` and torch's `CheckpointableTensor`
 sharded_tensors.py      `DTensor`, `ShardedTensor` and `FlatShard`

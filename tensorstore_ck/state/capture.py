@@ -83,8 +83,7 @@ class CaptureWalk:
     def finish(self) -> CapturedState:
         """Decides which tensors share memory, and returns the result."""
         table = self._table
-        suspects = find_alias_candidates(table.areas)
-        aliases = plan_aliases({leaf: extent_of(table.objects[leaf]) for leaf in suspects})
+        aliases = plan_aliases({leaf: extent_of(table.objects[leaf]) for leaf in find_alias_candidates(table.areas)})
         names, forms, sources = table.names, table.forms, table.sources()
         own: Sequence[int] = range(len(names))
         number_of: Sequence[int] | dict[int, int] = own

@@ -2,24 +2,55 @@
 
 The caller waits while tens of thousands of tensors are captured, so most become only entries in lists: an object for each would cost
 more, in garbage collection, than the queries to torch. The save makes `TensorSpecs` and `ByteSources` from the lists when it needs them.
+`RecentLayouts` gives a state whose structure did not change the layout of an earlier save, with the write plan that was made from it.
 """
 
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, Final, NamedTuple, overload
 
 import numpy as np
 import torch
 
-from tensorstore_ck.engine.interfaces import ByteSource, LazySources, Numbers, SourceRanges
-from tensorstore_ck.format.layout import TensorSpec
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, LazySources, Numbers, SourceRanges
+from tensorstore_ck.format.codec import compiled
+from tensorstore_ck.format.layout import Layout, TensorSpec
+from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
 from tensorstore_ck.state.aliasing import Area, MemoryAreas
 from tensorstore_ck.state.boxes import CHECKPOINTABLE_MARK
 from tensorstore_ck.state.byte_sources import WRITABLE, Array, CopySource, MemorySource, memory_view
-from tensorstore_ck.state.memory_moves import gather
 from tensorstore_ck.state.plain_memory import PLAIN
 from tensorstore_ck.state.registered_types import DTYPE_NAMES
+
+SMALL_BYTES: Final = 16 << 10
+"""Without the kernel, smaller copies keep the GIL: two threads exchanging it took three times as long for 20,000 copies of 256 bytes."""
+
+_memmove = ctypes.CDLL(None).memmove
+_memmove_with_gil = ctypes.PyDLL(None).memmove
+for _function in (_memmove, _memmove_with_gil):
+    _function.argtypes, _function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
+
+
+def move(moves: Numbers) -> None:
+    """Copies; `moves`: rows of a target address, a source address and a size in bytes. The caller keeps the memory alive."""
+    if compiled.HAS_KERNEL:
+        compiled.kernel.copy_memory(np.ascontiguousarray(moves, np.int64).data)
+        return
+    for target, address, size in zip(*moves.T.tolist(), strict=True):
+        (_memmove if size > SMALL_BYTES else _memmove_with_gil)(target, address, size)
+
+
+def gather(addresses: Numbers, sizes: Numbers, read: Callable[[int], memoryview]) -> bytearray:
+    """The bytes at these addresses, one piece after another; where an address is 0, what `read` returns for the position of the piece."""
+    ends = np.cumsum(sizes)
+    starts, joined = ends - sizes, bytearray(int(sizes.sum()))
+    move(np.stack((starts + np.frombuffer(joined, np.uint8).ctypes.data, addresses, sizes), axis=1)[addresses != 0])
+    target = memoryview(joined)  # takes no piece of another length
+    for position in np.flatnonzero(addresses == 0).tolist():
+        target[starts[position] : ends[position]] = read(position)
+    return joined
 
 
 class TensorKind(NamedTuple):
@@ -208,3 +239,40 @@ class TensorTable:
 
 def _address_of(source: ByteSource) -> int:
     return source.address if isinstance(source, MemorySource) else 0
+
+
+MAX_LAYOUTS: Final = 4
+
+
+class _KeptLayout(NamedTuple):
+    key: tuple[object, ...]
+    layout: Layout
+    derived: dict[object, Any]
+    """See `CapturedState`."""
+
+
+class RecentLayouts:
+    """The layouts of a handle's last saves, with what is derived from them.
+
+    Making the specs, the encoding and the write plan of 20,000 tensors costs more than reading their bytes, mostly for garbage collection.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[_KeptLayout] = []
+        """The last one first. A list never changes: threads that save at the same time read it."""
+
+    def reuse(self, captured: CapturedState) -> CapturedState:
+        """The same state; with an equal layout that is kept, if there is one. Keeps its own layout otherwise.
+
+        Raises:
+            UnsupportedValueError: the layout cannot be stored.
+        """
+        layout, specs, own = captured.layout, captured.layout.tensors, captured.own and self.reuse(captured.own)
+        if not isinstance(specs, TensorSpecs):
+            return captured._replace(own=own)
+        # The tree as bytes: 1, 1.0 and True are equal keys of a dict, but different ones of a layout.
+        key = (specs.names, specs.forms, pack_body(layout.tree), layout.storages, layout.meshes, layout.spreads)
+        recent = self._kept
+        found = next((kept for kept in recent if kept.key == key), _KeptLayout(key, layout, {}))
+        self._kept = [found, *(kept for kept in recent if kept is not found)][:MAX_LAYOUTS]
+        return captured._replace(layout=found.layout, derived=found.derived, own=own)

@@ -8,8 +8,7 @@ internals.py        what the areas above need of a store beyond its public metho
 Modules that take long to import, such as torch, are imported only by the methods that need them, so that a command starts fast.
 """
 
-from tensorstore_ck.engine.write.publish import ANY
-from tensorstore_ck.engine.write.request import LAST_SEEN
+from tensorstore_ck.engine.write.request import ANY, LAST_SEEN
 from tensorstore_ck.store.opening import OpenOptions, open  # noqa: A004 - as in `opening`
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
 from tensorstore_ck.store.store import Store

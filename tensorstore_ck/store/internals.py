@@ -14,8 +14,7 @@ from tensorstore_ck.common.save_progress import Stage
 from tensorstore_ck.engine.interfaces import CapturedState, SnapshotContent
 from tensorstore_ck.engine.opening import read_config
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
-from tensorstore_ck.engine.write.publish import AnyHead
-from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
+from tensorstore_ck.engine.write.request import LAST_SEEN, AnyHead, LastSeen
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.store_config import StoreConfig

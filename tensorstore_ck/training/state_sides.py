@@ -12,7 +12,7 @@ from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.session.restoring import Restoring
-from tensorstore_ck.session.save.coordination import UnpreparedState
+from tensorstore_ck.session.save.rank_round import UnpreparedState
 from tensorstore_ck.training import environment, optimizers
 from tensorstore_ck.training.per_rank_state import GENERATORS, LOADER_GENERATORS, VALUES, PerRankState, own_states
 from tensorstore_ck.training.rank_agreement import SINGLE, Agreement, Agreements, RankReport

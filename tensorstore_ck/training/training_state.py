@@ -40,8 +40,7 @@ from tensorstore_ck.training.step_watch import StepWatch
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from tensorstore_ck.engine.write.publish import AnyHead
-    from tensorstore_ck.engine.write.request import LastSeen
+    from tensorstore_ck.engine.write.request import AnyHead, LastSeen
     from tensorstore_ck.store import ReadOnlyStore
 
 TIMEOUT_SECONDS: Final = 600.0

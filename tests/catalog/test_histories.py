@@ -14,7 +14,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.catalog.read_entries import CHANGED_TABLES
 from tensorstore_ck.common.ids import ulid_text
-from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.engine.write.request import ANY
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.log.operations import SCHEMA

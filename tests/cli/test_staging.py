@@ -23,7 +23,7 @@ from tensorstore_ck.backend.staging.upload_journal import JournalEntry, UploadJo
 from tensorstore_ck.cli.options import StoreChoice
 from tensorstore_ck.cli.output import short_root
 from tensorstore_ck.common.ids import new_ulid
-from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.engine.write.request import ANY
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sealed import pack_body

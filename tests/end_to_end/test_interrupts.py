@@ -13,7 +13,7 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.common.changes import Changes
-from tensorstore_ck.session.save.worker import Worker
+from tensorstore_ck.session.save.queued_save import Worker
 from tests.effort import PATIENCE_SECONDS, effort
 from tests.end_to_end.interrupting import PACKAGE, interrupted
 

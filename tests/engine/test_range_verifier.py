@@ -8,8 +8,7 @@ from tensorstore_ck.engine.range_verifier import open_verifier
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import Codec, Encoded
-from tensorstore_ck.format.folders import object_name
-from tensorstore_ck.format.sealed import seal
+from tensorstore_ck.format.sealed import object_name, seal
 
 PIECES = [7, 64, 150, 1000]
 

@@ -15,7 +15,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import ObjectInfo
 from tensorstore_ck.common.ids import new_ulid
-from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.engine.write.request import ANY
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.record import record_name
 from tensorstore_ck.gc import GcOptions

@@ -11,7 +11,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.engine.opening import make_engine
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
-from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.engine.write.request import ANY
 from tensorstore_ck.errors import (
     GcRefusedError,
     InvalidOptionError,

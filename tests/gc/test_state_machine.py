@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import Ulid
-from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.engine.write.request import ANY
 from tensorstore_ck.errors import (
     AlreadyExistsError,
     ConflictError,

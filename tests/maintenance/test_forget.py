@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.engine.write.request import ANY
 from tensorstore_ck.errors import ConflictError, InvalidNameError, NotFoundError
 from tensorstore_ck.log import BranchMove, RefTable
 from tensorstore_ck.store import Store

@@ -1,7 +1,12 @@
 """Branches and tags as one call returns them."""
 
+from typing import Any
+
+import pytest
+
 from tensorstore_ck.common.ids import Digest
-from tensorstore_ck.log import Op
+from tensorstore_ck.log import Op, RefTable
+from tensorstore_ck.log.table_rows import BRANCHES
 from tests.gc.forged import forge
 from tests.gc.stores import open_store, state
 
@@ -19,3 +24,21 @@ def test_thousands_of_names_of_one_snapshot_cost_one_copy_of_its_metrics() -> No
     assert len({id(found.metrics) for found in store.branches().values()}) == 1
     assert len({id(found.metrics) for found in store.tags().values()}) == 1
     assert (len(store.branches()), len(store.tags())) == (51, 50)
+
+
+def test_the_last_snapshots_of_a_branch_need_no_other_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, scanned = open_store(), list[object]()
+    first, second = (store.put_snapshot(state(number), ref="r", step=number) for number in (1, 2))
+    store.branch("beside", first.root)
+    scan = RefTable.scan
+
+    def noted(view: RefTable, kind: Any, *args: Any, **options: Any) -> Any:
+        scanned.append(kind)
+        return scan(view, kind, *args, **options)
+
+    monkeypatch.setattr(RefTable, "scan", noted)
+    assert store.log("r", limit=1).heads == {second.id: ["r"]}
+    assert BRANCHES not in scanned
+    assert store.log("r", limit=2).heads == {second.id: ["r"], first.id: ["beside"]}
+    store.branch("also", second.root)
+    assert store.log("r", limit=1).heads == {second.id: ["also", "r"]}

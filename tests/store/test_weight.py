@@ -33,9 +33,9 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(92, 594, 1441),
-    "put_snapshot_async": Weight(97, 658, 1606),
-    "checkout": Weight(54, 268, 1255),
+    "put_snapshot": Weight(84, 590, 1420),
+    "put_snapshot_async": Weight(87, 651, 1572),
+    "checkout": Weight(53, 268, 1254),
 }
 """For a state of four linear layers and its optimizer, on CPython 3.11."""
 ASYNC_SHARE = 1.15
@@ -51,14 +51,14 @@ MOST_LINES = {
     "errors": 400,
     "events": 300,
     "feed": 1100,
-    "format": 5100,
+    "format": 5000,
     "gc": 3500,
     "integrations": 20800,
     "log": 7300,
     "maintenance": 7900,
     "redaction": 200,
     "session": 11400,
-    "state": 7100,
+    "state": 7000,
     "store": 1800,
     "training": 5200,
     "ui": 4200,

@@ -20,8 +20,7 @@ from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import raise_if_expired
 from tensorstore_ck.engine.interfaces import ByteTarget
-from tensorstore_ck.engine.part_extents import chain_of, location_of
-from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks
+from tensorstore_ck.engine.reachability import BlockLocations, chain_of, locate_blocks, location_of
 from tensorstore_ck.errors import CorruptObjectError, DamageError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, decode
 from tensorstore_ck.format.pack import pack_name

@@ -1,13 +1,15 @@
 """Compares what one rank has written with earlier snapshots: which tensors changed, and how the step counters of optimizers moved.
 
 Compares block ids, and the bytes of small tensors in the parts: no tensor is read. If something changed, which is the common case, only the
-last snapshot is read.
+last snapshot is read. The step counters are those of the ``state_dict`` of every ``torch.optim`` optimizer, a dict with ``state`` or
+``param_groups``, which hold a dict per parameter or group: Adam's ``state.<parameter>.step``, FusedAdam's ``param_groups.<n>.step``.
 """
 
 import struct
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +21,95 @@ from tensorstore_ck.engine.write.part_writer import WrittenPart
 from tensorstore_ck.engine.write.sampled_checks import is_floating
 from tensorstore_ck.engine.write.suspicious_save import SaveClaim, SaveFindings, StepCounts, find_snapshot, snapshot_before, steps_between
 from tensorstore_ck.errors import StoreError
+from tensorstore_ck.format.layout import Layout, Node
 from tensorstore_ck.format.part import Part, decode_values
 from tensorstore_ck.format.record import Record
-from tensorstore_ck.format.step_counters import find_counters
 from tensorstore_ck.log import RefTable, SnapshotInfo
+
+_GROUPS: Final = ("state", "param_groups")
+_DICTS: Final = ("d", "o", "f", "c")
+
+
+class StepCounter(NamedTuple):
+    """One counter."""
+
+    optimizer: str
+    """The path of its optimizer's state; empty if that is the whole state."""
+    kind: Literal["tensor", "value"]
+    number: int
+    """The tensor's number, or the value's."""
+
+
+@dataclass(slots=True)
+class StepCounters:
+    """The counters of one layout."""
+
+    found: list[StepCounter] = field(default_factory=list)
+    may_skip: bool = False
+    """Whether the state has a gradient scaler, which lets optimizers skip steps."""
+
+
+def find_counters(captured: CapturedState) -> StepCounters:
+    """The counters in the tree of a state's layout, which is searched once."""
+    kept = captured.derived if captured.derived is not None else {}
+    counters: StepCounters | None = kept.get(StepCounters)
+    if counters is None:
+        counters = StepCounters()
+        _CounterSearch(captured.layout, counters).visit(captured.layout.tree, "", "", 0)
+        kept[StepCounters] = counters
+    return counters
+
+
+class _CounterSearch:
+    def __init__(self, layout: Layout, counters: StepCounters) -> None:
+        self._tensors = layout.tensors[:]
+        self._counters = counters
+        self._holes = 0
+
+    def visit(self, node: Node, path: str, optimizer: str, level: int) -> None:
+        """`level`: 1 for the container of the dicts per parameter or group of `optimizer`, 2 for such a dict; else 0."""
+        if type(node) is not list:
+            self._holes += node is None
+            return
+        tag, attributes = node[0], None
+        keys: Iterable[Any]
+        if tag in _DICTS:
+            keys, nodes = node[-2:] if tag == "f" else node[1:3]
+            self._counters.may_skip |= "_growth_tracker" in keys
+            if tag == "o" and node[3] is not False:
+                attributes = [node[3]]
+        elif tag in ("l", "u"):
+            keys, nodes = range(len(node[1])), node[1]
+        elif tag == "n":
+            keys, nodes, optimizer, level = node[2], node[3], "", 0
+        else:
+            keys, nodes, level = (), (), 0
+            attributes = [node[2]] if tag == "r" else None
+        if level != 2 and list not in map(type, nodes):
+            self._holes += nodes.count(None)
+            keys = nodes = ()
+        for key, child in zip(keys, nodes, strict=True):
+            if level == 2 and key == "step":
+                self._note(child, optimizer)
+            if type(child) is not list:
+                self._holes += child is None
+            elif level:
+                self.visit(child, path, optimizer, 2 if level == 1 else 0)
+            elif type(key) is str and key in _GROUPS:
+                self.visit(child, path, path, 1)
+            else:
+                self.visit(child, f"{path}.{key}" if path else f"{key}", "", 0)
+        for child in attributes or ():
+            self.visit(child, path, "", 0)
+
+    def _note(self, node: Node, optimizer: str) -> None:
+        if node is None:
+            self._counters.found.append(StepCounter(optimizer, "value", self._holes))
+            return
+        number = node if type(node) is int else node[1] if node[0] == "t" else None
+        if number is not None and set(self._tensors[number].shape) <= {1}:
+            self._counters.found.append(StepCounter(optimizer, "tensor", number))
+
 
 LOOK_BACK: Final = 4
 """The number of a ref's last snapshots with which a save is compared, if it looks suspicious against the last one."""
@@ -50,11 +137,10 @@ class ParentComparison:
         self._step = claim.step
         self._past = _snapshots_before(engine, view, written.part, claim)
         self._known: list[_Predecessor] = []
-        self._counters = find_counters(captured.layout)
+        self._counters = find_counters(captured)
         self._has_values = "value" in {counter.kind for counter in self._counters.found}
-        counting = {counter.number for counter in self._counters.found if counter.kind == "tensor"}
-        self._counting = counting
-        self._places = self._find_places(counting)
+        self._counting = {counter.number for counter in self._counters.found if counter.kind == "tensor"}
+        self._places = self._find_places(self._counting)
 
     def examine(self) -> SaveFindings:
         """The findings. Reads no more snapshots than necessary."""

@@ -1,17 +1,24 @@
-"""Which blocks are in the store already, and need not be written again."""
+"""Which blocks need not be written, since the store has them, or not even be read: of frozen tensors, and those that a device has hashed.
+
+A block that is written is always hashed by the host, from the bytes that are written.
+"""
 
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from typing import Final
 
-from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.part_extents import chain_of, locations_of
-from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks
-from tensorstore_ck.errors import DamageError
+from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
+from tensorstore_ck.engine.reachability import BlockLocations, chain_of, locate_blocks, locations_of
+from tensorstore_ck.engine.write.pack_writer import PackWriter
+from tensorstore_ck.engine.write.sampled_checks import CaptureSample
+from tensorstore_ck.engine.write.write_plan import WritePlan
+from tensorstore_ck.errors import DamageError, FrozenChangedError
+from tensorstore_ck.format.block_assignment import regions_of_rank
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.log import ObjectKey, RefTable
@@ -118,3 +125,77 @@ def packs_of_damaged(engine: Engine, view: RefTable, rank: int) -> Iterator[Ulid
             for number in range(len(record.parts)) if rank == 0 else [min(rank, len(record.parts) - 1)]:
                 with contextlib.suppress(DamageError):
                     yield from locate_blocks(engine, view, engine.read_part(record, number)).packs
+
+
+class FrozenBlocks:
+    """The frozen tensors of a part that this save must read."""
+
+    def __init__(self, captured: CapturedState, plan: WritePlan) -> None:
+        self._captured, self._cuts = captured, plan.cuts
+        self._rows: dict[int, list[int]] = {}
+        for block in plan.blocks:
+            if block.tensor in captured.frozen:
+                self._rows.setdefault(block.tensor, []).append(block.row)
+
+    def rely_on_known(self, packs: PackWriter, ids: MutableSequence[Digest]) -> None:
+        """Sets the `ids` of tensors that need not be read, and leaves those tensors out."""
+        for tensor in [*self._rows]:
+            known, rows = self._captured.frozen[tensor], self._rows[tensor]
+            if not known.is_due and known.cut == self._cuts[tensor] and len(known.ids) == len(rows) and packs.rely_on(known.ids):
+                known.unread += 1
+                for row, block in zip(self._rows.pop(tensor), known.ids, strict=True):
+                    ids[row] = block
+
+    def note(self, ids: Sequence[Digest]) -> None:
+        """Remembers the blocks of the tensors that were read.
+
+        Raises:
+            FrozenChangedError: one has other bytes than when it was last read.
+        """
+        for tensor, rows in self._rows.items():
+            known, cut, read = self._captured.frozen[tensor], self._cuts[tensor], [ids[row] for row in rows]
+            if known.cut == cut and len(known.ids) == len(read) and known.ids != read:
+                name = self._captured.layout.tensors[tensor].name
+                raise FrozenChangedError(
+                    f"{name} was declared frozen, but has changed since it was last read: nothing was published, and the {known.unread} "
+                    "snapshots since then have its earlier values. Leave it out of frozen=",
+                    object_id=name,
+                )
+            known.ids, known.cut, known.unread = read, cut, 0
+
+
+def held_blocks(captured: CapturedState, tensors: Sequence[int], rank: int, block_bytes: int) -> list[TensorBlock]:
+    """The blocks of these tensors that a rank holds, which may be more than it writes."""
+    blocks, ends = list[TensorBlock](), dict[int, int]()
+    for region in regions_of_rank(captured.layout, rank, (rank,), captured.explicit, tensors=tensors):
+        start = ends.get(region.tensor, 0)
+        for length in region.block_lengths(captured.layout.tensors[region.tensor], block_bytes):
+            blocks.append(TensorBlock(len(blocks), region.tensor, start, start + length))
+            start += length
+        ends[region.tensor] = start
+    return blocks
+
+
+def skip_unchanged(
+    captured: CapturedState, blocks: Sequence[TensorBlock], ids: MutableSequence[Digest], packs: PackWriter, sample: CaptureSample
+) -> Mapping[int, Digest]:
+    """Sets the `ids` of those `blocks` that need not be read. Returns the ids that devices computed of the others, by row."""
+    assert captured.device_blocks is not None
+    if not blocks:
+        return {}
+    computed = captured.device_blocks.ids(captured.sources, blocks)
+    hashed = [block for block, digest in zip(blocks, computed, strict=True) if digest is not None]
+    hashed_ids = [digest for digest in computed if digest is not None]
+    are_there = packs.find(hashed_ids, [block.stop - block.start for block in hashed])
+    others, skipped = {}, []
+    for block, digest, is_there in zip(hashed, hashed_ids, are_there, strict=True):
+        if is_there:
+            ids[block.row] = digest
+            skipped.append(block)
+        else:
+            others[block.row] = digest
+    sample.note_hashed(hashed, hashed_ids)
+    sample.note_unread(skipped)
+    unchanged = {block.tensor for block in skipped} - {block.tensor for block in blocks if ids[block.row] is ZERO_DIGEST}
+    captured.device_blocks.note_unchanged([captured.sources[tensor] for tensor in unchanged])
+    return others

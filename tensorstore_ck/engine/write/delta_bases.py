@@ -13,8 +13,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import Digest, block_hasher, block_id
 from tensorstore_ck.engine.engine import Engine, KeptBlock
 from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
-from tensorstore_ck.engine.part_extents import chain_of, location_of
-from tensorstore_ck.engine.reachability import BlockLocations
+from tensorstore_ck.engine.reachability import BlockLocations, chain_of, location_of
 from tensorstore_ck.engine.read.block_reader import decode_at
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.codec import KINDS, Changes, Codec, Elements, apply_changes, cast_sample, max_changes, patch_changes

@@ -1,37 +1,35 @@
 """Writes what one rank contributes to a snapshot: its blocks, and the part that says where they lie. Both are durable then.
 
-Knows neither refs nor the log, and no torch.
+Runs of blocks are read, sampled, identified, encoded and stored by several threads. Knows neither refs nor the log, and no torch.
 """
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
 from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.common.batches import batches
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid
 from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.part_extents import extents_of, with_bases
-from tensorstore_ck.engine.reachability import BlockLocations
-from tensorstore_ck.engine.write.delta_bases import Fp32Masters, ParentBlocks, PartKey, earlier_part
-from tensorstore_ck.engine.write.frozen_blocks import FrozenBlocks
+from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
+from tensorstore_ck.engine.reachability import BlockLocations, extents_of, with_bases
+from tensorstore_ck.engine.write.dedup import FrozenBlocks, skip_unchanged
+from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, Comparison, Fp32Masters, ParentBlocks, PartKey, earlier_part
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
-from tensorstore_ck.engine.write.run_writer import RunWriter
-from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Sampling
-from tensorstore_ck.engine.write.unchanged_blocks import skip_unchanged
-from tensorstore_ck.engine.write.write_plan import SINGLE, PartSlot, WritePlan, places_of, plan_of
-from tensorstore_ck.format.block_assignment import encode_regions
-from tensorstore_ck.format.codec import Coding, Encoder
+from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Sampling, require_unchanged
+from tensorstore_ck.engine.write.write_plan import SINGLE, PartSlot, WritePlan, plan_of
+from tensorstore_ck.format.codec import Coding, Encoder, elements_of
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name, require_readable
 from tensorstore_ck.format.values import msgpack_blobs
-from tensorstore_ck.log.block_index import Location
+from tensorstore_ck.log.block_index import Base, Location
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
 MIN_RUN_BYTES: Final = 4 << 20
@@ -120,15 +118,12 @@ def write_part(
         FrozenChangedError: a tensor declared frozen has other bytes than when it was last read.
         CaptureChangedError: a tensor has other bytes than when it was read first.
     """
-    earlier, block_bytes = None, engine.config.block_bytes
+    earlier, plan = None, plan_of(captured, slot, engine.config.block_bytes)
     if coding.anchor_every:  # blocks may be stored as differences to those of the snapshot before
-        layout, regions = layout_id(captured.layout.encode()), encode_regions(captured.explicit)
-        key = PartKey(layout_id=layout, rank=slot.rank, world_size=slot.world_size, layout_of=slot.layout_of, regions=regions)
+        layout = layout_id(captured.layout.encode())
+        key = PartKey(layout_id=layout, rank=slot.rank, world_size=slot.world_size, layout_of=slot.layout_of, regions=plan.regions)
         earlier = earlier_part(engine, known.parts, key, coding.anchor_every)
-
-    def write(packs: PackWriter) -> TensorBlocks:
-        return write_tensors(captured, packs, slot=slot, block_bytes=block_bytes, coding=coding, earlier=earlier, sampling=sampling)
-
+    write = partial(write_tensors, captured, plan, coding=coding, earlier=earlier, sampling=sampling)
     try:
         with open_packs(engine, known, meter) as first:
             if not apart:  # tensors first: after a layout of an odd size, the reads of all of them would be copied a third slower
@@ -162,7 +157,7 @@ def write_blobs(captured: CapturedState, packs: PackWriter, slot: PartSlot, codi
     """Stores the layout and the large values, if this rank is the first one with the layout."""
     encoded_layout = captured.layout.encode()
     is_first = slot.rank == slot.layout_ranks[0]
-    ids: list[Digest] = []
+    ids, encoder = list[Digest](), Encoder(coding.mode)
     blobs = np.zeros(1 + len(captured.blobs) if is_first else 1, BLOB_DTYPE)
     blobs["size"][0] = len(encoded_layout)
     for number, blob in enumerate((encoded_layout, *captured.blobs) if is_first else ()):
@@ -170,31 +165,30 @@ def write_blobs(captured: CapturedState, packs: PackWriter, slot: PartSlot, codi
         ends = np.cumsum(lengths).tolist()
         view = memoryview(blob)
         run = [view[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-        ids += packs.add(run, lambda number, run=run: BlockEncoding(Encoder(coding.mode).encode_opaque(run[number])))  # type: ignore[misc]
+        ids += packs.add(run, lambda number, run=run: BlockEncoding(encoder.encode_opaque(run[number])))  # type: ignore[misc]
         blobs[number] = (len(lengths), 0, len(blob))
     return BlobBlocks(blobs, ids)
 
 
 def write_tensors(
     captured: CapturedState,
+    plan: WritePlan,
     packs: PackWriter,
     *,
-    slot: PartSlot,
-    block_bytes: int,
     coding: Coding,
     earlier: ParentBlocks | None = None,
     sampling: Sampling = NOT_VERIFIED,
 ) -> TensorBlocks:
-    """Stores this rank's share of the tensors; `earlier` has their blocks in the snapshot before. Takes a sample.
+    """Stores this rank's share of the tensors, by its `plan`; `earlier` has their blocks in the snapshot before. Takes a sample.
 
     Raises:
         FrozenChangedError: a tensor declared frozen has other bytes than when it was last read.
         CaptureChangedError: a device and the host read other bytes.
     """
-    sample, plan = CaptureSample(captured, sampling), plan_of(captured, slot, block_bytes)
+    sample = CaptureSample(captured, sampling)
     blocks, small = plan.blocks, bytes(captured.gather(plan.inlined.ranges))
     ids = [ZERO_DIGEST] * len(blocks)
-    frozen = FrozenBlocks(captured, blocks, places_of(captured, slot, block_bytes)) if captured.frozen else None
+    frozen = FrozenBlocks(captured, plan) if captured.frozen else None
     if frozen is not None:
         frozen.rely_on_known(packs, ids)
     computed: Mapping[int, Digest] = {}
@@ -212,7 +206,8 @@ def write_tensors(
     threads = cpu_threads() + 1
     for later in (False, True):  # weights after their masters
         unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in writer.weights) == later]
-        run_bytes = min(max(len(unread) * block_bytes // (RUNS_A_THREAD * threads), MIN_RUN_BYTES), MAX_RUN_BYTES)
+        unread_bytes = sum([block.stop - block.start for block in unread])
+        run_bytes = min(max(unread_bytes // (RUNS_A_THREAD * threads), MIN_RUN_BYTES), MAX_RUN_BYTES)
         runs = [*batches(unread, lambda block: block.stop - block.start, run_bytes, RUN_BLOCKS)]
         for_each(runs, writer.store, min(threads, len(runs)))
     if frozen is not None:
@@ -252,7 +247,7 @@ def store_part(
         base_ids=extents.base_ids,
         anchor=anchor,
         layout_of=slot.layout_of,
-        regions=encode_regions(captured.explicit),
+        regions=tensors.plan.regions,
     )
     if slot.rank == slot.layout_ranks[0]:
         parsed = [captured.blobs[number] for number in msgpack_blobs(captured.values, "the state")]
@@ -264,3 +259,95 @@ def store_part(
     new_bytes = sum([writer.new_bytes for writer in packs]) + len(encoded)
     _logger.debug("part %s of rank %d: %d of %d blocks are new, %d bytes", part_name(ulid), slot.rank, len(new), len(ids), new_bytes)
     return WrittenPart(ulid=ulid, part=part, added=added, new_bytes=new_bytes, tensors=tensors)
+
+
+class RunWriter:
+    """Reads runs of blocks, samples, encodes and stores them, and sets their `ids`; from several threads."""
+
+    def __init__(
+        self,
+        captured: CapturedState,
+        packs: PackWriter,
+        sample: CaptureSample,
+        ids: list[Digest],
+        *,
+        coding: Coding,
+        earlier: ParentBlocks | None,
+        masters: Fp32Masters | None,
+        computed: Mapping[int, Digest],
+        must_agree: bool,
+    ) -> None:
+        """`computed`: the ids that devices computed, by row; if they `must_agree`, another id is an error."""
+        self._captured, self._packs, self._sample, self._ids = captured, packs, sample, ids
+        self._coding, self._earlier, self._masters = coding, earlier, masters
+        self._computed, self._must_agree = computed, must_agree
+        self._specs, self._read = captured.layout.tensors[:], captured.read
+        self.weights: Mapping[int, int] = masters.of if masters is not None else {}
+        """The tensors that are stored as casts of others, which must be written first."""
+
+    def store(self, run: Sequence[TensorBlock]) -> None:
+        """Stores the blocks of a run, in order."""
+        captured, earlier = self._captured, self._earlier
+        buffers: list[Buffer] = []
+        for block in run:
+            data = self._read(block.tensor, block.start, block.stop)
+            # A frozen tensor is read from its owner's memory: even if it changes now, a block's bytes must match its id.
+            buffers.append(bytes(data) if block.tensor in captured.frozen else data)
+        self._sample.note(run, buffers)
+        little_changed: dict[int, Comparison] = {}
+        encode = None
+        if self._coding.mode != "raw" or earlier is not None:
+            encode = partial(self._encode, encoder=Encoder(self._coding.mode), run=run, buffers=buffers, little_changed=little_changed)
+        identify = partial(self._identify, earlier=earlier, run=run, buffers=buffers, little_changed=little_changed) if earlier else None
+        for block, block_id in zip(run, self._packs.add(buffers, encode, identify), strict=True):
+            self._ids[block.row] = block_id
+            if self._computed.get(block.row, block_id) != block_id and self._must_agree:
+                require_unchanged(captured, {block.tensor})
+        if earlier is not None:
+            for number, compared in little_changed.items():
+                earlier.keep(self._ids[run[number].row], compared)
+
+    def _identify(
+        self,
+        number: int,
+        *,
+        earlier: ParentBlocks,
+        run: Sequence[TensorBlock],
+        buffers: Sequence[Buffer],
+        little_changed: dict[int, Comparison],
+    ) -> Digest:
+        """The id of a block of a run; compares it with the one before if that is in memory."""
+        spec = self._specs[run[number].tensor]
+        raw, elements = memoryview(buffers[number]).cast("B"), elements_of(spec.dtype, spec.item_bytes)
+        digest, compared = earlier.identify(run[number].row, raw, elements)
+        if compared is not None:
+            little_changed[number] = compared
+        return digest
+
+    def _encode(
+        self,
+        number: int,
+        *,
+        encoder: Encoder,
+        run: Sequence[TensorBlock],
+        buffers: Sequence[Buffer],
+        little_changed: dict[int, Comparison],
+    ) -> BlockEncoding:
+        """The stored form of a block of a run: a cast of its master, a difference to its base, or its own bytes."""
+        block, raw, masters, earlier = run[number], buffers[number], self._masters, self._earlier
+        spec = self._specs[block.tensor]
+        elements = elements_of(spec.dtype, spec.item_bytes)
+        if masters is not None and block.tensor in self.weights and (bases := masters.blocks(block)):
+            cast = encoder.encode_cast(raw, [masters.read(base) for base in bases], spec.dtype)
+            if cast is not None:
+                little_changed.pop(number, None)
+                return BlockEncoding(cast, tuple(Base(self._ids[base.row], None) for base in bases), len(bases))
+        candidate = earlier.candidate(block.row, len(raw), little_changed.get(number)) if earlier is not None else None
+        delta = encoder.encode_delta(raw, candidate.raw, elements, candidate.changes) if candidate is not None else None
+        if candidate is not None and delta is not None:
+            if delta.changes is None or sum(map(len, delta.encoded.pieces)) > SPARSE_SHARE * len(raw):
+                little_changed.pop(number, None)  # the base of the next difference is another block
+            elif number not in little_changed:
+                little_changed[number] = candidate.patched(delta.changes)
+            return BlockEncoding(delta.encoded, (candidate.base,), candidate.age)
+        return BlockEncoding(encoder.encode_tensor(raw, elements))

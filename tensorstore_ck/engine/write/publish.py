@@ -3,20 +3,24 @@
     packs -> parts -> record -> log entry
 
 A crash or an error before the entry leaves orphans only. Saves of one process and of many ranks, staged saves, copies and DCP's writer all
-end here; each passes a function that arranges its own operations for the entry. Knows neither ranks nor torch.
+end here; each passes a function that arranges its own operations for the entry. `RankParts` reports what a rank has written. Knows neither
+how ranks communicate nor torch.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
-from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
+from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid, split_ulids, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import condemned_among, locate_blocks
 from tensorstore_ck.engine.write.branch_conflict import moved_away
+from tensorstore_ck.engine.write.part_writer import WrittenPart
+from tensorstore_ck.engine.write.request import ANY, Expected, SaveRequest
 from tensorstore_ck.errors import ConflictError, InvalidOptionError, MissingObjectError, SnapshotAbortedError, SnapshotExpiredError
-from tensorstore_ck.format.part import Part
+from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import Record, record_name
+from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.log import Also
 from tensorstore_ck.log.quota import Quota, check_quotas, warn_of_quotas
@@ -26,20 +30,6 @@ T = TypeVar("T")
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
 MAX_TRIES: Final = 4
-
-
-class AnyHead:
-    """The type of `ANY`."""
-
-    def __repr__(self) -> str:
-        return "tsck.ANY"
-
-
-ANY: Final = AnyHead()
-"""As ``expect=``: move the ref from wherever it is."""
-
-Expected = Digest | AnyHead | None
-"""Root that the ref must have, `ANY`, or None for a ref that must not exist."""
 
 
 def retry_expired(attempt: Callable[[], T], before_retry: Callable[[], object] = lambda: None) -> T:
@@ -124,17 +114,15 @@ def publish(
     return info
 
 
-def at_branch(engine: Engine, record: Record, expect: Expected, mark: tuple[str, str] | None = None) -> Callable[[RefTable, Op], list[Op]]:
+def at_branch(
+    engine: Engine, record: Record, view: RefTable, put: Op, *, expect: Expected, mark: tuple[str, str] | None = None
+) -> list[Op]:
     """For `publish`: moves the record's branch from where it is expected; the same entry expires what the branch's policies drop.
 
     `mark`: a mark for the snapshot, and the reason.
     """
-
-    def arrange(view: RefTable, put: Op) -> list[Op]:
-        check_expected(engine, view, record.ref, expect)
-        return moving(engine, view, put, record, quotas=check_quotas(view, record.ref), mark=mark)
-
-    return arrange
+    check_expected(engine, view, record.ref, expect)
+    return moving(engine, view, put, record, quotas=check_quotas(view, record.ref), mark=mark)
 
 
 def moving(
@@ -182,3 +170,109 @@ def condemned_of(engine: Engine, view: RefTable, snapshots: Sequence[Ulid], part
     except MissingObjectError as exc:
         raise SnapshotExpiredError(f"this snapshot needs {exc.object_id}, which gc freed", object_id=exc.object_id) from exc
     return condemned_among(view, needed, min(part.anchor for _, part in parts), "this snapshot")
+
+
+MOVES_OBJECTS: Final = frozenset({"condemn", "sweep", "relocate", "settle"})
+
+
+class RankParts(NamedTuple):
+    """A rank's report on its parts."""
+
+    ulids: list[Ulid]
+    """The ULIDs of its part, and of the part of its own state."""
+    part_ids: list[Digest]
+    new_bytes: int
+    anchor: int
+    checked: int
+    """The log entry at which the rank checked that gc had freed nothing of its parts."""
+    condemned: Objects
+    """The objects that were condemned at that entry, and must be rescued."""
+
+    def record(self) -> Body:
+        """The record that is sent to the other ranks."""
+        return {
+            "ulids": b"".join(self.ulids),
+            "part_ids": b"".join(self.part_ids),
+            "new_bytes": self.new_bytes,
+            "anchor": self.anchor,
+            "checked": self.checked,
+            "condemned": self.condemned.fields(),
+        }
+
+    @classmethod
+    def of_record(cls, record: Body) -> "RankParts":
+        """Raises:
+        TypeError: it is malformed.
+        """
+        ulids, ids = take(record, "ulids", bytes), take(record, "part_ids", bytes)
+        return cls(
+            ulids=split_ulids(ulids),
+            part_ids=[Digest(ids[at : at + DIGEST_BYTES]) for at in range(0, len(ids), DIGEST_BYTES)],
+            new_bytes=take_count(record, "new_bytes"),
+            anchor=take_count(record, "anchor"),
+            checked=take_count(record, "checked"),
+            condemned=Objects.of_fields(take(record, "condemned", dict)),
+        )
+
+
+def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, view: RefTable) -> RankParts:
+    """The report on what a rank has written, checked at the head of `view`.
+
+    Raises:
+        SnapshotExpiredError: gc freed something that it relies on: it must be written again.
+    """
+    head = view.head()
+    checked = head.n if head is not None else 0
+    return RankParts(
+        ulids=[one.ulid for one in written],
+        part_ids=[one.part.part_id() for one in written],
+        new_bytes=sum(one.new_bytes for one in written),
+        anchor=anchor,
+        checked=checked,
+        condemned=condemned_of(engine, view, (), [(one.ulid, one.part) for one in written]),
+    )
+
+
+def record_of(engine: Engine, request: SaveRequest, reports: Sequence[RankParts], *, logical_bytes: int, streams: str = "") -> Record:
+    """The record of the parts of all ranks, in their order. `streams`: the rule of derived streams, if there are rank states."""
+    made_ns = request.origin.made_ns
+    return Record(
+        ref=request.ref,
+        step=request.step,
+        parent=request.parent,
+        metadata=request.metadata,
+        metrics=request.metrics,
+        time_ns=engine.clock() if made_ns is None else made_ns,
+        parts=ulids_of(reports),
+        part_ids=b"".join(rank.part_ids[at] for at in range(len(reports[0].ulids)) for rank in reports),
+        logical_bytes=logical_bytes,
+        new_bytes=sum(rank.new_bytes for rank in reports),
+        streams=streams,
+        triggers=request.origin.triggers,
+        epoch=request.origin.epoch,
+        attributes=request.origin.attributes,
+    )
+
+
+def ulids_of(reports: Sequence[RankParts]) -> list[Ulid]:
+    """The ULIDs of all parts, in the order of a record."""
+    return [rank.ulids[at] for at in range(len(reports[0].ulids)) for rank in reports]
+
+
+def condemned_of_ranks(engine: Engine, snapshot: Ulid, reports: Sequence[RankParts], view: RefTable) -> Objects:
+    """The objects to rescue at this head: those that the ranks reported, unless the log has moved objects since one of them looked."""
+    since, head = min(rank.checked for rank in reports), view.head()
+    newer = engine.log.entries(since + 1) if head is not None and head.n > since else ()
+    if not any(op.name in MOVES_OBJECTS for entry in newer for op in entry.ops):
+        return Objects(key for rank in reports for key in rank.condemned)
+    try:
+        parts = [(ulid, read_part(engine, ulid)) for ulid in ulids_of(reports)]
+    except MissingObjectError as exc:
+        raise SnapshotExpiredError(f"this snapshot needs {exc.object_id}, which gc freed", object_id=exc.object_id) from exc
+    return condemned_of(engine, view, [snapshot], parts)
+
+
+def read_part(engine: Engine, ulid: Ulid) -> Part:
+    """Reads a part, whether or not a snapshot names it."""
+    name = part_name(ulid)
+    return decode_part(engine.backend.get(name, max_bytes=1 << 28), name)

@@ -5,14 +5,27 @@ from typing import Final, NamedTuple, TypedDict
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.write.publish import AnyHead, Expected
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, Sampling, turn_of
-from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveClaim, SaveFindings, judge, require_checks
+from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveClaim, require_checks
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.codec import CodecName, Coding, DeltaOption, check_codec_name, check_delta
-from tensorstore_ck.format.record import MAX_STEP, SaveOrigin, check_metrics, check_origin, encode_metadata, with_store_metadata
-from tensorstore_ck.log import RefTable, validate_ref_name
+from tensorstore_ck.format.record import MAX_STEP, SaveOrigin, check_metrics, check_origin, encode_metadata
+from tensorstore_ck.log import validate_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
+
+
+class AnyHead:
+    """The type of `ANY`."""
+
+    def __repr__(self) -> str:
+        return "tsck.ANY"
+
+
+ANY: Final = AnyHead()
+"""As ``expect=``: move the ref from wherever it is."""
+
+Expected = Digest | AnyHead | None
+"""Root that the ref must have, `ANY`, or None for a ref that must not exist."""
 
 
 class LastSeen:
@@ -141,14 +154,3 @@ class SaveRequest(NamedTuple):
     def claim(self) -> SaveClaim:
         """The ref, step and parent that the save claims."""
         return SaveClaim(self.ref, self.step, self.parent)
-
-    def judged(self, engine: Engine, view: RefTable, findings: SaveFindings) -> "SaveRequest":
-        """Judges the findings of all ranks; returns the request with the share of numbers that are not finite in its metadata.
-
-        Raises:
-            SuspiciousSaveError: it must not be published.
-        """
-        judge(engine, view, findings, self.checks, self.claim)
-        if not findings.non_finite:
-            return self
-        return self._replace(metadata=with_store_metadata(self.metadata, {"non_finite": findings.finiteness.share}))

@@ -3,7 +3,7 @@
 Knows neither packs nor bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Final, NamedTuple
 
@@ -12,10 +12,9 @@ import numpy as np
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.engine.interfaces import CapturedState, Numbers, SourceRanges, TensorBlock
 from tensorstore_ck.format.block_assignment import BlockShare, Region, assign_blocks, encode_regions, regions_of_rank
-from tensorstore_ck.format.layout import TensorSpec
 
 MAX_PLANS: Final = 4
-"""The plans that a layout keeps."""
+"""The plans that are kept for a layout."""
 
 
 class PartSlot(NamedTuple):
@@ -73,22 +72,30 @@ class WritePlan(NamedTuple):
 
     blocks: Sequence[TensorBlock]
     inlined: InlineTensors
+    regions: bytes
+    """The encoded explicit regions of this rank."""
+    cuts: Mapping[int, bytes]
+    """Which blocks of each frozen tensor this rank stores: another rank may store them at the next save."""
 
 
 def plan_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> WritePlan:
-    """The plan of a part; kept with the layout."""
-    key = (slot.rank, slot.layout_ranks, block_bytes, encode_regions(captured.explicit))
-    kept: dict[object, WritePlan] = captured.layout.plans
-    if (plan := kept.get(key)) is None:
-        if len(kept) >= MAX_PLANS:
+    """The plan of a part; kept with what is derived from the layout."""
+    regions, kept = encode_regions(captured.explicit), captured.derived if captured.derived is not None else {}
+    key = (slot.rank, slot.layout_ranks, block_bytes, regions, *captured.frozen)
+    plan: WritePlan | None = kept.get(key)
+    if plan is None:
+        if len(kept) > MAX_PLANS:
             kept.clear()
-        plan = kept[key] = _cut(captured.layout.tensors[:], places_of(captured, slot, block_bytes))
+        plan = kept[key] = _cut(captured, places_of(captured, slot, block_bytes), regions)
     return plan
 
 
-def _cut(specs: Sequence[TensorSpec], places: Sequence[tuple[Region, int, BlockShare]]) -> WritePlan:
-    blocks, small = list[TensorBlock](), list[tuple[int, int, int]]()
+def _cut(captured: CapturedState, places: Sequence[tuple[Region, int, BlockShare]], regions: bytes) -> WritePlan:
+    blocks, small, specs = list[TensorBlock](), list[tuple[int, int, int]](), captured.layout.tensors[:]
+    cuts: dict[int, list[tuple[object, ...]]] = {}
     for region, start, share in places:
+        if region.tensor in captured.frozen:
+            cuts.setdefault(region.tensor, []).append((region.is_flat, region.offsets, region.sizes, share.start, share.lengths))
         if share.is_inline:
             small.append((region.tensor, start, share.lengths[0]))
             continue
@@ -99,7 +106,8 @@ def _cut(specs: Sequence[TensorSpec], places: Sequence[tuple[Region, int, BlockS
     for kind, several in groupby(small, key=lambda one: specs[one[0]][1:3]):
         runs.append(InlineRun(*kind, first, first := first + len(list(several))))
     ranges = SourceRanges(*np.array(small, np.int64).reshape(-1, 3).T)
-    return WritePlan(blocks, InlineTensors(ranges, np.cumsum(ranges.sizes), runs))
+    inlined = InlineTensors(ranges, np.cumsum(ranges.sizes), runs)
+    return WritePlan(blocks, inlined, regions, {tensor: repr(several).encode() for tensor, several in cuts.items()})
 
 
 def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> list[tuple[Region, int, BlockShare]]:

@@ -11,15 +11,13 @@ from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
-from tensorstore_ck.engine.write.destination import StoreDestination
 from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, open_packs, store_part, write_blobs, write_tensors
-from tensorstore_ck.engine.write.publish import check_expected, retry_expired
-from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts
+from tensorstore_ck.engine.write.publish import RankParts, check_expected, checked_parts, retry_expired
 from tensorstore_ck.engine.write.request import SaveRequest, check_options
 from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveFindings
-from tensorstore_ck.engine.write.write_and_commit import commit
+from tensorstore_ck.engine.write.write_and_commit import StoreDestination, commit
 from tensorstore_ck.engine.write.write_plan import plan_of
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.plans import Role
@@ -157,7 +155,7 @@ class DcpSave:
         sampling = Sampling(turn_of(None, self.step), self._request.checks.verify_capture)  # ranks may see different parents
         known, coding = self._destination.known(self._request, view, role.part, role.parts), self._request.coding
         with open_packs(self._engine, known, meter) as packs:
-            tensors = write_tensors(captured, packs, slot=role.slot, block_bytes=block_bytes, coding=coding, sampling=sampling)
+            tensors = write_tensors(captured, plan_of(captured, role.slot, block_bytes), packs, coding=coding, sampling=sampling)
         tensors.sample.verify(tensors.plan.inlined, tensors.inline)
         return Begun(role=role, captured=captured, packs=packs, tensors=tensors, block_bytes=block_bytes, anchor=anchor)
 

@@ -134,7 +134,13 @@ def resolve_items(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems
     explicit = [ExplicitRegions(number, tuple(box for box, _ in pieces.get(number, ()))) for number in range(len(layout.tensors))]
     return RankItems(
         CapturedState(
-            layout=layout, values=(), blobs=(), sources=sources, explicit=explicit if layout.spreads else (), device_blocks=device_blocks()
+            layout=layout,
+            values=(),
+            blobs=(),
+            sources=sources,
+            explicit=explicit if layout.spreads else (),
+            device_blocks=device_blocks(),
+            derived={},
         ),
         results,
     )

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.publish import AnyHead
-from tensorstore_ck.engine.write.request import LAST_SEEN, LastSeen
+from tensorstore_ck.engine.write.request import LAST_SEEN, AnyHead, LastSeen
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.record import STORE_KEY
 from tensorstore_ck.integrations.importing.crc_check import with_crc_check

@@ -39,7 +39,7 @@ from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import one_line
 from tensorstore_ck.session.save import PendingSnapshot
-from tensorstore_ck.session.save.coordination import UnpreparedState
+from tensorstore_ck.session.save.rank_round import UnpreparedState
 from tensorstore_ck.store import Store
 from tensorstore_ck.store.internals import continue_ref, knows_ref, log_of
 from tensorstore_ck.training.rank_group import ask_first_rank

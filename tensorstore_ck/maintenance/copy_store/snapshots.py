@@ -16,8 +16,7 @@ from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import raise_if_expired
-from tensorstore_ck.engine.part_extents import chain_of, extents_of, location_of
-from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks
+from tensorstore_ck.engine.reachability import BlockLocations, chain_of, extents_of, locate_blocks, location_of
 from tensorstore_ck.engine.read.block_reader import decode_at
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter

@@ -11,7 +11,7 @@ from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, read_unpublished, wanted_blocks
-from tensorstore_ck.engine.write.rank_parts import read_part
+from tensorstore_ck.engine.write.publish import read_part
 from tensorstore_ck.format.layout import Layout, decode_layout
 from tensorstore_ck.format.merge_layout_parts import LayoutConflictError, MergedLayout
 from tensorstore_ck.format.part import Part, decode_values, part_name

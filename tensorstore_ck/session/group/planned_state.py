@@ -53,6 +53,7 @@ def planned(
         frozen=frozen,
         device_blocks=captured.device_blocks,
         own=captured.own,
+        derived=known.derived,
     )
 
 

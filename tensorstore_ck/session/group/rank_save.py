@@ -14,13 +14,11 @@ from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
-from tensorstore_ck.engine.write.destination import Destination, StoreDestination
 from tensorstore_ck.engine.write.part_writer import WrittenPart, write_part
-from tensorstore_ck.engine.write.publish import retry_expired
-from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts
+from tensorstore_ck.engine.write.publish import RankParts, checked_parts, retry_expired
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings
-from tensorstore_ck.engine.write.write_and_commit import commit
+from tensorstore_ck.engine.write.write_and_commit import Destination, StoreDestination, commit
 from tensorstore_ck.engine.write.write_plan import PartSlot
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.block_assignment import first_ranks, ranks_with_layout

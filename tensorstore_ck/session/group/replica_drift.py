@@ -13,8 +13,7 @@ from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
-from tensorstore_ck.engine.write.publish import ANY
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.request import ANY, SaveRequest
 from tensorstore_ck.engine.write.write_and_commit import save_captured
 from tensorstore_ck.engine.write.write_plan import PartSlot, source_offsets
 from tensorstore_ck.errors import StoreError

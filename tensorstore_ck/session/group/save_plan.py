@@ -9,7 +9,7 @@ The plan is valid for all saves of ranks with the same layouts and regions. Know
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -81,6 +81,8 @@ class PlanMemory:
     """This rank's tensors in the common layout, if united."""
     united: UnitedState | None = None
     """The merged state of ranks of several kinds, on rank 0."""
+    derived: dict[object, Any] = field(default_factory=dict)
+    """From the common layout: see `CapturedState`."""
 
 
 Memory = dict[bytes, PlanMemory]

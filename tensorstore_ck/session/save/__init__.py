@@ -1,7 +1,7 @@
 """One save: check, capture, write, commit. And the queue of saves: in the background a state is copied, and stored by one thread.
 
 save.py             the four phases of a save
-coordination.py     who takes part in a save: one process, or the ranks of a group
+rank_round.py       one rank's side of a save of many ranks
 context.py          what a store handle gives to its saves
 frozen_tensors.py   tensors that do not change: captured without a copy
 dry_run.py          finds what a save of many ranks would refuse, and writes nothing
@@ -11,10 +11,8 @@ publish_rounds.py   what the ranks of a staged save agree on
 heal_staged.py      ranks replace what one rank's staging disk damaged
 resume_staged.py    continues what earlier processes staged
 save_queue.py       the queue of one store handle, for saves in the background and those that are waited for
-worker.py           one thread that works through a queue in order
-queued_save.py      a save in the queue, and what the queue asks of it; errors that were not raised yet
-save_status.py      how far a save is, how it ended, and who waits for that
-pending.py          what users hold of a save in the background
+queued_save.py      a save in the queue, and what the queue asks of it; the thread of a queue; errors that were not raised yet
+save_status.py      how far a save is, how it ended, and who waits for that; what users hold of it
 prepare_memory.py   what the first save of tensors on devices needs, made ready before it
 capture_budget.py   the memory that states are copied into
 drain_report.py     what became of the saves that were in progress when a job ended
@@ -24,8 +22,8 @@ retrying.py         `Store.retrying`
 
 from tensorstore_ck.session.save.capture_budget import OnFull
 from tensorstore_ck.session.save.drain_report import DrainReport
-from tensorstore_ck.session.save.pending import Milestone, PendingSnapshot
 from tensorstore_ck.session.save.process_end import Preemption
 from tensorstore_ck.session.save.save_queue import SaveQueue
+from tensorstore_ck.session.save.save_status import Milestone, PendingSnapshot
 
 __all__ = ["DrainReport", "Milestone", "OnFull", "PendingSnapshot", "Preemption", "SaveQueue"]

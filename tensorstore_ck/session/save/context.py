@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.session.peers import Replicator
     from tensorstore_ck.state.device.kept_tensors import StoredTensors
     from tensorstore_ck.state.device.optimizer_step_gates import StepGate, StepGates
-    from tensorstore_ck.state.recent_layouts import RecentLayouts
+    from tensorstore_ck.state.tensor_table import RecentLayouts
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ class SaveContext:
 
     def with_known_layouts(self, captured: CapturedState) -> CapturedState:
         """The same state; where the structure is that of a recent save, with the layout of that one."""
-        from tensorstore_ck.state.recent_layouts import RecentLayouts  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.state.tensor_table import RecentLayouts  # noqa: PLC0415 - loads torch
 
         if self.recent_layouts is None:
             self.recent_layouts = RecentLayouts()

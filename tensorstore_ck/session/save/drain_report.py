@@ -6,8 +6,7 @@ from typing import NamedTuple, Self
 
 from tensorstore_ck.errors import ConflictError, DamageError, SnapshotAbortedError
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save.pending import PendingSnapshot
-from tensorstore_ck.session.save.save_status import SaveMilestone, SaveStatus
+from tensorstore_ck.session.save.save_status import PendingSnapshot, SaveMilestone, SaveStatus
 
 
 class Staying(NamedTuple):

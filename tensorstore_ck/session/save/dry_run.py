@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.publish import ANY
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.request import ANY, SaveRequest
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, UnsupportedValueError
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sealed import Body, take, take_count

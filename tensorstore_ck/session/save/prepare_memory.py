@@ -9,7 +9,7 @@ import torch
 
 import tensorstore_ck.session.save.save  # noqa: F401 - so that the first save need not load it
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.unchanged_blocks import held_blocks
+from tensorstore_ck.engine.write.dedup import held_blocks
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.state.capture import capture
 from tensorstore_ck.state.capture_copy import slot_bytes

@@ -6,7 +6,8 @@
     commit    the record, then one log entry: "put"; or with a staging disk "staged", and `StagedSave` publishes later
 
 `put_snapshot` runs all of them on its thread and reads the caller's memory. `put_snapshot_async` checks and captures, and the worker writes
-and commits. Its `Coordination` says which processes save together, and a `Destination` where the bytes go.
+and commits. Its `Coordination` says which processes save together: this one `Alone`, or the ranks of a group in one
+`RankRound`. A `Destination` says where the bytes go.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,23 +16,24 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Unpack
 
 from tensorstore_ck.backend.staging import StagingTier
+from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.stagger import stagger_delay
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.destination import Destination, StoreDestination
+from tensorstore_ck.engine.write.dedup import held_blocks
 from tensorstore_ck.engine.write.publish import check_expected
 from tensorstore_ck.engine.write.request import SaveArguments, SaveOptions, SaveRequest, check_options
-from tensorstore_ck.engine.write.unchanged_blocks import held_blocks
-from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
+from tensorstore_ck.engine.write.write_and_commit import Destination, StoreDestination, write_and_commit
+from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NoSpaceError, StoreError
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.log.quota import check_quotas
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.context import SaveContext
-from tensorstore_ck.session.save.coordination import Coordination, UnpreparedState
 from tensorstore_ck.session.save.queued_save import Admission
+from tensorstore_ck.session.save.rank_round import Begin, RankRound, UnpreparedState
 from tensorstore_ck.session.save.save_status import SaveStatus
-from tensorstore_ck.session.save.staged_save import StagedSave
+from tensorstore_ck.session.save.staged_save import PublishAlone, Publisher, StagedSave
 from tensorstore_ck.session.save.staged_upload import StagedUpload
 from tensorstore_ck.session.staging.staging_destination import StagingDestination
 from tensorstore_ck.state.capture import capture
@@ -41,6 +43,9 @@ from tensorstore_ck.state.device.capture_proofs import Overlap
 if TYPE_CHECKING:
     import torch
 
+    from tensorstore_ck.session.peers import Replicator
+    from tensorstore_ck.state.sharded_tensors import SpreadDescriber
+
 
 class StateArguments(SaveArguments, total=False):
     """`SaveArguments`, the step, the state of this rank alone, frozen tensors, and the optimizers that change the state."""
@@ -49,6 +54,60 @@ class StateArguments(SaveArguments, total=False):
     rank_state: object
     frozen: Sequence[str]
     changed_by: "Sequence[torch.optim.Optimizer]"
+
+
+class Alone:
+    """One process."""
+
+    is_alone = True
+    rank, ranks = 0, 1
+    patience_seconds: float | None = None
+    """How long the save may wait for memory; None: without limit."""
+    scope = b""
+    """Names the group: what is known of frozen tensors holds for one group."""
+    replicator: "Replicator | None" = None
+    """Copies staged files to other hosts, if the store was opened so."""
+
+    def __init__(self, context: SaveContext, number: int) -> None:
+        self.number = number
+        self._context = context
+
+    def describer(self) -> "SpreadDescriber | None":
+        """Describes tensors that are spread over ranks."""
+        return None
+
+    def transaction(self) -> Ulid:
+        """The ULID of a snapshot that is staged."""
+        return self._context.engine.new_id()
+
+    def publisher(self, upload: StagedUpload) -> Publisher:
+        """Publishes what was staged."""
+        return PublishAlone(self._context, upload)
+
+    def decide(self, admit: Callable[[], Admission]) -> Admission:
+        """The decision of this process."""
+        return admit()
+
+    def skip(self) -> None:
+        """Does nothing: no other process waits."""
+
+    def fail(self, error: BaseException) -> None:
+        """Does nothing: no other process waits."""
+
+    def save_together(self, begin: Begin, destination: Destination, status: SaveStatus) -> SnapshotInfo:
+        """Writes and commits. Repeats it after a conflict with a save of this handle that was published although its reply was lost."""
+        engine, fence = self._context.engine, self._context.fence
+        destination.wait_turn()
+        while True:
+            request, captured, view = begin(destination, status)
+            try:
+                return write_and_commit(destination, captured=captured, request=request, meter=status.meter, view=view)
+            except ConflictError:
+                if destination.is_staging or not fence.catch_up(engine, engine.log.newest_view(), request.ref):
+                    raise
+
+
+Coordination = Alone | RankRound
 
 
 class Save:
@@ -196,7 +255,7 @@ class Save:
             if self._is_copied and window_seconds:  # else training waits for it
                 wait_turn = partial(status.wait_turn, stagger_delay(window_seconds, self.ref, self.rank, self._coordination.ranks))
             with StoreDestination(self._engine, self.rank, is_alone=self._coordination.is_alone, wait_turn=wait_turn) as destination:
-                info = self._write_and_commit(destination, status)
+                info = self._coordination.save_together(self._begin, destination, status)
         context.note_speed(status)
         context.fence.note(self.ref, info.root, info.root)
         return info
@@ -207,7 +266,7 @@ class Save:
         with StagingDestination(
             self._engine, tier, chain, txn, rank=self.rank, ranks=coordination.ranks, stop=stop, contact=context.contact
         ) as destination:
-            info = self._write_and_commit(destination, status)
+            info = coordination.save_together(self._begin, destination, status)
         assert destination.manifest is not None
         upload = StagedUpload(context, txn, self.ref, [destination.manifest])
         source = None if self._is_copied else self
@@ -216,10 +275,6 @@ class Save:
             staged.announce_soon()
         context.fence.note_staged(self.ref, info.root)
         return staged
-
-    def _write_and_commit(self, destination: Destination, status: SaveStatus) -> SnapshotInfo:
-        begin = partial(self._begin, destination, status)  # no closure: the frames of an error would keep it, and so the state
-        return self._coordination.save_together(begin, destination, status.meter)
 
     def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState, RefTable]:
         """The request, the state, and a view of the log at its newest entry. Takes the state apart if `capture` was not called before."""

@@ -22,10 +22,18 @@ from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.capture_budget import CaptureMemory, OnFull, check_on_full
 from tensorstore_ck.session.save.drain_report import DrainReport, Staying
-from tensorstore_ck.session.save.pending import PendingSnapshot
-from tensorstore_ck.session.save.queued_save import Admission, Capturable, Publishable, QueuedSave, Runnable, UnraisedErrors, pop_error
-from tensorstore_ck.session.save.save_status import SaveMilestone, SaveStatus
-from tensorstore_ck.session.save.worker import Worker, items_of
+from tensorstore_ck.session.save.queued_save import (
+    Admission,
+    Capturable,
+    Publishable,
+    QueuedSave,
+    Runnable,
+    UnraisedErrors,
+    Worker,
+    items_of,
+    pop_error,
+)
+from tensorstore_ck.session.save.save_status import PendingSnapshot, SaveMilestone, SaveStatus
 
 if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Arena

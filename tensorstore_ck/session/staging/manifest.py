@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 from tensorstore_ck.backend.object_names import check_name
 from tensorstore_ck.backend.staging import StagingFolder
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash, ulid_text
-from tensorstore_ck.engine.write.publish import ANY, AnyHead
-from tensorstore_ck.engine.write.rank_parts import RankParts
+from tensorstore_ck.engine.write.publish import RankParts
+from tensorstore_ck.engine.write.request import ANY, AnyHead
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError
 from tensorstore_ck.format.record import decode_record
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, unpack_body

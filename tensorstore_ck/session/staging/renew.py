@@ -13,14 +13,12 @@ from tensorstore_ck.backend.staging import StagingFolder
 from tensorstore_ck.backend.staging.upload_journal import JournalEntry
 from tensorstore_ck.common.ids import Ulid, parse_ulid, split_ulids
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.write.publish import condemned_of
-from tensorstore_ck.engine.write.rank_parts import RankParts, read_part
+from tensorstore_ck.engine.write.publish import RankParts, condemned_of, read_part
 from tensorstore_ck.errors import CorruptObjectError, SnapshotExpiredError
-from tensorstore_ck.format.folders import FOLDERS
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.record import record_name
-from tensorstore_ck.format.sealed import Body, take, take_count
+from tensorstore_ck.format.sealed import FOLDERS, Body, take, take_count
 from tensorstore_ck.log import ObjectKey, Objects, RefTable
 from tensorstore_ck.session.staging.manifest import Manifest, PublishingLead
 

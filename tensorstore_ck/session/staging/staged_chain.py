@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tensorstore_ck.common.ids import Digest, Ulid
-from tensorstore_ck.engine.part_extents import chain_of
-from tensorstore_ck.engine.reachability import BlockLocations
+from tensorstore_ck.engine.reachability import BlockLocations, chain_of
 from tensorstore_ck.engine.write.part_writer import BlockLookup
-from tensorstore_ck.engine.write.publish import AnyHead, Expected
+from tensorstore_ck.engine.write.request import AnyHead, Expected
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.log.block_index import Location

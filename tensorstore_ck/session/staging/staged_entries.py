@@ -5,13 +5,23 @@ counts. A save that can never be published is given up, in the log.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import rescue_if_expired
-from tensorstore_ck.engine.write.publish import AnyHead, check_expected, is_expected, moving, publish, store_record
-from tensorstore_ck.engine.write.rank_parts import RankParts, condemned_of_ranks, ulids_of
+from tensorstore_ck.engine.write.publish import (
+    RankParts,
+    check_expected,
+    condemned_of_ranks,
+    is_expected,
+    moving,
+    publish,
+    store_record,
+    ulids_of,
+)
+from tensorstore_ck.engine.write.request import AnyHead
 from tensorstore_ck.errors import SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
@@ -114,7 +124,7 @@ def publish_staged(
             snapshot=snapshot,
             anchor=min(rank.anchor for rank in parts),
             arrange=arrange,
-            condemned=lambda view: condemned_of_ranks(engine, view, snapshot, parts),
+            condemned=partial(condemned_of_ranks, engine, snapshot, parts),
         )
     except SnapshotAbortedError:
         published = published_as(engine, engine.log.view(), txn)

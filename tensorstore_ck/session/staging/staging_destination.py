@@ -15,9 +15,8 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart
-from tensorstore_ck.engine.write.publish import AnyHead
-from tensorstore_ck.engine.write.rank_parts import RankParts
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.publish import RankParts
+from tensorstore_ck.engine.write.request import AnyHead, SaveRequest
 from tensorstore_ck.errors import BackendUnavailableError, SnapshotAbortedError, SnapshotExpiredError, StoreError, UndecidedError
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.format.sealed import object_hash

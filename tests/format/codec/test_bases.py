@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tensorstore_ck.common.ids import Digest, Ulid
-from tensorstore_ck.engine.part_extents import MAX_DEPTH, chain_of, extents_of, location_of, locations_of
+from tensorstore_ck.engine.reachability import MAX_DEPTH, chain_of, extents_of, location_of, locations_of
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import Codec
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Extents, Part

@@ -7,8 +7,8 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.publish import ANY, Expected, check_expected
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.publish import check_expected
+from tensorstore_ck.engine.write.request import ANY, Expected, SaveRequest
 from tensorstore_ck.engine.write.write_and_commit import save_captured
 from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NoSpaceError, NotFoundError, UndecidedError
 from tensorstore_ck.format.layout import Layout, TensorSpec

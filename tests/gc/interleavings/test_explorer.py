@@ -76,7 +76,7 @@ def test_what_an_undecided_save_wrote_is_deleted(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("tensorstore_ck.log.entry_writer.RESEND_DELAYS", (0.0,))
     case = writers("A", "B")._replace(faults=("delayed",), max_faults=1)
     explore(case)
-    monkeypatch.setattr("tensorstore_ck.engine.write.destination.NoSpaceError", (NoSpaceError, UndecidedError))
+    monkeypatch.setattr("tensorstore_ck.engine.write.write_and_commit.NoSpaceError", (NoSpaceError, UndecidedError))
     with pytest.raises(Violation):
         explore(case)
 

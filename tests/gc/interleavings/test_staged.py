@@ -13,8 +13,7 @@ import pytest
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.write.publish import ANY
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.request import ANY, SaveRequest
 from tensorstore_ck.engine.write.write_and_commit import write_and_commit
 from tensorstore_ck.errors import ConflictError, NotFoundError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.record import encode_metadata

@@ -15,9 +15,8 @@ from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
-from tensorstore_ck.engine.write.destination import StoreDestination
-from tensorstore_ck.engine.write.publish import Expected
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.request import Expected, SaveRequest
+from tensorstore_ck.engine.write.write_and_commit import StoreDestination
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     ConflictError,

@@ -11,8 +11,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
-from tensorstore_ck.engine.write.publish import ANY
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.request import ANY, SaveRequest
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.group.channel import KeyValue

@@ -7,7 +7,7 @@ import pytest
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.engine.write.request import ANY
 from tensorstore_ck.errors import (
     InvalidOptionError,
     MismatchError,

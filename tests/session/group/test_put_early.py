@@ -11,7 +11,7 @@ from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.group import Group
-from tensorstore_ck.session.save import coordination
+from tensorstore_ck.session.save import rank_round
 from tensorstore_ck.store import Store
 from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
@@ -40,7 +40,7 @@ class FakeProcessGroup:
 )
 def test_it_is_with_the_others_again(wrong: dict[str, Any], odd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins the round as the others do, or ranks would count differently from then on. Without `wrong` it cannot read the log."""
-    monkeypatch.setattr(coordination, "describer_of", lambda group: None)
+    monkeypatch.setattr(rank_round, "describer_of", lambda group: None)
     monkeypatch.setitem(Group.begin.__kwdefaults__, "grace", 0.01)  # type: ignore[arg-type] # how long rank 1 leaves it to rank 0 to go on
     dist: Any = torch.distributed
     store, backend = dist.HashStore(), MemoryBackend()

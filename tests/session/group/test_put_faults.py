@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
-from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.engine.write.request import ANY
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     NoSpaceError,

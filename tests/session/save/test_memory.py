@@ -13,8 +13,8 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, SnapshotDroppedError
 from tensorstore_ck.session.save.capture_budget import CaptureMemory
-from tensorstore_ck.session.save.coordination import Alone
 from tensorstore_ck.session.save.queued_save import Admission
+from tensorstore_ck.session.save.save import Alone
 from tests.session.save.places import MIB, SECONDS, Scene, Stop, check, put_beside, scene
 
 PutInAThread = Callable[..., "Future[tsck.PendingSnapshot]"]
@@ -261,7 +261,7 @@ def interrupted_once_it_has_memory(_: Alone, admit: Callable[[], Admission]) -> 
     ("where", "fails", "error"),
     [
         ("save.copy_captured", raised_in_a_capture, NoSpaceError),
-        ("coordination.Alone.decide", interrupted_once_it_has_memory, KeyboardInterrupt),
+        ("save.Alone.decide", interrupted_once_it_has_memory, KeyboardInterrupt),
     ],
 )
 def test_a_save_that_fails_once_it_has_memory_gives_it_back(

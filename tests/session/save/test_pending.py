@@ -11,7 +11,7 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import BackendUnavailableError, SnapshotDroppedError, WaitTimeoutError
-from tensorstore_ck.session.save.worker import Worker
+from tensorstore_ck.session.save.queued_save import Worker
 from tests.session.save.places import MIB, SECONDS, Scene, check, put_beside
 
 IN_WORK = ["get log/", "open packs/", "append", "close", "put parts/"]

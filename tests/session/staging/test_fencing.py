@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.engine.write.request import ANY
 from tensorstore_ck.errors import ConflictError, SnapshotAbortedError, SnapshotDroppedError
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.session.staging.staged_entries import drop

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.engine.write.request import ANY
 from tensorstore_ck.errors import PermissionDeniedError
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.session.save.staged_upload import StagedUpload

@@ -1,4 +1,4 @@
-"""Who takes part in a save: this process `Alone`, or the ranks of a group in one `RankRound`.
+"""One rank's side of a save of many ranks.
 
 An error of one rank is reported to all: otherwise they would wait for it, and count rounds differently from then on.
 """
@@ -9,12 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.common.ids import Ulid
-from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.destination import Destination
 from tensorstore_ck.engine.write.request import SaveRequest
-from tensorstore_ck.engine.write.write_and_commit import write_and_commit
-from tensorstore_ck.errors import ConflictError
+from tensorstore_ck.engine.write.write_and_commit import Destination
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.session.group import Participant
@@ -22,17 +19,17 @@ from tensorstore_ck.session.group.rank_save import RankSave
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.publish_rounds import PublishRounds
 from tensorstore_ck.session.save.queued_save import Admission
-from tensorstore_ck.session.save.staged_save import PublishAlone, Publisher
+from tensorstore_ck.session.save.save_status import SaveStatus
+from tensorstore_ck.session.save.staged_save import Publisher
 from tensorstore_ck.session.save.staged_upload import StagedUpload
 from tensorstore_ck.state.sharded_tensors import describer_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from tensorstore_ck.session.peers import Replicator
     from tensorstore_ck.state.sharded_tensors import SpreadDescriber
 
-Begin = Callable[[], tuple[SaveRequest, CapturedState, RefTable]]
+Begin = Callable[[Destination, SaveStatus], tuple[SaveRequest, CapturedState, RefTable]]
 """Returns what this process saves, as of a view of the log; called again if an earlier save of this handle moved the branch."""
 
 
@@ -43,59 +40,8 @@ class UnpreparedState:
     error: Exception
 
 
-class Alone:
-    """One process."""
-
-    is_alone = True
-    rank, ranks = 0, 1
-    patience_seconds: float | None = None
-    """How long the save may wait for memory; None: without limit."""
-    scope = b""
-    """Names the group: what is known of frozen tensors holds for one group."""
-    replicator: "Replicator | None" = None
-    """Copies staged files to other hosts, if the store was opened so."""
-
-    def __init__(self, context: SaveContext, number: int) -> None:
-        self.number = number
-        self._context = context
-
-    def describer(self) -> "SpreadDescriber | None":
-        """Describes tensors that are spread over ranks."""
-        return None
-
-    def transaction(self) -> Ulid:
-        """The ULID of a snapshot that is staged."""
-        return self._context.engine.new_id()
-
-    def publisher(self, upload: StagedUpload) -> Publisher:
-        """Publishes what was staged."""
-        return PublishAlone(self._context, upload)
-
-    def decide(self, admit: Callable[[], Admission]) -> Admission:
-        """The decision of this process."""
-        return admit()
-
-    def skip(self) -> None:
-        """Does nothing: no other process waits."""
-
-    def fail(self, error: BaseException) -> None:
-        """Does nothing: no other process waits."""
-
-    def save_together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
-        """Writes and commits. Repeats it after a conflict with a save of this handle that was published although its reply was lost."""
-        engine, fence = self._context.engine, self._context.fence
-        destination.wait_turn()
-        while True:
-            request, captured, view = begin()
-            try:
-                return write_and_commit(destination, captured=captured, request=request, meter=meter, view=view)
-            except ConflictError:
-                if destination.is_staging or not fence.catch_up(engine, engine.log.newest_view(), request.ref):
-                    raise
-
-
 class RankRound:
-    """One rank of a group, in the round in which all of them save. `Alone` documents the methods of both."""
+    """One rank of a group, in the round in which all of them save. `Alone` in `save.py` documents the methods of both."""
 
     is_alone = False
 
@@ -154,7 +100,7 @@ class RankRound:
         side = RankSave(self._engine, self._own, self._round, memory=self._memory)
         self._round.run(Participant.failed(error, side.resolve))
 
-    def save_together(self, begin: Begin, destination: Destination, meter: SaveMeter) -> SnapshotInfo:
+    def save_together(self, begin: Begin, destination: Destination, status: SaveStatus) -> SnapshotInfo:
         """Lets all ranks write, and rank 0 commit; once only. `begin` is called in the round, so that its error reaches all ranks at once.
 
         Raises:
@@ -163,20 +109,16 @@ class RankRound:
             SnapshotAbortedError: a rank failed in another way, or is gone. Nothing is visible.
             UndecidedError: on this rank alone: the log could not be read for the outcome.
         """
-        side = RankSave(self._engine, self._own, self._round, memory=self._memory, meter=meter, destination=destination)
+        side = RankSave(self._engine, self._own, self._round, memory=self._memory, meter=status.meter, destination=destination)
+        propose = partial(_propose, side, begin, destination=destination, status=status)
         outcome = self._round.run(
-            Participant(
-                propose=partial(_propose, side, begin), execute=side.write, resolve=side.resolve, compare=side.compare, commit=side.commit
-            )
+            Participant(propose=propose, execute=side.write, resolve=side.resolve, compare=side.compare, commit=side.commit)
         )
         info = side.published(outcome)
         side.keep(info, outcome)
         return info
 
 
-def _propose(side: RankSave, begin: Begin) -> Body:
-    request, captured, _ = begin()
+def _propose(side: RankSave, begin: Begin, destination: Destination, status: SaveStatus) -> Body:
+    request, captured, _ = begin(destination, status)
     return side.propose(request, captured)
-
-
-Coordination = Alone | RankRound
