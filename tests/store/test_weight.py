@@ -60,7 +60,7 @@ MOST_LINES = {
     "session": 11400,
     "state": 7000,
     "store": 1800,
-    "training": 5200,
+    "training": 5100,
     "ui": 4200,
 }
 """Of the Python files of each area, rounded up to hundreds."""
