@@ -51,6 +51,8 @@ class Measured(NamedTuple):
     """Of the slowest rank, round by round."""
     figures: dict[str, list[tuple[int, int, int]]]
     """Of each rank in the last round: bytes written, bytes read, peak memory beyond the state."""
+    cpu_seconds: dict[str, list[float]]
+    """Of all ranks together, round by round: what other processes on the cores change least."""
 
 
 class Watch:
@@ -81,19 +83,23 @@ def time_rank(rank: int, job: Job, port: int, results: "SimpleQueue[Measured]") 
     """Entry point of a rank: times saves, then restores."""
     begin(rank, job, port)
     state = make_state(job, rank)
-    measured = Measured(size_of(state), {}, {})
+    measured = Measured(size_of(state), {}, {}, {})
 
     def timed(name: str, round_number: int, work: Callable[[], object]) -> None:
         if rank == 0:
             os.sync()
         dist.barrier()
         watch = Watch()
-        started = time.perf_counter()
+        started, cpu_seconds = time.perf_counter(), torch.tensor(-time.process_time(), dtype=torch.float64)
         work()
         figures = watch.figures()
+        cpu_seconds += time.process_time()
         dist.barrier()
+        taken = time.perf_counter() - started
+        dist.all_reduce(cpu_seconds)
         if round_number:  # the first one is to warm up
-            measured.seconds.setdefault(name, []).append(time.perf_counter() - started)
+            measured.seconds.setdefault(name, []).append(taken)
+            measured.cpu_seconds.setdefault(name, []).append(cpu_seconds.item())
         if round_number == job.rounds:
             of_all: list[Any] = [None] * job.ranks
             dist.all_gather_object(of_all, figures)
@@ -136,7 +142,7 @@ def dedup_rank(rank: int, job: Job, port: int, results: "SimpleQueue[Measured]")
     with opened(job, rank, "") as store:
         store.put_snapshot(state, ref=REF, expect=tsck.ANY, group=dist.group.WORLD)
     if rank == 0:
-        results.put(Measured(size_of(state), {}, {}))
+        results.put(Measured(size_of(state), {}, {}, {}))
     dist.destroy_process_group()
 
 

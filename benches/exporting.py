@@ -17,9 +17,11 @@ import tensorstore_ck as tsck
 from benches._folder import new_folder
 from benches._peers import fsync_path
 from benches.local import make_state, timed
-from tensorstore_ck.integrations.exporting import FORMATS, Format, export_snapshot
+from tensorstore_ck.integrations.exporting import Format, export_snapshot
 
 TENSORS = 64
+FORMATS: tuple[Format, ...] = ("torch", "safetensors", "dcp")
+"""Those that hold any state."""
 MIB = 1 << 20
 
 

@@ -286,7 +286,8 @@ def gc_and_phase(folder: Path) -> tuple[float, float, GcReport]:
         reports: list[GcReport] = []
 
         def note(what: str, done: int, total: int) -> None:
-            stamps[what] = time.perf_counter()
+            if what != "marking snapshots" or "rewriting packs" not in stamps:  # the marks are looked at again after each batch
+                stamps[what] = time.perf_counter()
 
         taken = timed(lambda: reports.append(run_gc(engine, AT_ONCE, progress=note)))
     return taken, stamps["rewriting packs"] - stamps["marking snapshots"], reports[0]

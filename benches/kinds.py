@@ -69,7 +69,7 @@ PAIRS = [
 def time_kinds(rank: int, job: Job, port: int, results: "SimpleQueue[Measured]") -> None:
     """Entry point of a rank."""
     begin(rank, job, port)
-    measured = Measured(int(job.gib * (1 << 30)), {}, {})
+    measured = Measured(int(job.gib * (1 << 30)), {}, {}, {})
     every = states(job, rank)
 
     def timed(name: str, round_number: int, work: Callable[[], object]) -> None:

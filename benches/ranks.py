@@ -28,12 +28,26 @@ def spawn(job: Job, work: Callable[..., None]) -> Measured:
 
 def table(title: str, measured: Measured) -> None:
     seconds, size_bytes = measured.seconds, measured.size_bytes
-    print(f"\n{title}\n| what | GB/s | seconds | MiB written by a rank | MiB read by a rank | peak MiB beyond the state |")
-    print("|---|---|---|---|---|---|")
+    columns = [
+        "what",
+        "GB/s",
+        "seconds",
+        "CPU seconds of all ranks",
+        "MiB written by a rank",
+        "MiB read by a rank",
+        "peak MiB beyond the state",
+    ]
+    print(f"\n{title}\n| {' | '.join(columns)} |")
+    print("|---|---|---|---|---|---|---|")
     for name, taken in seconds.items():
         middle = median(taken)
         figures = [spread(each) for each in zip(*measured.figures[name], strict=True)]
-        cells = [f"{size_bytes / middle / 1e9:.2f}", f"{middle:.3f} ({min(taken):.3f}-{max(taken):.3f})", *figures]
+        cells = [
+            f"{size_bytes / middle / 1e9:.2f}",
+            f"{middle:.3f} ({min(taken):.3f}-{max(taken):.3f})",
+            f"{median(measured.cpu_seconds[name]):.2f}",
+            *figures,
+        ]
         print("|", " | ".join([name, *cells]), "|")
     print("\n| ratio of speeds, median of pairs | |\n|---|---|")
     for ours, theirs in (

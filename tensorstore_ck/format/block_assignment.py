@@ -53,11 +53,13 @@ class Region(NamedTuple):
         """Whether any of the region's elements [start, stop) lies in `box`."""
         return any(overlap(piece, box) is not None for piece, _ in self.pieces(spec, start, stop))
 
-    def elements_before(self, box: BoxBounds) -> int | None:
-        """How many of the region's elements precede the first one of `box`; None unless both span the same columns."""
-        if self.is_flat or self.offsets[1:] != box.offsets[1:] or self.sizes[1:] != box.sizes[1:] or not box.sizes:
-            return None
-        return (box.offsets[0] - self.offsets[0]) * prod(self.sizes[1:])
+    def elements_before(self, spec: TensorSpec, box: BoxBounds) -> int | None:
+        """How many of the region's elements precede the first one of `box`; None unless the elements of both are then in the same order."""
+        if not self.is_flat and box.sizes and self.offsets[1:] == box.offsets[1:] and self.sizes[1:] == box.sizes[1:]:
+            return (box.offsets[0] - self.offsets[0]) * prod(self.sizes[1:])
+        own = self.offsets[0] if self.is_flat else _first_of_run(spec.shape, BoxBounds(self.offsets, self.sizes))
+        other = None if own is None else _first_of_run(spec.shape, box)
+        return None if own is None or other is None else other - own
 
     def common_elements(self, spec: TensorSpec, box: BoxBounds) -> int:
         """How many of the region's elements lie in `box`."""
@@ -86,6 +88,19 @@ class BlockShare(NamedTuple):
     lengths: list[int]
     """Block lengths in bytes."""
     is_inline: bool
+
+
+def _first_of_run(shape: tuple[int, ...], box: BoxBounds) -> int | None:
+    """The number of a box's first element in the flattened tensor; None unless its elements follow each other there."""
+    whole = len(shape)
+    while whole and box.sizes[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    if any(size != 1 for size in box.sizes[: max(whole - 1, 0)]):
+        return None
+    first = 0
+    for extent, offset in zip(shape, box.offsets, strict=True):
+        first = first * extent + offset
+    return first
 
 
 def ranks_with_layout(layout_of: bytes, rank: int, ranks: int) -> tuple[int, ...]:

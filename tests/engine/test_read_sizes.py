@@ -7,6 +7,7 @@ from typing import Final
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
@@ -17,6 +18,7 @@ from tensorstore_ck.format.pack import HEADER
 from tensorstore_ck.log import Log
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
+from tests.group_of_one import group_of_one
 from tests.session.group.pool import make_store
 
 KIB: Final = 1 << 10
@@ -94,3 +96,27 @@ def test_tensors_lie_first_in_a_pack(tmp_path: Path) -> None:
     (pack,) = (path for path in (tmp_path / "store" / "packs").rglob("*") if path.is_file())
     stored = pack.read_bytes()
     assert sorted(stored.index(tensor.numpy().tobytes()) for tensor in state.values()) == [HEADER.size + 8000 * at for at in range(3)]
+
+
+def test_what_a_rank_has_of_a_flattened_tensor_is_read_straight_into_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Smaller blocks are fetched together, up to `DIRECT_BYTES`."""
+    stored, small, reads = torch.rand(1 << 19), torch.rand(32, 1 << 15), dict[int, int]()
+    read_into = LocalBackend.read_into
+
+    def noted_read(backend: LocalBackend, name: str, offset: int, target: memoryview) -> None:
+        address = torch.frombuffer(target, dtype=torch.uint8).data_ptr()
+        reads[address] = max(reads.get(address, 0), len(target))
+        read_into(backend, name, offset, target)
+
+    def state(flat: torch.Tensor, rows: torch.Tensor) -> dict[str, object]:
+        return {"flat": tsck.FlatShard(flat, (1 << 9, 1 << 10), 0), **{f"{number:02}": row for number, row in enumerate(rows)}}
+
+    with group_of_one(), tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
+        store.put_snapshot(state(stored, small), ref="job", group=dist.group.WORLD, codec="raw")
+        monkeypatch.setattr(LocalBackend, "read_into", noted_read)
+        flat, rows = torch.zeros_like(stored), torch.zeros_like(small)
+        store.checkout("job", into=state(flat, rows), group=dist.group.WORLD)
+    assert torch.equal(flat, stored)
+    assert torch.equal(rows, small)
+    assert reads.pop(flat.data_ptr()) == flat.nbytes
+    assert max(reads.values()) == block_reader.DIRECT_BYTES

@@ -30,9 +30,10 @@ from tensorstore_ck.log.block_index import Location
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
 MERGE_BYTES: Final = 8 << 20
-"""Neighbouring blocks are fetched together up to this size; from a remote backend up to `RUN_BYTES`, if there are enough runs."""
+"""Neighbouring blocks are fetched together from a remote backend up to this size; up to `RUN_BYTES`, if there are enough runs."""
 DIRECT_BYTES: Final = 1 << 20
-"""On a local backend a raw block of this size or more is read straight into its destination, as are several that follow each other."""
+"""On a local backend a raw block of this size or more is read straight into its destination, as are several that follow each other; smaller
+ones are fetched together up to this size, which stays in the core's cache and touches few fresh pages."""
 RUN_BYTES: Final = 16 << 20
 """The bytes that one thread delivers at a time: on 16 cores 20 GB/s into a GPU; in pieces of 4 MiB 7 to 11. From a local backend they are
 read and hashed a block at a time, while a block is in the core's cache."""
@@ -153,7 +154,7 @@ def read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
     wanted.sort(key=attrgetter("pack", "offset"))
     run_bytes = min(len(wanted) * engine.config.block_bytes // (RUNS_A_THREAD * threads), RUN_BYTES) if local else 0
     share_bytes = 0 if local else sum(block.stored for block in wanted) // (RUNS_A_THREAD * threads)
-    merge_bytes = max(MERGE_BYTES, min(share_bytes, RUN_BYTES))
+    merge_bytes = DIRECT_BYTES if local else max(MERGE_BYTES, min(share_bytes, RUN_BYTES))
     whole = [block for block in wanted if block.codec not in CODECS_WITH_BASES]
     runs = list(_merge(whole, direct=local, merge_bytes=merge_bytes, run_bytes=run_bytes))
     runs += [[block] for block in wanted if block.codec == Codec.DELTA]
@@ -187,7 +188,7 @@ def _fetch(engine: Engine, run: list[WantedBlock], buffers: threading.local) -> 
         return
     buffer = getattr(buffers, "buffer", None)
     if buffer is None or len(buffer) < size:
-        buffer = buffers.buffer = bytearray(max(size, MERGE_BYTES if len(run) > 1 else size))
+        buffer = buffers.buffer = bytearray(max(size, DIRECT_BYTES if len(run) > 1 else size))
     fetched = memoryview(buffer)[:size]
     engine.backend.read_into(name, first.offset, fetched)
     for _, same in groupby(run, key=attrgetter("offset")):

@@ -317,7 +317,7 @@ class SnapshotReader:
         target = BoxTarget(region, spec, wanted.box, wanted.target)
         if held.is_inline:
             target.write(held.start, memoryview(opened.part.inline)[held.first : held.first + held.lengths[0]])
-        ahead, size_bytes = region.elements_before(wanted.box), prod(wanted.box.sizes) * spec.item_bytes
+        ahead, size_bytes = region.elements_before(spec, wanted.box), prod(wanted.box.sizes) * spec.item_bytes
         start = held.start
         for row, length in zip(held.rows, held.lengths, strict=not held.is_inline):
             at = None if ahead is None else start - ahead * spec.item_bytes

@@ -287,6 +287,24 @@ def test_any_region_fills_any_box(shape: tuple[int, ...], is_flat: bool, data: s
     assert (writing.came == np.repeat(held[slices(box)].reshape(-1), 2)).all()
 
 
+@given(st.lists(st.integers(1, 7), max_size=4).map(tuple), st.booleans(), st.data())
+def test_a_region_whose_elements_come_in_the_order_of_a_box_is_read_into_it(
+    shape: tuple[int, ...], is_flat: bool, data: st.DataObject
+) -> None:
+    """So a flattened tensor is read straight into its destination, as a box of whole rows is."""
+    whole = np.arange(prod(shape)).reshape(shape)
+    stored = data.draw(boxes_in((prod(shape),) if is_flat else shape))
+    box = data.draw(boxes_in(shape))
+    held = (whole.reshape(-1) if is_flat else whole)[slices(stored)].reshape(-1).tolist()
+    wanted = whole[slices(box)].reshape(-1).tolist()
+    before = Region(0, *stored, is_flat, (0,)).elements_before(TensorSpec("t", "int16", 2, shape), box)
+    if before is None:
+        assert any(np.diff(numbers).max(initial=1) > 1 for numbers in (held, wanted))
+    else:
+        common = [(held[at], wanted[at - before]) for at in range(len(held)) if 0 <= at - before < len(wanted)]
+        assert common == [(number, number) for number in held if number in wanted]
+
+
 @given(st.lists(st.integers(1, 5), max_size=3).map(tuple), st.data())
 def test_overlap(shape: tuple[int, ...], data: st.DataObject) -> None:
     one, other = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
