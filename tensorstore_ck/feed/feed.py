@@ -230,7 +230,7 @@ class Feed:
         return staged.version
 
     def _find(self, address: str) -> SnapshotInfo:
-        info = self._engine.resolve(address).info
+        info = self._engine.resolve(address, self._engine.log.readable_view(next_first=True)).info
         refuse_marked(Snapshot.from_info(info), address, "move the branch to it")
         return info
 
