@@ -3,7 +3,8 @@
 A trainer changes 0.5 % of the elements of bf16 weights for each version, and publishes it; a follower at the version before takes it:
 `tsck follow` (`Store.follow`), a full reload (`checkout(into=)` of a store without differences), and files of XOR and zstd, written and
 read by a plain client, as trainers write them that have no store. The first round warms up and does not count; medians.
-`--local` is without a server and its latency, and counts processor time, which other load on the machine changes little.
+`--local` is without a server and its latency, and counts processor time, which other load on the machine changes little; "hash alone" is
+what the ids of all blocks cost.
 `--simulate 100` computes the local figures of a model of 100 GB, which does not fit here: processor time of each step is taken to be a
 constant and a cost for each block, from runs of `--gib` and of a quarter of it. `--followers 1000` counts requests of that many followers.
 """
@@ -25,6 +26,8 @@ import zstandard
 import tensorstore_ck as tsck
 from benches._folder import new_folder
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.common.ids import block_id
+from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.format.store_config import BLOCK_BYTES
 from tests.backend.chaos import ChaosProxy, Fault, chaos_proxy
 from tests.feed.versions import REF as VERSIONS_REF
@@ -82,6 +85,11 @@ class XorFiles:
             at += 8 + size
 
 
+def hash_one(block: memoryview) -> None:
+    """What `block_id` costs."""
+    block_id(block)
+
+
 def bits(tensor: torch.Tensor) -> Any:
     """The elements as integers, flat."""
     return tensor.view(torch.int16).view(-1).numpy()
@@ -106,10 +114,20 @@ class Bench:
         """Publishes a version, and follows it."""
         train(self.weights, version)
         snapshot = self.note("tsck publish", lambda: self.trainer.put_snapshot({"model": self.weights}, ref=REF, step=version))
+        self.note("hash alone", self.hash_all)
         self.note("tsck poll", self.feed.poll)
         self.note("tsck swap", self.feed.swap)
         self.mib.setdefault("tsck", []).append(snapshot.new_bytes / (1 << 20))
         self.require(self.mine)
+
+    def hash_all(self) -> None:
+        """The blocks of all weights, by as many threads as a save has."""
+        blocks = [
+            memoryview(bits(tensor)).cast("B")[at : at + BLOCK_BYTES]
+            for tensor in self.weights.values()
+            for at in range(0, tensor.nbytes, BLOCK_BYTES)
+        ]
+        for_each(blocks, hash_one, cpu_threads())
 
     def require(self, taken: Weights) -> None:
         """Ends the bench if `taken` is not the newest version."""

@@ -71,9 +71,12 @@ class StoreEngine(WeightTransferEngine):  # type: ignore[misc]
     """Takes versions from a store, without a connection to the trainer."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    supports_draft_weight_update = False  # the branch has the weights of one model
+    held: HeldWeights | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Reads the newest snapshot into host memory."""
+        self.shutdown()
         self.held = HeldWeights(init_info.store, init_info.ref, init_info.prefix, host_cache=init_info.host_cache)
 
     def start_weight_update(self) -> None:
@@ -82,6 +85,8 @@ class StoreEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Reads what changed, and loads all weights."""
+        if self.held is None:
+            raise RuntimeError("call init_weight_transfer_engine first: it says which branch is followed")
         self.held.stage(update_info.root)
         self.held.loaded = None  # each update begins with empty layers
         self.held.load(self.model.load_weights)
@@ -91,8 +96,9 @@ class StoreEngine(WeightTransferEngine):  # type: ignore[misc]
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Closes the store."""
-        self.held.store.close()
+        """Closes the store; vLLM calls it also where nothing was followed."""
+        if self.held is not None:
+            self.held.store.close()
 
 
 class AdapterResolver(LoRAResolver):  # type: ignore[misc]

@@ -3,7 +3,8 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Self
 
@@ -230,7 +231,7 @@ class Feed:
         return staged.version
 
     def _find(self, address: str) -> SnapshotInfo:
-        info = self._engine.resolve(address).info
+        info = self._engine.resolve(address, self._engine.log.readable_view(next_first=True)).info
         refuse_marked(Snapshot.from_info(info), address, "move the branch to it")
         return info
 
@@ -239,14 +240,15 @@ class Feed:
         content = open_snapshot(self._engine, info, layouts=self._layouts)
         what = f"{self._ref}, step {info.step}, root {info.root.hex()[:16]}"
         tensors, boxes = match_tensors(content, self._wanted, what)
-        blocks = content.blocks_of(boxes)
-        held = HeldBlocks(self._ids, blocks)
-        missing = held.missing(blocks)
-        size_bytes = sum(block.raw for block in missing)
-        if not self._ids:
-            require_memory(size_bytes, f"staging {what}", "load the weights of a nearby version first, or follow less of it (select=)")
-        read = ChangesReader(held)
-        read(self._engine, info, missing)
+        with _on_own_streams(tensors):
+            blocks = content.blocks_of(boxes)
+            held = HeldBlocks(self._ids, blocks)
+            missing = held.missing(blocks)
+            size_bytes = sum(block.raw for block in missing)
+            if not self._ids:
+                require_memory(size_bytes, f"staging {what}", "load the weights of a nearby version first, or follow less of it (select=)")
+            read = ChangesReader(held)
+            read(self._engine, info, missing)
         changes = [change for tensor in tensors for change in tensor.changes]
         version = FeedVersion(info.root.hex(), info.step, info.time_ns, self._engine.clock)
         self._note(
@@ -276,3 +278,13 @@ def _streams_of(tensors: Sequence[FollowedTensor]) -> list[tuple[torch.cuda.Stre
     """Of each CUDA device of the tensors: the stream on which changes are made, and the current one of this thread."""
     devices = {tensor.tensor.device for tensor in tensors if tensor.tensor.is_cuda}
     return [(torch.cuda.default_stream(device), torch.cuda.current_stream(device)) for device in devices]
+
+
+@contextmanager
+def _on_own_streams(tensors: Sequence[FollowedTensor]) -> Iterator[None]:
+    """This thread reads tensors on the devices' own streams, as its helpers do: after the last swap, and after what it queued before."""
+    with ExitStack() as stack:
+        for own, callers in _streams_of(tensors):
+            own.wait_stream(callers)
+            stack.enter_context(torch.cuda.stream(own))
+        yield

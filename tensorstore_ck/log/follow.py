@@ -61,10 +61,10 @@ class Follower:
         self._unusable: set[int] = set()
         """Checkpoints that this build cannot use, such as those of a build with another fold."""
 
-    def follow(self, table: Table, cached: Head | None = None) -> Head:
+    def follow(self, table: Table, cached: Head | None = None, *, next_first: bool = False) -> Head:
         """Folds every entry that was acknowledged before this call, and returns the head.
 
-        `cached`: a head that the table has had; by default it is read.
+        `cached`: a head that the table has had; by default it is read. `next_first`: see `Log.readable_view`.
 
         Raises:
             BrokenLogError: an entry is missing, damaged or off the hash chain.
@@ -75,7 +75,7 @@ class Follower:
         head = cached = cached or RefTable(table).head()
         seen = [] if known is None else [known]
         while True:
-            newer = None if head is None else self._behind(head)
+            newer = None if head is None else self._behind(head, next_first)
             if head is not None and newer is not None:
                 head, met = self._fold_all(table, head, newer, known)
                 break
@@ -209,8 +209,12 @@ class Follower:
             met.update((entry.n, entry.hash) for entry in entries if known is not None and entry.n == known.n)
         return head, {**met, head.n: head.hash}
 
-    def _behind(self, head: Head) -> Iterator[list[Entry]] | None:
+    def _behind(self, head: Head, next_first: bool) -> Iterator[list[Entry]] | None:
         """The entries after the table's head; None if that is not an entry of this log."""
+        if next_first and (entry := self._chain.read(head.n + 1)) is not None:
+            return itertools.chain([[entry]], self._chain.entries(entry.n, entry.hash)) if entry.prev == head.hash else None
+        if next_first:
+            return iter(()) if self.is_entry(head) else None
         batches = self._chain.entries(head.n - 1, None, window=2)
         first = next(batches, [])
         if not first or first[0].hash != head.hash:

@@ -124,10 +124,10 @@ class Log:
 
         return shielded(fold)
 
-    def sync(self, known: Head | None = None) -> Head:
+    def sync(self, known: Head | None = None, *, next_first: bool = False) -> Head:
         """Folds every entry that was acknowledged before this call, and returns the head.
 
-        `known`: a head that the table has had; by default it is read.
+        `known`: a head that the table has had; by default it is read. `next_first`: see `readable_view`.
 
         Raises:
             BrokenLogError: an entry is missing, damaged or off the hash chain.
@@ -140,7 +140,7 @@ class Log:
                 for number in range(_CACHE_TRIES):
                     with suppress(EmptiedError, TableError):
                         try:
-                            return self._sync(None if number else known)
+                            return self._sync(None if number else known, next_first=next_first)
                         except CorruptObjectError:  # of the cache: damage in the log is a BrokenLogError
                             self._follower.fill(self.table)
                             self._kept = RowsAtHead(None)
@@ -149,21 +149,23 @@ class Log:
 
         return shielded(sync)
 
-    def newest_view(self) -> RefTable:
-        """A view at the newest entry that was acknowledged before this call, or a later one."""
+    def newest_view(self, *, next_first: bool = False) -> RefTable:
+        """A view at the newest entry that was acknowledged before this call, or a later one. `next_first`: see `readable_view`."""
         view = self.view() if self._readable is None else None
         head = None if view is None else view.head()
-        newest = self.sync(head)
+        newest = self.sync(head, next_first=next_first)
         return view if view is not None and newest == head else self.view()
 
-    def readable_view(self) -> RefTable:
+    def readable_view(self, *, next_first: bool = False) -> RefTable:
         """As `newest_view`, to read snapshots: of a broken log, what can be read, with a `BrokenLogWarning`.
+
+        `next_first`: two requests where there is no new entry or one, but no two at a time: for readers that look again and again.
 
         Raises:
             BrokenLogError: nothing of the log can be read, or the store was opened with ``rollback="error"``.
         """
         try:
-            return self.newest_view()
+            return self.newest_view(next_first=next_first)
         except BrokenLogError as exc:
             if self._watermark.rollback == "error":
                 raise
@@ -274,8 +276,8 @@ class Log:
         self.table.leave_disk(cause)
         return self._follower.fold_until(head)
 
-    def _sync(self, known: Head | None = None) -> Head:
-        head, self._readable = self._follower.follow(self.table, known), None
+    def _sync(self, known: Head | None = None, *, next_first: bool = False) -> Head:
+        head, self._readable = self._follower.follow(self.table, known, next_first=next_first), None
         self._followed_n = head.n
         self._follower.write_checkpoint_if_due(self.table, head.n, self._make_durable)
         return head

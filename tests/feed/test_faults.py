@@ -1,8 +1,8 @@
 """Whatever fails at any call of a poll or a swap, the tensors are one version, whole, and `version` says which."""
 
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -11,7 +11,7 @@ import pytest
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.feed.feed import Feed
-from tensorstore_ck.feed.followed_tensor import ChangedElements, ChangedRange
+from tensorstore_ck.feed.followed_tensor import ChangedElements, ChangedRange, FollowedTensor
 from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Death
 from tests.feed.versions import REF, NotedFaults, State, copy_of, equal, first_state, follower, save, step_of, train, update, zeros
@@ -137,6 +137,31 @@ def test_every_copy_of_a_swap_fails(made: Made, applied: bool, error: type[BaseE
         following.require(0)
         following.feed.swap()
         following.require(1)
+
+
+def test_tensors_are_compared_on_the_stream_of_swaps_after_what_the_caller_queued(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+    own, callers = MagicMock(), MagicMock()
+    own.wait_stream.side_effect = lambda stream: happened.append("it waits" if stream is callers else "")
+
+    @contextmanager
+    def current(stream: object) -> Iterator[None]:
+        happened.append("on its own stream" if stream is own else "")
+        yield
+        happened.append("on the caller's stream")
+
+    write = FollowedTensor.write
+
+    def noted(tensor: FollowedTensor, start: int, data: memoryview) -> None:
+        happened.append("a tensor is read")
+        write(tensor, start, data)
+
+    monkeypatch.setattr("tensorstore_ck.feed.feed._streams_of", lambda _: [(own, callers)])
+    monkeypatch.setattr("torch.cuda.stream", current)
+    monkeypatch.setattr(FollowedTensor, "write", noted)
+    Following(made).feed.poll()
+    assert list(dict.fromkeys(happened)) == ["it waits", "on its own stream", "a tensor is read", "on the caller's stream"]
+    assert happened[-1] == "on the caller's stream"
 
 
 @pytest.mark.parametrize("fails", [False, True])

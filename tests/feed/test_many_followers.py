@@ -8,4 +8,4 @@ def test_requests_do_not_grow_with_the_number_of_followers() -> None:
     trainer_of_many, each = requests_of(12)
     assert trainer_of_many == trainer
     assert set(each) == {alone}
-    assert alone == 7, "four for the log, one each for the record, the part and the differences"
+    assert alone == 5, "two for the log, one each for the record, the part and the differences"

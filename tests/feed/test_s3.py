@@ -45,7 +45,7 @@ def test_requests_of_a_version(server: S3Server, tmp_path: Path) -> None:
                 assert equal(mine, state)
                 packs = [request for request in proxy.seen if "/packs/" in request.path]
                 assert len(packs) <= 1 + step, "one for the layout, and one for each version's differences"
-                assert len(proxy.seen) <= 12 + step
+                assert len(proxy.seen) <= 6 + step, [request.path for request in proxy.seen]
                 assert not [request for request in proxy.seen if request.method not in ("GET", "HEAD")]
             proxy.plan = forbidden
             before = copy_of(mine)

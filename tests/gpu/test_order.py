@@ -140,7 +140,8 @@ def test_a_swap_of_a_follower_comes_between_what_the_current_stream_does_before_
     for step in range(1, 4):
         saved[: 100 if few else None] = step
         store.put_snapshot({"w": saved}, ref=REF, step=step)
-        feed.poll()
+        with torch.cuda.stream(new_stream()):  # it reads after the swap before, which is queued on other streams
+            feed.poll()
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]

@@ -65,6 +65,9 @@ def test_the_engine_takes_versions_and_repeats_what_failed(trainer: tsck.Store, 
     roots = [save(trainer, state, 0).root]
     cls = vllm_stub.WeightTransferEngineFactory._registry["tsck"]()
     engine = cls(None, SimpleNamespace(model_config=None), torch.device("cpu"), model)
+    engine.shutdown()  # vLLM does, where nothing was followed
+    with pytest.raises(RuntimeError, match="call init_weight_transfer_engine first"):
+        engine.update_weights({"root": roots[0]})
     engine.init_transfer_engine(engine.init_info_cls(store=str(tmp_path / "store"), ref=REF, prefix="model."))
     vllm_stub.CALLS.clear()
     for step in range(2):

@@ -48,7 +48,7 @@ class Host:
             path.unlink()
         if kind != "truncated":
             mallory = {"cache_dir": self.folder / "mallory", "state_dir": self.folder / "mallory-state"}
-            self.put(*range(4, 7 if kind == "forked" else 9), value=100, **mallory)
+            self.put(*range(4, 7 if kind == "forked" else 9), value=100.0, **mallory)
 
     def accept(self) -> Head | None:
         with self.open(read_only=True, create=False) as store, warnings.catch_warnings():
@@ -120,6 +120,21 @@ def test_a_process_that_goes_on_finds_it_at_its_next_refresh(host: Host, kind: s
             newest = store.log("r")[0]
         store.log("r")  # once in this process: it has warned
         assert newest.step == {"truncated": 3, "forked": 6, "forked and longer": 8}[kind]
+
+
+@pytest.mark.parametrize(("kind", "step"), [("truncated", 3), ("forked", 6), ("forked and longer", 8)])
+def test_a_follower_finds_it_at_its_next_poll(host: Host, kind: str, step: int) -> None:
+    mine = {"w": torch.zeros(4)}
+    with host.open() as store, store.follow("r", into=mine) as feed:
+        feed.poll()
+        feed.swap()
+        host.attack(kind)
+        with pytest.warns(LogChangedWarning):
+            feed.poll()
+        version = feed.swap()
+    assert version is not None
+    assert version.step == step
+    assert mine["w"][0] == (step if kind == "truncated" else 100 + step)
 
 
 def test_entries_that_are_missing_before_one_that_was_read_are_a_broken_log(host: Host) -> None:

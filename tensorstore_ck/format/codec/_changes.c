@@ -3,6 +3,7 @@
 #include "_kernel.h"
 
 #define LINE_BYTES 64
+#define AHEAD 2048 /* bytes: the processor itself does not look beyond a page */
 
 /* Adds a line to both sums, which the caller holds in registers; whether it differs. */
 INLINE int add_line(const char *words, const char *base, Sum *of_words, Sum *of_base)
@@ -46,23 +47,29 @@ INLINE int add_line(const char *words, const char *base, Sum *of_words, Sum *of_
                 uint32_t gap = (uint32_t)(word + 1 - search->next);                                                                        \
                 memcpy(search->gaps + (search->count - 1) * 4, &gap, 4);                                                                   \
                 store##BITS(search->values, search->count - 1, (uint##BITS##_t)(difference << 1) ^ sign);                                  \
+                if (search->into)                                                                                                          \
+                    store##BITS(search->into, word, (uint##BITS##_t)(some >> bit));                                                        \
                 search->next = word + 1;                                                                                                   \
             }                                                                                                                              \
         }                                                                                                                                  \
     }                                                                                                                                      \
                                                                                                                                            \
-    static void find##BITS(Search *search, size_t size_bytes)                                                                              \
+    static void find##BITS(Search *search, size_t at, size_t end)                                                                          \
     {                                                                                                                                      \
-        Sum of_words = {{0, 0}, {0, 0}}, of_base = {{0, 0}, {0, 0}};                                                                       \
-        char last[2][LINE_BYTES] = {{0}};                                                                                                  \
-        size_t at = 0;                                                                                                                     \
-        for (; at + LINE_BYTES <= size_bytes; at += LINE_BYTES)                                                                            \
+        Sum of_words = search->of_words, of_base = search->of_base;                                                                        \
+        for (; at + LINE_BYTES <= end; at += LINE_BYTES) {                                                                                 \
+            PREFETCH(search->words + at + AHEAD);                                                                                          \
+            PREFETCH(search->base + at + AHEAD);                                                                                           \
             if (add_line(search->words + at, search->base + at, &of_words, &of_base) && search->count <= search->limit)                    \
                 note##BITS(search, at / (BITS / 8), search->words + at, search->base + at);                                                \
-        memcpy(last[0], search->words + at, size_bytes - at);                                                                              \
-        memcpy(last[1], search->base + at, size_bytes - at);                                                                               \
-        if (add_line(last[0], last[1], &of_words, &of_base) && search->count <= search->limit)                                             \
-            note##BITS(search, at / (BITS / 8), last[0], last[1]);                                                                         \
+        }                                                                                                                                  \
+        if (at < end) {                                                                                                                    \
+            char last[2][LINE_BYTES] = {{0}};                                                                                              \
+            memcpy(last[0], search->words + at, end - at);                                                                                 \
+            memcpy(last[1], search->base + at, end - at);                                                                                  \
+            if (add_line(last[0], last[1], &of_words, &of_base) && search->count <= search->limit)                                         \
+                note##BITS(search, at / (BITS / 8), last[0], last[1]);                                                                     \
+        }                                                                                                                                  \
         search->of_words = of_words;                                                                                                       \
         search->of_base = of_base;                                                                                                         \
     }                                                                                                                                      \

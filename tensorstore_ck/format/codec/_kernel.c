@@ -191,28 +191,46 @@ static PyObject *decode(PyObject *module, PyObject *args)
     return release(&buffers, Py_BuildValue(""));
 }
 
-static PyObject *find_changes(PyObject *module, PyObject *args)
+/* Calls `visit` with a slice of `words`; false after an error. */
+static int visit_piece(PyObject *visit, PyObject *words, Py_ssize_t at, Py_ssize_t end)
 {
-    PyObject *sources[4];
+    PyObject *piece = PySequence_GetSlice(words, at, end);
+    PyObject *result = piece ? PyObject_CallFunctionObjArgs(visit, piece, NULL) : NULL;
+    Py_XDECREF(piece);
+    Py_XDECREF(result);
+    return result != NULL;
+}
+
+static PyObject *compare_words(PyObject *module, PyObject *args)
+{
+    PyObject *sources[4], *visit;
     Buffers buffers = {.count = 0};
     Search search = {0};
+    Py_ssize_t piece_bytes;
     int item_bytes;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOOip", &sources[0], &sources[1], &sources[2], &sources[3], &item_bytes, &search.is_float))
+    if (!PyArg_ParseTuple(args, "OOOOipnO", &sources[0], &sources[1], &sources[2], &sources[3], &item_bytes, &search.is_float, &piece_bytes,
+                          &visit))
         return NULL;
     for (int i = 0; i < 4; i++)
-        if (!add_buffer(&buffers, sources[i], i > 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE))
+        if (!add_buffer(&buffers, sources[i], i > 1 || (i == 1 && visit != Py_None) ? PyBUF_WRITABLE : PyBUF_SIMPLE))
             return release(&buffers, NULL);
     const Py_buffer *words = &buffers.views[0], *gaps = &buffers.views[2];
     int width = width_of(item_bytes);
     if (width == 4 || buffers.views[1].len != words->len || words->len % item_bytes || words->len / item_bytes > UINT32_MAX ||
-        buffers.views[3].len != gaps->len / 4 * item_bytes)
-        return release(&buffers, misfit("two buffers of one size, of whole words, and as many gaps as differences"));
+        buffers.views[3].len != gaps->len / 4 * item_bytes || piece_bytes < 64 || piece_bytes % 64)
+        return release(&buffers, misfit("two buffers of one size, of whole words, as many gaps as differences, and pieces of whole lines"));
     search.words = words->buf, search.base = buffers.views[1].buf, search.gaps = gaps->buf, search.values = buffers.views[3].buf;
     search.limit = (size_t)gaps->len / 4;
-    Py_BEGIN_ALLOW_THREADS
-    find_loops[width](&search, (size_t)words->len);
-    Py_END_ALLOW_THREADS
+    search.into = visit == Py_None ? NULL : buffers.views[1].buf;
+    for (Py_ssize_t at = 0; at < words->len; at += piece_bytes) {
+        Py_ssize_t end = words->len - at < piece_bytes ? words->len : at + piece_bytes;
+        Py_BEGIN_ALLOW_THREADS
+        find_loops[width](&search, (size_t)at, (size_t)end);
+        Py_END_ALLOW_THREADS
+        if (visit != Py_None && !visit_piece(visit, sources[0], at, end))
+            return release(&buffers, NULL);
+    }
     return release(&buffers, Py_BuildValue("ny#y#", (Py_ssize_t)search.count, (const char *)&search.of_words, (Py_ssize_t)sizeof(Sum),
                                            (const char *)&search.of_base, (Py_ssize_t)sizeof(Sum)));
 }
@@ -272,7 +290,8 @@ static PyMethodDef methods[] = {
     {"count_planes", count, METH_VARARGS, "(words, item_bytes, rotated): how often each byte occurs at each place of the words, as uint32."},
     {"encode_groups", encode, METH_VARARGS, "(words, into, item_bytes, rotated, widths, hows): where in `into` each group of bytes is."},
     {"decode_groups", decode, METH_VARARGS, "(groups, into, item_bytes, rotated): None, or the number of a group that only zstd itself can decode."},
-    {"find_changes", find_changes, METH_VARARGS, "(words, base, gaps, values, item_bytes, is_float): count, sum of words, sum of base."},
+    {"compare_words", compare_words, METH_VARARGS,
+     "(words, base, gaps, values, item_bytes, is_float, piece_bytes, visit): count, sum of words, sum of base."},
     {"apply_changes", apply_changes, METH_VARARGS, "(gaps, values, into, item_bytes, is_float): whether the gaps fit, and were applied."},
     {"copy_memory", copy_memory, METH_VARARGS, "(moves): copies; rows of a target address, a source address and a size, as int64."},
     {NULL, NULL, 0, NULL},

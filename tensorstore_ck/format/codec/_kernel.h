@@ -21,6 +21,7 @@
 #ifdef _MSC_VER
 #include <intrin.h>
 #define THREAD_LOCAL __declspec(thread)
+#define PREFETCH(at) ((void)0)
 static inline int TRAILING_ZEROS(uint64_t bits)
 {
     unsigned long zeros;
@@ -29,6 +30,7 @@ static inline int TRAILING_ZEROS(uint64_t bits)
 }
 #else
 #define THREAD_LOCAL _Thread_local
+#define PREFETCH __builtin_prefetch
 #define TRAILING_ZEROS __builtin_ctzll
 #endif
 
@@ -127,13 +129,15 @@ typedef struct {
 typedef struct {
     const char *words, *base;
     char *gaps, *values;
+    char *into; /* NULL, or `base`, whose words become the block's as they are found, up to the limit */
     size_t limit, count; /* capacity in changed words; how many were found: above the limit, at least */
     size_t next;         /* behind the last changed word */
     int is_float;
     Sum of_words, of_base;
 } Search;
 
-typedef void (*FindLoop)(Search *search, size_t size_bytes);
+/* Goes on from byte `at`; before the end of the block, `end` is a multiple of 64. */
+typedef void (*FindLoop)(Search *search, size_t at, size_t end);
 typedef void (*ApplyLoop)(const char *gaps, const char *values, char *into, size_t count, int is_float);
 extern const FindLoop find_loops[4];
 extern const ApplyLoop apply_loops[4];

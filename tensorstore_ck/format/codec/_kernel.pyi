@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tensorstore_ck.common.buffers import Buffer
 
@@ -9,8 +9,16 @@ def encode_groups(
     words: Buffer, into: Buffer, item_bytes: int, rotated: bool, widths: bytes, hows: bytes, /
 ) -> Sequence[tuple[int, int]]: ...
 def decode_groups(groups: Sequence[tuple[int, int, Buffer]], into: Buffer, item_bytes: int, rotated: bool, /) -> int | None: ...
-def find_changes(
-    words: Buffer, base: Buffer, gaps: Buffer, values: Buffer, item_bytes: int, is_float: bool, /
+def compare_words(
+    words: Buffer,
+    base: Buffer,
+    gaps: Buffer,
+    values: Buffer,
+    item_bytes: int,
+    is_float: bool,
+    piece_bytes: int,
+    visit: Callable[[memoryview], object] | None,
+    /,
 ) -> tuple[int, bytes, bytes]: ...
 def apply_changes(gaps: Buffer, values: Buffer, into: Buffer, item_bytes: int, is_float: bool, /) -> bool: ...
 def copy_memory(moves: Buffer, /) -> None: ...

@@ -53,40 +53,22 @@ def _compare(
     if len(raw) != len(base):
         raise ValueError(f"blocks of {len(raw)} and {len(base)} bytes cannot be compared")
     gaps, values = np.empty(limit, "<u4"), np.empty(limit, f"<u{item_bytes}")
-    count = applied = since = 0
-    sums, base_sums = list[bytes](), list[bytes]()
-    for start in range(0, len(raw), PIECE_BYTES):
-        piece, other = raw[start : start + PIECE_BYTES], base[start : start + PIECE_BYTES]
-        few, some = gaps[min(count, limit) :], values[min(count, limit) :]
-        found, piece_sum, base_sum = _find(piece, other, few, some, is_float=is_float)
-        sums.append(piece_sum)
-        base_sums.append(base_sum)
-        if visit is not None:
-            visit(piece)
-            if count + found <= limit:
-                apply_changes(few[:found], some[:found], other, is_float=is_float)
-                applied = count + found
-        if found > 0 and count < limit:
-            few[0] += since
-            since = -int(few[:found].sum(dtype=np.int64)) + since
-        since += len(piece) // item_bytes
-        count += found
-    if visit is not None and count > limit:
-        apply_changes(gaps[:applied], _negated(values[:applied]), base, is_float=is_float)
-    few, some = gaps[:count], values[:count]
-    return Changes(count, gaps=few, values=some, is_float=is_float, sum=b"".join(sums), base_sum=b"".join(base_sums))
-
-
-def _find(raw: memoryview, base: memoryview, gaps: Words, values: Words, *, is_float: bool) -> tuple[int, bytes, bytes]:
-    """Writes the `gaps` and `values` of a piece; returns how many words differ, which may be more, and the sums of both."""
     if compiled.HAS_KERNEL:
-        return compiled.kernel.find_changes(raw, base, bytes_of(gaps), bytes_of(values), values.itemsize, is_float)
-    words, others = words_of(raw, values.itemsize), words_of(base, values.itemsize)
-    changed = np.flatnonzero(words != others)
-    few = changed[: len(gaps)]
-    values[: len(few)] = zigzag_differences(words[few], others[few], is_float=is_float)
-    gaps[: len(few)] = np.diff(few, prepend=-1)
-    return len(changed), _crc(raw), _crc(base)
+        count, block_sum, base_sum = compiled.kernel.compare_words(
+            raw, base, bytes_of(gaps), bytes_of(values), item_bytes, is_float, PIECE_BYTES, visit
+        )
+    else:
+        words, others = words_of(raw, item_bytes), words_of(base, item_bytes)
+        changed = np.flatnonzero(words != others)
+        few, count, block_sum, base_sum = changed[:limit], len(changed), _crc(raw), _crc(base)
+        values[: len(few)] = zigzag_differences(words[few], others[few], is_float=is_float)
+        gaps[: len(few)] = np.diff(few, prepend=-1)
+        if visit is not None:
+            visit(raw)
+            others[few] = words[few]
+    if visit is not None and count > limit:
+        apply_changes(gaps, _negated(values), base, is_float=is_float)
+    return Changes(count, gaps=gaps[:count], values=values[:count], is_float=is_float, sum=block_sum, base_sum=base_sum)
 
 
 def _crc(data: memoryview) -> bytes:

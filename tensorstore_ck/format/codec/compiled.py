@@ -12,7 +12,7 @@ try:
         raise ImportError("the kernel needs little-endian words")
     from tensorstore_ck.format.codec import _kernel as kernel
 
-    if not all(hasattr(kernel, name) for name in ("take_differences", "count_planes", "find_changes", "apply_changes", "copy_memory")):
+    if not all(hasattr(kernel, name) for name in ("take_differences", "count_planes", "compare_words", "apply_changes", "copy_memory")):
         raise ImportError("the kernel was compiled from older sources")
 except ImportError:
     HAS_KERNEL = False

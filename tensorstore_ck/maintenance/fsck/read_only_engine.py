@@ -14,7 +14,7 @@ from tensorstore_ck.maintenance.fsck.check_log import LogCheck
 class _FrozenLog(Log):
     """A log that stays at its fold."""
 
-    def sync(self, known: Head | None = None) -> Head:
+    def sync(self, known: Head | None = None, *, next_first: bool = False) -> Head:
         """The head of the fold."""
         return self.view().head() or Head(0, self.chain.genesis)
 

@@ -53,7 +53,7 @@ def test_changed_words_are_found_and_applied_with_and_without_the_kernel(item_by
 @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
 def test_a_base_is_restored_where_too_much_changed(item_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every difference has its inverse, that of half the range among them."""
-    monkeypatch.setattr(changed_words, "PIECE_BYTES", 16)
+    monkeypatch.setattr(changed_words, "PIECE_BYTES", 64)
     edges = [0, 1, 2, 5, (1 << 8 * item_bytes - 1) - 1, 1 << 8 * item_bytes - 1, (1 << 8 * item_bytes - 1) + 1, (1 << 8 * item_bytes) - 1]
     pairs = [(some, other) for some in edges for other in edges]
     raw, base = (np.array(words, f"<u{item_bytes}").tobytes() for words in zip(*pairs, strict=True))
@@ -90,7 +90,15 @@ def test_the_kernel_refuses_changes_that_do_not_fit() -> None:
     kernel = pytest.importorskip("tensorstore_ck.format.codec._kernel")
     for words, base, gaps, values, item_bytes in ((8, 4, 4, 4, 4), (6, 6, 4, 4, 4), (8, 8, 8, 4, 4), (8, 8, 4, 3, 3), (8, 8, 4, 0, 0)):
         with pytest.raises(ValueError, match="of one size"):
-            kernel.find_changes(bytes(words), bytes(base), bytearray(gaps), bytearray(values), item_bytes, True)
+            kernel.compare_words(bytes(words), bytes(base), bytearray(gaps), bytearray(values), item_bytes, True, 64, None)
+    fitting = bytes(8), bytearray(8), bytearray(4), bytearray(4), 4, True
+    for piece_bytes in (-64, 0, 32, 65):
+        with pytest.raises(ValueError, match="whole lines"):
+            kernel.compare_words(*fitting, piece_bytes, None)
+    with pytest.raises(ZeroDivisionError):
+        kernel.compare_words(*fitting, 64, lambda _: 1 / 0)
+    with pytest.raises((BufferError, TypeError)):
+        kernel.compare_words(bytes(8), bytes(8), *fitting[2:], 64, len)
     for gaps, values, into, item_bytes in ((4, 4, 8, 2), (4, 2, 7, 2), (4, 3, 6, 3)):
         with pytest.raises(ValueError, match="whole words"):
             kernel.apply_changes(bytes(gaps), bytes(values), bytearray(into), item_bytes, True)
