@@ -148,7 +148,7 @@ class S3Backend:
                 ) from error
             if not is_passing(error):
                 raise error
-            is_there = operation.poll_outcome(error, self._requests.is_there(key))
+            is_there = operation.poll_outcome(error, self._requests.request("head_object", Key=key))
             if is_there is not False:
                 return Created.EXISTS if is_there else Created.UNKNOWN
 

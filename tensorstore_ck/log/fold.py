@@ -369,28 +369,10 @@ def _settle(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     rows.HORIZON.put(batch, b"", rows.EntryRow(horizon))
 
 
+_OPERATIONS: Final = (
+    *(_put, _staged, _abort, _branch, _reset, _tag, _untag, _annotate, _mark, _policy, _pin, _unpin),
+    *(_expire, _undo, _purge, _condemn, _rescue, _sweep, _relocate, _place, _settle, _quota, _report),
+)
 _APPLY: Final[Mapping[str, Callable[[Batch, RefTable, Entry, Fields], list[Ulid] | None]]] = {
-    "put": _put,
-    "staged": _staged,
-    "abort": _abort,
-    "branch": _branch,
-    "reset": _reset,
-    "tag": _tag,
-    "untag": _untag,
-    "annotate": _annotate,
-    "mark": _mark,
-    "policy": _policy,
-    "pin": _pin,
-    "unpin": _unpin,
-    "expire": _expire,
-    "undo": _undo,
-    "purge": _purge,
-    "condemn": _condemn,
-    "rescue": _rescue,
-    "sweep": _sweep,
-    "relocate": _relocate,
-    "place": _place,
-    "settle": _settle,
-    "quota": _quota,
-    "report": _report,
+    apply.__name__.removeprefix("_"): apply for apply in _OPERATIONS
 }

@@ -295,7 +295,6 @@ class ColdTierBackend:
 
 
 def _pack_of(name: str) -> Ulid | None:
-    """The pack of that name; None for other objects."""
     return parse_ulid(name[-26:]) if name.startswith(PACKS) else None
 
 

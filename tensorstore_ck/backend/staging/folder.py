@@ -25,6 +25,7 @@ from typing import Final
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.object_names import check_name
 from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.backend.protocol import size_if_there
 from tensorstore_ck.backend.staging.claims import Claims
 from tensorstore_ck.backend.staging.folder_lock import FolderLock
 from tensorstore_ck.backend.staging.sparse_files import FileUse, SparseFileCache, files_below
@@ -250,11 +251,7 @@ class StagingFolder:
 
     def has_unsent(self, name: str) -> bool:
         """Whether an unpublished object is here."""
-        try:
-            self.unsent.size(name)
-        except MissingObjectError:
-            return False
-        return True
+        return size_if_there(self.unsent, name) is not None
 
     def _inode(self, path: str) -> tuple[int, int] | None:
         try:

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count
 from typing import Final
 
-from tensorstore_ck.backend.protocol import Backend, finishing
+from tensorstore_ck.backend.protocol import Backend, finishing, size_if_there
 from tensorstore_ck.backend.resumable_upload import NameTakenError, ResumableBackend, Upload, UploadGoneError, UploadPiece, resumable
 from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.backend.staging.unsent_file import UnsentFile
@@ -191,7 +191,6 @@ class UploadPass:
             transfer.file.close()
 
     def _body(self, file: UnsentFile, piece: UploadPiece) -> io.BytesIO:
-        """The piece, in this thread's buffer."""
         body: io.BytesIO | None = getattr(self._buffers, "body", None)
         if body is None:
             body = self._buffers.body = io.BytesIO()
@@ -211,7 +210,7 @@ class UploadPass:
         tries = count()
 
         def send() -> None:
-            if next(tries) and self._exists(entry.store_name):
+            if next(tries) and size_if_there(self._store, entry.store_name) is not None:
                 raise NameTakenError
             self._write(file, entry.store_name)
 
@@ -247,17 +246,7 @@ class UploadPass:
             self._limit.wait(size_bytes, self._policy.pause)
 
     def _stored_bytes(self, store_name: str) -> int | None:
-        try:
-            return self._policy.call(lambda: self._store.size(store_name))
-        except MissingObjectError:
-            return None
-
-    def _exists(self, store_name: str) -> bool:
-        try:
-            self._store.size(store_name)
-        except MissingObjectError:
-            return False
-        return True
+        return self._policy.call(lambda: size_if_there(self._store, store_name))
 
     def _report(self, count: int, transfer: _Transfer | None = None) -> None:
         with self._lock:

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from tensorstore_ck.common.descriptors import closing_fd
 from tensorstore_ck.common.ids import DIGEST_BYTES, derived_hash
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.engine.engine import Engine
@@ -375,17 +376,15 @@ class _Passing:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of a file."""
     try:
         file = os.open(path, os.O_RDWR)
     except OSError:
         return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
+    with closing_fd(file):
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False
 
 
