@@ -107,7 +107,7 @@ class ThrottledBackend:
         return _ThrottledWriter(self, name, self._inner.open_whole_writer(name))
 
     def _wait(self, limit: RateLimit | None, size: int) -> None:
-        if limit is not None:
+        if limit is not None and limit.rate < math.inf:
             limit.wait(size, self._sleep)
 
     def _admit_write(self, name: str, size: int) -> None:
@@ -118,7 +118,8 @@ class ThrottledBackend:
                 if self._unchecked_bytes <= 0:
                     spare_bytes = require_free_space(self._inner, self._min_free, size, name)
                     self._unchecked_bytes = CHECK_BYTES if spare_bytes is None else min(CHECK_BYTES, spare_bytes)
-        self._wait(self._writes, size)
+        if self._writes is not None and self._writes.rate < math.inf:
+            self._writes.wait(size, self._sleep)
 
 
 class _ThrottledWriter:
