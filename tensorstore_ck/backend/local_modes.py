@@ -61,10 +61,17 @@ def make_folder(folder: str, root: str) -> None:
         OSError: it is there, or cannot be made.
     """
     parent, name = os.path.split(folder)
-    with closing_fd(os.open(parent, _FOLDER)) as at:
+    at = os.open(parent, _FOLDER)
+    try:
         os.mkdir(name, 0o777, dir_fd=at)
-        with suppress(OSError), closing_fd(os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=at)) as fd:  # deleted meanwhile
-            inherit_from_root(fd, root)
+        with suppress(OSError):  # deleted meanwhile
+            fd = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+            try:
+                inherit_from_root(fd, root)
+            finally:
+                os.close(fd)
+    finally:
+        os.close(at)
 
 
 def inherit_from_root(made: int, root: str) -> None:

@@ -35,7 +35,7 @@ _NO_SPACE_CODES: Final = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBuck
 _REGION_CODES: Final = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
 _TOKEN_CODES: Final = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"}
 _CREDENTIAL_ERRORS: Final = {
-    *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound", "TokenRetrievalError"),
+    *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound", "TokenRetrievalError")
 }
 _UNREADABLE: Final = "HttpProcessingError"
 """aiohttp's error for a reply that broke off or is not HTTP: its status, 400, came from no server."""

@@ -109,14 +109,7 @@ class S3Requests:
     """Sends the requests of one backend. Thread-safe."""
 
     def __init__(
-        self,
-        url: str,
-        bucket: str,
-        filesystem: Callable[[], Any],
-        timing: RetryTiming,
-        on_wait: Callback,
-        *,
-        secrets: Sequence[str] = (),
+        self, url: str, bucket: str, filesystem: Callable[[], Any], timing: RetryTiming, on_wait: Callback, *, secrets: Sequence[str] = ()
     ) -> None:
         """`filesystem` returns this process's; `on_wait` is called with events of the kind ``waiting``, on the thread that waits.
 

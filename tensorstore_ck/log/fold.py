@@ -84,7 +84,6 @@ def _reset(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
 
 
 def _move(batch: Batch, view: RefTable, entry: Entry, info: SnapshotInfo, *, name: str, op: str) -> None:
-    """Moves a branch to a snapshot."""
     move = BranchMove(ulid=info.ulid, root=info.root, step=info.step, n=entry.n, time_ns=entry.time_ns, op=op)
     seq = view.length(name)
     rows.MOVES.put(batch, rows.numbered(name, seq), move)
@@ -213,7 +212,6 @@ def _expire(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
 
 
 def _untag(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
-    """Moves a tag into an undo window."""
     name = op["name"]
     tag = view.tag_row(name)
     if tag is None:
@@ -226,9 +224,8 @@ def _untag(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
 
 
 def _open_window(batch: Batch, entry: Entry, name: str, kind: str) -> None:
-    rows.WINDOWS.put(
-        batch, rows.window_key(entry.n, name), rows.UndoWindow(n=entry.n, name=name, time_ns=entry.time_ns, kind=kind, moves=[])
-    )
+    window = rows.UndoWindow(n=entry.n, name=name, time_ns=entry.time_ns, kind=kind, moves=[])
+    rows.WINDOWS.put(batch, rows.window_key(entry.n, name), window)
 
 
 def _undo(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:

@@ -6,7 +6,7 @@ own location. A pack is read, listed and deleted where it lies. A location that 
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from tensorstore_ck.backend.cold.locations import require_outside_store
 from tensorstore_ck.backend.cold.owner_marker import MARKER_NAME, FoundMarker, OwnerMarker, read_marker, write_marker
@@ -14,6 +14,8 @@ from tensorstore_ck.backend.protocol import Backend, ObjectInfo
 from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import CorruptObjectError, GcRefusedError, MissingObjectError, PlaceUnavailableError, StoreError
+
+T = TypeVar("T")
 
 PACKS: Final = "packs/"
 
@@ -171,8 +173,7 @@ class ColdTierBackend:
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """Reads the object where it lies."""
-        data: bytes = self._read(name, lambda backend: backend.get(name, max_bytes=max_bytes))
-        return data
+        return self._read(name, lambda backend: backend.get(name, max_bytes=max_bytes))
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """Reads the object where it lies."""
@@ -180,8 +181,7 @@ class ColdTierBackend:
 
     def size(self, name: str) -> int:
         """Asks the location where the object lies."""
-        size: int = self._read(name, lambda backend: backend.size(name))
-        return size
+        return self._read(name, lambda backend: backend.size(name))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Lists all locations. Their markers are not objects of the store."""
@@ -219,7 +219,7 @@ class ColdTierBackend:
 
     # --- inner --------------------------------------------------------------------------------------------------------
 
-    def _read(self, name: str, read: Callable[[Backend], Any]) -> Any:
+    def _read(self, name: str, read: Callable[[Backend], T]) -> T:
         url = self._known.get(pack) if (pack := _pack_of(name)) is not None else None
         if url is None:
             try:

@@ -25,16 +25,7 @@ import lmdb
 from tensorstore_ck.common.descriptors import closing_fd
 from tensorstore_ck.log.cache.batch_lock import BatchLock
 from tensorstore_ck.log.cache.lmdb_rows import CRC_BYTES, LmdbView, get_row, get_rows, read_page
-from tensorstore_ck.log.cache.protocol import (
-    PAGE_ITEMS,
-    Batch,
-    Item,
-    TableBusyError,
-    TableDamagedError,
-    TableError,
-    bad_key,
-    scan_pages,
-)
+from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, TableError, bad_key, scan_pages
 
 with suppress(ImportError):  # some versions import it at the first `lmdb.open`: a child forked during that would hang
     import_module("lmdb._envid")

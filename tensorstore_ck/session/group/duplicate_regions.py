@@ -111,9 +111,8 @@ def sums_of(captured: CapturedState, known: PlanMemory, rank: int, share: Region
 
 
 def _regions(spec: TensorSpec, placed: MeshSpread, rank: int, cut: CompleteCut) -> list[Region]:
-    return regions_of_rank(
-        Layout(tensors=[spec], tree=0, storages=(), meshes=[placed.mesh], spreads=[Sharding(0, placed.placements)]), rank, cut.ranks
-    )
+    layout = Layout(tensors=[spec], tree=0, storages=(), meshes=[placed.mesh], spreads=[Sharding(0, placed.placements)])
+    return regions_of_rank(layout, rank, cut.ranks)
 
 
 def _digest(source: ByteSource, start: int, stop: int) -> bytes:

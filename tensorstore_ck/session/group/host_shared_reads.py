@@ -389,7 +389,6 @@ def _is_locked(path: Path) -> bool:
 
 
 def _remove_stale(base: Path) -> None:
-    """Removes the folders of ranks that were killed."""
     for folder in base.glob("tsck-*"):
         with contextlib.suppress(OSError):
             status = folder.stat()

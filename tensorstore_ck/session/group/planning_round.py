@@ -143,11 +143,11 @@ class Planning:
                 raise difference(*kinds)
             if not is_known:
                 regions = {**regions, 0: self._regions}
-                explicit = {
-                    rank: decode_regions(kind.layout, regions.get(rank, b""), f"rank {rank}") for kind in kinds for rank in kind.ranks
-                }
-                turn, known = self.turn, plan_of(kinds, explicit)
-                known.turn = turn
+                layouts = {rank: kind.layout for kind in kinds for rank in kind.ranks}
+                known = plan_of(
+                    kinds, {rank: decode_regions(layout, regions.get(rank, b""), f"rank {rank}") for rank, layout in layouts.items()}
+                )
+                known.turn = self.turn
             merged_values = ([], []) if known is None or known.united is None else values_of(known.united, kinds)
             if known is not None and not is_known:
                 self._known[self._key] = known
@@ -163,10 +163,8 @@ class Planning:
             ranks = ranks_with_layout(self.layout_of, rank, self._ranks)
             ranks = ranks if len({*ranks} & {*reported}) < 2 else (rank,)
             if rank == 0:
-                ids = [*map(block_id, shared.blobs)]
-                kinds.append(
-                    RankKind(ranks=ranks, layout=shared.layout, values=shared.values, blobs=dict(enumerate(shared.blobs)), blob_ids=ids)
-                )
+                ids, blobs = [*map(block_id, shared.blobs)], dict(enumerate(shared.blobs))
+                kinds.append(RankKind(ranks, shared.layout, shared.values, blobs, blob_ids=ids))
             else:
                 kinds.append(decode_kind(reported[rank], ranks, Layout((), None) if is_known else None))
         return kinds

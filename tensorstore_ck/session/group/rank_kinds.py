@@ -123,7 +123,6 @@ def can_stay_apart(kinds: Sequence[RankKind], reported: ReportedBoxes) -> bool:
 
 
 def _cut(kind: RankKind, tensor: int, reported: ReportedBoxes) -> frozenset[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
-    """The regions in which the ranks of a kind hold a tensor."""
 
     def boxes_of(rank: int, tensor: int) -> Sequence[BoxBounds]:
         return next((regions.boxes for regions in reported.get(rank, ()) if regions.tensor == tensor), ())

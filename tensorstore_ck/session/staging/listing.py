@@ -14,6 +14,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.session.group.rank_messages import listed
 from tensorstore_ck.session.staging.manifest import Manifest, read_manifests
 from tensorstore_ck.session.staging.outcome import published_as
 
@@ -153,16 +154,12 @@ def _of_disk(engine: Engine, folder: StagingFolder, view: RefTable, manifests: S
 def _problems(here: Collection[int], ranks: int, sent: Mapping[str, tuple[int, int] | None], *, has_lead: bool) -> Iterator[str]:
     missing = [rank for rank in range(ranks) if rank not in here]
     if missing:
-        yield f"what rank {_some(missing)} staged is not on this disk"
+        yield f"what rank {listed(missing, MAX_NAMED)} staged is not on this disk"
     elif not has_lead:
         yield "not all ranks had staged it"
     lost = [name for name, size in sent.items() if size is None]
     if lost:
-        yield f"neither on this disk nor in the store: {_some(lost)}"
-
-
-def _some(items: Sequence[object]) -> str:
-    return ", ".join(map(str, items[:MAX_NAMED])) + (f" and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else "")
+        yield f"neither on this disk nor in the store: {listed(lost, MAX_NAMED)}"
 
 
 def _sent_bytes(engine: Engine, folder: StagingFolder, name: str) -> tuple[int, int] | None:

@@ -161,9 +161,8 @@ class StagingDestination:
         info = staged_info(txn, record)
         if is_alone and base is None:
             return info
-        n = self.ask(
-            partial(announce, self._store, lead, txn, request.ref, at=at)
-        )  # before it is acknowledged: gc could free shared blocks
+        # Before it is acknowledged: gc could free shared blocks.
+        n = self.ask(partial(announce, self._store, lead, txn, request.ref, at=at))
         if n is None and not is_alone:
             raise SnapshotAbortedError(
                 f"the save to {request.ref!r} was aborted by another rank before it was staged", object_id=request.ref
