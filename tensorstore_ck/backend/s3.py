@@ -64,8 +64,6 @@ class S3Backend:
         )
         self._creator = S3Creator(self._requests)
 
-    # --- read ---
-
     def get(self, name: str, *, max_bytes: int) -> bytes:
         async def read(filesystem: Any, on_progress: OnProgress) -> bytes:
             reply = await filesystem._call_s3("get_object", Bucket=self._bucket, Key=self._key(name))
@@ -115,8 +113,6 @@ class S3Backend:
 
     def space(self) -> Space | None:
         return None
-
-    # --- write ---
 
     def put(self, name: str, data: Buffer) -> None:
         self._creator.put(self._new(name), io.BytesIO(data))
@@ -204,8 +200,6 @@ class S3Backend:
 
     def close(self) -> None:
         self._filesystem.close()
-
-    # --- requests ---
 
     def _delete_together(self, keys: Sequence[str]) -> Iterable[str]:
         """Deletes objects with one request; returns the keys that need one each, whose status becomes the right error."""

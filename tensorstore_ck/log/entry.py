@@ -78,5 +78,5 @@ def decode_entry(data: bytes, name: str, n: int) -> Entry:
         problem = next(filter(None, map(op_problem, body["ops"])), None)
     if problem is not None:
         raise CorruptObjectError(f"{name} is not a valid log entry: {problem}", object_id=name)
-    at = {name: body[name] for name in ("prev", "write_id", "time_ns", "actor")}
-    return Entry(n=n, **at, ops=tuple(map(Op, body["ops"])), hash=object_hash(data), size_bytes=len(data))
+    ops, digest = tuple(map(Op, body["ops"])), object_hash(data)
+    return Entry(n, body["prev"], body["write_id"], body["time_ns"], actor=body["actor"], ops=ops, hash=digest, size_bytes=len(data))

@@ -51,7 +51,7 @@ class Quota:
 
 def all_quotas(view: RefTable) -> dict[str, Quota]:
     """Glob -> quota."""
-    return {glob: Quota(glob, row.warn_bytes, row.refuse_bytes, row.used_bytes) for glob, row in view.quotas().items()}
+    return {glob: Quota(glob, *row[:3]) for glob, row in view.quotas().items()}
 
 
 class QuotaWarning(UserWarning):
@@ -60,7 +60,7 @@ class QuotaWarning(UserWarning):
 
 def quotas_of(view: RefTable, ref: str) -> list[Quota]:
     """The quotas that apply to a branch."""
-    return [quota for glob, quota in all_quotas(view).items() if fnmatchcase(ref, glob)]
+    return [Quota(glob, *row[:3]) for glob, row in view.quotas().items() if fnmatchcase(ref, glob)]
 
 
 def check_quotas(view: RefTable, ref: str) -> list[Quota]:

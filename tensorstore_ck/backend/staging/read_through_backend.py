@@ -61,8 +61,6 @@ class ReadThroughBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
-    # --- read ---
-
     def get(self, name: str, *, max_bytes: int) -> bytes:
         self._of_thread.distrust_host.pop(name, None)
         if not self._reads_locally(name):
@@ -138,8 +136,6 @@ class ReadThroughBackend:
         with self._distrusting:
             return self._is_elsewhere(name) if name in self._distrusted else self._distrust_own(name)
 
-    # --- write ---
-
     def replace(self, name: str, data: Buffer) -> None:
         self.store.replace(name, data)
         self._forget(name)
@@ -150,8 +146,6 @@ class ReadThroughBackend:
     def close(self) -> None:
         self.folder.leave()
         self.store.close()
-
-    # --- copies ---
 
     def _reads_locally(self, name: str) -> bool:
         return name.startswith(KEPT_FOLDERS) and name not in self._distrusted

@@ -112,8 +112,6 @@ class UploadPass:
         file.close()
         self._left.append(file.name)
 
-    # --- in the store already ---
-
     def _accept_stored(self, file: UnsentFile, entry: JournalEntry, stored_bytes: int) -> None:
         """The store has an object of that name, from an earlier try or another process: if it is this one, nothing is left to send."""
         if stored_bytes == file.size_bytes and (entry.is_complete or self._is_same(file, entry.store_name)):
@@ -139,8 +137,6 @@ class UploadPass:
             if staged[:size] != stored[:size]:
                 return False
         return True
-
-    # --- in pieces ---
 
     def _begin(self, store: ResumableBackend, file: UnsentFile, entry: JournalEntry) -> Upload:
         name, size, answered = entry.store_name, file.size_bytes, self._policy.call
@@ -203,8 +199,6 @@ class UploadPass:
         body.seek(0)
         return body
 
-    # --- whole ---
-
     def _send_whole(self, file: UnsentFile, entry: JournalEntry) -> None:
         self._folder.note(entry)
         tries = count()
@@ -237,8 +231,6 @@ class UploadPass:
         except BaseException:
             self._report(-reported)
             raise
-
-    # --- both ---
 
     def _take_turn(self, size_bytes: int) -> None:
         self._policy.check()

@@ -121,8 +121,6 @@ class HostSharedReads:
             own += _Passing(self, windows, mine, lambda blocks: read_blocks(engine, info, blocks)).run()
         read_blocks(engine, info, own)
 
-    # --- what is shared -----------------------------------------------------------------------------------------------
-
     def _plan(self, number: int, mine: dict[bytes, list[WantedBlock]]) -> "list[list[_Shared]]":
         """The blocks that several ranks want, in windows; the same on all ranks."""
         rows = np.array([(block_id, blocks[0].raw) for block_id, blocks in mine.items()], _WANT_DTYPE)

@@ -157,8 +157,6 @@ class _Uniting:
         )
         return UnitedState(layout, self._holes, compared, reported)
 
-    # --- the tree -----------------------------------------------------------------------------------------------------
-
     def _node(self, trees: Sequence[tuple[int, Tree]], *, is_numbered: bool) -> Node:
         """The node at one path of some kinds. `is_numbered`: below a dict with numbers as keys."""
         first = trees[0][1]
@@ -220,8 +218,6 @@ class _Uniting:
                 who, others = self._kinds[side].name, self._kinds[other].name
                 text = f"the same number may mean different parameters on {who} and on {others}, which have other tensors"
                 raise LayoutMismatchError(path, text, BY_NAME)
-
-    # --- tensors ------------------------------------------------------------------------------------------------------
 
     def _tensor(self, sides: Sequence[tuple[int, Leaf]]) -> Node:
         side, first = sides[0]

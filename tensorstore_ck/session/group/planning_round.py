@@ -16,7 +16,7 @@ from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.block_assignment import decode_regions, encode_regions, ranks_with_layout
 from tensorstore_ck.format.layout import Layout, layout_id
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest
-from tensorstore_ck.session.group.duplicate_regions import RegionShare, RegionSum, ReportedRegions, reported_digests, sums_of
+from tensorstore_ck.session.group.duplicate_regions import RegionSum, ReportedRegions, reported_digests, sums_of
 from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefusedError
 from tensorstore_ck.session.group.merge_layouts import LayoutMismatchError, difference, values_of
 from tensorstore_ck.session.group.planned_state import places_of, planned
@@ -88,11 +88,11 @@ class Planning:
 
     def reported_digests(self) -> list[ReportedRegions]:
         """See `duplicate_regions.reported_digests`."""
-        return reported_digests(self._own, self._used, self._rank, RegionShare(self.turn))
+        return reported_digests(self._own, self._used, self._rank, self.turn)
 
     def sums(self) -> list[RegionSum]:
         """See `duplicate_regions.sums_of`."""
-        return sums_of(self._own, self._used, self._rank, RegionShare(self.turn))
+        return sums_of(self._own, self._used, self._rank, self.turn)
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
