@@ -58,11 +58,7 @@ _SERVER_TIMES: Final = ("LastModified", "last_modified", "updated", "created")
 """The fields of `_TIMES` that a server sets, and no writer can set."""
 CREATE_CALLS: Final[Mapping[str, CreateCall]] = {
     "memory": create_in_memory,
-    "gs": create_on_server,
-    "gcs": create_on_server,
-    "az": create_on_server,
-    "abfs": create_on_server,
-    "abfss": create_on_server,
+    **dict.fromkeys(("gs", "gcs", "az", "abfs", "abfss"), create_on_server),
 }
 
 
@@ -134,11 +130,8 @@ class FsspecBackend:
             self._create(name, self._create_call, data)
         except BackendUnavailableError as exc:
             # The libraries repeat a request whose reply was lost, and then find the object that they made. It is small: no pack.
-            if (
-                not isinstance(exc.__cause__, FileExistsError)
-                or self.size(name) != len(data)
-                or self.get(name, max_bytes=len(data)) != data
-            ):
+            is_there = isinstance(exc.__cause__, FileExistsError) and self.size(name) == len(data)
+            if not is_there or self.get(name, max_bytes=len(data)) != data:
                 raise
 
     def replace(self, name: str, data: Buffer) -> None:

@@ -62,8 +62,6 @@ class LocalBackend:
         """Without locks, which no other process needs."""
         return {**self.__dict__, "_folder_locks": {}}
 
-    # --- read ---
-
     def get(self, name: str, *, max_bytes: int) -> bytes:
         path = self._path(name)
         try:
@@ -105,8 +103,6 @@ class LocalBackend:
         except OSError as exc:
             raise store_error(exc, "look at the free space of", self.url) from exc
         return Space(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize, status.f_favail if status.f_files else None)
-
-    # --- write ---
 
     def put(self, name: str, data: Buffer) -> None:
         path = self._path(name)
@@ -199,8 +195,6 @@ class LocalBackend:
 
     def close(self) -> None:
         """Nothing stays open between calls."""
-
-    # --- files ---
 
     def _writer(self, path: str, name: str, seal: Callable[[int], None]) -> ObjectWriter:
         with os_errors("write", name, self.url):
@@ -300,8 +294,6 @@ class LocalBackend:
                 return try_again(path, lambda: _scanned(path))
             except (FileNotFoundError, NotADirectoryError):
                 return []
-
-    # --- folders ---
 
     def _make_folder(self, folder: str, *, is_second_try: bool = False) -> None:
         if self._within is not None:

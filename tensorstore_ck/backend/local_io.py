@@ -77,15 +77,6 @@ def start_write_back(fd: int, offset: int, size: int) -> None:
         call(fd, offset, size, _SYNC_FILE_RANGE_WRITE)
 
 
-def sync_path(path: str) -> None:
-    """Makes a file or a folder durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def use_direct(fd: int) -> bool:
     """Switches a file on a disk of this host to O_DIRECT; in memory or over a network that would only cost a copy."""
     if os.major(os.fstat(fd).st_dev) == 0 or not hasattr(os, "O_DIRECT"):

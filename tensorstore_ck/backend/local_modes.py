@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
+from tensorstore_ck.common.descriptors import closing_fd
+
 T = TypeVar("T")
 
 FOLDER_BITS: Final = 0o2777
@@ -117,16 +119,13 @@ def files_unlike_root(root: str, names: Iterable[str], *, change: bool = False) 
             if is_ours and not is_like(status) and (not change or is_like(_changed(name, at, status, root))):
                 paths.append(path)
 
-    top = os.open(root, _FOLDER)
-    try:
+    with closing_fd(os.open(root, _FOLDER)) as top:
         for name in names:
             look(name, name, top)
             with suppress(FileNotFoundError, NotADirectoryError):
                 for folder, folders, files, at in os.fwalk(name, dir_fd=top):
                     for entry in (*folders, *files):
                         look(f"{folder}/{entry}", entry, at)
-    finally:
-        os.close(top)
     return sorted(paths)
 
 
@@ -136,12 +135,10 @@ def _changed(name: str, at: int, status: os.stat_result, root: str) -> os.stat_r
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
     except OSError:  # this user may not read it, so it is another user's
         return status
-    try:
+    with closing_fd(fd):
         if os.path.samestat(os.fstat(fd), status):
             inherit_from_root(fd, root)
         return os.fstat(fd)
-    finally:
-        os.close(fd)
 
 
 def share_with_group(root: str) -> None:

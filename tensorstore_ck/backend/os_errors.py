@@ -11,13 +11,7 @@ from contextlib import contextmanager, suppress
 
 from tensorstore_ck.backend.object_names import MISSING_ADVICE
 from tensorstore_ck.common.free_space import disk_of
-from tensorstore_ck.errors import (
-    BackendUnavailableError,
-    MissingObjectError,
-    NoSpaceError,
-    PermissionDeniedError,
-    StoreError,
-)
+from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, NoSpaceError, PermissionDeniedError, StoreError
 
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMLINK}

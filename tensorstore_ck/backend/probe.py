@@ -55,13 +55,13 @@ class ProbeResult:
     """The failed check, for a person to read."""
 
 
-def probe_create(backend: Backend, *, unsynced: Backend | None = None) -> bool:
-    """Whether `create` is exclusive, as far as two quick races show. They use `unsynced`, the same backend without fsync."""
-    return not create_problem(backend, unsynced=unsynced)
+def probe_create(backend: Backend) -> bool:
+    """Whether `create` is exclusive, as far as two quick races show."""
+    return not create_problem(backend)
 
 
 def create_problem(backend: Backend, *, unsynced: Backend | None = None) -> str:
-    """Why `create` is not exclusive, by the same races; empty if it is."""
+    """Why `create` is not exclusive, by two quick races of `unsynced`, the same backend without fsync; empty if it is."""
     problems, _ = in_folder(backend, lambda folder: _create_problems(backend, folder, QUICK_ROUNDS, unsynced))
     return next(iter(problems), "")
 
@@ -189,17 +189,12 @@ def _refuses_second_put(backend: Backend, name: str) -> bool:
 
 def _refuses_second_upload(backend: Backend, name: str) -> bool:
     """Whether an upload under the name of an object of random bytes is refused."""
-    with suppress(BackendUnavailableError):
-        _write_zeros(backend, name)
+    with suppress(BackendUnavailableError), writing(backend, name) as writer:
+        for _ in range(SECOND_UPLOAD_BYTES // PIECE_BYTES):
+            writer.append([bytes(PIECE_BYTES)])
     head = bytearray(64)
     backend.read_into(name, 0, memoryview(head))
     return any(head)
-
-
-def _write_zeros(backend: Backend, name: str) -> None:
-    with writing(backend, name) as writer:
-        for _ in range(SECOND_UPLOAD_BYTES // PIECE_BYTES):
-            writer.append([bytes(PIECE_BYTES)])
 
 
 def _time_creates(backend: Backend, folder: str) -> float:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
+from tensorstore_ck.errors import MissingObjectError
 
 
 class ObjectInfo(NamedTuple):
@@ -127,3 +128,11 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Releases connections and descriptors; idempotent."""
+
+
+def size_if_there(backend: Backend, name: str) -> int | None:
+    """The object's size in bytes; None if it is not there."""
+    try:
+        return backend.size(name)
+    except MissingObjectError:
+        return None

@@ -26,14 +26,8 @@ PASSING_STATUSES: Final = {408, 409, 425, 429}
 FINAL_STATUSES: Final = {501, 505}
 """Of those from 500 on, the replies that would be the same the next time."""
 PASSING_CODES: Final = {
-    "BadDigest",
-    "IncompleteBody",
-    "InternalError",
-    "RequestTimeout",
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "XAmzContentSHA256Mismatch",
+    *("BadDigest", "IncompleteBody", "InternalError", "RequestTimeout", "SlowDown"),
+    *("Throttling", "ThrottlingException", "XAmzContentSHA256Mismatch"),
 }
 """For replies with other statuses, mostly 400."""
 
@@ -41,11 +35,7 @@ _NO_SPACE_CODES: Final = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBuck
 _REGION_CODES: Final = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
 _TOKEN_CODES: Final = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"}
 _CREDENTIAL_ERRORS: Final = {
-    "NoCredentialsError",
-    "PartialCredentialsError",
-    "CredentialRetrievalError",
-    "ProfileNotFound",
-    "TokenRetrievalError",
+    *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound", "TokenRetrievalError")
 }
 _UNREADABLE: Final = "HttpProcessingError"
 """aiohttp's error for a reply that broke off or is not HTTP: its status, 400, came from no server."""

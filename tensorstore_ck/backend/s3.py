@@ -64,8 +64,6 @@ class S3Backend:
         )
         self._creator = S3Creator(self._requests)
 
-    # --- read ---
-
     def get(self, name: str, *, max_bytes: int) -> bytes:
         async def read(filesystem: Any, on_progress: OnProgress) -> bytes:
             reply = await filesystem._call_s3("get_object", Bucket=self._bucket, Key=self._key(name))
@@ -116,8 +114,6 @@ class S3Backend:
     def space(self) -> Space | None:
         return None
 
-    # --- write ---
-
     def put(self, name: str, data: Buffer) -> None:
         self._creator.put(self._new(name), io.BytesIO(data))
 
@@ -148,7 +144,7 @@ class S3Backend:
                 ) from error
             if not is_passing(error):
                 raise error
-            is_there = operation.poll_outcome(error, self._requests.is_there(key))
+            is_there = operation.poll_outcome(error, self._requests.request("head_object", Key=key))
             if is_there is not False:
                 return Created.EXISTS if is_there else Created.UNKNOWN
 
@@ -204,8 +200,6 @@ class S3Backend:
 
     def close(self) -> None:
         self._filesystem.close()
-
-    # --- requests ---
 
     def _delete_together(self, keys: Sequence[str]) -> Iterable[str]:
         """Deletes objects with one request; returns the keys that need one each, whose status becomes the right error."""

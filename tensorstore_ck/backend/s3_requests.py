@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from typing import Any, BinaryIO, Final, Generic, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Final, Generic, Literal, NamedTuple, TypeVar
 
 from tensorstore_ck.backend.remote_errors import FINAL_STATUSES, PASSING_CODES, PASSING_STATUSES, error_code, http_status, remote_errors
 from tensorstore_ck.backend.s3_quirks import drop_checksums, may_refuse_checksums, refuses_checksums
@@ -109,14 +109,7 @@ class S3Requests:
     """Sends the requests of one backend. Thread-safe."""
 
     def __init__(
-        self,
-        url: str,
-        bucket: str,
-        filesystem: Callable[[], Any],
-        timing: RetryTiming,
-        on_wait: Callback,
-        *,
-        secrets: Sequence[str] = (),
+        self, url: str, bucket: str, filesystem: Callable[[], Any], timing: RetryTiming, on_wait: Callback, *, secrets: Sequence[str] = ()
     ) -> None:
         """`filesystem` returns this process's; `on_wait` is called with events of the kind ``waiting``, on the thread that waits.
 
@@ -154,15 +147,6 @@ class S3Requests:
             return reply
 
         return Request(send, body)
-
-    def is_there(self, key: str) -> Request[bool]:
-        """Asks whether an object is there; a missing one is a `MissingObjectError`."""
-
-        async def send(filesystem: Any, _: OnProgress) -> bool:
-            await filesystem._call_s3("head_object", Bucket=self.bucket, Key=key)
-            return True
-
-        return Request(send)
 
 
 class Operation:
@@ -211,8 +195,11 @@ class Operation:
         self.attempt += 1
         return True
 
-    def poll_outcome(self, error: StoreError, request: Request[bool]) -> bool | None:
-        """The answer of `request` about another request that failed with `error` and whose outcome is unknown; None without an answer."""
+    def poll_outcome(self, error: StoreError, request: Request[T]) -> T | Literal[False] | None:
+        """The reply to `request` about an object, which another request that failed with `error` may have made.
+
+        False: there is none; None: there was no answer.
+        """
         while self.pause(error):
             try:
                 return self.once(request)
@@ -226,8 +213,7 @@ class Operation:
 
     def _try(self, request: Request[T]) -> T:
         with remote_errors(self._action, self._name, self._requests.url, self._requests.secrets):
-            filesystem = self._requests.filesystem()
-            return self._send(request, filesystem)
+            return self._send(request, self._requests.filesystem())
 
     def _send(self, request: Request[T], filesystem: Any) -> T:
         ended = Flag()

@@ -137,7 +137,6 @@ class MultipartUpload:
 
 
 def _tags(destination: Destination, upload_id: str, pieces: Sequence[UploadPiece]) -> dict[int, str]:
-    """Number -> tag of the pieces that the server has in full."""
     tags: dict[int, str] = {}
     more: dict[str, int] = {}
     while True:

@@ -142,7 +142,6 @@ def _measure(backend: Backend, name: str, ranks: int, size_bytes: int) -> _Speed
 
 
 def _time_commits(backend: Backend, folder: str) -> float:
-    """The median time of the writes that follow the packs, in their order."""
     seconds = []
     for number in range(TIMED_COMMITS):
         began = time.perf_counter()

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, cast
 
-from tensorstore_ck.backend.local_io import sync_path
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.buffers import Buffer
+from tensorstore_ck.common.descriptors import sync_path
 from tensorstore_ck.common.extras import missing_extra
 from tensorstore_ck.common.host_memory import require_memory
 from tensorstore_ck.errors import (

@@ -7,6 +7,7 @@ changes.py           threads that wait for a change
 condition_values.py  the values that a test in a condition may compare with
 conditions.py        conditions on metrics and fields, parsed into a tree
 deprecation.py       old spellings of arguments and methods
+descriptors.py       file descriptors that a block closes, and paths made durable
 executor.py          long work, by threads of this process or a Dask cluster
 extras.py            what optional parts need, and the error where it is not installed
 filesystem_kind.py   the type of filesystem that a folder is on

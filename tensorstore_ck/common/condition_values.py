@@ -27,9 +27,8 @@ def parse_search(text: object) -> Condition:
     """
     node = parse(text, max_chars=MAX_CHARS)
     if node.depth > MAX_DEPTH or node.tests > MAX_TESTS:
-        raise InvalidOptionError(
-            f"the condition is too long or too deep: at most {MAX_TESTS} tests, nested {MAX_DEPTH} deep", object_id="condition"
-        )
+        text = f"the condition is too long or too deep: at most {MAX_TESTS} tests, nested {MAX_DEPTH} deep"
+        raise InvalidOptionError(text, object_id="condition")
     return node
 
 
@@ -49,9 +48,8 @@ def roots_of(test: NameTest) -> list[str]:
     begins = [value.text.lower() for value in test.values]
     for digits, value in zip(begins, test.values, strict=True):
         if not _ROOT.fullmatch(digits):
-            raise InvalidOptionError(
-                f"root must be compared with the first digits of one, such as '9f86d081', not {value.text!r}", object_id="root"
-            )
+            text = f"root must be compared with the first digits of one, such as '9f86d081', not {value.text!r}"
+            raise InvalidOptionError(text, object_id="root")
     return begins
 
 

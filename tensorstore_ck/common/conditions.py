@@ -170,8 +170,6 @@ class _Parser:
                         raise self._error(self._next)
                     return self._pop_condition(self._next)
 
-    # --- tokens -------------------------------------------------------------------------------------------------------
-
     def _scan(self, at: int) -> _Token:
         space = _SPACE.match(self._text, at)
         at = space.end() if space is not None else at
@@ -192,8 +190,6 @@ class _Parser:
 
     def _error(self, token: _Token) -> InvalidOptionError:
         return syntax_error(self._text, token.at)
-
-    # --- operands -----------------------------------------------------------------------------------------------------
 
     def _takes_prefix(self) -> bool:
         is_not = self._next.word == "not" and (self._next.text == "not" or not self._arithmetic)
@@ -225,8 +221,6 @@ class _Parser:
             return Value(_unquoted(token), "text", token.at)
         value = Value(token.text, token.kind, token.at, _number(token.text) if token.kind == "number" else 0)
         return _signed(sign, value) if sign else value
-
-    # --- operators ----------------------------------------------------------------------------------------------------
 
     def _takes_operator(self) -> bool:
         """Takes the token after an operand; returns whether another operand must follow."""

@@ -29,7 +29,6 @@ def folder_identity(path: str) -> int:
 
 
 def _made_ns(path: str) -> int | None:
-    """When it was made; None if that is not known."""
     statx = getattr(ctypes.CDLL(None), "statx", None)  # os.stat has no such field on Linux
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
     if statx is None or statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_BTIME, buffer) != 0:

@@ -24,9 +24,9 @@ _MEMINFO: Final = Path("/proc/meminfo")
 _MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
-def default_limit_bytes(local_ranks: int, *, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
+def default_limit_bytes(local_ranks: int) -> int:
     """The default limit of each of `local_ranks` processes of this host, in bytes."""
-    return int(free_bytes(cgroup=cgroup, meminfo=meminfo) * DEFAULT_FRACTION) // max(local_ranks, 1)
+    return int(free_bytes() * DEFAULT_FRACTION) // max(local_ranks, 1)
 
 
 def require_memory(needed_bytes: int, what: str, advice: str) -> None:

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from tensorstore_ck.common.descriptors import closing_fd
 from tensorstore_ck.errors import PermissionDeniedError
 from tensorstore_ck.redaction import one_line
 
@@ -120,14 +121,10 @@ def closed_folders(
 def scan(folder: str, dir_fd: int) -> Files:
     """The entries of a folder; those deleted meanwhile are left out. Raises `OSError` if it is not a folder, or cannot be read."""
     files: Files = []
-    fd = os.open(folder, _FOLDER, dir_fd=dir_fd)
-    try:
-        with os.scandir(fd) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    files.append((entry.name, entry.stat(follow_symlinks=False)))
-    finally:
-        os.close(fd)
+    with closing_fd(os.open(folder, _FOLDER, dir_fd=dir_fd)) as fd, os.scandir(fd) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                files.append((entry.name, entry.stat(follow_symlinks=False)))
     return files
 
 

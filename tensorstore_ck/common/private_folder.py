@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 
+from tensorstore_ck.common.descriptors import sync_path
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.owned_files import FILE_MODE, FOLDER_MODE, open_own_folder, require_safe_parent, scan, secure
 from tensorstore_ck.errors import PermissionDeniedError
@@ -59,7 +60,7 @@ class PrivateFolder:
         """Makes this folder's entry in `parent` durable. If that fails, the next call makes the folder again, if it is empty."""
         try:
             with contextlib.suppress(PermissionError):  # the folder above is another user's, and need not be readable
-                _fsync(parent)
+                sync_path(parent)
         except OSError:
             self._fd = -1
             self._close()
@@ -126,11 +127,3 @@ class PrivateFolder:
         else:  # the open folder was deleted: other threads continue with the new one under the same number
             os.dup2(fd, self._fd, inheritable=False)
             os.close(fd)
-
-
-def _fsync(folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -8,6 +8,8 @@ import os
 import secrets
 from typing import Final
 
+from tensorstore_ck.common.descriptors import closing_fd
+
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -18,11 +20,8 @@ def replace_file(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o666
         OSError: the file cannot be written.
     """
     folder, name = os.path.split(os.fspath(path))
-    folder_fd = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing_fd(os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as folder_fd:
         replace_file_in(folder_fd, name, data, mode=mode)
-    finally:
-        os.close(folder_fd)
 
 
 def replace_file_in(folder_fd: int, name: str, data: bytes, *, mode: int) -> None:

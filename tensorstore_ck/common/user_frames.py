@@ -69,7 +69,6 @@ def _decorated(target: Target, prepare: Prepare) -> Target:
 
 
 def _takes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call has the arguments that the function's signature asks for."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError:

@@ -52,18 +52,8 @@ def seal_entry(n: int, prev: Digest, ops: Sequence[Op], *, write_id: bytes, time
     Raises:
         InvalidOptionError: an operation that readers would refuse, or more than 1 MiB.
     """
-    sealed = seal(
-        "log",
-        {
-            "n": n,
-            "prev": prev,
-            "write_id": write_id,
-            "time_ns": time_ns,
-            "actor": actor[:MAX_ACTOR_CHARS],
-            "ops": [op.fields for op in ops],
-            "signatures": [],
-        },
-    )
+    at = {"n": n, "prev": prev, "write_id": write_id, "time_ns": time_ns, "actor": actor[:MAX_ACTOR_CHARS]}
+    sealed = seal("log", {**at, "ops": [op.fields for op in ops], "signatures": []})
     try:
         return sealed, decode_entry(sealed, f"the new log entry {n}", n)
     except CorruptObjectError as exc:
@@ -88,14 +78,5 @@ def decode_entry(data: bytes, name: str, n: int) -> Entry:
         problem = next(filter(None, map(op_problem, body["ops"])), None)
     if problem is not None:
         raise CorruptObjectError(f"{name} is not a valid log entry: {problem}", object_id=name)
-    ops = tuple(map(Op, body["ops"]))
-    return Entry(
-        n=n,
-        prev=body["prev"],
-        write_id=body["write_id"],
-        time_ns=body["time_ns"],
-        actor=body["actor"],
-        ops=ops,
-        hash=object_hash(data),
-        size_bytes=len(data),
-    )
+    ops, digest = tuple(map(Op, body["ops"])), object_hash(data)
+    return Entry(n, body["prev"], body["write_id"], body["time_ns"], actor=body["actor"], ops=ops, hash=digest, size_bytes=len(data))

@@ -109,10 +109,7 @@ class EntryReader:
     def broken(self, n: int, what: str) -> BrokenLogError:
         """The error for a damaged entry."""
         name = self.name(n)
-        return BrokenLogError(
-            f"log entry {name} {what}: {_ADVICE}",
-            object_id=name,
-        )
+        return BrokenLogError(f"log entry {name} {what}: {_ADVICE}", object_id=name)
 
     def unknown_operation(self, n: int, op: str) -> FormatVersionError:
         """The error for writing after entry `n`, which has a critical operation that this build does not know."""
@@ -158,6 +155,5 @@ class EntryReader:
 def chain_break(name: str) -> BrokenLogError:
     """The error for an entry that does not follow the one before it."""
     return BrokenLogError(
-        f"log entry {name} does not follow the entry before it, so that one of them was replaced: {_ADVICE}",
-        object_id=name,
+        f"log entry {name} does not follow the entry before it, so that one of them was replaced: {_ADVICE}", object_id=name
     )

@@ -84,7 +84,6 @@ def _reset(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
 
 
 def _move(batch: Batch, view: RefTable, entry: Entry, info: SnapshotInfo, *, name: str, op: str) -> None:
-    """Moves a branch to a snapshot."""
     move = BranchMove(ulid=info.ulid, root=info.root, step=info.step, n=entry.n, time_ns=entry.time_ns, op=op)
     seq = view.length(name)
     rows.MOVES.put(batch, rows.numbered(name, seq), move)
@@ -213,7 +212,6 @@ def _expire(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
 
 
 def _untag(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
-    """Moves a tag into an undo window."""
     name = op["name"]
     tag = view.tag_row(name)
     if tag is None:
@@ -226,9 +224,8 @@ def _untag(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
 
 
 def _open_window(batch: Batch, entry: Entry, name: str, kind: str) -> None:
-    rows.WINDOWS.put(
-        batch, rows.window_key(entry.n, name), rows.UndoWindow(n=entry.n, name=name, time_ns=entry.time_ns, kind=kind, moves=[])
-    )
+    window = rows.UndoWindow(n=entry.n, name=name, time_ns=entry.time_ns, kind=kind, moves=[])
+    rows.WINDOWS.put(batch, rows.window_key(entry.n, name), window)
 
 
 def _undo(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
@@ -369,28 +366,10 @@ def _settle(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     rows.HORIZON.put(batch, b"", rows.EntryRow(horizon))
 
 
+_OPERATIONS: Final = (
+    *(_put, _staged, _abort, _branch, _reset, _tag, _untag, _annotate, _mark, _policy, _pin, _unpin),
+    *(_expire, _undo, _purge, _condemn, _rescue, _sweep, _relocate, _place, _settle, _quota, _report),
+)
 _APPLY: Final[Mapping[str, Callable[[Batch, RefTable, Entry, Fields], list[Ulid] | None]]] = {
-    "put": _put,
-    "staged": _staged,
-    "abort": _abort,
-    "branch": _branch,
-    "reset": _reset,
-    "tag": _tag,
-    "untag": _untag,
-    "annotate": _annotate,
-    "mark": _mark,
-    "policy": _policy,
-    "pin": _pin,
-    "unpin": _unpin,
-    "expire": _expire,
-    "undo": _undo,
-    "purge": _purge,
-    "condemn": _condemn,
-    "rescue": _rescue,
-    "sweep": _sweep,
-    "relocate": _relocate,
-    "place": _place,
-    "settle": _settle,
-    "quota": _quota,
-    "report": _report,
+    apply.__name__.removeprefix("_"): apply for apply in _OPERATIONS
 }

@@ -88,9 +88,8 @@ class Follower:
             head = RefTable(table).head()  # another process of this host was faster
         if head.n == 0:
             self._require_only_log()
-        _logger.debug(
-            "followed the log from %s to entry %d", "its start or a checkpoint" if cached is None else f"entry {cached.n}", head.n
-        )
+        start = "its start or a checkpoint" if cached is None else f"entry {cached.n}"
+        _logger.debug("followed the log from %s to entry %d", start, head.n)
         self._watermark.check(seen, head, lambda n: met[n] if n in met else self._hash_of(n, head), self._chain.name)
         return head
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from tensorstore_ck.common.descriptors import closing_fd
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest
 from tensorstore_ck.common.user_frames import user_stacklevel
@@ -107,28 +108,22 @@ class HeadFile:
             self._folder.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):
                 self._folder.mkdir(mode=0o700)
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
+        with closing_fd(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)) as folder:
             _require_own(os.fstat(folder), self._folder)
             yield folder
-        finally:
-            os.close(folder)
 
     def _read(self, folder: int) -> SeenHead | None:
         try:
             fd = os.open(self._name, _READ, dir_fd=folder)
         except FileNotFoundError:
             return None
-        try:
+        with closing_fd(fd):
             status = os.fstat(fd)
             _require_own(status, self.path)
             return _decode(os.read(fd, _MAX_BYTES)) if stat.S_ISREG(status.st_mode) else None
-        finally:
-            os.close(fd)
 
     @staticmethod
     def _remove_abandoned(folder: int, temporary: str) -> None:
-        """Removes the leftover of a killed process."""
         with suppress(OSError):
             if os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_mtime < time.time() - _ABANDONED_SECONDS:
                 os.unlink(temporary, dir_fd=folder)
@@ -156,13 +151,7 @@ def _decode(data: bytes) -> SeenHead | None:
         url, identity = body.get("url", ""), body.get("inode", 0)  # earlier builds write none
     except (ValueError, KeyError, TypeError):
         return None
-    is_sound = (
-        type(log) is type(url) is str
-        and all(type(value) is int and value >= 0 for value in (n, accepted_ns, dismissed_n, identity))
-        and len(digest) == DIGEST_BYTES
-    )
-    return (
-        SeenHead(head=Head(n, Digest(digest)), accepted_ns=accepted_ns, dismissed_n=dismissed_n, log=log, url=url, identity=identity)
-        if is_sound
-        else None
-    )
+    are_counts = all(type(value) is int and value >= 0 for value in (n, accepted_ns, dismissed_n, identity))
+    if not (are_counts and type(log) is type(url) is str and len(digest) == DIGEST_BYTES):
+        return None
+    return SeenHead(head=Head(n, Digest(digest)), accepted_ns=accepted_ns, dismissed_n=dismissed_n, log=log, url=url, identity=identity)

@@ -98,8 +98,6 @@ class Log:
         self._jitter = jitter
         self._lock = ProcessLock()
 
-    # --- read ---------------------------------------------------------------------------------------------------------
-
     def view(self) -> RefTable:
         """A view of the ref table at one entry, that of the last `sync` or `append` or a later one, which does not change.
 
@@ -289,8 +287,6 @@ class Log:
             BrokenLogError: an entry is missing, damaged or off the hash chain.
         """
         return self.chain.entries_from(start)
-
-    # --- append -------------------------------------------------------------------------------------------------------
 
     def append(self, build: Build, *, write_id: bytes | None = None, also: Also | None = None, at: RefTable | None = None) -> Appended:
         """Adds one entry with the operations that `build` makes at the head; durable and visible to all when it returns.

@@ -84,14 +84,7 @@ class Op:
         origin: dict[str, Any] = {} if staged is None else {"staged": staged}
         if duration_ns is not None:
             origin["duration_ns"] = duration_ns
-        return _op(
-            "put",
-            **origin,
-            **_content(ref, snapshot, record, sealed_record),
-            txn=txn,
-            anchor=anchor,
-            **_described(record),
-        )
+        return _op("put", **origin, **_content(ref, snapshot, record, sealed_record), txn=txn, anchor=anchor, **_described(record))
 
     @classmethod
     def staged(cls, ref: str, snapshot: Ulid, record: Record, sealed_record: bytes, *, txn: bytes) -> "Op":

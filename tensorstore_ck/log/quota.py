@@ -15,7 +15,6 @@ from tensorstore_ck.common.units import human_bytes, typed_bytes
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import QuotaExceededError
 from tensorstore_ck.log.ref_table import RefTable
-from tensorstore_ck.log.table_rows import QuotaRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +31,8 @@ class Quota:
     """Bytes that saves to these branches added to the store, of snapshots that a branch, tag, pin or undo window still holds."""
 
     def __repr__(self) -> str:
-        limits = [
-            f"{name} {typed_bytes(size)}" for name, size in (("warn", self.warn_bytes), ("refuse", self.refuse_bytes)) if size is not None
-        ]
+        given = (("warn", self.warn_bytes), ("refuse", self.refuse_bytes))
+        limits = [f"{name} {typed_bytes(size)}" for name, size in given if size is not None]
         return f"Quota({self.glob!r}, {', '.join(limits)}: {human_bytes(self.used_bytes)} used, {self.state})"
 
     @property
@@ -53,7 +51,7 @@ class Quota:
 
 def all_quotas(view: RefTable) -> dict[str, Quota]:
     """Glob -> quota."""
-    return {glob: _of_row(glob, row) for glob, row in view.quotas().items()}
+    return {glob: Quota(glob, *row[:3]) for glob, row in view.quotas().items()}
 
 
 class QuotaWarning(UserWarning):
@@ -62,7 +60,7 @@ class QuotaWarning(UserWarning):
 
 def quotas_of(view: RefTable, ref: str) -> list[Quota]:
     """The quotas that apply to a branch."""
-    return [_of_row(glob, row) for glob, row in view.quotas().items() if fnmatchcase(ref, glob)]
+    return [Quota(glob, *row[:3]) for glob, row in view.quotas().items() if fnmatchcase(ref, glob)]
 
 
 def check_quotas(view: RefTable, ref: str) -> list[Quota]:
@@ -96,7 +94,3 @@ def warn_of_quotas(url: str, quotas: Sequence[Quota], ref: str, new_bytes: int, 
                 QuotaWarning,
                 stacklevel=user_stacklevel(),
             )
-
-
-def _of_row(glob: str, row: QuotaRow) -> Quota:
-    return Quota(glob, row.warn_bytes, row.refuse_bytes, row.used_bytes)

@@ -287,12 +287,9 @@ class RefTable:
         """The current relocations of a pack, newest first."""
         if not self._has_rows(rows.RELOCATIONS):
             return []
-        current = [(Ulid(moved), rows.RELOCATIONS.decode(value)) for moved, value in self.scan(rows.RELOCATIONS, pack)]
+        current = ((Ulid(moved), rows.RELOCATIONS.decode(value)) for moved, value in self.scan(rows.RELOCATIONS, pack))
         ordered = sorted(current, key=lambda item: (item[1].n, item[0]), reverse=True)
-        return [
-            Relocation(pack=Ulid(pack), moved=moved, n=row.n, hash=row.hash, targets=tuple(split_ulids(row.targets)))
-            for moved, row in ordered
-        ]
+        return [Relocation(Ulid(pack), moved, row.n, row.hash, targets=tuple(split_ulids(row.targets))) for moved, row in ordered]
 
     def has_relocations(self) -> bool:
         """Whether packs may have current relocations: false only if the rows do not change and there is none."""

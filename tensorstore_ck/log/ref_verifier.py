@@ -178,15 +178,8 @@ def check_signed_ref(trust: TrustFile, signed: SignedRef, where: str = "") -> tu
         return None, f"it is signed{where} with the key {shown}, which is not trusted for {statement.ref!r}"
     if not is_signed_by(key, signed.signature, statement.encode()):
         return None, f"the signature{where} is forged, or was made for another store, log, ref or snapshot"
-    found = RefSignature(
-        ref=statement.ref,
-        root=statement.root.hex(),
-        step=statement.step,
-        key=shown,
-        number=statement.number,
-        time_ns=statement.time_ns,
-    )
-    return found, ""
+    made = {"number": statement.number, "time_ns": statement.time_ns}
+    return RefSignature(statement.ref, statement.root.hex(), statement.step, shown, **made), ""
 
 
 def find_signed_ref(log: Log, view: RefTable, resolved: Resolved, of: LogName, trusted: RefSignature | None) -> SignedRef | None:

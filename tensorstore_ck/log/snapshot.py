@@ -147,9 +147,7 @@ def pinned_snapshots(view: RefTable) -> tuple[PinnedSnapshot, ...]:
     """Every pin, by snapshot."""
     pins = ((view.snapshot(pin.ulid), pin) for pin in view.pins())
     return tuple(
-        PinnedSnapshot(
-            snapshot=Snapshot.from_info(info), owner=pin.owner, reason=pin.reason, expires_ns=pin.expires_ns, time_ns=pin.time_ns
-        )
+        PinnedSnapshot(Snapshot.from_info(info), pin.owner, pin.reason, pin.expires_ns, time_ns=pin.time_ns)
         for info, pin in pins
         if info is not None
     )

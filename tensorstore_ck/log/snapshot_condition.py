@@ -125,7 +125,6 @@ class SnapshotNames:
 
     @staticmethod
     def _checked(test: NameTest) -> list[Any]:
-        """The values to compare a field with."""
         match test.name.text:
             case "root":
                 return [*roots_of(test)]
@@ -177,7 +176,6 @@ def names_in(condition: str | None, sort: str | None) -> tuple[str, ...]:
 
 
 def _named(snapshot: Snapshot, name: str) -> list[float | str]:
-    """The metric and the attribute of a name."""
     return [values[name] for values in (snapshot.metrics, searchable(snapshot)) if name in values]
 
 

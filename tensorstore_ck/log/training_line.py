@@ -20,14 +20,10 @@ def training_line(visits: Iterable[SnapshotInfo]) -> list[SnapshotInfo]:
             keep = at + 1
         else:
             keep = len(line)
-            while keep and _is_later_or_same(line[keep - 1], info):
+            while keep and info.step is not None and (step := line[keep - 1].step) is not None and step >= info.step:
                 keep -= 1
         for gone in line[keep:]:
             del numbers[gone.root]
         line[keep:] = [info]
         numbers[info.root] = keep
     return line
-
-
-def _is_later_or_same(one: SnapshotInfo, other: SnapshotInfo) -> bool:
-    return one.step is not None and other.step is not None and one.step >= other.step

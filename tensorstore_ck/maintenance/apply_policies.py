@@ -137,7 +137,7 @@ def policies(engine: Engine) -> dict[str, Policy]:
     policies = {}
     for glob, row in engine.log.newest_view().policies().items():
         try:
-            policies[glob] = Policy.decode(row.rules)
+            policies[glob] = Policy.of(**row.rules)
         except InvalidOptionError as exc:
             raise InvalidOptionError(f"the policy for {glob!r} cannot be used: {exc}", object_id=glob) from exc
     return policies

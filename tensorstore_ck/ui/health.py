@@ -142,7 +142,7 @@ def read_ageing(connection: Connection, store: StoreKey) -> tuple[tuple[str, str
     rules_by_glob = []
     for glob, rules in rows:
         try:
-            policy = Policy.decode(parse_json(rules))
+            policy = Policy.of(**parse_json(rules))
         except InvalidOptionError as exc:
             rules_by_glob.append((glob, str(exc)))
             continue

@@ -6,14 +6,16 @@ own location. A pack is read, listed and deleted where it lies. A location that 
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from tensorstore_ck.backend.cold.locations import require_outside_store
 from tensorstore_ck.backend.cold.owner_marker import MARKER_NAME, FoundMarker, OwnerMarker, read_marker, write_marker
 from tensorstore_ck.backend.protocol import Backend, ObjectInfo
-from tensorstore_ck.common.ids import Ulid, parse_ulid
+from tensorstore_ck.common.ids import Ulid, parse_ulid, split_ulids
 from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import CorruptObjectError, GcRefusedError, MissingObjectError, PlaceUnavailableError, StoreError
+
+T = TypeVar("T")
 
 PACKS: Final = "packs/"
 
@@ -65,8 +67,6 @@ class ColdTierBackend:
         for pack, url in self.locations().items():
             by_url.setdefault(url, []).append(pack)
         return _from_pickle, (self._own, self._open_location, self._store, {url: b"".join(packs) for url, packs in by_url.items()})
-
-    # --- locations ----------------------------------------------------------------------------------------------------
 
     def add_locations(self, locations: Mapping[Ulid, str]) -> None:
         """Adds packs and their locations, found by reading the log without this host's cache."""
@@ -167,12 +167,9 @@ class ColdTierBackend:
             write_marker(backend, OwnerMarker(store or self._store, self._own.url))
             backend.close()
 
-    # --- the backend --------------------------------------------------------------------------------------------------
-
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """Reads the object where it lies."""
-        data: bytes = self._read(name, lambda backend: backend.get(name, max_bytes=max_bytes))
-        return data
+        return self._read(name, lambda backend: backend.get(name, max_bytes=max_bytes))
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """Reads the object where it lies."""
@@ -180,8 +177,7 @@ class ColdTierBackend:
 
     def size(self, name: str) -> int:
         """Asks the location where the object lies."""
-        size: int = self._read(name, lambda backend: backend.size(name))
-        return size
+        return self._read(name, lambda backend: backend.size(name))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Lists all locations. Their markers are not objects of the store."""
@@ -217,9 +213,7 @@ class ColdTierBackend:
         for backend in (self._own, *self._opened.values()):
             backend.close()
 
-    # --- inner --------------------------------------------------------------------------------------------------------
-
-    def _read(self, name: str, read: Callable[[Backend], Any]) -> Any:
+    def _read(self, name: str, read: Callable[[Backend], T]) -> T:
         url = self._known.get(pack) if (pack := _pack_of(name)) is not None else None
         if url is None:
             try:
@@ -295,12 +289,11 @@ class ColdTierBackend:
 
 
 def _pack_of(name: str) -> Ulid | None:
-    """The pack of that name; None for other objects."""
     return parse_ulid(name[-26:]) if name.startswith(PACKS) else None
 
 
 def _from_pickle(own: Backend, open_location: Callable[[str], Backend], store: str, by_url: Mapping[str, bytes]) -> ColdTierBackend:
     backend = ColdTierBackend(own, open_location, store=store)
     for url, joined in by_url.items():
-        backend.add_locations({Ulid(joined[at : at + 16]): url for at in range(0, len(joined), 16)})
+        backend.add_locations(dict.fromkeys(split_ulids(joined), url))
     return backend

@@ -46,7 +46,9 @@ class Claims:
                     os.close(fd)
                     return False
                 with suppress(OSError):  # a full disk: the lock suffices, unless this process dies before a child of it
-                    _write_holder(fd)
+                    holder = json.dumps(this_process()).encode()
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, holder, 0)
             except BaseException:
                 os.close(fd)
                 raise
@@ -102,9 +104,3 @@ def _holder(fd: int) -> Process | None:
         case [str(host), str(boot_id), str(namespace), int(pid), int(ticks)]:
             return Process(host=host, boot_id=boot_id, pid_namespace=namespace, pid=pid, start_ticks=ticks)
     return None
-
-
-def _write_holder(fd: int) -> None:
-    data = json.dumps(this_process()).encode()
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, data, 0)

@@ -25,6 +25,7 @@ from typing import Final
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.object_names import check_name
 from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.backend.protocol import size_if_there
 from tensorstore_ck.backend.staging.claims import Claims
 from tensorstore_ck.backend.staging.folder_lock import FolderLock
 from tensorstore_ck.backend.staging.sparse_files import FileUse, SparseFileCache, files_below
@@ -93,8 +94,6 @@ class StagingFolder:
                 object_id=self.path,
             )
 
-    # --- users ---
-
     def enter(self, sweep: Callable[[], object]) -> None:
         """Marks the folder as in use until `leave`; calls `sweep` first if no other process uses it."""
         if self._lock is None:
@@ -118,8 +117,6 @@ class StagingFolder:
         for info in self._root.list_uploads():
             self._root.abort_upload(info.name)
         self._claims.delete_others(self.list_manifests())
-
-    # --- space ---
 
     def space(self) -> Space | None:
         """The free space of its disk."""
@@ -162,8 +159,6 @@ class StagingFolder:
             freed += copy.used_bytes
         return freed
 
-    # --- objects ---
-
     def publish(self, names: Iterable[str]) -> None:
         """Turns unpublished objects, which are now durable in the store and named there, into copies. Idempotent."""
         names = list(names)
@@ -182,8 +177,6 @@ class StagingFolder:
             with contextlib.suppress(MissingObjectError):
                 self.unsent.sync_folders(name)
         self.journal.delete(names)
-
-    # --- manifests ---
 
     def write_manifest(self, key: str, data: bytes) -> None:
         """Writes or replaces a manifest, atomically and durably. This process publishes it: see `claim`."""
@@ -221,8 +214,6 @@ class StagingFolder:
         """Leaves the save of a manifest to other processes."""
         self._claims.release(key)
 
-    # --- uploads ---
-
     def note(self, entry: JournalEntry) -> None:
         """Writes a journal entry, evicting copies if needed: otherwise a full disk would never become empty."""
         try:
@@ -250,11 +241,7 @@ class StagingFolder:
 
     def has_unsent(self, name: str) -> bool:
         """Whether an unpublished object is here."""
-        try:
-            self.unsent.size(name)
-        except MissingObjectError:
-            return False
-        return True
+        return size_if_there(self.unsent, name) is not None
 
     def _inode(self, path: str) -> tuple[int, int] | None:
         try:

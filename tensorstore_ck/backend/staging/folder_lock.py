@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 
 from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.common.descriptors import closing_fd
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
 
@@ -36,12 +37,9 @@ class FolderLock:
         """Locks the file in the folder that was made after the one in use was deleted together with its lock."""
         if not self.end.alive:
             return
-        new = _open(name, folder_fd)
-        try:
+        with closing_fd(_open(name, folder_fd)) as new:
             fcntl.flock(new, fcntl.LOCK_SH)
             os.dup2(new, fd, inheritable=False)
-        finally:
-            os.close(new)
 
 
 def _open(name: str, folder_fd: int) -> int:

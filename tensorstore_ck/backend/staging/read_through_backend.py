@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Protocol
 
-from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.protocol import Backend, size_if_there
 from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.backend.staging.sparse_files import GRAIN_BYTES
 from tensorstore_ck.common.buffers import Buffer
@@ -60,8 +60,6 @@ class ReadThroughBackend:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
-
-    # --- read ---
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         self._of_thread.distrust_host.pop(name, None)
@@ -138,8 +136,6 @@ class ReadThroughBackend:
         with self._distrusting:
             return self._is_elsewhere(name) if name in self._distrusted else self._distrust_own(name)
 
-    # --- write ---
-
     def replace(self, name: str, data: Buffer) -> None:
         self.store.replace(name, data)
         self._forget(name)
@@ -150,8 +146,6 @@ class ReadThroughBackend:
     def close(self) -> None:
         self.folder.leave()
         self.store.close()
-
-    # --- copies ---
 
     def _reads_locally(self, name: str) -> bool:
         return name.startswith(KEPT_FOLDERS) and name not in self._distrusted
@@ -174,14 +168,14 @@ class ReadThroughBackend:
         else:
             if not self._others_have(name):
                 entry = self.folder.journal.read(name)
-                if entry is None or not entry.is_complete or self._stored_bytes(name) != unsent_bytes:
+                if entry is None or not entry.is_complete or size_if_there(self.store, name) != unsent_bytes:
                     return False
                 self.folder.unsent.delete([name])
         self._distrusted.add(name)
         return True
 
     def _is_elsewhere(self, name: str) -> bool:
-        return self._others_have(name) or self._stored_bytes(name) is not None
+        return self._others_have(name) or size_if_there(self.store, name) is not None
 
     def _others_have(self, name: str) -> bool:
         return any(other.has(name) for other in self.others)
@@ -191,13 +185,6 @@ class ReadThroughBackend:
             with contextlib.suppress(OSError):
                 self.folder.copies.drop(name)
         return name
-
-    def _stored_bytes(self, name: str) -> int | None:
-        """The object's size in the store; None if it is not there."""
-        try:
-            return self.store.size(name)
-        except MissingObjectError:
-            return None
 
     def _size_to_keep(self, name: str, range_bytes: int) -> int:
         """The object's size, which its sparse copy needs; 0 if a range of that length cannot be kept."""
@@ -258,16 +245,12 @@ class _SpaceQuota:
         with self._lock:
             if self._left_bytes < size_bytes:
                 self._left_bytes = max(size_bytes, self._lot_bytes)
-                self._is_granted = self._ask(self._left_bytes)
+                self._is_granted = False
+                with contextlib.suppress(StoreError):
+                    self._folder.evict(self._left_bytes)
+                    self._is_granted = True
             self._left_bytes -= size_bytes
             return self._is_granted
-
-    def _ask(self, size_bytes: int) -> bool:
-        try:
-            self._folder.evict(size_bytes)
-        except StoreError:
-            return False
-        return True
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.local_io import read_at, read_whole, write_at
 from tensorstore_ck.backend.object_names import check_name
 from tensorstore_ck.common.buffers import Buffer, byte_views
+from tensorstore_ck.common.descriptors import closing_fd
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
 
@@ -49,21 +50,17 @@ class SparseFileCache:
         fd = self._open(name)
         if fd is None:
             return None
-        try:
+        with closing_fd(fd):
             size = os.fstat(fd).st_size
             return read_whole(fd, size) if _is_data(fd, 0, size) else None
-        finally:
-            os.close(fd)
 
     def read_into(self, name: str, offset: int, target: memoryview) -> bool:
         """Fills `target` if the whole range is there."""
         fd = self._open(name)
         if fd is None:
             return False
-        try:
+        with closing_fd(fd):
             return _is_data(fd, offset, len(target)) and read_at(fd, target, offset) == len(target)
-        finally:
-            os.close(fd)
 
     def size(self, name: str) -> int:
         """The size of the object, parts of which may be missing; 0 without a copy."""
@@ -80,25 +77,19 @@ class SparseFileCache:
         """Keeps a range, in whole grains, of an object of that size."""
         path = self.path(name)
         self._folder.make_folders(os.path.dirname(path))
-        fd = os.open(path, _KEEP, FILE_MODE, dir_fd=self._folder.fd())
-        try:
+        with closing_fd(os.open(path, _KEEP, FILE_MODE, dir_fd=self._folder.fd())) as fd:
             if os.fstat(fd).st_size != size_bytes:
                 os.ftruncate(fd, 0)  # a new file, or not a copy of this object
                 os.ftruncate(fd, size_bytes)
             write_at(fd, byte_views([data]), offset)
-        finally:
-            os.close(fd)
 
     @functools.cached_property
     def keeps_ranges(self) -> bool:
         """Whether the filesystem reports holes exactly: tested once."""
-        fd = self._folder.open_nameless(_BELOW)
-        try:
+        with closing_fd(self._folder.open_nameless(_BELOW)) as fd:
             os.ftruncate(fd, 8 * GRAIN_BYTES)
             write_at(fd, [memoryview(bytes(GRAIN_BYTES))], 2 * GRAIN_BYTES)
             return _is_data(fd, 2 * GRAIN_BYTES, GRAIN_BYTES) and not any(_is_data(fd, at * GRAIN_BYTES, 1) for at in (0, 1, 3, 7))
-        finally:
-            os.close(fd)
 
     def drop(self, name: str) -> bool:
         """Deletes a copy; returns whether there was one."""
@@ -125,7 +116,6 @@ def files_below(folder: PrivateFolder, below: str) -> Iterator[FileUse]:
 
 
 def _is_data(fd: int, offset: int, size: int) -> bool:
-    """Whether that range is in the file, without a hole."""
     try:
         return os.lseek(fd, offset, os.SEEK_HOLE) >= offset + size
     except OSError:

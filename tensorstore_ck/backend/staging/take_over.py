@@ -15,6 +15,7 @@ from typing import Final
 
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.backend.staging.folder import USERS
+from tensorstore_ck.common.descriptors import closing_fd
 from tensorstore_ck.common.owned_files import closed_folders, open_own_folder, scan
 from tensorstore_ck.errors import InvalidOptionError, PermissionDeniedError
 from tensorstore_ck.redaction import one_line
@@ -41,7 +42,7 @@ def taken_over(path: str, owner: int) -> Iterator[None]:
         raise PermissionDeniedError(f"only root can publish or drop what another user staged in {path}", object_id=path)
     with os_errors("take over", path):
         fd = open_own_folder(path, owner)
-    try:
+    with closing_fd(fd):
         with os_errors("take over", path):
             _require_unused(fd, path, owner)
             _take(fd, path, owner, user)
@@ -50,8 +51,6 @@ def taken_over(path: str, owner: int) -> Iterator[None]:
         finally:
             with os_errors("give back", path):
                 _give_back(fd, owner)
-    finally:
-        os.close(fd)
 
 
 def _take(fd: int, path: str, owner: int, user: int) -> None:
@@ -78,50 +77,39 @@ def _give_back(fd: int, owner: int) -> None:
     """Only this user has put anything there since it was checked."""
     folders = ["."]
     for folder in folders:  # grows meanwhile
-        at = os.open(folder, _FOLDER, dir_fd=fd)
-        try:
+        with closing_fd(os.open(folder, _FOLDER, dir_fd=fd)) as at:
             for name, found in scan(".", at):
                 if stat.S_ISDIR(found.st_mode):
                     folders.append(f"{folder}/{name}")
                 elif found.st_nlink == 1:
                     os.chown(name, owner, -1, dir_fd=at, follow_symlinks=False)
-        finally:
-            os.close(at)
     _chown_folders(fd, reversed(folders), owner)
 
 
 def _chown_folders(fd: int, folders: Iterable[str], owner: int) -> None:
     for folder in folders:
-        at = os.open(folder, _FOLDER, dir_fd=fd)
-        try:
+        with closing_fd(os.open(folder, _FOLDER, dir_fd=fd)) as at:
             os.fchown(at, owner, -1)
-        finally:
-            os.close(at)
 
 
 def _require_unused(fd: int, path: str, owner: int) -> None:
-    with suppress(FileNotFoundError):
-        file = os.open(USERS, _FILE, dir_fd=fd)
+    with suppress(FileNotFoundError), closing_fd(os.open(USERS, _FILE, dir_fd=fd)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _in_use(path, owner) from None
-        finally:
-            os.close(file)
 
 
 def _require_unwritten(name: str, dir_fd: int, path: str, owner: int) -> None:
     """Checks that no process has a file open for writing: the kernel then grants no lease on it."""
-    file = os.open(name, _FILE, dir_fd=dir_fd)
-    try:
-        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError as exc:
-        if exc.errno in _HELD:
-            raise _in_use(path, owner) from None
-        raise
-    finally:
-        os.close(file)
+    with closing_fd(os.open(name, _FILE, dir_fd=dir_fd)) as file:
+        try:
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except OSError as exc:
+            if exc.errno in _HELD:
+                raise _in_use(path, owner) from None
+            raise
 
 
 def _in_use(path: str, owner: int) -> InvalidOptionError:

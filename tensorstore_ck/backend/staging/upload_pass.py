@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count
 from typing import Final
 
-from tensorstore_ck.backend.protocol import Backend, finishing
+from tensorstore_ck.backend.protocol import Backend, finishing, size_if_there
 from tensorstore_ck.backend.resumable_upload import NameTakenError, ResumableBackend, Upload, UploadGoneError, UploadPiece, resumable
 from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.backend.staging.unsent_file import UnsentFile
@@ -112,8 +112,6 @@ class UploadPass:
         file.close()
         self._left.append(file.name)
 
-    # --- in the store already ---
-
     def _accept_stored(self, file: UnsentFile, entry: JournalEntry, stored_bytes: int) -> None:
         """The store has an object of that name, from an earlier try or another process: if it is this one, nothing is left to send."""
         if stored_bytes == file.size_bytes and (entry.is_complete or self._is_same(file, entry.store_name)):
@@ -139,8 +137,6 @@ class UploadPass:
             if staged[:size] != stored[:size]:
                 return False
         return True
-
-    # --- in pieces ---
 
     def _begin(self, store: ResumableBackend, file: UnsentFile, entry: JournalEntry) -> Upload:
         name, size, answered = entry.store_name, file.size_bytes, self._policy.call
@@ -191,7 +187,6 @@ class UploadPass:
             transfer.file.close()
 
     def _body(self, file: UnsentFile, piece: UploadPiece) -> io.BytesIO:
-        """The piece, in this thread's buffer."""
         body: io.BytesIO | None = getattr(self._buffers, "body", None)
         if body is None:
             body = self._buffers.body = io.BytesIO()
@@ -204,14 +199,12 @@ class UploadPass:
         body.seek(0)
         return body
 
-    # --- whole ---
-
     def _send_whole(self, file: UnsentFile, entry: JournalEntry) -> None:
         self._folder.note(entry)
         tries = count()
 
         def send() -> None:
-            if next(tries) and self._exists(entry.store_name):
+            if next(tries) and size_if_there(self._store, entry.store_name) is not None:
                 raise NameTakenError
             self._write(file, entry.store_name)
 
@@ -239,25 +232,13 @@ class UploadPass:
             self._report(-reported)
             raise
 
-    # --- both ---
-
     def _take_turn(self, size_bytes: int) -> None:
         self._policy.check()
         if self._limit is not None:
             self._limit.wait(size_bytes, self._policy.pause)
 
     def _stored_bytes(self, store_name: str) -> int | None:
-        try:
-            return self._policy.call(lambda: self._store.size(store_name))
-        except MissingObjectError:
-            return None
-
-    def _exists(self, store_name: str) -> bool:
-        try:
-            self._store.size(store_name)
-        except MissingObjectError:
-            return False
-        return True
+        return self._policy.call(lambda: size_if_there(self._store, store_name))
 
     def _report(self, count: int, transfer: _Transfer | None = None) -> None:
         with self._lock:

@@ -43,9 +43,8 @@ class Uploader:
             InvalidOptionError: not a number of requests.
         """
         if max_parallel_requests < 1:
-            raise InvalidOptionError(
-                f"max_parallel_requests must be 1 or more, not {max_parallel_requests}", object_id="max_parallel_requests"
-            )
+            text = f"max_parallel_requests must be 1 or more, not {max_parallel_requests}"
+            raise InvalidOptionError(text, object_id="max_parallel_requests")
         self._folder = folder
         self._store = store
         self._threads = max_parallel_requests

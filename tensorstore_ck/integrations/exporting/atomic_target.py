@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple
 
-from tensorstore_ck.backend.local_io import sync_path
 from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.common.descriptors import sync_path
 from tensorstore_ck.common.free_space import mount_point
 from tensorstore_ck.errors import AlreadyExistsError, NoSpaceError, NotFoundError
 

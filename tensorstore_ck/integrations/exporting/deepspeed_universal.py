@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from tensorstore_ck.backend.local_io import sync_path
+from tensorstore_ck.common.descriptors import sync_path
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, COUNTERS, EXPORTED, MASTER, MICRO_OFFSET, UNSAVED_COUNTERS
 from tensorstore_ck.integrations.exporting.atomic_target import require_disk_space

@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple, Self
 import numpy as np
 import torch
 
-from tensorstore_ck.backend.local_io import sync_path
 from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.common.descriptors import sync_path
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import SnapshotContent

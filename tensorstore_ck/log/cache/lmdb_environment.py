@@ -22,18 +22,10 @@ from zlib import crc32
 
 import lmdb
 
+from tensorstore_ck.common.descriptors import closing_fd
 from tensorstore_ck.log.cache.batch_lock import BatchLock
 from tensorstore_ck.log.cache.lmdb_rows import CRC_BYTES, LmdbView, get_row, get_rows, read_page
-from tensorstore_ck.log.cache.protocol import (
-    PAGE_ITEMS,
-    Batch,
-    Item,
-    TableBusyError,
-    TableDamagedError,
-    TableError,
-    bad_key,
-    scan_pages,
-)
+from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, TableError, bad_key, scan_pages
 
 with suppress(ImportError):  # some versions import it at the first `lmdb.open`: a child forked during that would hang
     import_module("lmdb._envid")
@@ -178,8 +170,6 @@ class Environment:
                 self.lock.close()
 
     def _read(self, read: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `read` in a transaction."""
-
         def use(txn: Any) -> T:
             with txn:
                 return read(txn, *args, **kwargs)
@@ -382,13 +372,11 @@ def allocate(path: Path, size_bytes: int) -> None:
     Raises:
         OSError: the disk is full, or the file cannot be used.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        status = os.fstat(fd)
-        if not status.st_size or status.st_blocks * 512 < status.st_size:
-            os.posix_fallocate(fd, 0, status.st_size or size_bytes)
-    except OSError as exc:
-        exc.filename = str(path)
-        raise
-    finally:
-        os.close(fd)
+    with closing_fd(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)) as fd:
+        try:
+            status = os.fstat(fd)
+            if not status.st_size or status.st_blocks * 512 < status.st_size:
+                os.posix_fallocate(fd, 0, status.st_size or size_bytes)
+        except OSError as exc:
+            exc.filename = str(path)
+            raise

@@ -18,6 +18,7 @@ from typing import Final
 
 import platformdirs
 
+from tensorstore_ck.common.descriptors import closing_fd
 from tensorstore_ck.common.filesystem_kind import NETWORK_FILESYSTEM, filesystem_of
 from tensorstore_ck.common.owned_files import FOLDER_MODE, open_own_folder, require_safe_parent
 from tensorstore_ck.common.user_frames import user_stacklevel
@@ -93,12 +94,9 @@ def private_folder(base: Path, name: str) -> Path:
     for folder in (base, base / name):
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=FOLDER_MODE)
-        fd = open_own_folder(str(folder), os.geteuid())
-        try:
+        with closing_fd(open_own_folder(str(folder), os.geteuid())) as fd:
             if os.fstat(fd).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise PermissionError(f"{folder} can be written by others; chmod go-w it")
-        finally:
-            os.close(fd)
     kind = filesystem_of(base / name)
     if NETWORK_FILESYSTEM.fullmatch(kind):
         raise OSError(f"it is on a {kind} filesystem, where LMDB is not safe")

@@ -30,7 +30,7 @@ def policies_of(view: RefTable, ref: str) -> dict[str, Policy]:
     for glob, row in view.policies().items():
         if fnmatchcase(ref, glob):
             try:
-                policies[glob] = Policy.decode(row.rules)
+                policies[glob] = Policy.of(**row.rules)
             except InvalidOptionError as exc:
                 raise InvalidOptionError(f"the policy for {glob!r} cannot be used: {exc}", object_id=glob) from exc
     return policies

@@ -52,9 +52,8 @@ def choose(
     gone: dict[Ulid, str] = {}
     for policy in policies:
         kept = _kept(history, policy, now_ns)
-        for ulid, limit in _beyond(
-            [candidate.info for candidate in reversed(history)], policy, kept.keys(), certain, now_ns=now_ns, added_bytes=added_bytes
-        ):
+        newest_first = [candidate.info for candidate in reversed(history)]
+        for ulid, limit in _beyond(newest_first, policy, kept.keys(), certain, now_ns=now_ns, added_bytes=added_bytes):
             if ulid not in certain:
                 del kept[ulid]
                 gone[ulid] = limit
@@ -136,7 +135,6 @@ def unmatched(history: Sequence[SnapshotInfo], policy: Policy) -> list[Unmatched
 
 
 def _firsts(infos: Iterable[SnapshotInfo], period: Callable[[SnapshotInfo], Hashable]) -> Iterable[SnapshotInfo]:
-    """The first snapshot of each period."""
     firsts: dict[Hashable, SnapshotInfo] = {}
     for info in infos:
         firsts.setdefault(period(info), info)

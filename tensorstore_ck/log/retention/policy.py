@@ -93,7 +93,9 @@ class Policy:
 
     @classmethod
     def of(cls, **rules: object) -> Self:
-        """A policy from rules as users write them: ``keep_best=(3, "val_loss", "min")``, ``expire_after="30d"``, ``max_bytes="2TB"``.
+        """A policy from rules as users write them, or as the log has them.
+
+        Such as ``keep_best=(3, "val_loss", "min")``, ``expire_after="30d"``, ``max_bytes="2TB"``.
 
         Raises:
             InvalidOptionError: an unknown rule, an invalid value, rules that contradict each other, or none that keeps anything.
@@ -123,15 +125,6 @@ class Policy:
         """
         if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
             raise InvalidOptionError(f"a policy is a dict of rules, such as {{'keep_last': 5}}, not {rules!r}", object_id="policy")
-        return cls.of(**rules)
-
-    @classmethod
-    def decode(cls, rules: Mapping[str, Any]) -> Self:
-        """The policy of rules from the log.
-
-        Raises:
-            InvalidOptionError: it has a rule that this build does not know, or an invalid one.
-        """
         return cls.of(**rules)
 
     def encode(self) -> dict[str, Any]:
@@ -259,6 +252,5 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _length(seconds: float) -> str:
-    return next(
-        (f"{seconds / size:g}{unit}" for unit, size in _UNITS if seconds >= size and math.fmod(seconds, size) == 0), f"{seconds:g}s"
-    )
+    whole = (f"{seconds / size:g}{unit}" for unit, size in _UNITS if seconds >= size and math.fmod(seconds, size) == 0)
+    return next(whole, f"{seconds:g}s")

@@ -38,6 +38,5 @@ def _rate(rule: object) -> float | None:
 
 
 def _writing(view: RefTable, since_ns: int) -> Iterator[str]:
-    """The branches that were published or staged to since."""
     yield from (head.name for head in view.heads() if head.time_ns >= since_ns)
     yield from (info.ref for _, info in view.all_staged() if info.arrived_ns >= since_ns)

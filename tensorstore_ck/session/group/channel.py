@@ -293,14 +293,12 @@ class Channel:
         return self.watch.silent(self._call(look, deadline), self.clock())
 
     def _silent_without(self, keys: Mapping[str, int], deadline: float) -> list[int]:
-        """The silent ranks that have not written their key."""
         silent = set(self._silent(keys.values(), deadline))
         awaited = [key for key, rank in keys.items() if rank in silent]
         written = self._values_of(awaited, deadline)
         return [keys[key] for key in awaited if key not in written]
 
     def _values_of(self, keys: Sequence[str], deadline: float) -> dict[str, bytes]:
-        """The raw values of the keys that exist."""
         names = [self._prefix + key for key in keys]
         values: dict[str, bytes] = {}
         for start in range(0, len(names), BATCH):

@@ -28,14 +28,9 @@ SHARES: Final = 16
 _Words = npt.NDArray[np.uint64]
 
 
-class RegionShare(NamedTuple):
-    """The tensors that a save compares: all of them at the first save, later one of `SHARES` parts, in rotation."""
-
-    turn: int
-
-    def has(self, tensor: int) -> bool:
-        """Whether this save compares a tensor."""
-        return not self.turn or tensor % SHARES == self.turn % SHARES
+def is_compared(tensor: int, turn: int) -> bool:
+    """Whether the turn-th save compares a tensor: all of them at the first save, later one of `SHARES` parts, in rotation."""
+    return not turn or tensor % SHARES == turn % SHARES
 
 
 class RegionSum(NamedTuple):
@@ -69,27 +64,27 @@ class ReportedRegions(NamedTuple):
     digest: bytes
 
 
-def reported_digests(captured: CapturedState, known: PlanMemory, rank: int, share: RegionShare) -> list[ReportedRegions]:
+def reported_digests(captured: CapturedState, known: PlanMemory, rank: int, turn: int) -> list[ReportedRegions]:
     """Digests of the regions that other ranks report, too, in the same order on all. `captured`: this rank's state before planning."""
     held: list[tuple[tuple[int, BoxBounds], ReportedRegions]] = []
     for tensor, mine, boxes, entries in reported_by(captured, known, rank):
         start = 0
         for box, number in zip(boxes, entries, strict=True):
             size_bytes = prod(box.sizes) * captured.layout.tensors[mine].item_bytes
-            if number != SOLE and share.has(tensor):
+            if number != SOLE and is_compared(tensor, turn):
                 key = bytes(derived_hash("told set of ranks", (number >> 1).to_bytes(4, "little"))[:8])
                 held.append(((tensor, box), ReportedRegions(key, tensor, _digest(captured.sources[mine], start, start + size_bytes))))
             start += size_bytes
     return [reported for _, reported in sorted(held)]
 
 
-def sums_of(captured: CapturedState, known: PlanMemory, rank: int, share: RegionShare) -> list[RegionSum]:
+def sums_of(captured: CapturedState, known: PlanMemory, rank: int, turn: int) -> list[RegionSum]:
     """The sums of this rank; `captured` is its state before planning."""
     layout = known.plan.layout
     if not known.plan.compared or layout is None:
         return []
     reported = {one.tensor: without_copies(captured, one) for one in reported_by(captured, known, rank)}
-    cuts_of = {one.tensor: one.cuts for one in known.plan.compared if share.has(one.tensor)}
+    cuts_of = {one.tensor: one.cuts for one in known.plan.compared if is_compared(one.tensor, turn)}
     sums: dict[int, RegionSum] = {}
     for place in known.places:
         tensor, spec = place.tensor, layout.tensors[place.tensor]
@@ -111,9 +106,8 @@ def sums_of(captured: CapturedState, known: PlanMemory, rank: int, share: Region
 
 
 def _regions(spec: TensorSpec, placed: MeshSpread, rank: int, cut: CompleteCut) -> list[Region]:
-    return regions_of_rank(
-        Layout(tensors=[spec], tree=0, storages=(), meshes=[placed.mesh], spreads=[Sharding(0, placed.placements)]), rank, cut.ranks
-    )
+    layout = Layout(tensors=[spec], tree=0, storages=(), meshes=[placed.mesh], spreads=[Sharding(0, placed.placements)])
+    return regions_of_rank(layout, rank, cut.ranks)
 
 
 def _digest(source: ByteSource, start: int, stop: int) -> bytes:

@@ -53,11 +53,8 @@ class FailureReason(NamedTuple):
             TypeError: it is not one.
         """
         kind = take(record, "kind", str)
-        return cls(
-            take(record, "text", str),
-            kind if issubclass(BY_KIND.get(kind, SnapshotAbortedError), LASTING) else "",
-            take(record, "object", str),
-        )
+        is_lasting = issubclass(BY_KIND.get(kind, SnapshotAbortedError), LASTING)
+        return cls(take(record, "text", str), kind if is_lasting else "", take(record, "object", str))
 
     @classmethod
     def of_outcome(cls, outcome: Body) -> "FailureReason | None":

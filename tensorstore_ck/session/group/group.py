@@ -21,7 +21,7 @@ from tensorstore_ck.format.sealed import take, take_count
 from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, StoreRunner
 from tensorstore_ck.session.group.failure_reason import FailureReason
 from tensorstore_ck.session.group.late_ranks import ASK_SECONDS, Wait
-from tensorstore_ck.session.group.liveness import DEAD_AFTER_SECONDS, Heartbeat, LivenessWatch, beat_seconds
+from tensorstore_ck.session.group.liveness import DEAD_AFTER_SECONDS, Heartbeat, LivenessWatch, beat_seconds, end_thread
 from tensorstore_ck.session.group.rank_messages import named_ranks
 from tensorstore_ck.session.group.round import GRACE_SECONDS, Round
 from tensorstore_ck.session.group.round_ledger import RoundLedger
@@ -36,7 +36,6 @@ _Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[KeyValue], Any] | None] 
 ROOT: Final = "tsck/"
 _TIME_BYTES: Final = 6
 _NUMBER_BYTES: Final = 4
-_END_SECONDS: Final = 1.0
 RENEW_SECONDS: Final = 10.0
 """How long reconnecting may take: torch tries to reach a server that is gone for as long as the store's own timeout."""
 
@@ -51,7 +50,7 @@ class StoreThread:
         # A daemon: a call that hangs must not keep the process from ending.
         thread = Helper(partial(_serve, store, calls, self._is_broken), "tsck-group")
         thread.start()
-        self.close = weakref.finalize(self, _end, calls, thread)
+        self.close = weakref.finalize(self, end_thread, calls, thread)
         """Ends the thread; later calls time out. Idempotent."""
 
     def __call__(self, action: Callable[[KeyValue], T], seconds: float) -> T:
@@ -77,13 +76,6 @@ class StoreThread:
         except TimeoutError as exc:
             call.cancel()  # a call that has not begun never will
             raise TimeoutError(f"no answer within {seconds:.0f} s") from exc
-
-
-def _end(calls: _Calls, thread: threading.Thread) -> None:
-    """Ends the thread; also at the end of the process, which must not interrupt a call in C++."""
-    calls.put(None)
-    if thread is not threading.current_thread():
-        thread.join(_END_SECONDS)
 
 
 def _serve(store: Any, calls: _Calls, is_broken: Flag) -> None:
@@ -162,13 +154,7 @@ class Group:
         self._lock = threading.Lock()
 
     def begin(
-        self,
-        title: str,
-        *,
-        object_id: str,
-        timeout: float,
-        grace: float = GRACE_SECONDS,
-        sleep: Callable[[float], object] | None = None,
+        self, title: str, *, object_id: str, timeout: float, grace: float = GRACE_SECONDS, sleep: Callable[[float], object] | None = None
     ) -> Round:
         """The next round of the group, which the caller then runs. Waits for rank 0 if it is the first one.
 

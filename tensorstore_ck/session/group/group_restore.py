@@ -60,20 +60,14 @@ class GroupReading:
             do(take(go, "bits", bytes))
             return {}
 
-        self._meet(
-            Participant(propose=lambda: {"bits": bits}, execute=execute, resolve=None, compare=self._common_bits, commit=lambda _: {})
-        )
+        self._meet(Participant(lambda: {"bits": bits}, execute, None, self._common_bits, commit=lambda _: {}))
 
     def fail(self, problem: Exception) -> None:
         """Reports that this rank failed before its `agree`. Without it the other ranks would wait, then be one round ahead."""
         if not self.must_agree:
             return
-
-        def propose() -> Body:
-            raise problem
-
         with suppress(StoreError):
-            self._meet(Participant(propose=propose, execute=lambda _: {}, resolve=None, compare=lambda _: {}, commit=lambda _: {}))
+            self._meet(Participant.failed(problem, None))
 
     def _meet(self, participant: Participant) -> None:
         self._own.begin(self._title, object_id=self._title, timeout=self._timeout_seconds).run(participant)
@@ -119,16 +113,8 @@ class GroupRestore(Generic[T]):
     def run(self) -> tuple[T, Resolved]:
         """The result of `read`, and the snapshot."""
         try:
-            self._attempt.run(
-                Participant(
-                    propose=self._propose,
-                    execute=self._execute,
-                    resolve=None,
-                    compare=self._compare,
-                    commit=self._require_claimed,
-                    begins_rounds=True,
-                )
-            )
+            steps = Participant(self._propose, self._execute, None, self._compare, commit=self._require_claimed, begins_rounds=True)
+            self._attempt.run(steps)
         finally:
             self._host.close()
             if self._sources is not None:
@@ -143,9 +129,8 @@ class GroupRestore(Generic[T]):
         require_same(proposals, ("address",), self._own.in_job)
         resolved = self._find(self._address)
         numbers: dict[bytes, int] = {}
-        hosts = [
-            numbers.setdefault(take(proposal, "host", bytes) or f"rank {rank}".encode(), rank) for rank, proposal in enumerate(proposals)
-        ]
+        names = (take(proposal, "host", bytes) or f"rank {rank}".encode() for rank, proposal in enumerate(proposals))
+        hosts = [numbers.setdefault(name, rank) for rank, name in enumerate(names)]
         return {
             "snapshot": resolved.info.ulid,
             "branch": resolved.branch,

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from tensorstore_ck.common.descriptors import closing_fd
 from tensorstore_ck.common.ids import DIGEST_BYTES, derived_hash
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.engine.engine import Engine
@@ -119,8 +120,6 @@ class HostSharedReads:
         if windows:
             own += _Passing(self, windows, mine, lambda blocks: read_blocks(engine, info, blocks)).run()
         read_blocks(engine, info, own)
-
-    # --- what is shared -----------------------------------------------------------------------------------------------
 
     def _plan(self, number: int, mine: dict[bytes, list[WantedBlock]]) -> "list[list[_Shared]]":
         """The blocks that several ranks want, in windows; the same on all ranks."""
@@ -375,22 +374,19 @@ class _Passing:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of a file."""
     try:
         file = os.open(path, os.O_RDWR)
     except OSError:
         return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
+    with closing_fd(file):
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False
 
 
 def _remove_stale(base: Path) -> None:
-    """Removes the folders of ranks that were killed."""
     for folder in base.glob("tsck-*"):
         with contextlib.suppress(OSError):
             status = folder.stat()

@@ -55,7 +55,7 @@ class Heartbeat:
             thread.start()
         except (RuntimeError, MemoryError):
             return
-        self._finalizer = weakref.finalize(self, _end, ends, thread)
+        self._finalizer = weakref.finalize(self, end_thread, ends, thread)
 
     def close(self) -> None:
         """Ends the thread; idempotent."""
@@ -80,8 +80,8 @@ def _beat(store: Any, name: str, seconds: float, ends: "queue.SimpleQueue[None]"
         return
 
 
-def _end(ends: "queue.SimpleQueue[None]", thread: threading.Thread) -> None:
-    """Ends the thread; also at the end of the process, which must not interrupt a call in C++."""
+def end_thread(ends: "queue.SimpleQueue[Any]", thread: threading.Thread) -> None:
+    """Ends a thread that a None in the queue ends; also at the end of the process, which must not interrupt a call in C++."""
     ends.put(None)
     if thread is not threading.current_thread():
         thread.join(_END_SECONDS)

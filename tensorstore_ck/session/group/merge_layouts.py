@@ -157,8 +157,6 @@ class _Uniting:
         )
         return UnitedState(layout, self._holes, compared, reported)
 
-    # --- the tree -----------------------------------------------------------------------------------------------------
-
     def _node(self, trees: Sequence[tuple[int, Tree]], *, is_numbered: bool) -> Node:
         """The node at one path of some kinds. `is_numbered`: below a dict with numbers as keys."""
         first = trees[0][1]
@@ -221,8 +219,6 @@ class _Uniting:
                 text = f"the same number may mean different parameters on {who} and on {others}, which have other tensors"
                 raise LayoutMismatchError(path, text, BY_NAME)
 
-    # --- tensors ------------------------------------------------------------------------------------------------------
-
     def _tensor(self, sides: Sequence[tuple[int, Leaf]]) -> Node:
         side, first = sides[0]
         flags = first.flags
@@ -240,7 +236,6 @@ class _Uniting:
         return len({self._kinds[side].layout.tensors[leaf.index][1:] for side, leaf in sides}) == 1
 
     def _known(self, sides: Sequence[tuple[int, Leaf]]) -> int | None:
-        """The merged tensor of all these tensors, if there is one."""
         numbers = {self._number_of.get((side, leaf.index)) for side, leaf in sides}
         return numbers.pop() if len(numbers) == 1 else None
 
@@ -252,9 +247,8 @@ class _Uniting:
             own = self._spec(leaf, side) if are_views else self._kinds[side].layout.tensors[leaf.index]
             if (own.dtype, own.shape) != (spec.dtype, spec.shape):
                 what = {sides[0][0]: f"{spec.dtype} {list(spec.shape)}", side: f"{own.dtype} {list(own.shape)}"}
-                raise LayoutMismatchError(
-                    leaf.path, _each(self._kinds, what), f"give what differs by rank names of its own, or {RANK_STATE}"
-                )
+                advice = f"give what differs by rank names of its own, or {RANK_STATE}"
+                raise LayoutMismatchError(leaf.path, _each(self._kinds, what), advice)
             is_whole = leaf.kind == "tensor" or not are_views
             member.sides[side] = Leaf(leaf.path, "tensor", leaf.index, leaf.index) if is_whole else leaf
             if is_whole:
@@ -268,9 +262,8 @@ class _Uniting:
         dtype, shape = leaf.node[2], tuple(leaf.node[3])
         item_bytes = self._item_bytes.get(dtype) or (np.dtype(dtype[3:]).itemsize if dtype.startswith("np:") else 0)
         if not item_bytes:
-            raise LayoutMismatchError(
-                leaf.path, "it shares memory with another tensor in different ways on the ranks", "save copies (.clone())"
-            )
+            text = "it shares memory with another tensor in different ways on the ranks"
+            raise LayoutMismatchError(leaf.path, text, "save copies (.clone())")
         return TensorSpec(leaf.path, dtype, item_bytes, shape)
 
     def _cuts(self, spec: TensorSpec, member: _Member) -> list[CompleteCut]:
@@ -289,7 +282,6 @@ class _Uniting:
         return Sharding(meshes.setdefault(cut.spread.mesh, len(meshes)), cut.spread.placements)
 
     def _reported(self, spec: TensorSpec, member: _Member, cuts: Sequence[CompleteCut]) -> list[ReportedRegionsTensor]:
-        """The reported regions of a tensor, for each cut."""
         tensors = []
         for cut in cuts:
             if not isinstance(cut.spread, MeshSpread):
@@ -350,7 +342,6 @@ def values_of(united: UnitedState, kinds: Sequence[RankKind]) -> tuple[list[Any]
 
 
 def _check_value(hole: ValueHole, kinds: Sequence[RankKind]) -> None:
-    """Checks that all kinds have the same value."""
     if len({_said(kinds[at], kinds[at].values[number]) for at, number in hole.places}) > 1:
         shown = {at: _shown(kinds[at], kinds[at].values[number]) for at, number in hole.places}
         raise LayoutMismatchError(hole.path, _each(kinds, shown), BY_NAME if "param_groups" in hole.path else RANK_STATE)
@@ -374,7 +365,6 @@ def _path(trees: Sequence[tuple[int, Tree]]) -> str:
 
 
 def _each(kinds: Sequence[RankKind], what: Mapping[int, str]) -> str:
-    """The data that the ranks of each kind have."""
     return describe_ranks({rank: text for side, text in what.items() for rank in kinds[side].ranks})
 
 
@@ -387,7 +377,6 @@ def _what(tree: Tree) -> str:
 
 
 def _free(name: str, taken: set[str]) -> str:
-    """A name that no tensor has yet."""
     unique, again = name, 1
     while unique in taken:
         again += 1

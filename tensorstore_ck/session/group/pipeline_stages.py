@@ -67,13 +67,8 @@ class PipelineStage:
 
             def plan(number: int) -> None:
                 name = part_name(self._ulids[number])
-                part = read_part(self._engine, self._ulids[number])
-                plans[number] = (
-                    part,
-                    PartIndex(
-                        layout=self.layout, part=part, layout_ranks=self.ranks, block_bytes=self._engine.config.block_bytes, name=name
-                    ),
-                )
+                part, block_bytes = read_part(self._engine, self._ulids[number]), self._engine.config.block_bytes
+                plans[number] = part, PartIndex(self.layout, part, self.ranks, block_bytes=block_bytes, name=name)
 
             for_each(range(len(self._ulids)), plan, READERS)
             self._held = [plans[number] for number in range(len(self._ulids))]

@@ -91,18 +91,13 @@ def without_copies(captured: CapturedState, reported: ReportedTensor) -> StoredR
     own = [entry == SOLE or bool(entry & KEEPS) for entry in reported.entries]
     if all(own):
         return StoredRegions(source, boxes)
-    pieces = _pieces(boxes, own, captured.layout.tensors[reported.mine].item_bytes)
-    return StoredRegions(_Some(source, pieces), tuple(box for box, is_own in zip(boxes, own, strict=True) if is_own))
-
-
-def _pieces(boxes: Sequence[BoxBounds], own: Sequence[bool], item_bytes: int) -> list[tuple[int, int]]:
-    pieces, start = [], 0
+    pieces, start = list[tuple[ByteSource, int, int]](), 0
     for box, is_own in zip(boxes, own, strict=True):
-        size_bytes = prod(box.sizes) * item_bytes
+        size_bytes = prod(box.sizes) * captured.layout.tensors[reported.mine].item_bytes
         if is_own:
-            pieces.append((start, size_bytes))
+            pieces.append((source, start, size_bytes))
         start += size_bytes
-    return pieces
+    return StoredRegions(SourcePieces(pieces), tuple(box for box, is_own in zip(boxes, own, strict=True) if is_own))
 
 
 def source_at(captured: CapturedState, layout: Layout, place: PlannedTensor) -> ByteSource:
@@ -139,34 +134,24 @@ def _key(branch: Container, at: int) -> str:
     return repr(branch.keys[at]) if branch.keys else str(at)
 
 
-class _Nothing:
-    """An empty `ByteSource`."""
+class SourcePieces:
+    """`ByteSource` of some pieces of other sources."""
 
-    size_bytes = 0
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """No bytes."""
-        return memoryview(b"")
-
-
-NOTHING: Final = _Nothing()
-
-
-class _Some:
-    """`ByteSource` of some pieces of another source."""
-
-    def __init__(self, source: ByteSource, pieces: Sequence[tuple[int, int]]) -> None:
-        self._source = source
+    def __init__(self, pieces: Sequence[tuple[ByteSource, int, int]]) -> None:
+        """`pieces`: of which source each is, where it begins there, and its bytes."""
         self._pieces = pieces
-        self.size_bytes = sum(size for _, size in pieces)
+        self.size_bytes = sum(size for _, _, size in pieces)
 
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes of one piece; a block never spans two."""
-        for first, size in self._pieces:
+        for source, first, size in self._pieces:
             if start < size:
-                return self._source.read(first + start, first + stop)
+                return source.read(first + start, first + stop)
             start, stop = start - size, stop - size
         return memoryview(b"")
+
+
+NOTHING: Final = SourcePieces(())
 
 
 class _View:

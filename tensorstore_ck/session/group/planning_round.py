@@ -16,7 +16,7 @@ from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.block_assignment import decode_regions, encode_regions, ranks_with_layout
 from tensorstore_ck.format.layout import Layout, layout_id
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest
-from tensorstore_ck.session.group.duplicate_regions import RegionShare, RegionSum, ReportedRegions, reported_digests, sums_of
+from tensorstore_ck.session.group.duplicate_regions import RegionSum, ReportedRegions, reported_digests, sums_of
 from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefusedError
 from tensorstore_ck.session.group.merge_layouts import LayoutMismatchError, difference, values_of
 from tensorstore_ck.session.group.planned_state import places_of, planned
@@ -88,11 +88,11 @@ class Planning:
 
     def reported_digests(self) -> list[ReportedRegions]:
         """See `duplicate_regions.reported_digests`."""
-        return reported_digests(self._own, self._used, self._rank, RegionShare(self.turn))
+        return reported_digests(self._own, self._used, self._rank, self.turn)
 
     def sums(self) -> list[RegionSum]:
         """See `duplicate_regions.sums_of`."""
-        return sums_of(self._own, self._used, self._rank, RegionShare(self.turn))
+        return sums_of(self._own, self._used, self._rank, self.turn)
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
@@ -143,11 +143,11 @@ class Planning:
                 raise difference(*kinds)
             if not is_known:
                 regions = {**regions, 0: self._regions}
-                explicit = {
-                    rank: decode_regions(kind.layout, regions.get(rank, b""), f"rank {rank}") for kind in kinds for rank in kind.ranks
-                }
-                turn, known = self.turn, plan_of(kinds, explicit)
-                known.turn = turn
+                layouts = {rank: kind.layout for kind in kinds for rank in kind.ranks}
+                known = plan_of(
+                    kinds, {rank: decode_regions(layout, regions.get(rank, b""), f"rank {rank}") for rank, layout in layouts.items()}
+                )
+                known.turn = self.turn
             merged_values = ([], []) if known is None or known.united is None else values_of(known.united, kinds)
             if known is not None and not is_known:
                 self._known[self._key] = known
@@ -163,10 +163,8 @@ class Planning:
             ranks = ranks_with_layout(self.layout_of, rank, self._ranks)
             ranks = ranks if len({*ranks} & {*reported}) < 2 else (rank,)
             if rank == 0:
-                ids = [*map(block_id, shared.blobs)]
-                kinds.append(
-                    RankKind(ranks=ranks, layout=shared.layout, values=shared.values, blobs=dict(enumerate(shared.blobs)), blob_ids=ids)
-                )
+                ids, blobs = [*map(block_id, shared.blobs)], dict(enumerate(shared.blobs))
+                kinds.append(RankKind(ranks, shared.layout, shared.values, blobs, blob_ids=ids))
             else:
                 kinds.append(decode_kind(reported[rank], ranks, Layout((), None) if is_known else None))
         return kinds

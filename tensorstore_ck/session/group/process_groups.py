@@ -81,15 +81,7 @@ class ProcessGroups:
                 known[title] = take(go, "values", list)
             return {}
 
-        attempt.run(
-            Participant(
-                propose=lambda: {"known": title in known, "value": value()},
-                execute=execute,
-                resolve=None,
-                compare=compare,
-                commit=lambda _: {},
-            )
-        )
+        attempt.run(Participant(lambda: {"known": title in known, "value": value()}, execute, None, compare, commit=lambda _: {}))
         return known[title]
 
     def broadcast(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> bytes:

@@ -65,13 +65,9 @@ def encode_kind(captured: CapturedState, *, with_layout: bool, known_blobs: byte
     """A rank's report on its kind. `known_blobs`: the ids of large values that rank 0 has itself."""
     ids = [bytes(block_id(blob)) for blob in captured.blobs]
     known = {known_blobs[at : at + 32] for at in range(0, len(known_blobs), 32)}
-    body = {
-        "layout": captured.layout.encode() if with_layout else b"",
-        "values": list(captured.values),
-        "blob_ids": ids,
-        "blobs": [[number, bytes(captured.blobs[number])] for number, blob in enumerate(ids) if blob not in known],
-    }
-    return zip_body(body)
+    blobs = [[number, bytes(captured.blobs[number])] for number, blob in enumerate(ids) if blob not in known]
+    layout = captured.layout.encode() if with_layout else b""
+    return zip_body({"layout": layout, "values": list(captured.values), "blob_ids": ids, "blobs": blobs})
 
 
 def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> RankKind:
@@ -123,11 +119,9 @@ def can_stay_apart(kinds: Sequence[RankKind], reported: ReportedBoxes) -> bool:
 
 
 def _cut(kind: RankKind, tensor: int, reported: ReportedBoxes) -> frozenset[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
-    """The regions in which the ranks of a kind hold a tensor."""
 
     def boxes_of(rank: int, tensor: int) -> Sequence[BoxBounds]:
         return next((regions.boxes for regions in reported.get(rank, ()) if regions.tensor == tensor), ())
 
-    return frozenset(
-        (regions.is_flat, regions.offsets, regions.sizes) for regions in regions_of_tensor(kind.layout, tensor, kind.ranks, boxes_of)
-    )
+    cut = regions_of_tensor(kind.layout, tensor, kind.ranks, boxes_of)
+    return frozenset((regions.is_flat, regions.offsets, regions.sizes) for regions in cut)

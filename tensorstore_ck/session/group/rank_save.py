@@ -65,13 +65,12 @@ class RankResult(NamedTuple):
     @classmethod
     def of_record(cls, record: Body) -> "RankResult":
         """The result that `record` encoded."""
+        replicas, hashes = record.get("replicas"), record.get("replica_hashes")
         return cls(
             parts=RankParts.of_record(take(record, "parts", dict)),
             reported_bytes=take_count(record, "reported_bytes"),
-            replicas=None if record.get("replicas") is None else ReplicaDigests.of_record(take(record, "replicas", dict)),
-            replica_hashes=None
-            if record.get("replica_hashes") is None
-            else replica_drift.ReplicaHashes.of_record(take(record, "replica_hashes", dict)),
+            replicas=None if replicas is None else ReplicaDigests.of_record(take(record, "replicas", dict)),
+            replica_hashes=None if hashes is None else replica_drift.ReplicaHashes.of_record(take(record, "replica_hashes", dict)),
             findings=SaveFindings.of_record(take(record, "findings", dict)),
         )
 
@@ -127,17 +126,15 @@ class RankSave:
     def write(self, go: Body) -> Body:
         """Writes this rank's part; or reports its options if they differ."""
         if go["explain"]:
-            return describe_options(self._described_options()) if self._group.rank in go["explain"] else {}
+            metadata = unpack_body(memoryview(self._request.metadata), "metadata")
+            options = {"metadata": metadata, "metrics": self._request.metrics}
+            return describe_options(options) if self._group.rank in go["explain"] else {}
         self.follow(go)
         self._captured = self._planning.follow(go, self._captured)
         self._destination.wait_turn()
         result = retry_expired(self._write_parts).record()
         self._destination.wrote(self._request, self._written)
         return result
-
-    def _described_options(self) -> Body:
-        request = self._request
-        return {"metadata": unpack_body(memoryview(request.metadata), "metadata"), "metrics": request.metrics}
 
     def follow(self, go: Body) -> None:
         """Looks for blocks in the same snapshot as rank 0: only rank 0 pins that snapshot while a save is staged."""
@@ -207,18 +204,14 @@ class RankSave:
             self._written.append(write(own, known, slot=alone))
         block_bytes = engine.config.block_bytes
         replicas = self._digests(slot, only_copies=bool(turn))
-        replica_hashes = (
-            replica_drift.hash_replicas(self._captured, slot=slot, part=self._written[0].part, block_bytes=block_bytes, turn=turn)
-            if turn
-            else None
-        )
-        findings = ParentComparison(
-            engine=engine, view=view, written=self._written[0], captured=self._captured, claim=self._request.claim
-        ).examine()
+        hashes: replica_drift.ReplicaHashes | None = None
+        if turn:
+            part = self._written[0].part
+            hashes = replica_drift.hash_replicas(self._captured, slot=slot, part=part, block_bytes=block_bytes, turn=turn)
+        claim, written = self._request.claim, self._written[0]
+        findings = ParentComparison(engine=engine, view=view, written=written, captured=self._captured, claim=claim).examine()
         parts = checked_parts(engine, self._written, anchor, engine.log.newest_view())
-        return RankResult(
-            parts=parts, reported_bytes=self._reported_bytes(slot), replicas=replicas, replica_hashes=replica_hashes, findings=findings
-        )
+        return RankResult(parts, self._reported_bytes(slot), replicas, hashes, findings=findings)
 
     def take_slot(self) -> PartSlot:
         """Sets and returns which part this rank writes."""
@@ -234,10 +227,8 @@ class RankSave:
 
     def _reported_bytes(self, slot: PartSlot) -> int:
         """The logical bytes that rank 0 does not know: of this rank's own state, and of a layout whose first rank it is."""
-        own = self._captured.own
-        return (own.logical_bytes if own is not None else 0) + (
-            self._captured.logical_bytes if slot.rank == slot.layout_ranks[0] > 0 else 0
-        )
+        own, is_first = self._captured.own, slot.rank == slot.layout_ranks[0] > 0
+        return (own.logical_bytes if own is not None else 0) + (self._captured.logical_bytes if is_first else 0)
 
     # --- rank 0 -----------------------------------------------------------------------------------------------------------
 
@@ -297,7 +288,6 @@ class RankSave:
         return (replica_drift.MARK, self._differing_copies) if self._differing_copies else None
 
     def _outcome(self, n: int) -> Body:
-        """The outcome for all ranks, from log entry `n`."""
         entry = next(self._engine.log.entries(n))
         op = next(op for op in entry.ops if op.name in ("put", "staged") and op.fields["txn"] == self._txn)
         info = SnapshotInfo.of_op(op.fields, n, entry.time_ns)

@@ -16,7 +16,7 @@ from tensorstore_ck.format.block_assignment import regions_of_rank
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.session.group.duplicate_regions import RegionSum, ReportedRegions, contradicting
-from tensorstore_ck.session.group.rank_messages import named_ranks
+from tensorstore_ck.session.group.rank_messages import listed, named_ranks
 
 MAX_BUCKETS: Final = 1 << 16
 """The approximate number of checksums that all ranks report together. With them rank 0 names the tensors that differ."""
@@ -120,11 +120,10 @@ def _explain(layout: Layout | None, reports: Sequence[ReplicaDigests], key: byte
     size = CHECKSUM_BYTES
     wrong = {at // size for at in range(0, min(len(mine), len(theirs)), size) if mine[at : at + size] != theirs[at : at + size]}
     tensors = enumerate(layout.tensors) if layout is not None else ()
-    names = [spec.name for number, spec in tensors if layout is not None and bucket_of(number, layout, len(reports)) in wrong]
-    shown = ", ".join(map(repr, names[:MAX_NAMED])) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
+    names = [repr(spec.name) for number, spec in tensors if layout is not None and bucket_of(number, layout, len(reports)) in wrong]
     return (
         f"tensors that should be equal on all ranks that hold them are not: rank {first} and {named_ranks(others)} differ in "
-        f"{shown or 'some tensor'}; {DIFFERENT}"
+        f"{listed(names, MAX_NAMED) or 'some tensor'}; {DIFFERENT}"
     )
 
 

@@ -25,6 +25,8 @@ from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.format.values import encode as encode_value
 from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.session.group.planned_state import SourcePieces
+from tensorstore_ck.session.group.rank_messages import listed
 from tensorstore_ck.session.group.replica_check import DIGEST_BYTES, MAX_NAMED, set_key
 
 MARK: Final = "drift"
@@ -74,9 +76,8 @@ def watched(replicas: Sequence[int], rank: int, turn: int) -> int:
 def hash_replicas(captured: CapturedState, slot: PartSlot, part: Part, block_bytes: int, turn: int) -> ReplicaHashes:
     """The hashes of the data that this rank wrote, from its part, and of its own values of data that another rank writes."""
     sets = _sets(captured, slot)
-    plan = PartIndex(
-        layout=captured.layout, part=part, layout_ranks=slot.layout_ranks, block_bytes=block_bytes, name="the part of this rank"
-    )
+    name = "the part of this rank"
+    plan = PartIndex(layout=captured.layout, part=part, layout_ranks=slot.layout_ranks, block_bytes=block_bytes, name=name)
     written = {}
     for replicas, several in sets.items():
         ids = [block_id for held in several for block_id in _stored_ids(part, plan, held.region)[1]]
@@ -116,10 +117,10 @@ def keep_copy(engine: Engine, captured: CapturedState, slot: PartSlot, info: Sna
         kept = f"its own are kept at {request.ref!r}"
     except StoreError as exc:
         differing, kept = [], f"its own could not be kept: {exc}"
-    names = list(dict.fromkeys(captured.layout.tensors[held.region.tensor].name for held in differing))
-    shown = ", ".join(map(repr, names[:MAX_NAMED])) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
+    names = list(dict.fromkeys(repr(captured.layout.tensors[held.region.tensor].name) for held in differing))
+    where = f" in {listed(names, MAX_NAMED)}" if names else ""
     warnings.warn(
-        f"rank {slot.rank} no longer has the values of rank {owner}{' in ' + shown if names else ''}, which should be equal: the "
+        f"rank {slot.rank} no longer has the values of rank {owner}{where}, which should be equal: the "
         f"snapshot has those of rank {owner}, and {kept}. Look for operations that are not deterministic, and for failing hardware",
         stacklevel=user_stacklevel(),
     )
@@ -135,13 +136,11 @@ def _sets(captured: CapturedState, slot: PartSlot) -> dict[tuple[int, ...], list
 
 
 def _runs(layout: Layout, several: Sequence[_Held], writer: int, block_bytes: int) -> list[_Run]:
-    """The blocks that a rank writes of the regions of one set."""
     written = assign_blocks(layout, [held.region for held in several], writer, block_bytes)
     return [_Run(several[share.region], share.start, share.lengths) for share in written]
 
 
 def _hash(captured: CapturedState, runs: Sequence[_Run]) -> list[list[Digest]]:
-    """The ids of this rank's blocks."""
     ids: list[list[Digest]] = [[] for _ in runs]
 
     def work(number: int) -> None:
@@ -171,11 +170,9 @@ def _stored_ids(part: Part, plan: PartIndex, region: Region) -> tuple[int, list[
 
 def _differing(engine: Engine, captured: CapturedState, slot: PartSlot, info: SnapshotInfo, owner: int) -> list[_Held]:
     """The regions for which the owner wrote other values."""
-    part = engine.read_part(engine.read_record(info), owner)
-    block_bytes = engine.config.block_bytes
-    plan = PartIndex(
-        layout=captured.layout, part=part, layout_ranks=slot.layout_ranks, block_bytes=block_bytes, name=f"the part of rank {owner}"
-    )
+    part, block_bytes = engine.read_part(engine.read_record(info), owner), engine.config.block_bytes
+    name = f"the part of rank {owner}"
+    plan = PartIndex(layout=captured.layout, part=part, layout_ranks=slot.layout_ranks, block_bytes=block_bytes, name=name)
     differing = []
     for replicas, several in _sets(captured, slot).items():
         runs = _runs(captured.layout, several, owner, block_bytes) if owner in replicas else []
@@ -189,10 +186,9 @@ def _request(engine: Engine, info: SnapshotInfo, rank: int, owner: int) -> SaveR
     ref = copy_ref(info.ref, rank)
     engine.log.sync()
     branch = engine.log.view().branch(ref)
+    parent = branch.root if branch is not None else None
     metadata = encode_metadata({"drift": {"snapshot": info.root.hex(), "written_by_rank": owner, "rank": rank}})
-    return SaveRequest(
-        ref=ref, step=info.step, parent=branch.root if branch is not None else None, expect=ANY, metadata=metadata, metrics={}
-    )
+    return SaveRequest(ref=ref, step=info.step, parent=parent, expect=ANY, metadata=metadata, metrics={})
 
 
 def _cut_out(captured: CapturedState, found: Sequence[_Held]) -> CapturedState:
@@ -203,26 +199,10 @@ def _cut_out(captured: CapturedState, found: Sequence[_Held]) -> CapturedState:
         place = ", ".join(f"{offset}:{offset + size}" for offset, size in zip(region.offsets, region.sizes, strict=True))
         name = spec.name if region.sizes == spec.shape and not region.is_flat else f"{spec.name}[{place}]"
         tensors.append(TensorSpec(name, spec.dtype, spec.item_bytes, region.sizes))
-        sources.append(_From(captured.sources[region.tensor], held.start))
+        source = captured.sources[region.tensor]
+        sources.append(SourcePieces([(source, held.start, source.size_bytes - held.start)]))
     tree = ["d", [encode_value(spec.name, spec.name) for spec in tensors], list(range(len(tensors)))]
     return CapturedState(Layout(tensors, tree), (), (), sources)
-
-
-class _From:
-    """`ByteSource` over the rest of another one, from an offset."""
-
-    def __init__(self, source: ByteSource, start: int) -> None:
-        self._source = source
-        self._start = start
-
-    @property
-    def size_bytes(self) -> int:
-        """From the offset to the end."""
-        return self._source.size_bytes - self._start
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Bytes of it."""
-        return self._source.read(self._start + start, self._start + stop)
 
 
 def warn_of_drift(pairs: Sequence[tuple[int, int]], info: SnapshotInfo) -> None:

@@ -170,9 +170,8 @@ class Round:
             results = self._collect(_plain(participant.execute(answer)))
             outcome = _plain(self._judged(lambda: participant.commit([take(result, "record", dict) for result in results])))
         except BaseException as exc:
-            reason = (
-                exc.reason if isinstance(exc, RankRefusedError) else FailureReason.of_ranks({0: _reason_of(exc, participant)}, self._in_job)
-            )
+            reason = _reason_of(exc, participant)
+            reason = reason if isinstance(exc, RankRefusedError) else FailureReason.of_ranks({0: reason}, self._in_job)
             resolved = self._resolve(participant, reason)
             if not isinstance(exc, Exception):
                 raise  # the others know; this rank was asked to stop
@@ -240,9 +239,8 @@ class Round:
             raise RankRefusedError(FailureReason(unheard(silent, self._channel.watch.limit, self._in_job)))
         if missing:
             what = "did not come to it" if stage == "proposal" else "came to it but did not finish"
-            raise RankRefusedError(
-                FailureReason(f"{named_ranks(missing, self._in_job)} of {self._ranks} {what} within {self._timeout:g} s")
-            )
+            who = f"{named_ranks(missing, self._in_job)} of {self._ranks}"
+            raise RankRefusedError(FailureReason(f"{who} {what} within {self._timeout:g} s"))
         return records
 
     # --- all others ---------------------------------------------------------------------------------------------------
@@ -294,7 +292,6 @@ class Round:
         return self._deadline + self._grace * (1 + self._rank / self._ranks)
 
     def _report(self, reason: FailureReason) -> None:
-        """Reports an error to rank 0."""
         if self._is_cut_off:
             return
         with suppress(ChannelError):
@@ -376,12 +373,10 @@ class Round:
 
 
 def _plain(record: Body) -> Body:
-    """The record as other ranks read it."""
     return decode_record(encode_record(record, "of rank 0"), "of rank 0")
 
 
 def _reason_of(exc: BaseException, participant: Participant) -> FailureReason:
-    """An error as it is reported to the other ranks."""
     if isinstance(exc, RankRefusedError):
         return exc.reason
     if isinstance(exc, SnapshotExpiredError) and participant.resolve is not None:

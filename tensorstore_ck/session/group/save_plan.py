@@ -134,9 +134,8 @@ def plan_of(kinds: Sequence[RankKind], reported: ReportedBoxes) -> PlanMemory:
     if can_stay_apart(kinds, reported):
         return PlanMemory(SavePlan("apart"), united=united)
     sets = _sets(united.reported, sum(len(kind.ranks) for kind in kinds))
-    return PlanMemory(
-        SavePlan(form="united", layout=united.layout, holes=len(united.holes), compared=united.compared, sets=sets), united=united
-    )
+    plan = SavePlan(form="united", layout=united.layout, holes=len(united.holes), compared=united.compared, sets=sets)
+    return PlanMemory(plan, united=united)
 
 
 def _reported_of(kind: RankKind, reported: ReportedBoxes) -> list[ReportedRegionsTensor]:
@@ -149,9 +148,8 @@ def _reported_of(kind: RankKind, reported: ReportedBoxes) -> list[ReportedRegion
     reported_tensors = []
     for tensor, spread in enumerate(kind.layout.spreads):
         if isinstance(spread, str):
-            reported_tensors.append(
-                ReportedRegionsTensor(kind.layout.tensors[tensor], spread, {rank: own.get(tensor, ()) for rank, own in boxes.items()})
-            )
+            held = {rank: own.get(tensor, ()) for rank, own in boxes.items()}
+            reported_tensors.append(ReportedRegionsTensor(kind.layout.tensors[tensor], spread, held))
             reported_tensors[-1].check()
     return reported_tensors
 

@@ -76,7 +76,6 @@ class HeldCopies:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Deletes the objects that no manifest names."""
         named: set[str] = set().union(*(names for objects_of in self._named.values() for names in objects_of.values()))
         unneeded = [name for name in self._durable if name not in named]
         self._folder.unsent.delete(unneeded)

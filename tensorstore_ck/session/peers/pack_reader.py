@@ -63,7 +63,6 @@ class PackReader:
             return next((server for server in servers if server not in self._lost), None)
 
     def _strike(self, name: str, server: ServerAddress) -> None:
-        """Asks this server for this object no more."""
         with self._lock:
             servers = self._holders[name][1]
             if server in servers:

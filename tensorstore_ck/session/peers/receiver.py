@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from tensorstore_ck.backend.object_names import check_name
+from tensorstore_ck.backend.protocol import writing
 from tensorstore_ck.backend.staging import StagingFolder
 from tensorstore_ck.backend.staging.folder import MAX_MANIFEST_BYTES
 from tensorstore_ck.common.units import human_bytes
@@ -97,14 +98,9 @@ class Receiver:
 
     def _keep_object(self, pieces: Iterator[memoryview], name: str) -> None:
         first = next(pieces)  # before anything can fail: `refuse` needs a piece that came
-        writer = self._folder.unsent.open_writer(name)
-        try:
+        with writing(self._folder.unsent, name) as writer:
             for piece in chain([first], pieces):
                 writer.append([piece])
-            writer.close()
-        except BaseException:
-            writer.abort()
-            raise
 
 
 def _checked(offer: Body, what: str) -> tuple[Mapping[str, int], int]:

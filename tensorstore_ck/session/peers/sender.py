@@ -4,7 +4,7 @@ If a target does not want them, or a file cannot be read, a copy is missing and 
 turn what follows, or that nothing does.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Final
 
@@ -38,10 +38,8 @@ class Sender:
         """
         with ExitStack() as stack:
             files: list[UnsentFile] | None
-            try:
-                files = [
-                    stack.enter_context(closing(file)) for file in self._unsent(exchange.names)
-                ]  # open files stay readable after they are moved
+            try:  # open files stay readable after they are moved
+                files = [stack.enter_context(closing(file)) for file in self._unsent(exchange.names)]
             except StoreError as exc:
                 exchange.warn(f"no host keeps a copy of what rank {self._link.rank} staged: {exc}")
                 files = None
@@ -79,30 +77,20 @@ class Sender:
         def copy_manifest(offset: int, buffer: memoryview) -> None:
             buffer[:] = exchange.manifest[offset : offset + len(buffer)]
 
+        objects = [*((file.size_bytes, file.read_into) for file in files), (len(exchange.manifest), copy_manifest)]
         go_on = exchange.go_on_for(target, sum(lengths))
         try:
-            for file in files:
-                self._send_object(pieces, size_bytes=file.size_bytes, read_into=file.read_into, go_on=go_on, on_bytes=exchange.on_bytes)
-            self._send_object(pieces, size_bytes=len(exchange.manifest), read_into=copy_manifest, go_on=go_on, on_bytes=exchange.on_bytes)
+            for size_bytes, read_into in objects:
+                offset = 0
+                for length in piece_lengths(size_bytes, self._piece_bytes):
+                    go_on()
+                    read_into(offset, pieces.buffer())
+                    offset += length
+                    pieces.send()
+                    exchange.on_bytes(length)
             pieces.finish()
         except CancelledError:
             pieces.give_up()
         except StoreError:
             pieces.give_up()
             raise
-
-    def _send_object(
-        self,
-        pieces: PieceSender,
-        size_bytes: int,
-        read_into: Callable[[int, memoryview], None],
-        go_on: Callable[[], None],
-        on_bytes: Callable[[int], object],
-    ) -> None:
-        offset = 0
-        for length in piece_lengths(size_bytes, self._piece_bytes):
-            go_on()
-            read_into(offset, pieces.buffer())
-            offset += length
-            pieces.send()
-            on_bytes(length)

@@ -39,11 +39,7 @@ class SharedDisks:
             host = host_of_folder(folder.path)
         except (OSError, StoreError):  # the others read without this rank
             return {}
-        return {
-            "host": host,
-            "packs": b"".join(sorted(packs)),
-            "server": [list(own_addresses()), self._server.port, self._server.secret],
-        }
+        return {"host": host, "packs": b"".join(sorted(packs)), "server": [list(own_addresses()), self._server.port, self._server.secret]}
 
     @staticmethod
     def plan(proposals: Sequence[Body]) -> Body:

@@ -6,14 +6,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.protocol import size_if_there
 from tensorstore_ck.backend.resumable_upload import UploadGoneError, resumable
 from tensorstore_ck.backend.staging import StagingFolder
 from tensorstore_ck.common.ids import Ulid, parse_ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.errors import MissingObjectError, StoreError
+from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.session.group.rank_messages import listed
 from tensorstore_ck.session.staging.manifest import Manifest, read_manifests
 from tensorstore_ck.session.staging.outcome import published_as
 
@@ -29,23 +30,23 @@ class StagedSaveInfo:
 
     txn: str
     """The transaction; the snapshot's ULID."""
-    ref: str | None
+    ref: str | None = None
     """None if only a damaged manifest is known."""
-    step: int | None
-    root: str | None
-    state: State
-    ranks: int | None
-    here: tuple[int, ...]
+    step: int | None = None
+    root: str | None = None
+    state: State = "unknown"
+    ranks: int | None = None
+    here: tuple[int, ...] = ()
     """The ranks that have a manifest on this disk."""
-    size_bytes: int
+    size_bytes: int = 0
     """The bytes of their objects, some of which may belong to other staged saves, too."""
-    sent_bytes: int
+    sent_bytes: int = 0
     """Those of these bytes that the store has."""
-    time_ns: int
+    time_ns: int = 0
     """When it was staged, since 1970."""
-    problems: tuple[str, ...]
+    problems: tuple[str, ...] = ()
     """Why it cannot be published from this disk."""
-    is_here: bool
+    is_here: bool = True
     """Whether any manifest of it, even a damaged one, is on this disk."""
     host: str = ""
     """Where it was staged, as far as it is known."""
@@ -68,20 +69,7 @@ def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedSave
         for key, error in damaged.items():
             txn = parse_ulid(key.partition("-")[0])
             if txn is not None:
-                known = saves.get(txn) or StagedSaveInfo(
-                    txn=ulid_text(txn),
-                    ref=None,
-                    step=None,
-                    root=None,
-                    state=_state(engine, view, txn),
-                    ranks=None,
-                    here=(),
-                    size_bytes=0,
-                    sent_bytes=0,
-                    time_ns=0,
-                    problems=(),
-                    is_here=True,
-                )
+                known = saves.get(txn) or StagedSaveInfo(ulid_text(txn), state=_state(engine, view, txn))
                 saves[txn] = replace(known, problems=(*known.problems, str(error)), is_here=True, host=host, folder=path)
     return sorted(saves.values(), key=lambda save: (save.time_ns, save.txn))
 
@@ -99,14 +87,10 @@ def list_disk(folder: StagingFolder) -> list[StagedSaveInfo]:
                 ref=manifest.ref,
                 step=manifest.step,
                 root=root,
-                state="unknown",
                 ranks=manifest.ranks,
                 here=(manifest.rank,),
                 size_bytes=size_bytes,
-                sent_bytes=0,
                 time_ns=time_ns,
-                problems=(),
-                is_here=True,
                 host=socket.gethostname(),
                 folder=folder.path,
             )
@@ -138,10 +122,7 @@ def _of_log(info: SnapshotInfo) -> StagedSaveInfo:
         step=info.step,
         root=info.root.hex(),
         state="staged",
-        ranks=None,
-        here=(),
         size_bytes=info.new_bytes,
-        sent_bytes=0,
         time_ns=info.time_ns,
         problems=(problem,),
         is_here=False,
@@ -167,33 +148,28 @@ def _of_disk(engine: Engine, folder: StagingFolder, view: RefTable, manifests: S
         sent_bytes=sum(sizes[1] for sizes in sent.values() if sizes is not None),
         time_ns=info.time_ns if info is not None else record.time_ns if record is not None else 0,
         problems=tuple(_problems(here, first.ranks, sent, has_lead=lead is not None)),
-        is_here=True,
     )
 
 
 def _problems(here: Collection[int], ranks: int, sent: Mapping[str, tuple[int, int] | None], *, has_lead: bool) -> Iterator[str]:
     missing = [rank for rank in range(ranks) if rank not in here]
     if missing:
-        yield f"what rank {_some(missing)} staged is not on this disk"
+        yield f"what rank {listed(missing, MAX_NAMED)} staged is not on this disk"
     elif not has_lead:
         yield "not all ranks had staged it"
     lost = [name for name, size in sent.items() if size is None]
     if lost:
-        yield f"neither on this disk nor in the store: {_some(lost)}"
-
-
-def _some(items: Sequence[object]) -> str:
-    return ", ".join(map(str, items[:MAX_NAMED])) + (f" and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else "")
+        yield f"neither on this disk nor in the store: {listed(lost, MAX_NAMED)}"
 
 
 def _sent_bytes(engine: Engine, folder: StagingFolder, name: str) -> tuple[int, int] | None:
     """The size of an object, and how much of it is in the store; None if it does not exist."""
     store = engine.tier.backend.store if engine.tier is not None else engine.backend
     entry = folder.journal.read(name)
-    try:
-        size_bytes = folder.unsent.size(name)
-    except MissingObjectError:
-        return _stored_bytes(store, name if entry is None else entry.store_name)
+    size_bytes = size_if_there(folder.unsent, name)
+    if size_bytes is None:
+        stored_bytes = size_if_there(store, name if entry is None else entry.store_name)
+        return None if stored_bytes is None else (stored_bytes, stored_bytes)
     if entry is None or not entry.token or entry.is_complete:
         return size_bytes, size_bytes if entry is not None and entry.is_complete else 0
     pieces = resumable(store)
@@ -202,11 +178,3 @@ def _sent_bytes(engine: Engine, folder: StagingFolder, name: str) -> tuple[int, 
     except (StoreError, UploadGoneError):
         return size_bytes, 0
     return size_bytes, size_bytes - sum(piece.size_bytes for piece in missing)
-
-
-def _stored_bytes(store: Backend, name: str) -> tuple[int, int] | None:
-    try:
-        size_bytes = store.size(name)
-    except MissingObjectError:
-        return None
-    return size_bytes, size_bytes

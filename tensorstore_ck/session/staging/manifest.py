@@ -62,19 +62,8 @@ class Manifest(NamedTuple):
 
     def encode(self) -> bytes:
         """``msgpack body | its hash``; not part of the store's format: only the build that wrote a staging disk reads it."""
-        packed = pack_body(
-            {
-                "version": VERSION,
-                "txn": self.txn,
-                "ref": self.ref,
-                "step": self.step,
-                "rank": self.rank,
-                "ranks": self.ranks,
-                "names": list(self.names),
-                "size_bytes": self.size_bytes,
-                "lead": None if self.lead is None else encode_lead(self.lead),
-            }
-        )
+        lead = None if self.lead is None else encode_lead(self.lead)
+        packed = pack_body({"version": VERSION, **self._asdict(), "names": list(self.names), "lead": lead})
         return packed + derived_hash(_CONTEXT, packed)
 
 

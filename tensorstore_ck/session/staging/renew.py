@@ -119,7 +119,6 @@ def _parts(manifest: Manifest) -> list[Ulid]:
 
 
 def _stored(folder: StagingFolder, pack: Ulid) -> Ulid:
-    """The name of a pack in the store."""
     entry = folder.journal.read(pack_name(pack))
     if entry is None or not entry.stored_as:
         return pack

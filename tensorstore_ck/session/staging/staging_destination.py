@@ -19,7 +19,6 @@ from tensorstore_ck.engine.write.publish import RankParts
 from tensorstore_ck.engine.write.request import AnyHead, SaveRequest
 from tensorstore_ck.errors import BackendUnavailableError, SnapshotAbortedError, SnapshotExpiredError, StoreError, UndecidedError
 from tensorstore_ck.format.record import Record, record_name
-from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.log.quota import check_quotas
 from tensorstore_ck.session.staging.manifest import Accepts, Manifest, PublishingLead, manifest_key
@@ -157,12 +156,11 @@ class StagingDestination:
         (self.engine if is_alone else self._store).backend.put(record_name(txn), sealed)
         lead = PublishingLead(record=sealed, parts=reports, accepts=self._accepts, pinned=base, after=self._links.txns, mark=mark)
         self._write_manifest(request, lead)
-        info = staged_info(txn, record)
+        info = SnapshotInfo.of_record(txn, record, sealed)
         if is_alone and base is None:
             return info
-        n = self.ask(
-            partial(announce, self._store, lead, txn, request.ref, at=at)
-        )  # before it is acknowledged: gc could free shared blocks
+        # Before it is acknowledged: gc could free shared blocks.
+        n = self.ask(partial(announce, self._store, lead, txn, request.ref, at=at))
         if n is None and not is_alone:
             raise SnapshotAbortedError(
                 f"the save to {request.ref!r} was aborted by another rank before it was staged", object_id=request.ref
@@ -222,11 +220,3 @@ def base_of(view: RefTable, request: SaveRequest) -> SnapshotInfo | None:
         if info is not None and view.is_live(info.ulid):
             return info
     return None
-
-
-def staged_info(txn: Ulid, record: Record) -> SnapshotInfo:
-    """The row of a staged snapshot, as if it were published."""
-    sealed = object_hash(record.encode())
-    at = (txn, record.root(), sealed, record.parent, record.ref, record.step, 0, record.time_ns)
-    sizes = (record.logical_bytes, record.new_bytes)
-    return SnapshotInfo(*at, record.metrics, *sizes, record.time_ns, record.triggers, record.epoch, record.attributes)

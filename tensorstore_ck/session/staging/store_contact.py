@@ -80,7 +80,6 @@ class StoreContact:
         self._has_refused = True
 
     def _is_asked(self) -> bool:
-        """Whether a call is not answered yet."""
         if os.getpid() != self._pid:  # a forked child has none of the threads
             self._reset()
         self._asking = [helper for helper in self._asking if helper.is_alive()]

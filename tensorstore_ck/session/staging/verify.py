@@ -21,7 +21,6 @@ from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.staging.manifest import Manifest
-from tensorstore_ck.session.staging.staging_destination import staged_info
 
 _PIECE_BYTES: Final = 4 << 20
 
@@ -39,25 +38,20 @@ def verify_staged(
     first = manifests[0]
     assert first.lead is not None
     record = decode_record(first.lead.record, record_name(first.txn))
-    info, announced = staged_info(first.txn, record), engine.log.view().staged(first.txn)
-    if object_hash(first.lead.record) != info.record or (
-        announced is not None and (announced.root, announced.record) != (info.root, info.record)
-    ):
-        raise CorruptObjectError(
-            f"the manifest of {ulid_text(first.txn)} does not have the record of the snapshot that was staged: it was exchanged",
-            object_id=record_name(first.txn),
-        )
+    info, what = SnapshotInfo.of_record(first.txn, record, record.encode()), f"the manifest of {ulid_text(first.txn)}"
+    announced = engine.log.view().staged(first.txn)
+    is_announced = announced is None or (announced.root, announced.record) == (info.root, info.record)
+    if object_hash(first.lead.record) != info.record or not is_announced:
+        text = f"{what} does not have the record of the snapshot that was staged: it was exchanged"
+        raise CorruptObjectError(text, object_id=record_name(first.txn))
     if {manifest.ref for manifest in manifests} | {info.ref if announced is None else announced.ref} != {info.ref}:
-        raise CorruptObjectError(
-            f"the manifest of {ulid_text(first.txn)} names another branch than {info.ref!r}, for which it was staged", object_id=info.ref
-        )
+        text = f"{what} names another branch than {info.ref!r}, for which it was staged"
+        raise CorruptObjectError(text, object_id=info.ref)
     names = {name for manifest in manifests for name in manifest.names}
     own = {record_name(first.txn), *map(part_name, record.parts)}
     strange = sorted(name for name in names - own if not name.startswith("packs/"))
     if strange:
-        raise CorruptObjectError(
-            f"the manifest of {ulid_text(first.txn)} names {strange[0]}, which is of another snapshot", object_id=strange[0]
-        )
+        raise CorruptObjectError(f"{what} names {strange[0]}, which is of another snapshot", object_id=strange[0])
     require_intact(engine, info)
     for rank, ulid in enumerate(record.parts):
         part = engine.read_part(record, rank)
@@ -88,8 +82,7 @@ def _restart_upload(folder: StagingFolder, store: Backend, name: str) -> None:
     pieces = (range(at, min(at + _PIECE_BYTES, size_bytes)) for at in range(0, size_bytes, _PIECE_BYTES))
     if size_bytes != stored_bytes or any(_read(folder.unsent, name, piece) != _read(store, name, piece) for piece in pieces):
         raise CorruptObjectError(
-            f"the store has {name} already, with other bytes than what was staged under that name: drop what was staged",
-            object_id=name,
+            f"the store has {name} already, with other bytes than what was staged under that name: drop what was staged", object_id=name
         )
     folder.journal.write(JournalEntry(name, is_complete=True))
 

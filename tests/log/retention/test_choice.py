@@ -227,4 +227,4 @@ def test_the_log_has_all_of_it(policy: Policy) -> None:
     except InvalidOptionError:
         return
     assert made == policy
-    assert Policy.decode(made.encode()) == made
+    assert Policy.of(**made.encode()) == made
