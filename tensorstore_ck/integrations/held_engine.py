@@ -11,9 +11,7 @@ if TYPE_CHECKING:
 def require_supported(engine: Any) -> None:
     """Checks DeepSpeed's version, and whether the state of this engine can be saved; None: there is none.
 
-    Raises:
-        MissingExtraError: the version is not supported.
-        InvalidOptionError: something in the engine cannot be saved.
+    Raises `MissingExtraError` if the version is not supported, `InvalidOptionError` if something in the engine cannot be saved.
     """
     if engine is not None:
         from tensorstore_ck.integrations.deepspeed import compatibility  # noqa: PLC0415

@@ -39,10 +39,7 @@ ALIGNMENT_BYTES: Final = 8
 
 _ITEM_BYTES: Final = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 """Dtype of safetensors -> bytes of an element; of all others 1."""
-_DTYPES: Final = {
-    **TORCH_DTYPES,
-    **{f"np:{'|' if kind.endswith('1') else '<'}{kind}": name for kind, name in NUMPY_DTYPES.items()},
-}
+_DTYPES: Final = {**TORCH_DTYPES, **{f"np:{'|' if kind.endswith('1') else '<'}{kind}": name for kind, name in NUMPY_DTYPES.items()}}
 """Stored dtype -> that of safetensors."""
 
 
@@ -208,8 +205,7 @@ class SnapshotFiles:
                 metadata["left_out"] = json.dumps(left_out)
                 shown = ", ".join(left_out[:8]) + (f" and {len(left_out) - 8} more" if len(left_out) > 8 else "")
                 warnings.warn(
-                    f"{name} lacks {shown}, which safetensors cannot hold: read them with checkout, or export as torch or dcp",
-                    stacklevel=2,
+                    f"{name} lacks {shown}, which safetensors cannot hold: read them with checkout, or export as torch or dcp", stacklevel=2
                 )
             self._made[name] = SafetensorsFile(self._content, self._tensors[name], metadata)
         return self._made[name]

@@ -97,11 +97,7 @@ class PerRankState:
     # --- restored on as many ranks ----------------------------------------------------------------------------------------
 
     def check(self, own: State) -> None:
-        """Checks that the rank's stored state fits, before anything is changed.
-
-        Raises:
-            MismatchError: it does not fit.
-        """
+        """Checks that the rank's stored state fits, before anything is changed. Raises `MismatchError` if it does not fit."""
         self._loaders.with_states(own)
         self._generators("extra").with_states(own)
         self._part(VALUES).with_states(own)

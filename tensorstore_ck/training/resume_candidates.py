@@ -40,11 +40,7 @@ class ResumeCandidate(NamedTuple):
 
 
 def find_named(store: ReadOnlyStore, address: str) -> ResumeCandidate:
-    """The snapshot at an address.
-
-    Raises:
-        NotFoundError: the step, ancestor or root does not exist.
-    """
+    """The snapshot at an address. Raises `NotFoundError` if the step, ancestor or root does not exist."""
     try:
         store.resolve(address)
     except NotFoundError:

@@ -126,11 +126,7 @@ def _merged(one: State, two: State) -> State:
 
 
 def _copy(path: str, value: Any) -> Any:
-    """A copy of a small value.
-
-    Raises:
-        UnknownStateError: it is large, or has another type than plain values.
-    """
+    """A copy of a small value. Raises `UnknownStateError` if it is large, or has another type than plain values."""
     if isinstance(value, torch.Tensor | np.ndarray) and value.nbytes <= MAX_BYTES:
         return value.detach().clone() if isinstance(value, torch.Tensor) else value.copy()
     if isinstance(value, _IMMUTABLE):

@@ -37,10 +37,7 @@ from tensorstore_ck.training.parameter_names import ParameterNames
 from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.stateful_parts import StatefulPart
 
-REFUSED: Final = {
-    DistributedType.MEGATRON_LM: "Megatron-LM",
-    DistributedType.XLA: "XLA",
-}
+REFUSED: Final = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XLA: "XLA"}
 
 
 @short_errors

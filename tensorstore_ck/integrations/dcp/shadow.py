@@ -60,8 +60,6 @@ class ShadowReport:
 
 
 class _Both(NamedTuple):
-    """The data of both writers in a plan."""
-
     theirs: Any
     ours: Any
 
@@ -248,8 +246,6 @@ class _Files:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Loads one item."""
-
     def __init__(self, target: torch.Tensor) -> None:
         super().__init__()
         self.target = target

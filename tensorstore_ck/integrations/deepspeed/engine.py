@@ -118,13 +118,7 @@ class SnapshotMixin:
         if restored is not None:
             return restored
         loaded: tuple[str | None, Any] = super().load_checkpoint(  # type: ignore[misc]
-            os.fspath(load_dir),
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
+            os.fspath(load_dir), tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         )
         return loaded
 
@@ -141,8 +135,6 @@ class SnapshotMixin:
 
 
 class _Snapshots:
-    """An engine's saves to a branch."""
-
     def __init__(self, engine: Any, store: Store, ref: str, *, asynchronous: bool, keep: Mapping[str, object] | None) -> None:
         self._engine, self._store, self._ref, self._asynchronous, self._keep = engine, store, ref, asynchronous, keep
         self._values: dict[str, Any] = {CLIENT_STATE: {}}

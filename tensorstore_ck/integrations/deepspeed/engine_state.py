@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "extra")
-"""The parts of an engine's shared state."""
 
 
 class EngineState(SharedState):
@@ -44,7 +43,6 @@ class EngineState(SharedState):
         self.module = with_global_names(engine.module)
         """The model, under the names that are stored."""
         self.saves_frozen = True
-        """Whether frozen parameters are saved."""
         self.strict = True
         """Whether the stored weights must be exactly those of the model."""
 
@@ -226,8 +224,6 @@ class EngineState(SharedState):
 
 
 class _Counters:
-    """The counters of an engine."""
-
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 

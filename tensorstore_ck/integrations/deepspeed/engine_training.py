@@ -11,12 +11,7 @@ from tensorstore_ck.training.stateful_parts import StatefulPart
 
 
 def training_of(
-    engine: Any,
-    values: dict[str, Any],
-    *,
-    schedulers: object = None,
-    extra: dict[str, Any] | None = None,
-    parts: Collection[str] = PARTS,
+    engine: Any, values: dict[str, Any], *, schedulers: object = None, extra: dict[str, Any] | None = None, parts: Collection[str] = PARTS
 ) -> tuple[TrainingState, EngineState]:
     """The state of an engine that `require_supported` has accepted, and its shared side. Save and restore it within `partitioned`.
 

@@ -191,7 +191,6 @@ def _first_rank_state(store: ReadOnlyStore, root: str) -> Any:
 
 
 def _sizes(folder: str) -> Iterator[tuple[str, int]]:
-    """The names of files below a folder, and their sizes."""
     for place, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(place, name)

@@ -247,7 +247,6 @@ def _header_of(data: "np.memmap[Any, Any]") -> tuple[dict[str, Any], int]:
 
 
 def _tensor_at(data: "np.memmap[Any, Any]", start: int, entry: Mapping[str, Any]) -> torch.Tensor:
-    """A tensor over mapped bytes, in the dtype and the shape of the file."""
     first, last = entry["data_offsets"]
     dtype = torch_dtype(_TORCH_NAMES[entry["dtype"]])
     if first == last:
@@ -256,7 +255,6 @@ def _tensor_at(data: "np.memmap[Any, Any]", start: int, entry: Mapping[str, Any]
 
 
 def _write_with_header(job: ExportJob, name: str, data: "np.memmap[Any, Any]") -> None:
-    """Writes a mapped file with the job's metadata."""
     table, start = _header_of(data)
     texts = {key: text if isinstance(text, str) else json.dumps(text) for key, text in job.metadata.items()}
     table[METADATA] = {**texts, "format": "pt"}

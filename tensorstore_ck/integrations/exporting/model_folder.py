@@ -53,9 +53,7 @@ class ModelFiles(NamedTuple):
 def find_model_files(content: SnapshotContent, tree: Tree, config_from: str | None) -> ModelFiles:
     """The small files for the folder: those in the snapshot, replaced by those of `config_from`.
 
-    Raises:
-        NotFoundError: there is no configuration.
-        UnsupportedValueError: one of the snapshot's files is none of a model.
+    Raises `NotFoundError` if there is no configuration, `UnsupportedValueError` if one of the snapshot's files is none of a model.
     """
     files = dict(_stored(content, tree))
     if config_from is not None:

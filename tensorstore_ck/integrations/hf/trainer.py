@@ -85,14 +85,7 @@ class SnapshotMixin(ExceptionSaveMixin):
         self._use_store(store, ref, asynchronous=asynchronous, save_base=save_base, frozen_base=frozen_base, on_exception=on_exception)
 
     def _use_store(
-        self,
-        store: Store | str | os.PathLike[str],
-        ref: str,
-        *,
-        asynchronous: bool,
-        save_base: bool,
-        frozen_base: bool,
-        on_exception: bool,
+        self, store: Store | str | os.PathLike[str], ref: str, *, asynchronous: bool, save_base: bool, frozen_base: bool, on_exception: bool
     ) -> None:
         require_supported()
         self._saves_on_exception = on_exception and self._native.args.save_strategy != SaveStrategy.NO
@@ -334,11 +327,7 @@ class SnapshotMixin(ExceptionSaveMixin):
         )
 
     def _finish_saves(self, *, finished: bool = False) -> None:
-        """Waits for the saves of this run. `finished`: see `Checkpointer.close`.
-
-        Raises:
-            StoreError: the newest failed.
-        """
+        """Waits for the saves of this run. `finished`: see `Checkpointer.close`. Raises `StoreError` if the newest failed."""
         if self._checkpointer is not None:
             self._checkpointer.close(finished=finished)
             self._named.finish()

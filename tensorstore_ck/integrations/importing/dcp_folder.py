@@ -50,7 +50,6 @@ _ENUMS: Final = (
 )
 """Their members are not needed."""
 MAX_PIECES: Final = 1 << 16
-"""The most pieces of one tensor."""
 MAX_PADDING: Final = 10_000_000
 """The most padding of all lists together: a path in the metadata can have any position."""
 
@@ -82,8 +81,6 @@ class _Fields:
 
 
 class _StoredChunk(NamedTuple):
-    """A range of bytes of a file."""
-
     path: object
     """As in the metadata."""
     start: int
@@ -132,7 +129,6 @@ class _Reader:
         self._chunks: dict[str, list[tuple[tuple[int, ...] | None, _StoredChunk]]] = {}
         self._unknown: dict[str, str] = {}
         self._left: dict[str, int] = {}
-        """File -> number of its bytes that no item has used yet."""
 
     def read(self) -> DcpContent:
         path = self._folder.join(METADATA)
@@ -216,7 +212,6 @@ class _Reader:
         return tensor.detach()
 
     def _item(self, chunk: _StoredChunk) -> Any:
-        """The object in the torch file at this position."""
         file = self._mapped.get(chunk.path) if type(chunk.path) is str else None
         if file is None:
             file = self._mapped[str(chunk.path)] = self._files.map(self._folder.join(chunk.path))

@@ -118,8 +118,6 @@ def _dcp(files: Files, folder: Folder, known: PickleAllowlist) -> FoundState:
 
 
 class _Members(NamedTuple):
-    """The checkpoints in a folder, by file name."""
-
     found: dict[str, FoundState]
     skipped: list[tuple[str, str]]
 
@@ -130,7 +128,6 @@ class _Members(NamedTuple):
         return {stems[name] if is_clear else name: member.state for name, member in self.found.items()}
 
     def missing(self) -> tuple[str, ...]:
-        """Files that belong to them, and are not there."""
         own = missing_files(name for name, member in self.found.items() if not member.missing)
         return tuple(name for member in self.found.values() for name in member.missing) + own
 

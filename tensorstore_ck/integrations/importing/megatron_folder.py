@@ -87,7 +87,6 @@ def _has_config(files: Files, folder: Folder) -> bool:
 
 
 def _require_format(files: Files, folder: Folder, names: Sequence[str]) -> dict[Any, Any]:
-    """The content of ``metadata.json``."""
     old = next(filter(_OLD.fullmatch, names), None)
     if CONFIG not in names and old:
         raise UnsupportedValueError(
@@ -157,7 +156,6 @@ def _step(folder: Folder, source: str, common: Any) -> int | None:
 
 
 def _state(folder: Folder, content: DcpContent) -> dict[Any, Any]:
-    """Tensors and objects by their keys."""
     flattened = content.attributes.get("mcore_data")
     if flattened:
         raise UnsupportedValueError(

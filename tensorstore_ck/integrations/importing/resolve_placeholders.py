@@ -39,7 +39,6 @@ class ResolvedState(NamedTuple):
 
     state: Any
     left_out: list[str]
-    """Paths."""
 
 
 def resolve_placeholders(

@@ -163,7 +163,6 @@ class FabricSnapshots:
         return filled
 
     def _fill_sharded(self, state: State, stored: StoredTraining, *, strict: bool) -> State:
-        """Restores the shards in place."""
         objects = _objects(state)
         training = TrainingState(model=objects["model"] or None, optimizer=objects["optimizer"] or None)
         training.restore(self._store, stored.snapshot.root, group=self._group, parts=OBJECTS)
@@ -176,7 +175,6 @@ def _require_dict(state: object, method: str) -> None:
 
 
 def _fill(state: State, checkpoint: State, *, strict: bool, into: State | None = None) -> State:
-    """Restores what `state` names, as Fabric does; returns the rest."""
     missing = [name for name in state if name not in checkpoint]
     if missing and strict:
         raise MismatchError(f"the snapshot has no {', '.join(map(repr, missing))}: it has {', '.join(checkpoint)}", object_id=missing[0])
@@ -201,7 +199,6 @@ def _checkpoint(stored: StoredTraining) -> State:
 
 
 def _objects(state: State) -> dict[str, dict[str, Any]]:
-    """Modules and optimizers."""
     return {
         "model": {name: _module(held) for name, held in state.items() if isinstance(held, nn.Module)},
         "optimizer": {name: held for name, held in state.items() if isinstance(held, torch.optim.Optimizer)},
@@ -213,5 +210,4 @@ def _others(state: State) -> State:
 
 
 def _module(module: nn.Module) -> nn.Module:
-    """Without what makes it parallel."""
     return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module

@@ -76,7 +76,6 @@ def _result(trainer: Any, results: Any, stored: State) -> Any:
 
 
 def _metrics(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The torchmetrics in a module, by name."""
     from torchmetrics import Metric  # noqa: PLC0415 - a dependency of Lightning, loaded by it
 
     return ((name, metric) for name, metric in module.named_modules() if isinstance(metric, Metric))

@@ -13,11 +13,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.strategies.torch import (
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-    get_async_strategy,
-)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy, get_async_strategy
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 
 from tensorstore_ck.integrations.megatron.load_strategy import LoadStrategy

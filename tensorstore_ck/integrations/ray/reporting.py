@@ -172,8 +172,7 @@ def _require_worker(store: Store) -> "ProcessGroup | None":
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if workers != ranks:
         raise InvalidOptionError(
-            f"Ray Train has {workers} workers, and torch.distributed {ranks} ranks: a TorchTrainer connects them",
-            object_id="ray",
+            f"Ray Train has {workers} workers, and torch.distributed {ranks} ranks: a TorchTrainer connects them", object_id="ray"
         )
     return dist.group.WORLD if ranks > 1 else None
 

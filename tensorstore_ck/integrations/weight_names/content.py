@@ -28,9 +28,7 @@ class ConvertedSnapshot(NamedTuple):
 def convert_content(names: WeightNames, content: SnapshotContent, tree: Tree) -> ConvertedSnapshot:
     """The tensors of a tree under the names of the other side.
 
-    Raises:
-        MismatchError: see `plan_conversion`.
-        UnsupportedValueError: a tensor is a view of another one's memory.
+    Raises `MismatchError`: see `plan_conversion`. Raises `UnsupportedValueError` if a tensor is a view of another one's memory.
     """
     tensors: dict[str, Leaf] = {}
     left_out = []

@@ -97,11 +97,7 @@ class PendingSaves:
         self._pending = left
 
     def wait(self) -> None:
-        """Waits until all have ended; failures are warnings.
-
-        Raises:
-            StoreError: a permanent failure.
-        """
+        """Waits until all have ended; failures are warnings. Raises `StoreError` at a permanent failure."""
         if self._pace is not None:
             self._pace.release()
         pending, self._pending = self._pending, []

@@ -46,7 +46,6 @@ class FoundParameter:
     runs: dict[str, list[ElementRun]] = field(default_factory=dict)
     """Its master weights, and those states of the optimizer that have a number for each element."""
     scalars: dict[str, Any] = field(default_factory=dict)
-    """The other states."""
 
     def masters(self) -> list[ElementRun]:
         """Its master weights."""
@@ -64,8 +63,6 @@ class FoundOptimizer(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """A rank's part."""
-
     flats: list[torch.Tensor]
     """Masters."""
     base: dict[str, Any]
@@ -306,12 +303,7 @@ def _with_states(
     if any(state.keys() != states[0].keys() for state in states):
         raise MalformedError(f"the ranks have other states of group {index}: their files are of different saves")
     parameters = {
-        name: FoundParameter(
-            name,
-            shape,
-            {key: [] for key in flats},
-            {key: copied(scalar) for key, scalar in scalars.items()},
-        )
+        name: FoundParameter(name, shape, {key: [] for key in flats}, {key: copied(scalar) for key, scalar in scalars.items()})
         for name, shape in shapes.items()
     }
     for key, of_ranks in flats.items():

@@ -27,9 +27,7 @@ IN_ORDER = "numbers of parameters, read as their names in the model's order"
 def optimizer_without_names(saved: Mapping[str, Any], weights: Mapping[str, torch.Tensor], origin: str) -> FoundOptimizer:
     """The optimizer of a checkpoint without ZeRO, from its state dict. `weights`: the model's parameters, each once.
 
-    Raises:
-        UnsupportedValueError: more than one parameter may be meant.
-        MalformedError: it does not fit.
+    Raises `UnsupportedValueError` if more than one parameter may be meant, `MalformedError` if it does not fit.
     """
     base = dict_of(saved.get("optimizer_state_dict", saved), "state dict of an optimizer")
     states = dict_of(base.get("state"), "state of the optimizer")
