@@ -187,13 +187,12 @@ class Writer(StorageWriter):
                     object_id="planner",
                 )
             return None, self._look_at_copies(planner)  # other ranks write all its items
-        held = resolve_items(plan, planner, role)
-        results = list(held.results)
+        captured, results = resolve_items(plan, planner, role)
         if saving.save is not None:
-            begun = self._stored(lambda put, meter: put.write_tensors(role, held.captured, meter))
+            begun = self._stored(lambda put, meter: put.write_tensors(role, captured, meter))
         else:
             self._begin(self._ranks_request)
-            begun, report = self._stored(lambda put, meter: put.write_part(role, held.captured, meter))
+            begun, report = self._stored(lambda put, meter: put.write_part(role, captured, meter))
             results.append(WriteResult(MetadataIndex(""), 0, report))
         return begun, [*results, *self._look_at_copies(planner)]
 

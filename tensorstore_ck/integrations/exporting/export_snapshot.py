@@ -144,9 +144,9 @@ def export_snapshot(
         prefix=strip_prefix,
         config_from=None if config_from is None else os.fspath(config_from),
     )
-    renamed = None if names is None else convert_content(read_names(names), content, tree)
-    if renamed is not None:
-        content, tree, _ = renamed
+    others: list[str] = []
+    if names is not None:
+        content, tree, others = convert_content(read_names(names), content, tree)
     metadata = store.metadata(snapshot.root)
     metadata.pop(STORE_KEY, None)  # the store's own note
     with atomic_folder(target, overwrite=overwrite) as folder:
@@ -167,8 +167,6 @@ def export_snapshot(
     if bundle is not None:
         write_signature(target.path + SUFFIX, bundle)
     files = tuple(ExportedFile(name, size) for name, size in sizes.items())
-    left_out = written.left_out | dict.fromkeys(() if renamed is None else renamed.left_out, "not a tensor")
-    notes = tuple(written.notes)
     return ExportReport(
         format=format,
         path=target.path,
@@ -176,8 +174,8 @@ def export_snapshot(
         files=files,
         tensors=written.tensors,
         tensor_bytes=written.tensor_bytes,
-        left_out=left_out,
-        notes=notes,
+        left_out=written.left_out | dict.fromkeys(others, "not a tensor"),
+        notes=tuple(written.notes),
         signature="" if bundle is None else target.path + SUFFIX,
     )
 

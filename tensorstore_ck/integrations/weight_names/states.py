@@ -1,7 +1,7 @@
 """Converts a state in memory: each new tensor is `Boxes` of views of the old ones, so nothing is copied."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,16 +12,8 @@ from tensorstore_ck.integrations.weight_names.names_file import WeightNames
 from tensorstore_ck.state.boxes import Box, Boxes
 
 
-class ConvertedState(NamedTuple):
-    """A state with other names."""
-
-    state: dict[str, torch.Tensor | Boxes]
-    left_out: list[str]
-    """Paths of the values that are not tensors."""
-
-
-def convert_state(names: WeightNames, state: Any) -> ConvertedState:
-    """The tensors of a state under the names of the other side. Raises `MismatchError`: see `plan_conversion`."""
+def convert_state(names: WeightNames, state: Any) -> tuple[dict[str, torch.Tensor | Boxes], list[str]]:
+    """The tensors of a state under the names of the other side, and the paths of what is no tensor. Raises: see `plan_conversion`."""
     tensors: dict[str, Sequence[Box]] = {}
     left_out = []
     for path, value in _leaves(state, ""):
@@ -32,8 +24,7 @@ def convert_state(names: WeightNames, state: Any) -> ConvertedState:
         else:
             left_out.append(path)
     forms = {name: TensorForm(boxes[0].global_shape, str(boxes[0].local.dtype).removeprefix("torch.")) for name, boxes in tensors.items()}
-    conversion = plan_conversion(names, forms)
-    return ConvertedState({name: _converted(tensor, tensors) for name, tensor in conversion.tensors.items()}, left_out)
+    return {name: _converted(tensor, tensors) for name, tensor in plan_conversion(names, forms).items()}, left_out
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
