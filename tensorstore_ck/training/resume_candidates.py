@@ -55,12 +55,7 @@ def choose(
 ) -> ResumeCandidate:
     """The next snapshot to try: the newest usable one of a branch, or the one that any other address names.
 
-    Args:
-        store: The store.
-        address: A branch or any other address.
-        skipped: Names of snapshots that cannot be restored.
-        drift: See `Checkpointer.resume`.
-        allow_marked: Whether marked snapshots are usable.
+    `skipped`: names of snapshots that cannot be restored. `drift`: see `Checkpointer.resume`. With `allow_marked`, marked ones are usable.
     """
     if not _REF.fullmatch(address) or address not in store.branches():
         return find_named(store, address)

@@ -111,11 +111,7 @@ class ResumeSearch:
     def next_address(self, *, announce: bool = True) -> str | None:
         """The snapshot to try next; None if there is no such branch or tag yet. One line of the log says which, unless the caller named it.
 
-        Args:
-            announce: False: the caller does not restore it.
-
-        Raises:
-            StoreError: see `restore`.
+        `announce`: false if the caller does not restore it. Raises `StoreError`: see `restore`.
         """
         self._candidate = chosen = self._from_first()
         self._skipped |= dict(chosen.skipped)

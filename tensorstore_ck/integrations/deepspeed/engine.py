@@ -18,12 +18,12 @@ from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.deepspeed.compatibility import require_supported
-from tensorstore_ck.integrations.deepspeed.engine_training import partitioned, training_of
+from tensorstore_ck.integrations.deepspeed.engine_state import partitioned, training_of
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, LATEST, NOTE
 from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
-from tensorstore_ck.integrations.trainer.pointers import address_through_ref, read_pointer
+from tensorstore_ck.integrations.trainer.pointers import address_through_ref, is_there, read_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
@@ -202,20 +202,12 @@ class _Snapshots:
             pointer = read_pointer(folder / tag)
             if pointer is not None:
                 address = pointer.address_in(self._store, str(folder / tag))
-                return (address if self._exists(address) else self._tagged(tag) or address).encode()
+                return (address if is_there(self._store, address) else self._tagged(tag) or address).encode()
             if any((folder / tag).glob("*_states.pt")):
                 return b""
             return (self._tagged(tag) or tag).encode()
 
         return ask_first_rank(self._store, self._group, f"the snapshot with the tag {tag!r}", look).decode()
-
-    def _exists(self, address: str) -> bool:
-        """False: the save that the pointer names was killed before it was published."""
-        try:
-            self._store.resolve(address)
-        except NotFoundError:
-            return False
-        return True
 
     def _tagged(self, tag: str) -> str | None:
         """The address of the ref's newest snapshot with this tag."""

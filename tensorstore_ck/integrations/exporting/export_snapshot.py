@@ -216,10 +216,10 @@ def _plan(  # noqa: PLR0917 - of `export_snapshot`
     """The content to export, and the function that writes it."""
     tree = parse(content.layout, len(content.values))
     if format != "hf":
-        return without_prefix(_chosen(tree, select, exclude), prefix or ""), _writer(format)
+        return without_prefix(chosen(tree, select, exclude), prefix or ""), _writer(format)
     model = model_folder.find_model_files(content, tree, config_from)
     tree = model_folder.without_model_files(tree)
-    tree = _chosen(tree, model_folder.weights_globs(tree) if select is None else select, exclude)
+    tree = chosen(tree, model_folder.weights_globs(tree) if select is None else select, exclude)
     tree = without_prefix(tree, sole_prefix(tree) if prefix is None else prefix)
     if model.is_adapter:
         tree = model_folder.adapter_weights(tree, model.adapter_names)
@@ -242,7 +242,7 @@ def _writer(format: Format) -> Writer:  # noqa: A002
     return write_dcp
 
 
-def _chosen(tree: Tree, select: Sequence[str] | None, exclude: Sequence[str]) -> Tree:
+def chosen(tree: Tree, select: Sequence[str] | None, exclude: Sequence[str] = ()) -> Tree:
     """The selected part of a state, without the excluded part. Raises `MismatchError` if a glob matches nothing, or nothing is left."""
     if select is not None:
         selection = Selection(select)

@@ -26,7 +26,7 @@ from tensorstore_ck.feed import Feed, FeedVersion
 from tensorstore_ck.format.record import STORE_KEY
 from tensorstore_ck.format.tree import Tree, parse
 from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, atomic_folder, require_disk_space
-from tensorstore_ck.integrations.exporting.export_snapshot import MAX_FILE_BYTES
+from tensorstore_ck.integrations.exporting.export_snapshot import MAX_FILE_BYTES, chosen
 from tensorstore_ck.integrations.exporting.job import ExportJob
 from tensorstore_ck.integrations.exporting.model_folder import (
     ModelFiles,
@@ -43,7 +43,6 @@ from tensorstore_ck.integrations.safetensors_format import METADATA, TORCH_DTYPE
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.state.byte_sources import memory_at
 from tensorstore_ck.state.registered_types import torch_dtype
-from tensorstore_ck.state.select import Selection
 from tensorstore_ck.store import ReadOnlyStore
 from tensorstore_ck.store.internals import open_content, resolve
 
@@ -160,10 +159,7 @@ class FollowedFolder:
         model = find_model_files(content, tree, self._config_from) if has_files else None
         tree = without_model_files(tree)
         globs = weights_globs(tree) if self._select is None else self._select
-        if globs is not None:
-            selection = Selection(globs)
-            selection.require_used(tree)
-            tree = selection.prune(tree) or tree
+        tree = chosen(tree, globs)
         prefix = sole_prefix(tree)
         tree = without_prefix(tree, prefix)
         if model is not None and model.is_adapter:

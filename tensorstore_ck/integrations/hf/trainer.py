@@ -201,13 +201,11 @@ class SnapshotMixin(ExceptionSaveMixin):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         self._values = trainer_values.target()
+        parts = NOT_WEIGHTS if self._engine is None else ("model", "extra", *NOT_WEIGHTS)
+        with held_engine.partitioned(self._engine):
+            self._training(self._values).restore(self._store, pointer.address, group=self._group, parts=parts)
         if self._engine is None:
-            self._training(self._values).restore(self._store, pointer.address, group=self._group, parts=NOT_WEIGHTS)
             self._load_weights(pointer.address)
-        else:
-            with held_engine.partitioned(self._engine):
-                parts = ("model", "extra", *NOT_WEIGHTS)
-                self._training(self._values).restore(self._store, pointer.address, group=self._group, parts=parts)
         self._is_resuming = False
 
     def _load_weights(self, address: str) -> None:

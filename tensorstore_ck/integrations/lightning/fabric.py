@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tensorstore_ck.common.user_frames import short_errors
@@ -78,10 +77,6 @@ class FabricSnapshots:
         self._values: State = {}
         self._count = 0
 
-    @property
-    def _group(self) -> "dist.ProcessGroup | None":
-        return all_ranks()
-
     # --- save ---------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -108,7 +103,7 @@ class FabricSnapshots:
             require_whole(objects["optimizer"].values())
             training = TrainingState(model=objects["model"] or None, optimizer=objects["optimizer"] or None, rank_values=self._values)
             self._checkpointer = Checkpointer(
-                self._store, training, ref=self._ref, when=Always(), keep=self._keep, asynchronous=False, group=self._group
+                self._store, training, ref=self._ref, when=Always(), keep=self._keep, asynchronous=False, group=all_ranks()
             )
             self._saved = objects
         self._values.clear()
@@ -146,7 +141,7 @@ class FabricSnapshots:
         search = ResumeSearch(
             self._store,
             address,
-            self._group,
+            all_ranks(),
             advice="load an earlier step, or {} to accept it",
             missing=f"{address!r} is no file, and no snapshot of {self._store.url}",
         )
@@ -154,18 +149,18 @@ class FabricSnapshots:
 
     def _load_from(self, address: str, state: Any, *, strict: bool) -> State:
         sharded = is_sharded(self._strategy)
-        stored = read_training(self._store, address, group=self._group, parts=() if sharded and state else OBJECTS)
+        stored = read_training(self._store, address, group=all_ranks(), parts=() if sharded and state else OBJECTS)
         self._checkpointer, self._count = None, stored.snapshot.step or 0  # the next save may go back to an earlier step
         if not state:
             return _checkpoint(stored)
         filled = self._fill_sharded(state, stored, strict=strict) if sharded else _fill(state, _checkpoint(stored), strict=strict)
-        TrainingState().restore(self._store, stored.snapshot.root, group=self._group, parts=("generators",))
+        TrainingState().restore(self._store, stored.snapshot.root, group=all_ranks(), parts=("generators",))
         return filled
 
     def _fill_sharded(self, state: State, stored: StoredTraining, *, strict: bool) -> State:
         objects = _objects(state)
         training = TrainingState(model=objects["model"] or None, optimizer=objects["optimizer"] or None)
-        training.restore(self._store, stored.snapshot.root, group=self._group, parts=OBJECTS)
+        training.restore(self._store, stored.snapshot.root, group=all_ranks(), parts=OBJECTS)
         return _fill({name: state[name] for name in _others(state)}, dict(stored.rank_values), strict=strict, into=state)
 
 

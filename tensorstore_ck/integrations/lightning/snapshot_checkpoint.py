@@ -10,7 +10,7 @@ them after a resume. Such saves wait until these have ended. Saves between two b
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 from weakref import proxy
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.integrations.lightning.compatibility import require_supported
 from tensorstore_ck.integrations.lightning.lightning_state import require_storable, training_state
 from tensorstore_ck.integrations.lightning.pointer_files import FILES, read_pointer
-from tensorstore_ck.integrations.lightning.snapshot_resume import OpenedStore, SnapshotResume
+from tensorstore_ck.integrations.lightning.snapshot_resume import FITTING, OpenedStore, SnapshotResume
 from tensorstore_ck.integrations.trainer.attach import all_ranks
 from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
 from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
@@ -73,9 +73,6 @@ def epoch_of(trainer: Any) -> float:
     is_within = progress.ready > progress.processed and batches not in (0, float("inf"))
     share = trainer.fit_loop.epoch_loop.batch_progress.current.ready / batches if is_within else 0.0
     return float(progress.processed) + min(share, 1.0)
-
-
-FIT: Final = "fit"
 
 
 @short_errors
@@ -156,7 +153,7 @@ class SnapshotMixin:
         if any((callback._store.url, callback._ref) == (self._store.url, self._ref) for callback in others):
             raise InvalidOptionError(f"two callbacks save to {self._ref!r}: give each a ref of its own", object_id=self._ref)
         self._resume.install(trainer)
-        if stage == FIT:
+        if stage == FITTING:
             self._resume.begin(trainer)
             self._checkpointer = None
             self._waits = self._postponed = self._is_naming = False
@@ -222,7 +219,7 @@ class SnapshotMixin:
         """See ModelCheckpoint."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
         is_last = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
-        if not trainer.sanity_checking and trainer.state.fn == "fit":
+        if not trainer.sanity_checking and trainer.state.fn == FITTING:
             self._waits = False
             if self._postponed and not is_last:
                 self._save_postponed(trainer)

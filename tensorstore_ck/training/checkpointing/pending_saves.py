@@ -116,11 +116,6 @@ class PendingSaves:
         self._unsaved.note_published()
         return True
 
-    def note_finished(self) -> None:
-        """The training has ended, and so have its saves: notes it in the log, on the first rank. Only warns on failure."""
-        if self._group is None or self._group.rank() == 0:
-            note_finished(self._store, self._ref)
-
     # --- failures ----------------------------------------------------------------------------------------------------
 
     def fail(self, step: int | None, exc: BaseException) -> None:

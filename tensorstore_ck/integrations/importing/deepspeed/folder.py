@@ -34,13 +34,13 @@ from tensorstore_ck.integrations.importing.deepspeed.files import (
     is_tag_folder,
     list_of,
     read_files,
+    same_elements,
     shapes_of,
 )
 from tensorstore_ck.integrations.importing.deepspeed.partitions import FoundOptimizer, FoundParameter, optimizer_of_ranks, united
 from tensorstore_ck.integrations.importing.deepspeed.pipeline import model_of_layers, with_shapes
 from tensorstore_ck.integrations.importing.deepspeed.universal import UniversalReader
 from tensorstore_ck.integrations.importing.deepspeed.unnamed import IN_ORDER, optimizer_without_names
-from tensorstore_ck.integrations.importing.deepspeed.weights import same_elements
 from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder

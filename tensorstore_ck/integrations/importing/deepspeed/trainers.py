@@ -16,9 +16,8 @@ from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, LATEST
 from tensorstore_ck.integrations.importing import sharded_index, trainer_folder
-from tensorstore_ck.integrations.importing.deepspeed.files import KIND, dict_of, load_file
+from tensorstore_ck.integrations.importing.deepspeed.files import KIND, SAMPLE, dict_of, load_file
 from tensorstore_ck.integrations.importing.deepspeed.folder import LATEST_UNIVERSAL, load_deepspeed
-from tensorstore_ck.integrations.importing.deepspeed.weights import SAMPLE
 from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder

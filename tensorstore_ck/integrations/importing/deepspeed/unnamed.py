@@ -14,9 +14,8 @@ import torch
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed_names import MASTER
 from tensorstore_ck.integrations.importing.deepspeed.experts import is_expert
-from tensorstore_ck.integrations.importing.deepspeed.files import copied, dict_of, flat_of, list_of
+from tensorstore_ck.integrations.importing.deepspeed.files import copied, dict_of, flat_of, list_of, same_elements
 from tensorstore_ck.integrations.importing.deepspeed.partitions import FoundOptimizer, FoundParameter
-from tensorstore_ck.integrations.importing.deepspeed.weights import same_elements
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
 from tensorstore_ck.state.sourced_tensor import ElementRun
 
