@@ -55,7 +55,7 @@ class VirtualFile(Protocol):
         """The bytes [start, stop) around a position that should be read together."""
 
 
-class BytesFile:
+class _BytesFile:
     """A small file that is in memory."""
 
     def __init__(self, data: bytes) -> None:
@@ -63,11 +63,9 @@ class BytesFile:
         self._data = data
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """See `VirtualFile`."""
         target[:] = self._data[start : start + len(target)]
 
     def window(self, position: int) -> tuple[int, int]:
-        """See `VirtualFile`."""
         return 0, self.size
 
 
@@ -215,7 +213,7 @@ class SnapshotFiles:
         if name not in self._made:
             leaf = self._small[name]
             data = decode(self._content.values[leaf.index], blob=self._content.blob, name=leaf.path)
-            self._made[name] = BytesFile(data if isinstance(data, bytes) else str(data).encode())
+            self._made[name] = _BytesFile(data if isinstance(data, bytes) else str(data).encode())
         return self._made[name]
 
     def about(self, info: SnapshotInfo, metadata: Mapping[str, Any]) -> VirtualFile:
@@ -226,7 +224,7 @@ class SnapshotFiles:
         about["metadata"] = _finite(metadata)
         about["values"] = {leaf.path: describe(self._content.values[leaf.index]) for leaf in self._values}
         about["left_out"] = [*self._left_out[MODEL], *self._left_out[STATE]]
-        return BytesFile(json.dumps(about, indent=1).encode() + b"\n")
+        return _BytesFile(json.dumps(about, indent=1).encode() + b"\n")
 
 
 def _model_leaves(tree: Container | Leaf) -> Iterator[Leaf]:

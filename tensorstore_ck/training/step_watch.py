@@ -85,7 +85,7 @@ class StepWatch:
         if self._noted.versions != _versions(self._watched()):
             raise UnknownStateError("the next step had changed a parameter, a buffer or the gradient scaler")
         state, copied = self._captured(), self._noted.copied
-        return _merged(_merged(state, copied), {key: _merged(state[key], copied[key]) for key in (self._own_key, "extra") if key in state})
+        return state | copied | {key: state[key] | copied[key] for key in (self._own_key, "extra") if key in state}
 
     def _note_begin(self, *_: object) -> None:
         self._began = True
@@ -119,10 +119,6 @@ def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
 
 def _is_module(candidate: object) -> bool:
     return isinstance(candidate, nn.Module)
-
-
-def _merged(one: State, two: State) -> State:
-    return {**one, **two}
 
 
 def _copy(path: str, value: Any) -> Any:

@@ -110,7 +110,8 @@ def resolve_items(plan: SavePlan, planner: SavePlanner, role: Role) -> tuple[Cap
             results.append(WriteResult(item.index, sum(map(len, subtree.blobs)), subtree))
             continue
         spec = layout.tensors[number]
-        box = _box(item)
+        assert item.tensor_data is not None
+        box = BoxBounds(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
         tensor = _tensor(planner.resolve_data(item), item, box)
         if tensor.dtype != dtype_of(spec.dtype, spec.item_bytes):
             raise UnsupportedValueError(
@@ -136,11 +137,6 @@ def with_tiny(captured: CapturedState, tiny: Iterable[Tiny]) -> CapturedState:
         sources[number] = BytesSource(data)
         explicit[number] = ExplicitRegions(number, (whole_box(shape),) if data else ())
     return captured._replace(sources=sources, explicit=explicit)
-
-
-def _box(item: WriteItem) -> BoxBounds:
-    assert item.tensor_data is not None
-    return BoxBounds(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
 
 
 def _tensor(resolved: Any, item: WriteItem, box: BoxBounds) -> torch.Tensor:

@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from operator import methodcaller
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -174,8 +174,8 @@ class FollowedFolder:
             self._map(plan.prefix)
         if self._files and plan.prefix == self._prefix:
             if self._feed is None:
-                rename = partial(_without, prefix=plan.prefix)
-                self._feed = self._store.follow(self._ref, into=self._tensors, select=plan.globs, rename=rename)
+                without_prefix_of_plan = methodcaller("removeprefix", plan.prefix)
+                self._feed = self._store.follow(self._ref, into=self._tensors, select=plan.globs, rename=without_prefix_of_plan)
             with suppress(MismatchError, UnsupportedValueError):
                 self._feed.poll()
                 self._feed.swap()
@@ -229,11 +229,6 @@ class FollowedFolder:
         self._feed = None
         self._tensors.clear()
         self._files.clear()
-
-
-def _without(name: str, prefix: str) -> str:
-    """The name in the files of a stored tensor."""
-    return name.removeprefix(prefix)
 
 
 def _header_of(data: "np.memmap[Any, Any]") -> tuple[dict[str, Any], int]:

@@ -87,9 +87,8 @@ def weights_globs(tree: Tree) -> list[str] | None:
     """
     if not isinstance(tree, Container):
         return None
-    holders = [
-        str(key) for key, child in zip(tree.keys, tree.children, strict=False) if isinstance(child, Container) and _has_tensors(child)
-    ]
+    parts = [(str(key), child) for key, child in zip(tree.keys, tree.children, strict=False) if isinstance(child, Container)]
+    holders = [key for key, part in parts if any(leaf.kind != "value" for leaf in leaves(part))]
     usual = [key for key in _WEIGHTS_KEYS if key in holders]
     if usual:
         return [f"{usual[0]}.*"]
@@ -156,10 +155,6 @@ def _stored(content: SnapshotContent, tree: Tree) -> Iterator[tuple[str, bytes]]
 
 def _is_value(tree: Tree) -> TypeGuard[Leaf]:
     return isinstance(tree, Leaf) and tree.kind == "value"
-
-
-def _has_tensors(tree: Tree) -> bool:
-    return any(leaf.kind != "value" for leaf in leaves(tree))
 
 
 def _of_folder(folder: str) -> dict[str, bytes]:

@@ -10,11 +10,11 @@ from tensorstore_ck.integrations.importing import dcp_folder, dcp_safetensors, m
 from tensorstore_ck.integrations.importing.deepspeed.folder import find_tag_folder, load_deepspeed
 from tensorstore_ck.integrations.importing.deepspeed.trainers import is_accelerate, load_accelerate, load_trainer
 from tensorstore_ck.integrations.importing.detect_history import SeveralStepsError, require_one_step
-from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
 from tensorstore_ck.integrations.importing.numbers_in_names import missing_files
 from tensorstore_ck.integrations.importing.outside_importers import read_by_outside_importer
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
+from tensorstore_ck.integrations.importing.placeholders import FoundState
 from tensorstore_ck.integrations.importing.safetensors_file import is_safetensors, load_safetensors
 from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load_torch_file
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES

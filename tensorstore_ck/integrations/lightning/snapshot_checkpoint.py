@@ -33,7 +33,7 @@ from tensorstore_ck.training.checkpointing import Checkpointer, Trigger
 from tensorstore_ck.training.checkpointing.triggers import DecidedTrigger, TriggerContext
 
 
-class FilesNamedFirst(Trigger):
+class _FilesNamedFirst(Trigger):
     """The user's trigger: ModelCheckpoint names files and notes the best before a save, since its notes are saved with the rest."""
 
     def __init__(self, when: Trigger, asked: list[str], name_files: Callable[[], None]) -> None:
@@ -42,32 +42,28 @@ class FilesNamedFirst(Trigger):
         self._fired = False
 
     def fires(self, moment: TriggerContext) -> bool:
-        """See `Trigger`."""
         self._fired = self._when.fires(moment)
         if self._fired and not self._asked:
             self._name_files()
         return self._fired or bool(self._asked)
 
     def causes(self) -> Iterator[str]:
-        """See `Trigger`."""
         return self._when.causes() if self._fired else iter(())
 
     def saved(self, moment: TriggerContext) -> None:
-        """See `Trigger`."""
         self._when.saved(moment)
 
     def decided(self) -> Iterator[DecidedTrigger]:
-        """See `Trigger`."""
         return self._when.decided()
 
 
-def newest_metrics(trainer: Any) -> dict[str, float]:
+def _newest_metrics(trainer: Any) -> dict[str, float]:
     """The newest value of each metric that is one number."""
     numbers = {name: value for name, value in trainer.callback_metrics.items() if isinstance(value, Tensor) and value.numel() == 1}
     return {name: float(value) for name, value in numbers.items()}
 
 
-def epoch_of(trainer: Any) -> float:
+def _epoch_of(trainer: Any) -> float:
     """The number of epochs that have ended, with the part of the present one."""
     progress, batches = trainer.fit_loop.epoch_progress.current, trainer.num_training_batches
     is_within = progress.ready > progress.processed and batches not in (0, float("inf"))
@@ -181,7 +177,7 @@ class SnapshotMixin:
         require_own_ref(self._store, self._ref, 'ckpt_path="last"')
         self._step_seen = trainer.global_step
         state = training_state(trainer, weights_only=self._native.save_weights_only)
-        when = Always() if self._when is None else FilesNamedFirst(self._when, self._asked, lambda: self._name_files(trainer))
+        when = Always() if self._when is None else _FilesNamedFirst(self._when, self._asked, lambda: self._name_files(trainer))
         keep = self._policy()
         options: dict[str, Any] = {"keep": keep, "free_dropped": keep is not None, "asynchronous": self._asynchronous}
         self._checkpointer = Checkpointer(self._store, state, ref=self._ref, when=when, group=all_ranks(), **options)
@@ -283,8 +279,8 @@ class SnapshotMixin:
         self._step_seen = trainer.global_step
         if self._checkpointer is None:
             return
-        metrics = trainer.strategy.broadcast(newest_metrics(trainer))  # values that are not synchronized differ by rank
-        saved = self._checkpointer.step(trainer.global_step, metrics, epoch=epoch_of(trainer), last=last)
+        metrics = trainer.strategy.broadcast(_newest_metrics(trainer))  # values that are not synchronized differ by rank
+        saved = self._checkpointer.step(trainer.global_step, metrics, epoch=_epoch_of(trainer), last=last)
         paths = list(self._asked)
         self._asked.clear()
         self._named.finish()

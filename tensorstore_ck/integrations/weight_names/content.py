@@ -11,7 +11,7 @@ from tensorstore_ck.format.block_assignment import overlap, row_boxes
 from tensorstore_ck.format.layout import Layout, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Leaf, Tree, leaves, parse
-from tensorstore_ck.integrations.weight_names.conversion import ConvertedTensor, TensorForm, plan_conversion, source_box, target_box
+from tensorstore_ck.integrations.weight_names.conversion import ConvertedTensor, TensorForm, plan_conversion, row_box
 from tensorstore_ck.integrations.weight_names.names_file import WeightNames
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
 
@@ -76,12 +76,12 @@ class ConvertedContent:
             memory, item_bytes = target.memory(), self.layout.tensors[number].item_bytes
             assert memory is not None, "exports read into memory"
             for copy in copies:
-                whole = target_box(copy, form.shape)
+                whole = row_box(copy.target_index, copy.target_row, copy.rows, form.shape)
                 common = overlap(whole, box)
                 if common is None or 0 in common.sizes:
                     continue
                 source = self._numbers[copy.source]
-                first = source_box(copy, self._content.layout.tensors[source].shape)
+                first = row_box(copy.source_index, copy.source_row, copy.rows, self._content.layout.tensors[source].shape)
                 shifts = [a - b for a, b in zip(common.offsets, whole.offsets, strict=True)][len(copy.target_index) :]
                 stacked = len(copy.source_index)
                 offsets = (*copy.source_index, *(a + b for a, b in zip(first.offsets[stacked:], shifts, strict=True)))

@@ -80,17 +80,8 @@ class ConvertedTensor(NamedTuple):
     """They cover it exactly once, in the order of its elements."""
 
 
-def source_box(copy: RowCopy, shape: tuple[int, ...]) -> BoxBounds:
-    """The rows in the source, of this shape."""
-    return _box(copy.source_index, copy.source_row, copy.rows, shape)
-
-
-def target_box(copy: RowCopy, shape: tuple[int, ...]) -> BoxBounds:
-    """The rows in the target, of this shape."""
-    return _box(copy.target_index, copy.target_row, copy.rows, shape)
-
-
-def _box(index: tuple[int, ...], row: int, rows: int, shape: tuple[int, ...]) -> BoxBounds:
+def row_box(index: tuple[int, ...], row: int, rows: int, shape: tuple[int, ...]) -> BoxBounds:
+    """These rows of a tensor of this shape, which has the dims of `index` in front of its rows."""
     inner = shape[len(index) :]
     return BoxBounds((*index, *((row,) + (0,) * len(inner))[: len(inner)]), (*(1,) * len(index), *((rows, *inner[1:]) if inner else ())))
 

@@ -7,7 +7,7 @@ import torch
 
 from tensorstore_ck.format.block_assignment import overlap
 from tensorstore_ck.format.sharding import BoxBounds
-from tensorstore_ck.integrations.weight_names.conversion import ConvertedTensor, TensorForm, plan_conversion, source_box, target_box
+from tensorstore_ck.integrations.weight_names.conversion import ConvertedTensor, TensorForm, plan_conversion, row_box
 from tensorstore_ck.integrations.weight_names.names_file import WeightNames
 from tensorstore_ck.state.boxes import Box, Boxes
 
@@ -39,13 +39,13 @@ def _converted(tensor: ConvertedTensor, sources: Mapping[str, Sequence[Box]]) ->
     shape, boxes = tensor.form.shape, []
     for copy in tensor.copies:
         for held in sources[copy.source]:
-            wanted = source_box(copy, held.global_shape)
+            wanted = row_box(copy.source_index, copy.source_row, copy.rows, held.global_shape)
             common = overlap(wanted, BoxBounds(held.offsets, tuple(held.local.shape)))
             if common is None:
                 continue
             within = tuple(slice(a - b, a - b + size) for a, b, size in zip(common.offsets, held.offsets, common.sizes, strict=True))
             local = held.local[within][(0,) * len(copy.source_index)][(None,) * len(copy.target_index)]
-            first = target_box(copy, shape).offsets
+            first = row_box(copy.target_index, copy.target_row, copy.rows, shape).offsets
             shifts = [a - b for a, b in zip(common.offsets, wanted.offsets, strict=True)][len(copy.source_index) :]
             at = (*copy.target_index, *(a + b for a, b in zip(first[len(copy.target_index) :], shifts, strict=True)))
             boxes.append(Box(local, shape, at))

@@ -41,10 +41,10 @@ from tensorstore_ck.integrations.importing.deepspeed.partitions import FoundOpti
 from tensorstore_ck.integrations.importing.deepspeed.pipeline import model_of_layers, with_shapes
 from tensorstore_ck.integrations.importing.deepspeed.universal import UniversalReader
 from tensorstore_ck.integrations.importing.deepspeed.unnamed import IN_ORDER, optimizer_without_names
-from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
+from tensorstore_ck.integrations.importing.placeholders import FoundState
 from tensorstore_ck.integrations.trainer.pointers import POINTER
 from tensorstore_ck.state.sourced_tensor import ElementRun, SourcedTensor, tensor_of_runs
 from tensorstore_ck.training.per_rank_state import VALUES
