@@ -266,16 +266,8 @@ def _file_tensor(layout: Layout, leaf: Leaf) -> _FileTensor:
     low, high = _byte_range(shape, strides, item_bytes)
     if 0 in shape or offset + low < 0 or offset + high > spec.size_bytes:
         raise CorruptObjectError(f"view {leaf.path!r} does not lie within tensor {spec.name!r}; run `tsck fsck`", object_id=leaf.path)
-    size = prod(shape) * item_bytes
-    return _FileTensor(
-        leaf,
-        start=0,
-        size=size,
-        shape=tuple(shape),
-        item_bytes=item_bytes,
-        offset=offset,
-        strides=None if _is_contiguous(shape, strides, item_bytes) else strides,
-    )
+    size, gaps = prod(shape) * item_bytes, None if _is_contiguous(shape, strides, item_bytes) else strides
+    return _FileTensor(leaf, start=0, size=size, shape=tuple(shape), item_bytes=item_bytes, offset=offset, strides=gaps)
 
 
 def _byte_range(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> tuple[int, int]:

@@ -53,14 +53,14 @@ MOST_LINES = {
     "feed": 1100,
     "format": 5100,
     "gc": 3500,
-    "integrations": 20800,
+    "integrations": 20300,
     "log": 7300,
     "maintenance": 7900,
     "redaction": 200,
     "session": 11400,
     "state": 7100,
     "store": 1800,
-    "training": 5200,
+    "training": 5000,
     "ui": 4200,
 }
 """Of the Python files of each area, rounded up to hundreds."""

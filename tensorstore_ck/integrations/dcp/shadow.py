@@ -136,14 +136,8 @@ class ShadowWriter(StorageWriter):
             if begun is not None
             else None
         )
-        report = _ShadowReport(
-            theirs.value(),
-            ours=results,
-            seconds=(between - started, ended - between),
-            compared=len(plan.items),
-            differing=differing or [],
-            problem=self._problem,
-        )
+        seconds, compared = (between - started, ended - between), len(plan.items)
+        report = _ShadowReport(theirs.value(), results, seconds, compared, differing=differing or [], problem=self._problem)
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(""), 0, report)])
         return done

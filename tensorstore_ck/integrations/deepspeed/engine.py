@@ -158,15 +158,8 @@ class _Snapshots:
         if engine.micro_steps % engine.gradient_accumulation_steps():
             warnings.warn("saved between the micro-batches of a step, whose gradients so far are not saved", stacklevel=3)
         if self._checkpointer is None:
-            self._checkpointer = new_checkpointer(
-                self._store,
-                self._state,
-                self._ref,
-                argument="load_checkpoint()",
-                group=self._group,
-                keep=self._keep,
-                asynchronous=self._asynchronous,
-            )
+            options: dict[str, Any] = {"group": self._group, "keep": self._keep, "asynchronous": self._asynchronous}
+            self._checkpointer = new_checkpointer(self._store, self._state, self._ref, argument="load_checkpoint()", **options)
         self._values[CLIENT_STATE] = dict(client_state)
         self._shared.saves_frozen = not excludes_frozen
         with partitioned(self._engine):

@@ -136,14 +136,8 @@ def export_snapshot(
     if not allow_marked:
         refuse_marked(snapshot, address, "pass allow_marked=True (--allow-marked)")
     content: SnapshotContent = open_content(store, info)
-    tree, write = _plan(
-        content,
-        format=format,
-        select=select,
-        exclude=exclude,
-        prefix=strip_prefix,
-        config_from=None if config_from is None else os.fspath(config_from),
-    )
+    config = None if config_from is None else os.fspath(config_from)
+    tree, write = _plan(content, format=format, select=select, exclude=exclude, prefix=strip_prefix, config_from=config)
     others: list[str] = []
     if names is not None:
         content, tree, others = convert_content(read_names(names), content, tree)
@@ -151,17 +145,8 @@ def export_snapshot(
     metadata.pop(STORE_KEY, None)  # the store's own note
     with atomic_folder(target, overwrite=overwrite) as folder:
         rank_state = partial(_first_rank_state, store, snapshot.root)
-        written = write(
-            ExportJob(
-                content=content,
-                tree=tree,
-                metadata=metadata,
-                folder=folder,
-                target=target,
-                max_file_bytes=max_file_bytes,
-                rank_state=rank_state,
-            )
-        )
+        job = ExportJob(content, tree, metadata, folder, target=target, max_file_bytes=max_file_bytes, rank_state=rank_state)
+        written = write(job)
         sizes = dict(sorted(_sizes(folder)))
         bundle = None if signer is None else signer.sign(folder, os.path.basename(target.path))
     if bundle is not None:

@@ -87,7 +87,7 @@ class SnapshotMixin(ExceptionSaveMixin):
     def _use_store(
         self, store: Store | str | os.PathLike[str], ref: str, *, asynchronous: bool, save_base: bool, frozen_base: bool, on_exception: bool
     ) -> None:
-        require_supported()
+        require_supported(SnapshotMixin)
         self._saves_on_exception = on_exception and self._native.args.save_strategy != SaveStrategy.NO
         if self._native.is_deepspeed_enabled and frozen_base:
             raise InvalidOptionError(

@@ -303,12 +303,6 @@ _CLASSES: Final[dict[type[Any], Callable[..., Any] | None]] = {
     bytearray: _bytearray,
     bytes: _encoded,
     complex: _complex,
-    dict: None,
-    list: None,
-    tuple: None,
-    bool: None,
-    int: None,
-    float: None,
-    str: None,
+    **dict.fromkeys((dict, list, tuple, bool, int, float, str)),
 }
 """Classes that may be called (with their function), and others that may only be the factory of a defaultdict."""

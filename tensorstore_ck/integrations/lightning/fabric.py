@@ -138,13 +138,9 @@ class FabricSnapshots:
         if state is not None:
             _require_dict(state, "load")
         address = str(path) if pointer is None else pointer.address_in(self._store, str(path))
-        search = ResumeSearch(
-            self._store,
-            address,
-            all_ranks(),
-            advice="load an earlier step, or {} to accept it",
-            missing=f"{address!r} is no file, and no snapshot of {self._store.url}",
-        )
+        missing = f"{address!r} is no file, and no snapshot of {self._store.url}"
+        advice = "load an earlier step, or {} to accept it"
+        search = ResumeSearch(self._store, address, all_ranks(), advice=advice, missing=missing)
         return search.restore(lambda named: self._load_from(named, state, strict=strict)) or {}
 
     def _load_from(self, address: str, state: Any, *, strict: bool) -> State:

@@ -141,13 +141,9 @@ class SnapshotResume:
 
     def _load_from(self, trainer: Any, address: str) -> State:
         """The state at an address. A branch means its newest intact snapshot, the same on all ranks."""
-        search = ResumeSearch(
-            self._store,
-            address,
-            all_ranks(),
-            advice="pass an earlier step, or ckpt_path={} to accept it",
-            missing=f"ckpt_path={address!r} is no file, and no snapshot of {self._store.url}",
-        )
+        missing = f"ckpt_path={address!r} is no file, and no snapshot of {self._store.url}"
+        advice = "pass an earlier step, or ckpt_path={} to accept it"
+        search = ResumeSearch(self._store, address, all_ranks(), advice=advice, missing=missing)
         return search.restore(lambda named: self._checkpoint(trainer, self._read(trainer, named))) or {}
 
     def _checkpoint(self, trainer: Any, stored: StoredTraining) -> State:

@@ -88,15 +88,8 @@ def optimizer_of_ranks(read: DeepSpeedFiles) -> FoundOptimizer:
             raise MalformedError(f"DeepSpeed {read.version} laid out the optimizer of rank {number} in a way that is not known ({what})")
         flats = [flat_of(flat, f"{flats_key} of rank {number}") for flat in list_of(of_rank[flats_key], flats_key, len(shapes))]
         mappings = of_rank.get("param_slice_mappings")
-        ranks.append(
-            _Rank(
-                flats,
-                base=of_rank[base_key],
-                mappings=None if mappings is None else list_of(mappings, "param_slice_mappings", len(shapes)),
-                saved=of_rank,
-                number=number,
-            )
-        )
+        mappings = None if mappings is None else list_of(mappings, "param_slice_mappings", len(shapes))
+        ranks.append(_Rank(flats, base=of_rank[base_key], mappings=mappings, saved=of_rank, number=number))
     for number, rank in enumerate(ranks):
         if not is_same(_plain(rank.base.get("param_groups")), _plain(ranks[0].base.get("param_groups"))):
             raise MalformedError(f"the optimizers of ranks 0 and {number} have other options: their files are of different saves")
