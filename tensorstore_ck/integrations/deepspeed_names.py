@@ -5,7 +5,6 @@ from typing import Final
 NOTE: Final = "deepspeed"
 """The key of a snapshot's metadata under which its tag is."""
 LATEST: Final = "latest"
-"""The file that names the newest tag."""
 MASTER: Final = "master"
 """The state of the optimizer that is a parameter's master weights."""
 COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps", "micro_steps")

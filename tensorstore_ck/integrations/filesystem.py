@@ -238,11 +238,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
     # --- no writing ---------------------------------------------------------------------------------------------------
 
     def _refuse(self, path: str, *others: Any, **_: Any) -> NoReturn:
-        """Stands for every method that would write.
-
-        Raises:
-            PermissionError: always.
-        """
+        """Stands for every method that would write. Always raises `PermissionError`."""
         named = others[0] if others and isinstance(others[0], str) else path
         raise PermissionError(errno.EROFS, "tsck:// is read-only: save snapshots with store.put_snapshot, or `tsck put`", named)
 

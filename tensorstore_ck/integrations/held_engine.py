@@ -11,9 +11,7 @@ if TYPE_CHECKING:
 def require_supported(engine: Any) -> None:
     """Checks DeepSpeed's version, and whether the state of this engine can be saved; None: there is none.
 
-    Raises:
-        MissingExtraError: the version is not supported.
-        InvalidOptionError: something in the engine cannot be saved.
+    Raises `MissingExtraError` if the version is not supported, `InvalidOptionError` if something in the engine cannot be saved.
     """
     if engine is not None:
         from tensorstore_ck.integrations.deepspeed import compatibility  # noqa: PLC0415
@@ -25,16 +23,16 @@ def partitioned(engine: Any) -> AbstractContextManager[None]:
     """Within it the state of the engine is saved or restored; None: there is none."""
     if engine is None:
         return nullcontext()
-    from tensorstore_ck.integrations.deepspeed import engine_training  # noqa: PLC0415
+    from tensorstore_ck.integrations.deepspeed import engine_state  # noqa: PLC0415
 
-    return engine_training.partitioned(engine)
+    return engine_state.partitioned(engine)
 
 
 def training_of(
     engine: Any, values: dict[str, Any], *, schedulers: object, extra: dict[str, Any], parts: Collection[str] | None = None
 ) -> "TrainingState":
-    """The state of an engine; see `tensorstore_ck.integrations.deepspeed.engine_training.training_of`."""
-    from tensorstore_ck.integrations.deepspeed import engine_state, engine_training  # noqa: PLC0415
+    """The state of an engine; see `tensorstore_ck.integrations.deepspeed.engine_state.training_of`."""
+    from tensorstore_ck.integrations.deepspeed import engine_state  # noqa: PLC0415
 
     parts = engine_state.PARTS if parts is None else parts
-    return engine_training.training_of(engine, values, schedulers=schedulers, extra=extra, parts=parts)[0]
+    return engine_state.training_of(engine, values, schedulers=schedulers, extra=extra, parts=parts)[0]

@@ -28,10 +28,7 @@ _TIMED: Final = (*STAGES, "queued")
 
 
 def instrument(
-    store: Observed,
-    *,
-    meter_provider: metrics.MeterProvider | None = None,
-    tracer_provider: trace.TracerProvider | None = None,
+    store: Observed, *, meter_provider: metrics.MeterProvider | None = None, tracer_provider: trace.TracerProvider | None = None
 ) -> Callable[[], None]:
     """Records every save of `store` from now on: metrics, and a span with a child for each stage.
 

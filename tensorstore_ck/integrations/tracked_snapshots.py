@@ -30,9 +30,7 @@ class TrackedSnapshot(NamedTuple):
 def find_published(store: Store | ReadOnlyStore, snapshot: str | Snapshot) -> Snapshot:
     """The snapshot at an address, once the saves in progress of this handle have ended; or this snapshot, if it is in the store.
 
-    Raises:
-        NotFoundError: it is not in the store.
-        StoreError: a save in progress has failed.
+    Raises `NotFoundError` if it is not in the store, `StoreError` if a save in progress has failed.
     """
     require_opened(store)
     address = snapshot.root if isinstance(snapshot, Snapshot) else snapshot
@@ -43,9 +41,7 @@ def find_published(store: Store | ReadOnlyStore, snapshot: str | Snapshot) -> Sn
 def pin_snapshot(store: Store | ReadOnlyStore, snapshot: Snapshot, pin: Pin, *, owner: str, reason: str) -> None:
     """Pins the snapshot, before anything refers to it. If the tracker fails afterwards, the pin stays: the note may exist.
 
-    Raises:
-        PermissionDeniedError: the store was opened read-only.
-        InvalidOptionError: `pin` is no length of time.
+    Raises `PermissionDeniedError` if the store was opened read-only, `InvalidOptionError` if `pin` is no length of time.
     """
     if pin is not False:
         assert isinstance(store, Store)  # `ReadOnlyStore` is for type checkers: `Store.pin` refuses it

@@ -39,10 +39,7 @@ ALIGNMENT_BYTES: Final = 8
 
 _ITEM_BYTES: Final = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 """Dtype of safetensors -> bytes of an element; of all others 1."""
-_DTYPES: Final = {
-    **TORCH_DTYPES,
-    **{f"np:{'|' if kind.endswith('1') else '<'}{kind}": name for kind, name in NUMPY_DTYPES.items()},
-}
+_DTYPES: Final = {**TORCH_DTYPES, **{f"np:{'|' if kind.endswith('1') else '<'}{kind}": name for kind, name in NUMPY_DTYPES.items()}}
 """Stored dtype -> that of safetensors."""
 
 
@@ -58,7 +55,7 @@ class VirtualFile(Protocol):
         """The bytes [start, stop) around a position that should be read together."""
 
 
-class BytesFile:
+class _BytesFile:
     """A small file that is in memory."""
 
     def __init__(self, data: bytes) -> None:
@@ -66,11 +63,9 @@ class BytesFile:
         self._data = data
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """See `VirtualFile`."""
         target[:] = self._data[start : start + len(target)]
 
     def window(self, position: int) -> tuple[int, int]:
-        """See `VirtualFile`."""
         return 0, self.size
 
 
@@ -208,8 +203,7 @@ class SnapshotFiles:
                 metadata["left_out"] = json.dumps(left_out)
                 shown = ", ".join(left_out[:8]) + (f" and {len(left_out) - 8} more" if len(left_out) > 8 else "")
                 warnings.warn(
-                    f"{name} lacks {shown}, which safetensors cannot hold: read them with checkout, or export as torch or dcp",
-                    stacklevel=2,
+                    f"{name} lacks {shown}, which safetensors cannot hold: read them with checkout, or export as torch or dcp", stacklevel=2
                 )
             self._made[name] = SafetensorsFile(self._content, self._tensors[name], metadata)
         return self._made[name]
@@ -219,7 +213,7 @@ class SnapshotFiles:
         if name not in self._made:
             leaf = self._small[name]
             data = decode(self._content.values[leaf.index], blob=self._content.blob, name=leaf.path)
-            self._made[name] = BytesFile(data if isinstance(data, bytes) else str(data).encode())
+            self._made[name] = _BytesFile(data if isinstance(data, bytes) else str(data).encode())
         return self._made[name]
 
     def about(self, info: SnapshotInfo, metadata: Mapping[str, Any]) -> VirtualFile:
@@ -230,7 +224,7 @@ class SnapshotFiles:
         about["metadata"] = _finite(metadata)
         about["values"] = {leaf.path: describe(self._content.values[leaf.index]) for leaf in self._values}
         about["left_out"] = [*self._left_out[MODEL], *self._left_out[STATE]]
-        return BytesFile(json.dumps(about, indent=1).encode() + b"\n")
+        return _BytesFile(json.dumps(about, indent=1).encode() + b"\n")
 
 
 def _model_leaves(tree: Container | Leaf) -> Iterator[Leaf]:
@@ -272,16 +266,8 @@ def _file_tensor(layout: Layout, leaf: Leaf) -> _FileTensor:
     low, high = _byte_range(shape, strides, item_bytes)
     if 0 in shape or offset + low < 0 or offset + high > spec.size_bytes:
         raise CorruptObjectError(f"view {leaf.path!r} does not lie within tensor {spec.name!r}; run `tsck fsck`", object_id=leaf.path)
-    size = prod(shape) * item_bytes
-    return _FileTensor(
-        leaf,
-        start=0,
-        size=size,
-        shape=tuple(shape),
-        item_bytes=item_bytes,
-        offset=offset,
-        strides=None if _is_contiguous(shape, strides, item_bytes) else strides,
-    )
+    size, gaps = prod(shape) * item_bytes, None if _is_contiguous(shape, strides, item_bytes) else strides
+    return _FileTensor(leaf, start=0, size=size, shape=tuple(shape), item_bytes=item_bytes, offset=offset, strides=gaps)
 
 
 def _byte_range(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> tuple[int, int]:

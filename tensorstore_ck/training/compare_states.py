@@ -106,14 +106,8 @@ def _compare(step: int, name: str, old: Any, new: Any) -> Difference | None:
         return None
     gap = _largest_gap(old, other)
     by = "" if gap is None else f", by {gap:.3g} at most"
-    return Difference(
-        step=step,
-        name=name,
-        what=f"{count} of {old.numel()} elements differ{by}",
-        differing=count,
-        elements=old.numel(),
-        max_difference=gap,
-    )
+    what = f"{count} of {old.numel()} elements differ{by}"
+    return Difference(step, name, what, differing=count, elements=old.numel(), max_difference=gap)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -114,11 +114,7 @@ def get_target(path: str, optimizer: torch.optim.Optimizer, names: ParameterName
 
 
 def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, state: State) -> None:
-    """Restores what `get_state` or `get_full_state` returned.
-
-    Raises:
-        MismatchError: its groups have other parameters.
-    """
+    """Restores what `get_state` or `get_full_state` returned. Raises `MismatchError` if its groups have other parameters."""
     own, outer, optimizer = get_members(path, optimizer, names), optimizer, own_optimizer(optimizer)
     numbers = {name: number for number, name in enumerate(name for members in own for name in members)}
     stored = match_groups(path, state["param_groups"], own, () if is_partitioned(outer) else names.parameters)

@@ -97,11 +97,7 @@ class PerRankState:
     # --- restored on as many ranks ----------------------------------------------------------------------------------------
 
     def check(self, own: State) -> None:
-        """Checks that the rank's stored state fits, before anything is changed.
-
-        Raises:
-            MismatchError: it does not fit.
-        """
+        """Checks that the rank's stored state fits, before anything is changed. Raises `MismatchError` if it does not fit."""
         self._loaders.with_states(own)
         self._generators("extra").with_states(own)
         self._part(VALUES).with_states(own)
@@ -111,7 +107,8 @@ class PerRankState:
         for path, loader, stored in self._loaders.with_states(own):
             load(path, loader.load_state_dict, stored)
             if isinstance(loader, DataLoader):
-                _begin(loader)
+                # Makes the iterator of a StatefulDataLoader. That draws from the process's generator, which is restored after it
+                loader.state_dict()  # type: ignore[attr-defined]
                 if path in own.get(LOADER_GENERATORS, {}) and loader.generator is not None:
                     load(path, loader.generator.set_state, own[LOADER_GENERATORS][path])
         self._load_values(own)
@@ -191,11 +188,6 @@ class PerRankState:
             yield _Module("model", key, buffers.plain_buffers(model, of_model=True))
         for key, module in self._part("extra").matching(lambda value: isinstance(value, nn.Module)).objects.items():
             yield _Module("extra", key, buffers.plain_buffers(module, of_model=False))
-
-
-def _begin(loader: Any) -> None:
-    """Makes the iterator of a StatefulDataLoader. That draws from the process's generator, which is restored after it."""
-    loader.state_dict()
 
 
 def own_states(held: State, ranks: int) -> list[State]:

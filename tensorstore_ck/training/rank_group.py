@@ -40,15 +40,7 @@ def ask_first_rank(
     *,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> bytes:
-    """The first rank's answer, on all ranks; its error, if it has one.
-
-    Args:
-        store: The store.
-        group: The ranks, which all call this; None: there is one.
-        title: What is asked, for messages.
-        answer: Called on the first rank.
-        timeout_seconds: How long to wait for the other ranks.
-    """
+    """The first rank's answer, on all ranks; its error, if it has one. All ranks of `group` call this; `title` is for messages."""
     if group is None:
         return answer()
     return groups_of(store).broadcast(group, title, answer, timeout_seconds=timeout_seconds)

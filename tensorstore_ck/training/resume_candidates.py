@@ -40,11 +40,7 @@ class ResumeCandidate(NamedTuple):
 
 
 def find_named(store: ReadOnlyStore, address: str) -> ResumeCandidate:
-    """The snapshot at an address.
-
-    Raises:
-        NotFoundError: the step, ancestor or root does not exist.
-    """
+    """The snapshot at an address. Raises `NotFoundError` if the step, ancestor or root does not exist."""
     try:
         store.resolve(address)
     except NotFoundError:
@@ -59,12 +55,7 @@ def choose(
 ) -> ResumeCandidate:
     """The next snapshot to try: the newest usable one of a branch, or the one that any other address names.
 
-    Args:
-        store: The store.
-        address: A branch or any other address.
-        skipped: Names of snapshots that cannot be restored.
-        drift: See `Checkpointer.resume`.
-        allow_marked: Whether marked snapshots are usable.
+    `skipped`: names of snapshots that cannot be restored. `drift`: see `Checkpointer.resume`. With `allow_marked`, marked ones are usable.
     """
     if not _REF.fullmatch(address) or address not in store.branches():
         return find_named(store, address)

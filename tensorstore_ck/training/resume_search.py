@@ -65,16 +65,9 @@ class ResumeSearch:
     ) -> None:
         """Finishes staged saves first.
 
-        Args:
-            store: The store.
-            address: A branch or any other address.
-            group: The ranks.
-            advice: The advice how to accept a snapshot whose replicas had drifted apart, with ``{}`` for its address in quotes.
-            missing: The error's text if there is nothing at the address; empty: a branch or tag may not exist yet.
-            drift: See `Checkpointer.resume`.
-            allow_marked: See `Store.checkout`.
-            only_newest: Take the newest snapshot of a branch or none.
-            timeout_seconds: How long to wait for the other ranks.
+        `advice` says how to accept a snapshot whose replicas had drifted apart, with ``{}`` for its address in quotes. `missing`: the
+        error's text if there is nothing at the address; empty: a branch or tag may not exist yet. `only_newest`: take the newest snapshot
+        of a branch or none. `drift`: see `Checkpointer.resume`; `allow_marked`: see `Store.checkout`.
         """
         if drift not in (None, "accept", "skip"):
             raise InvalidOptionError(f'drift must be "accept" or "skip", not {drift!r}', object_id="drift")
@@ -111,11 +104,7 @@ class ResumeSearch:
     def next_address(self, *, announce: bool = True) -> str | None:
         """The snapshot to try next; None if there is no such branch or tag yet. One line of the log says which, unless the caller named it.
 
-        Args:
-            announce: False: the caller does not restore it.
-
-        Raises:
-            StoreError: see `restore`.
+        `announce`: false if the caller does not restore it. Raises `StoreError`: see `restore`.
         """
         self._candidate = chosen = self._from_first()
         self._skipped |= dict(chosen.skipped)

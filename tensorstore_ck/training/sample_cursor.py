@@ -127,13 +127,7 @@ class SampleCursor:
 
     def state_dict(self) -> dict[str, int | str]:
         """The position as plain values, equal on all ranks, so they belong in the shared state."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "dataset_size": self._size,
-            "seed": self._seed,
-            "order": self._order,
-        }
+        return {"epoch": self._epoch, "position": self._position, "dataset_size": self._size, "seed": self._seed, "order": self._order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from `state`. Restart loaders that are being iterated.
@@ -176,11 +170,7 @@ class RankBatches:
         return self.cursor._batches_left()
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Lists of sample numbers.
-
-        Raises:
-            InvalidOptionError: the last batch of the epoch would leave ranks without a sample.
-        """
+        """Lists of sample numbers. Raises `InvalidOptionError` if the last batch of the epoch would leave ranks without a sample."""
         cursor = self.cursor
         left = cursor._size - cursor._position
         last = left % cursor._batch_size

@@ -43,12 +43,7 @@ class StateSides:
         self._agreements = Agreements()
 
     def capture(
-        self,
-        ranks: int,
-        *,
-        with_gradients: bool = False,
-        get_optimizer: GetOptimizer = optimizers.get_state,
-        agreement: Agreement = SINGLE,
+        self, ranks: int, *, with_gradients: bool = False, get_optimizer: GetOptimizer = optimizers.get_state, agreement: Agreement = SINGLE
     ) -> tuple[State, State]:
         """The shared side, and this rank's own. Tensors are not copied."""
         get_optimizer = get_optimizer if agreement.same_groups else partial(optimizers.get_state, by_name=True)

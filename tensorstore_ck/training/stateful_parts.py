@@ -23,11 +23,7 @@ class StatefulPart(NamedTuple):
 
     @classmethod
     def of(cls, name: str, given: object) -> "StatefulPart":
-        """Parses an argument.
-
-        Raises:
-            InvalidOptionError: a key is no string, or has a dot.
-        """
+        """Parses an argument. Raises `InvalidOptionError` if a key is no string, or has a dot."""
         if given is None:
             return cls(name, {})
         if isinstance(given, Mapping):
@@ -43,11 +39,7 @@ class StatefulPart(NamedTuple):
         return cls(name, objects)
 
     def require(self, fits: Callable[[Any], bool], what: str) -> "StatefulPart":
-        """Checks each object.
-
-        Raises:
-            InvalidOptionError: one is not `what`, or is there twice.
-        """
+        """Checks each object. Raises `InvalidOptionError` if one is not `what`, or is there twice."""
         if len({id(value) for value in self.objects.values()}) < len(self.objects):
             raise InvalidOptionError(f"{self.name}= has an object twice: name each once", object_id=self.name)
         for key, value in self.objects.items():
@@ -78,11 +70,7 @@ class StatefulPart(NamedTuple):
         return {self.name: states.get("", states)}
 
     def with_states(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-        """(path, object, its stored state) of each.
-
-        Raises:
-            MismatchError: an object has no state, or a state has no object.
-        """
+        """(path, object, its stored state) of each. Raises `MismatchError` if an object has no state, or a state has no object."""
         stored = state.get(self.name)
         if "" in self.objects or not self.objects:
             states = {} if stored is None else {"": stored}
@@ -107,11 +95,7 @@ def is_stateful(candidate: object) -> bool:
 
 
 def load(path: str, take: Callable[[Any], object], state: object) -> None:
-    """Loads an object's state.
-
-    Raises:
-        MismatchError: the object raised something.
-    """
+    """Loads an object's state. Raises `MismatchError` if the object raised something."""
     try:
         take(state)
     except StoreError:

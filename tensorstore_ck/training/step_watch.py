@@ -85,7 +85,7 @@ class StepWatch:
         if self._noted.versions != _versions(self._watched()):
             raise UnknownStateError("the next step had changed a parameter, a buffer or the gradient scaler")
         state, copied = self._captured(), self._noted.copied
-        return _merged(_merged(state, copied), {key: _merged(state[key], copied[key]) for key in (self._own_key, "extra") if key in state})
+        return state | copied | {key: state[key] | copied[key] for key in (self._own_key, "extra") if key in state}
 
     def _note_begin(self, *_: object) -> None:
         self._began = True
@@ -121,16 +121,8 @@ def _is_module(candidate: object) -> bool:
     return isinstance(candidate, nn.Module)
 
 
-def _merged(one: State, two: State) -> State:
-    return {**one, **two}
-
-
 def _copy(path: str, value: Any) -> Any:
-    """A copy of a small value.
-
-    Raises:
-        UnknownStateError: it is large, or has another type than plain values.
-    """
+    """A copy of a small value. Raises `UnknownStateError` if it is large, or has another type than plain values."""
     if isinstance(value, torch.Tensor | np.ndarray) and value.nbytes <= MAX_BYTES:
         return value.detach().clone() if isinstance(value, torch.Tensor) else value.copy()
     if isinstance(value, _IMMUTABLE):

@@ -10,7 +10,7 @@ from tensorstore_ck.errors import InvalidOptionError, MissingExtraError, NoSpace
 from tensorstore_ck.integrations.trainer.attach import attach
 from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
 from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, address_through_ref, read_pointer
-from tensorstore_ck.integrations.trainer.versions import Package, changed_methods, missing_attributes
+from tensorstore_ck.integrations.trainer.versions import Package, changed_methods, changed_overrides, missing_attributes
 
 REF = "runs/a"
 
@@ -140,9 +140,24 @@ def test_versions(version: str, supported: bool) -> None:
             package.require_version(version)
 
 
+class Same:
+    def save(self, path: str) -> None:
+        """Overrides it with the same parameter."""
+
+
+class Other:
+    def save(self, target: str) -> None:
+        """Overrides it with another parameter."""
+
+    def load(self) -> None:
+        """Overrides what is not there any more."""
+
+
 def test_names_that_have_changed() -> None:
     assert [*changed_methods(Native, {"save": ("self", "path")})] == []
     assert [*changed_methods(Native, {"save": ("self",), "load": ("self",)})] == ["save", "load"]
+    assert [*changed_overrides(Native, Same, ("save",))] == []
+    assert [*changed_overrides(Native, Other, ("save", "load"))] == ["save", "load"]
     assert [*missing_attributes(Native(), ("options", "options.count", "options.none", "no.path"))] == ["options.none", "no.path"]
     package = Package("Thing", "thing", (1, 12), (2, 0), "thing==1.15.0")
     package.require_unchanged("1.13", ())

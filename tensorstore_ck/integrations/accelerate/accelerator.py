@@ -37,10 +37,7 @@ from tensorstore_ck.training.parameter_names import ParameterNames
 from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.stateful_parts import StatefulPart
 
-REFUSED: Final = {
-    DistributedType.MEGATRON_LM: "Megatron-LM",
-    DistributedType.XLA: "XLA",
-}
+REFUSED: Final = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XLA: "XLA"}
 
 
 @short_errors
@@ -60,7 +57,7 @@ class SnapshotMixin:
 
     def _use_store(self, store: Store | str | os.PathLike[str], ref: str, *, asynchronous: bool) -> None:
         native = self._native
-        require_supported(native)
+        require_supported(native, SnapshotMixin)
         kind = REFUSED.get(native.distributed_type)
         if native.distributed_type == DistributedType.FSDP and not native.is_fsdp2:
             kind = "FSDP version 1 (set fsdp_version: 2)"

@@ -8,7 +8,6 @@ from typing import Final
 from tensorstore_ck.integrations.trainer.pointers import read_pointer
 
 AUTOMATIC: Final = re.compile(r"checkpoint_(\d+)")
-"""The names of automatic naming."""
 
 
 def is_native(folder: Path) -> bool:

@@ -5,7 +5,6 @@ import pickle
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
 from itertools import takewhile
 from typing import Final
 
@@ -37,15 +36,12 @@ _ZIPPING: Final = ("resolve_data", "transform_object")
 
 def resolve_item(planner: SavePlanner, item: WriteItem) -> OpaqueItem:
     """Captures a byte item of a plan. Raises `UnsupportedValueError` if it holds something that cannot be stored."""
-    if isinstance(planner, DefaultSavePlanner) and not any(name in vars(cls) for name in _ZIPPING for cls in _own_classes(planner)):
+    own_classes = takewhile(lambda cls: cls is not DefaultSavePlanner, type(planner).__mro__)
+    if isinstance(planner, DefaultSavePlanner) and not any(name in vars(cls) for cls in own_classes for name in _ZIPPING):
         return capture_value(planner.lookup_object(item.index), item.index.fqn)  # zipping and unzipping takes three times as long
     resolved = planner.resolve_data(item)
     assert not isinstance(resolved, torch.Tensor)
     return decode_item(resolved, item.index.fqn)
-
-
-def _own_classes(planner: DefaultSavePlanner) -> Iterator[type]:
-    return takewhile(lambda cls: cls is not DefaultSavePlanner, type(planner).__mro__)
 
 
 def decode_item(data: io.BytesIO | bytes, fqn: str) -> OpaqueItem:

@@ -49,14 +49,6 @@ class Tiny(NamedTuple):
     data: bytes
 
 
-class RankItems(NamedTuple):
-    """The items that a rank writes."""
-
-    captured: CapturedState
-    results: list[WriteResult]
-    """Results for DCP, which carry byte items and tiny tensors to the coordinator."""
-
-
 def assign_roles(plans: Sequence[SavePlan], coordinator: int) -> list[SavePlan]:
     """The coordinator's global plan, with a `Role` for itself and for every rank that writes something.
 
@@ -103,8 +95,8 @@ def _completed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
     )
 
 
-def resolve_items(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems:
-    """Resolves a rank's items, without copies except the planner's own.
+def resolve_items(plan: SavePlan, planner: SavePlanner, role: Role) -> tuple[CapturedState, list[WriteResult]]:
+    """A rank's items, without copies except the planner's own; and results for DCP, which carry byte items and tiny tensors.
 
     Raises:
         UnsupportedValueError: an item cannot be stored; the message names it.
@@ -118,7 +110,8 @@ def resolve_items(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems
             results.append(WriteResult(item.index, sum(map(len, subtree.blobs)), subtree))
             continue
         spec = layout.tensors[number]
-        box = _box(item)
+        assert item.tensor_data is not None
+        box = BoxBounds(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
         tensor = _tensor(planner.resolve_data(item), item, box)
         if tensor.dtype != dtype_of(spec.dtype, spec.item_bytes):
             raise UnsupportedValueError(
@@ -132,18 +125,9 @@ def resolve_items(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems
         results.append(WriteResult(item.index, tensor.nbytes, tiny))
     sources = [concatenate_sources([tensor for _, tensor in pieces.get(number, ())]) for number in range(len(layout.tensors))]
     explicit = [ExplicitRegions(number, tuple(box for box, _ in pieces.get(number, ()))) for number in range(len(layout.tensors))]
-    return RankItems(
-        CapturedState(
-            layout=layout,
-            values=(),
-            blobs=(),
-            sources=sources,
-            explicit=explicit if layout.spreads else (),
-            device_blocks=device_blocks(),
-            derived={},
-        ),
-        results,
-    )
+    held = explicit if layout.spreads else ()
+    captured = CapturedState(layout=layout, values=(), blobs=(), sources=sources, explicit=held, device_blocks=device_blocks(), derived={})
+    return captured, results
 
 
 def with_tiny(captured: CapturedState, tiny: Iterable[Tiny]) -> CapturedState:
@@ -154,11 +138,6 @@ def with_tiny(captured: CapturedState, tiny: Iterable[Tiny]) -> CapturedState:
         sources[number] = BytesSource(data)
         explicit[number] = ExplicitRegions(number, (whole_box(shape),) if data else ())
     return captured._replace(sources=sources, explicit=explicit)
-
-
-def _box(item: WriteItem) -> BoxBounds:
-    assert item.tensor_data is not None
-    return BoxBounds(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
 
 
 def _tensor(resolved: Any, item: WriteItem, box: BoxBounds) -> torch.Tensor:

@@ -6,7 +6,7 @@ layout gives the blocks of each box, as in any restore.
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
 from typing import Any, Final, Unpack
@@ -302,13 +302,7 @@ def _with_items(tree: Tree, subtrees: frozenset[int]) -> Tree:
         return tree
     if id(tree.node) in subtrees:
         return Leaf(tree.path, "tensor", -1, tree)
-    return Container(
-        node=tree.node,
-        path=tree.path,
-        keys=tree.keys,
-        children=[_with_items(child, subtrees) for child in tree.children],
-        attributes=tree.attributes,
-    )
+    return _converted(tree, lambda child: _with_items(child, subtrees))
 
 
 def _unwrap(tree: Tree) -> Tree:
@@ -317,9 +311,12 @@ def _unwrap(tree: Tree) -> Tree:
         return tree
     if tree.node[0] == "r" and isinstance(tree.children[0], Container) and OUTER_KEY in tree.children[0].keys:
         return _unwrap(tree.children[0])
-    return Container(
-        node=tree.node, path=tree.path, keys=tree.keys, children=[_unwrap(child) for child in tree.children], attributes=tree.attributes
-    )
+    return _converted(tree, _unwrap)
+
+
+def _converted(tree: Container, convert: Callable[[Tree], Tree]) -> Container:
+    children = [convert(child) for child in tree.children]
+    return Container(node=tree.node, path=tree.path, keys=tree.keys, children=children, attributes=tree.attributes)
 
 
 def _target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:

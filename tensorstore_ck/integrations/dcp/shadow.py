@@ -60,8 +60,6 @@ class ShadowReport:
 
 
 class _Both(NamedTuple):
-    """The data of both writers in a plan."""
-
     theirs: Any
     ours: Any
 
@@ -138,14 +136,8 @@ class ShadowWriter(StorageWriter):
             if begun is not None
             else None
         )
-        report = _ShadowReport(
-            theirs.value(),
-            ours=results,
-            seconds=(between - started, ended - between),
-            compared=len(plan.items),
-            differing=differing or [],
-            problem=self._problem,
-        )
+        seconds, compared = (between - started, ended - between), len(plan.items)
+        report = _ShadowReport(theirs.value(), results, seconds, compared, differing=differing or [], problem=self._problem)
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(""), 0, report)])
         return done
@@ -248,8 +240,6 @@ class _Files:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Loads one item."""
-
     def __init__(self, target: torch.Tensor) -> None:
         super().__init__()
         self.target = target

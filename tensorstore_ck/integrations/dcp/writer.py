@@ -187,13 +187,12 @@ class Writer(StorageWriter):
                     object_id="planner",
                 )
             return None, self._look_at_copies(planner)  # other ranks write all its items
-        held = resolve_items(plan, planner, role)
-        results = list(held.results)
+        captured, results = resolve_items(plan, planner, role)
         if saving.save is not None:
-            begun = self._stored(lambda put, meter: put.write_tensors(role, held.captured, meter))
+            begun = self._stored(lambda put, meter: put.write_tensors(role, captured, meter))
         else:
-            self._begin(self._ranks_request)
-            begun, report = self._stored(lambda put, meter: put.write_part(role, held.captured, meter))
+            self._begin(lambda: ranks_request(save_context(self._target.store), saving.ref, saving.step, self._checks))
+            begun, report = self._stored(lambda put, meter: put.write_part(role, captured, meter))
             results.append(WriteResult(MetadataIndex(""), 0, report))
         return begun, [*results, *self._look_at_copies(planner)]
 
@@ -300,9 +299,6 @@ class Writer(StorageWriter):
             checks=self._checks,
             adopts_head=not self._target.is_shared,
         )
-
-    def _ranks_request(self) -> SaveRequest:
-        return ranks_request(save_context(self._target.store), self._saving.ref, self._saving.step, self._checks)
 
 
 def _filled(begun: Begun, metadata: Metadata, values: Mapping[str, OpaqueItem]) -> CapturedState:

@@ -24,7 +24,6 @@ REPLACED: Final = {
 }
 """Method -> the parameters that it must have."""
 USED: Final = ("global_steps", "global_samples", "skipped_steps", "micro_steps", "module", "optimizer", "lr_scheduler", "has_moe_layers")
-"""Attributes of an engine."""
 
 
 def require_supported(engine: Any) -> None:

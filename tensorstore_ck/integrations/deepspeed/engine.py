@@ -18,12 +18,12 @@ from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.deepspeed.compatibility import require_supported
-from tensorstore_ck.integrations.deepspeed.engine_training import partitioned, training_of
+from tensorstore_ck.integrations.deepspeed.engine_state import partitioned, training_of
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, LATEST, NOTE
 from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
-from tensorstore_ck.integrations.trainer.pointers import address_through_ref, read_pointer
+from tensorstore_ck.integrations.trainer.pointers import address_through_ref, is_there, read_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
@@ -118,13 +118,7 @@ class SnapshotMixin:
         if restored is not None:
             return restored
         loaded: tuple[str | None, Any] = super().load_checkpoint(  # type: ignore[misc]
-            os.fspath(load_dir),
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
+            os.fspath(load_dir), tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         )
         return loaded
 
@@ -141,8 +135,6 @@ class SnapshotMixin:
 
 
 class _Snapshots:
-    """An engine's saves to a branch."""
-
     def __init__(self, engine: Any, store: Store, ref: str, *, asynchronous: bool, keep: Mapping[str, object] | None) -> None:
         self._engine, self._store, self._ref, self._asynchronous, self._keep = engine, store, ref, asynchronous, keep
         self._values: dict[str, Any] = {CLIENT_STATE: {}}
@@ -166,15 +158,8 @@ class _Snapshots:
         if engine.micro_steps % engine.gradient_accumulation_steps():
             warnings.warn("saved between the micro-batches of a step, whose gradients so far are not saved", stacklevel=3)
         if self._checkpointer is None:
-            self._checkpointer = new_checkpointer(
-                self._store,
-                self._state,
-                self._ref,
-                argument="load_checkpoint()",
-                group=self._group,
-                keep=self._keep,
-                asynchronous=self._asynchronous,
-            )
+            options: dict[str, Any] = {"group": self._group, "keep": self._keep, "asynchronous": self._asynchronous}
+            self._checkpointer = new_checkpointer(self._store, self._state, self._ref, argument="load_checkpoint()", **options)
         self._values[CLIENT_STATE] = dict(client_state)
         self._shared.saves_frozen = not excludes_frozen
         with partitioned(self._engine):
@@ -210,20 +195,12 @@ class _Snapshots:
             pointer = read_pointer(folder / tag)
             if pointer is not None:
                 address = pointer.address_in(self._store, str(folder / tag))
-                return (address if self._exists(address) else self._tagged(tag) or address).encode()
+                return (address if is_there(self._store, address) else self._tagged(tag) or address).encode()
             if any((folder / tag).glob("*_states.pt")):
                 return b""
             return (self._tagged(tag) or tag).encode()
 
         return ask_first_rank(self._store, self._group, f"the snapshot with the tag {tag!r}", look).decode()
-
-    def _exists(self, address: str) -> bool:
-        """False: the save that the pointer names was killed before it was published."""
-        try:
-            self._store.resolve(address)
-        except NotFoundError:
-            return False
-        return True
 
     def _tagged(self, tag: str) -> str | None:
         """The address of the ref's newest snapshot with this tag."""

@@ -7,6 +7,7 @@ one more state of the optimizer, ``master``. So a snapshot fits every stage, and
 import copy
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -15,11 +16,12 @@ from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed.fragments import Fragment, base_optimizer, fragments_of
 from tensorstore_ck.integrations.deepspeed.global_names import is_copy, with_global_names
 from tensorstore_ck.integrations.deepspeed_names import COUNTERS, MASTER, MICRO_OFFSET, SCALE
-from tensorstore_ck.training import optimizers
+from tensorstore_ck.training import TrainingState, optimizers
 from tensorstore_ck.training.buffers import plain_buffers
 from tensorstore_ck.training.gradients import Gradients
 from tensorstore_ck.training.noted_attributes import noted_attributes
 from tensorstore_ck.training.parameter_names import MODEL, ParameterNames, walk
+from tensorstore_ck.training.per_rank_state import PerRankState
 from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
 from tensorstore_ck.training.stateful_parts import StatefulPart
 
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "extra")
-"""The parts of an engine's shared state."""
 
 
 class EngineState(SharedState):
@@ -44,7 +45,6 @@ class EngineState(SharedState):
         self.module = with_global_names(engine.module)
         """The model, under the names that are stored."""
         self.saves_frozen = True
-        """Whether frozen parameters are saved."""
         self.strict = True
         """Whether the stored weights must be exactly those of the model."""
 
@@ -226,8 +226,6 @@ class EngineState(SharedState):
 
 
 class _Counters:
-    """The counters of an engine."""
-
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
@@ -297,3 +295,30 @@ def _spread(optimizer: Any, *, from_masters: bool) -> None:
                 weights.data.copy_(masters.data)
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
+
+
+def training_of(
+    engine: Any, values: dict[str, Any], *, schedulers: object = None, extra: dict[str, Any] | None = None, parts: Collection[str] = PARTS
+) -> tuple[TrainingState, EngineState]:
+    """The state of an engine that `require_supported` has accepted, and its shared side. Save and restore it within `partitioned`.
+
+    `values`, `schedulers` and `extra` are as for `TrainingState`; without `schedulers`, the engine's own. `parts`: what of the shared side
+    there is.
+    """
+    extra = {} if extra is None else extra
+    shared = EngineState(engine, parts, schedulers=schedulers, extra=extra)
+    model, none = StatefulPart.of("model", shared.module), StatefulPart.of("dataloader", None)
+    return TrainingState.over(shared, PerRankState(model=model, loaders=none, extra=extra, values=values, merge=None)), shared
+
+
+@contextmanager
+def partitioned(engine: Any) -> Iterator[None]:
+    """ZeRO 3 may hold whole parameters between steps: they are cut meanwhile."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "checkpoint_event_prologue"):
+        optimizer.checkpoint_event_prologue()
+    try:
+        yield
+    finally:
+        if hasattr(optimizer, "checkpoint_event_epilogue"):
+            optimizer.checkpoint_event_epilogue()

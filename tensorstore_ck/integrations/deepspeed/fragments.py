@@ -37,7 +37,6 @@ class Fragment:
 
     name: str
     shape: tuple[int, ...]
-    """The shape of the whole parameter."""
     start: int
     """Its first element in the flattened parameter."""
     weights: torch.Tensor
@@ -49,7 +48,6 @@ class Fragment:
     offset: int = 0
     """Where in `flat` the elements begin."""
     group: int = 0
-    """The number of its parameter group."""
 
     @property
     def has_master(self) -> bool:

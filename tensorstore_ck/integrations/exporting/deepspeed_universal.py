@@ -24,6 +24,7 @@ from tensorstore_ck.integrations.exporting.atomic_target import require_disk_spa
 from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.meta_state import MetaState
+from tensorstore_ck.integrations.exporting.output_file import write_file
 from tensorstore_ck.integrations.exporting.torch_file import TorchOutput
 from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, build_template
 from tensorstore_ck.state.select import listed
@@ -75,10 +76,7 @@ def write_universal(job: ExportJob) -> WrittenExport:
         output.write(batch)
     for place, _, _ in os.walk(job.folder, topdown=False):
         sync_path(place)
-    with open(os.path.join(job.folder, LATEST), "w", encoding="utf-8") as file:
-        file.write(tag)
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(os.path.join(job.folder, LATEST), job.target.path, tag.encode())
     return WrittenExport(output.tensors, output.tensor_bytes, left_out, list(_notes(state, parameters)))
 
 

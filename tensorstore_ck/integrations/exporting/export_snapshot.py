@@ -136,39 +136,22 @@ def export_snapshot(
     if not allow_marked:
         refuse_marked(snapshot, address, "pass allow_marked=True (--allow-marked)")
     content: SnapshotContent = open_content(store, info)
-    tree, write = _plan(
-        content,
-        format=format,
-        select=select,
-        exclude=exclude,
-        prefix=strip_prefix,
-        config_from=None if config_from is None else os.fspath(config_from),
-    )
-    renamed = None if names is None else convert_content(read_names(names), content, tree)
-    if renamed is not None:
-        content, tree, _ = renamed
+    config = None if config_from is None else os.fspath(config_from)
+    tree, write = _plan(content, format=format, select=select, exclude=exclude, prefix=strip_prefix, config_from=config)
+    others: list[str] = []
+    if names is not None:
+        content, tree, others = convert_content(read_names(names), content, tree)
     metadata = store.metadata(snapshot.root)
     metadata.pop(STORE_KEY, None)  # the store's own note
     with atomic_folder(target, overwrite=overwrite) as folder:
         rank_state = partial(_first_rank_state, store, snapshot.root)
-        written = write(
-            ExportJob(
-                content=content,
-                tree=tree,
-                metadata=metadata,
-                folder=folder,
-                target=target,
-                max_file_bytes=max_file_bytes,
-                rank_state=rank_state,
-            )
-        )
+        job = ExportJob(content, tree, metadata, folder, target=target, max_file_bytes=max_file_bytes, rank_state=rank_state)
+        written = write(job)
         sizes = dict(sorted(_sizes(folder)))
         bundle = None if signer is None else signer.sign(folder, os.path.basename(target.path))
     if bundle is not None:
         write_signature(target.path + SUFFIX, bundle)
     files = tuple(ExportedFile(name, size) for name, size in sizes.items())
-    left_out = written.left_out | dict.fromkeys(() if renamed is None else renamed.left_out, "not a tensor")
-    notes = tuple(written.notes)
     return ExportReport(
         format=format,
         path=target.path,
@@ -176,8 +159,8 @@ def export_snapshot(
         files=files,
         tensors=written.tensors,
         tensor_bytes=written.tensor_bytes,
-        left_out=left_out,
-        notes=notes,
+        left_out=written.left_out | dict.fromkeys(others, "not a tensor"),
+        notes=tuple(written.notes),
         signature="" if bundle is None else target.path + SUFFIX,
     )
 
@@ -191,7 +174,6 @@ def _first_rank_state(store: ReadOnlyStore, root: str) -> Any:
 
 
 def _sizes(folder: str) -> Iterator[tuple[str, int]]:
-    """The names of files below a folder, and their sizes."""
     for place, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(place, name)
@@ -219,10 +201,10 @@ def _plan(  # noqa: PLR0917 - of `export_snapshot`
     """The content to export, and the function that writes it."""
     tree = parse(content.layout, len(content.values))
     if format != "hf":
-        return without_prefix(_chosen(tree, select, exclude), prefix or ""), _writer(format)
+        return without_prefix(chosen(tree, select, exclude), prefix or ""), _writer(format)
     model = model_folder.find_model_files(content, tree, config_from)
     tree = model_folder.without_model_files(tree)
-    tree = _chosen(tree, model_folder.weights_globs(tree) if select is None else select, exclude)
+    tree = chosen(tree, model_folder.weights_globs(tree) if select is None else select, exclude)
     tree = without_prefix(tree, sole_prefix(tree) if prefix is None else prefix)
     if model.is_adapter:
         tree = model_folder.adapter_weights(tree, model.adapter_names)
@@ -245,7 +227,7 @@ def _writer(format: Format) -> Writer:  # noqa: A002
     return write_dcp
 
 
-def _chosen(tree: Tree, select: Sequence[str] | None, exclude: Sequence[str]) -> Tree:
+def chosen(tree: Tree, select: Sequence[str] | None, exclude: Sequence[str] = ()) -> Tree:
     """The selected part of a state, without the excluded part. Raises `MismatchError` if a glob matches nothing, or nothing is left."""
     if select is not None:
         selection = Selection(select)

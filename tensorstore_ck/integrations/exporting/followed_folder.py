@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from operator import methodcaller
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -26,7 +26,7 @@ from tensorstore_ck.feed import Feed, FeedVersion
 from tensorstore_ck.format.record import STORE_KEY
 from tensorstore_ck.format.tree import Tree, parse
 from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, atomic_folder, require_disk_space
-from tensorstore_ck.integrations.exporting.export_snapshot import MAX_FILE_BYTES
+from tensorstore_ck.integrations.exporting.export_snapshot import MAX_FILE_BYTES, chosen
 from tensorstore_ck.integrations.exporting.job import ExportJob
 from tensorstore_ck.integrations.exporting.model_folder import (
     ModelFiles,
@@ -43,7 +43,6 @@ from tensorstore_ck.integrations.safetensors_format import METADATA, TORCH_DTYPE
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.state.byte_sources import memory_at
 from tensorstore_ck.state.registered_types import torch_dtype
-from tensorstore_ck.state.select import Selection
 from tensorstore_ck.store import ReadOnlyStore
 from tensorstore_ck.store.internals import open_content, resolve
 
@@ -160,10 +159,7 @@ class FollowedFolder:
         model = find_model_files(content, tree, self._config_from) if has_files else None
         tree = without_model_files(tree)
         globs = weights_globs(tree) if self._select is None else self._select
-        if globs is not None:
-            selection = Selection(globs)
-            selection.require_used(tree)
-            tree = selection.prune(tree) or tree
+        tree = chosen(tree, globs)
         prefix = sole_prefix(tree)
         tree = without_prefix(tree, prefix)
         if model is not None and model.is_adapter:
@@ -178,8 +174,8 @@ class FollowedFolder:
             self._map(plan.prefix)
         if self._files and plan.prefix == self._prefix:
             if self._feed is None:
-                rename = partial(_without, prefix=plan.prefix)
-                self._feed = self._store.follow(self._ref, into=self._tensors, select=plan.globs, rename=rename)
+                without_prefix_of_plan = methodcaller("removeprefix", plan.prefix)
+                self._feed = self._store.follow(self._ref, into=self._tensors, select=plan.globs, rename=without_prefix_of_plan)
             with suppress(MismatchError, UnsupportedValueError):
                 self._feed.poll()
                 self._feed.swap()
@@ -235,11 +231,6 @@ class FollowedFolder:
         self._files.clear()
 
 
-def _without(name: str, prefix: str) -> str:
-    """The name in the files of a stored tensor."""
-    return name.removeprefix(prefix)
-
-
 def _header_of(data: "np.memmap[Any, Any]") -> tuple[dict[str, Any], int]:
     """The header of a safetensors file, and where its tensors begin."""
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
@@ -247,7 +238,6 @@ def _header_of(data: "np.memmap[Any, Any]") -> tuple[dict[str, Any], int]:
 
 
 def _tensor_at(data: "np.memmap[Any, Any]", start: int, entry: Mapping[str, Any]) -> torch.Tensor:
-    """A tensor over mapped bytes, in the dtype and the shape of the file."""
     first, last = entry["data_offsets"]
     dtype = torch_dtype(_TORCH_NAMES[entry["dtype"]])
     if first == last:
@@ -256,7 +246,6 @@ def _tensor_at(data: "np.memmap[Any, Any]", start: int, entry: Mapping[str, Any]
 
 
 def _write_with_header(job: ExportJob, name: str, data: "np.memmap[Any, Any]") -> None:
-    """Writes a mapped file with the job's metadata."""
     table, start = _header_of(data)
     texts = {key: text if isinstance(text, str) else json.dumps(text) for key, text in job.metadata.items()}
     table[METADATA] = {**texts, "format": "pt"}

@@ -15,11 +15,9 @@ class ExportJob(NamedTuple):
 
     content: SnapshotContent
     tree: Tree
-    """The exported part of the content."""
     metadata: Mapping[str, object]
     """The snapshot's."""
     folder: str
-    """For the files; renamed to the target later."""
     target: AtomicTarget
     max_file_bytes: int
     stem: str = "model"

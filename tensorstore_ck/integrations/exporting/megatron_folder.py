@@ -37,7 +37,7 @@ def write_megatron(job: ExportJob) -> WrittenExport:
         DamageError: stored data is damaged, or a file does not hold what was written to it.
     """
     entries = _entries(job)
-    tensors = {key: child for key, child in entries.items() if _is_tensor(child)}
+    tensors = {key: child for key, child in entries.items() if isinstance(child, Leaf) and child.kind != "value"}
     values = {key: child for key, child in entries.items() if key not in tensors}
     wrong = [key for key in values if key != COMMON and not is_object_key(key)]
     if wrong:
@@ -80,10 +80,6 @@ def _entries(job: ExportJob) -> dict[str, Tree]:
             object_id=job.target.path,
         )
     return dict(zip(tree.keys, tree.children, strict=True))
-
-
-def _is_tensor(tree: Tree) -> bool:
-    return isinstance(tree, Leaf) and tree.kind != "value"
 
 
 def _has_types(tree: Tree) -> bool:

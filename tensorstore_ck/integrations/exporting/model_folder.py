@@ -53,9 +53,7 @@ class ModelFiles(NamedTuple):
 def find_model_files(content: SnapshotContent, tree: Tree, config_from: str | None) -> ModelFiles:
     """The small files for the folder: those in the snapshot, replaced by those of `config_from`.
 
-    Raises:
-        NotFoundError: there is no configuration.
-        UnsupportedValueError: one of the snapshot's files is none of a model.
+    Raises `NotFoundError` if there is no configuration, `UnsupportedValueError` if one of the snapshot's files is none of a model.
     """
     files = dict(_stored(content, tree))
     if config_from is not None:
@@ -89,9 +87,8 @@ def weights_globs(tree: Tree) -> list[str] | None:
     """
     if not isinstance(tree, Container):
         return None
-    holders = [
-        str(key) for key, child in zip(tree.keys, tree.children, strict=False) if isinstance(child, Container) and _has_tensors(child)
-    ]
+    parts = [(str(key), child) for key, child in zip(tree.keys, tree.children, strict=False) if isinstance(child, Container)]
+    holders = [key for key, part in parts if any(leaf.kind != "value" for leaf in leaves(part))]
     usual = [key for key in _WEIGHTS_KEYS if key in holders]
     if usual:
         return [f"{usual[0]}.*"]
@@ -158,10 +155,6 @@ def _stored(content: SnapshotContent, tree: Tree) -> Iterator[tuple[str, bytes]]
 
 def _is_value(tree: Tree) -> TypeGuard[Leaf]:
     return isinstance(tree, Leaf) and tree.kind == "value"
-
-
-def _has_tensors(tree: Tree) -> bool:
-    return any(leaf.kind != "value" for leaf in leaves(tree))
 
 
 def _of_folder(folder: str) -> dict[str, bytes]:

@@ -91,8 +91,7 @@ def _entries(content: SnapshotContent, tree: Tree) -> list[_Entry]:
             unknown.append(f"{leaf.path} ({form.dtype})")
         elif leaf.path == METADATA:
             raise UnsupportedValueError(
-                f"safetensors reserves the name {METADATA!r}: exclude that tensor with --exclude {METADATA} (exclude=)",
-                object_id=METADATA,
+                f"safetensors reserves the name {METADATA!r}: exclude that tensor with --exclude {METADATA} (exclude=)", object_id=METADATA
             )
         else:
             entries.append(_Entry(leaf, form, dtype))

@@ -14,8 +14,6 @@ DICTS = ("d", "o", "c", "f")
 
 
 class _Entry(NamedTuple):
-    """An entry of a dict, whose key is without the prefix."""
-
     key: Any
     child: Tree
     parent: Container
@@ -24,9 +22,7 @@ class _Entry(NamedTuple):
 def without_prefix(tree: Tree, prefix: str) -> Tree:
     """`tree` with names without `prefix`, such as ``model.``. The entries of a dict whose whole name is the prefix move to the top.
 
-    Raises:
-        InvalidOptionError: the prefix ends inside a name.
-        MismatchError: a name lacks the prefix, or two names become equal.
+    Raises `InvalidOptionError` if the prefix ends inside a name, `MismatchError` if a name lacks the prefix, or two names become equal.
     """
     if not prefix:
         return tree

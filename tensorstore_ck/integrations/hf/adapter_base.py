@@ -37,8 +37,7 @@ class AdapterBase:
     def choose(self, files: Mapping[str, bytes]) -> Collection[str]:
         """The names of the parameters to which a run's snapshots refer; none if there is no base to refer to.
 
-        Args:
-            files: The model's files, with the names of what peft saves of the active adapter.
+        `files`: the model's, with the names of what peft saves of the active adapter.
         """
         if ADAPTER_NAMES in files:
             self._refer_to(_below_adapters(self.model, parse_json(files[ADAPTER_NAMES]).values()))

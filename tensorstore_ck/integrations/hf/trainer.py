@@ -85,16 +85,9 @@ class SnapshotMixin(ExceptionSaveMixin):
         self._use_store(store, ref, asynchronous=asynchronous, save_base=save_base, frozen_base=frozen_base, on_exception=on_exception)
 
     def _use_store(
-        self,
-        store: Store | str | os.PathLike[str],
-        ref: str,
-        *,
-        asynchronous: bool,
-        save_base: bool,
-        frozen_base: bool,
-        on_exception: bool,
+        self, store: Store | str | os.PathLike[str], ref: str, *, asynchronous: bool, save_base: bool, frozen_base: bool, on_exception: bool
     ) -> None:
-        require_supported()
+        require_supported(SnapshotMixin)
         self._saves_on_exception = on_exception and self._native.args.save_strategy != SaveStrategy.NO
         if self._native.is_deepspeed_enabled and frozen_base:
             raise InvalidOptionError(
@@ -208,13 +201,11 @@ class SnapshotMixin(ExceptionSaveMixin):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         self._values = trainer_values.target()
+        parts = NOT_WEIGHTS if self._engine is None else ("model", "extra", *NOT_WEIGHTS)
+        with held_engine.partitioned(self._engine):
+            self._training(self._values).restore(self._store, pointer.address, group=self._group, parts=parts)
         if self._engine is None:
-            self._training(self._values).restore(self._store, pointer.address, group=self._group, parts=NOT_WEIGHTS)
             self._load_weights(pointer.address)
-        else:
-            with held_engine.partitioned(self._engine):
-                parts = ("model", "extra", *NOT_WEIGHTS)
-                self._training(self._values).restore(self._store, pointer.address, group=self._group, parts=parts)
         self._is_resuming = False
 
     def _load_weights(self, address: str) -> None:
@@ -334,11 +325,7 @@ class SnapshotMixin(ExceptionSaveMixin):
         )
 
     def _finish_saves(self, *, finished: bool = False) -> None:
-        """Waits for the saves of this run. `finished`: see `Checkpointer.close`.
-
-        Raises:
-            StoreError: the newest failed.
-        """
+        """Waits for the saves of this run. `finished`: see `Checkpointer.close`. Raises `StoreError` if the newest failed."""
         if self._checkpointer is not None:
             self._checkpointer.close(finished=finished)
             self._named.finish()

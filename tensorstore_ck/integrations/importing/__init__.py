@@ -5,22 +5,20 @@ import_checkpoint.py      imports one checkpoint as one snapshot
 import_history.py         imports several checkpoints of a run, one snapshot each
 outside_importers.py      importers of other packages
 detect_format.py          detects the format, and reads the state
-found_state.py            what the reader of each format returns
 detect_history.py         distinguishes one checkpoint in several files from several steps
-step_from_filename.py     training steps in file names
+numbers_in_names.py       training steps in file names, and which of numbered files are missing
 lookup.py                 one value by its path in a state
 torch_file.py             files of torch.save
 zip_directory.py          their zip archives
 safe_unpickler.py         pickles, read without running anything
 pickle_allowlist.py       the names that a pickle may use
 numpy_pickles.py          numpy's values in pickles
-placeholders.py           what stands for an object while a pickle is read
+placeholders.py           what stands for an object while a pickle is read, and a state that has some
 omegaconf.py              OmegaConf's containers as plain ones
 key_types.py              which keys a foreign dict may have
 resolve_placeholders.py   the final state, without placeholders
 safetensors_file.py       safetensors files
 sharded_index.py          several files with an index
-file_sets.py              numbered files of one checkpoint, and which are missing
 dcp_folder.py             folders of torch.distributed.checkpoint
 dcp_safetensors.py        folders of its HuggingFaceStorageWriter
 megatron_folder.py        folders of Megatron-core

@@ -30,9 +30,7 @@ class ExpectedCrc(NamedTuple):
     size: int
     checksum: int
     path: str
-    """The path of the file, for the message."""
     start: int
-    """The position in the file."""
 
     def compare(self, checksum: int) -> None:
         """Raises CorruptObjectError if the sum differs."""

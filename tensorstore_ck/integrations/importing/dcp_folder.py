@@ -27,20 +27,15 @@ from tensorstore_ck.state.rank_shares import LocalPiece
 
 METADATA: Final = ".metadata"
 KIND: Final = "DCP checkpoint"
-_CLASSES: Final = (
-    ("checkpoint.metadata", "Metadata"),
-    ("checkpoint.metadata", "MetadataIndex"),
-    ("checkpoint.metadata", "TensorStorageMetadata"),
-    ("checkpoint.metadata", "BytesStorageMetadata"),
-    ("checkpoint.metadata", "ChunkStorageMetadata"),
-    ("checkpoint.metadata", "TensorProperties"),
-    ("checkpoint.metadata", "StorageMeta"),
-    ("checkpoint.filesystem", "_StorageInfo"),
-    ("checkpoint.planner", "SavePlan"),  # Megatron adds the plans of all ranks
-    ("checkpoint.planner", "TensorWriteData"),
-    ("checkpoint.planner", "WriteItem"),
-    ("_shard.sharded_tensor.metadata", "TensorProperties"),  # of older torch
-)
+_CLASSES: Final = {
+    "checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+        "StorageMeta",
+    ),
+    "checkpoint.filesystem": ("_StorageInfo",),
+    "checkpoint.planner": ("SavePlan", "TensorWriteData", "WriteItem"),  # Megatron adds the plans of all ranks
+    "_shard.sharded_tensor.metadata": ("TensorProperties",),  # of older torch
+}
 _OF_MEGATRON: Final = (("MCoreMetadata", "Metadata"), ("MCoreSavePlan", "SavePlan"))
 """Subclasses that Megatron-core 0.15 had."""
 _ENUMS: Final = (
@@ -50,7 +45,6 @@ _ENUMS: Final = (
 )
 """Their members are not needed."""
 MAX_PIECES: Final = 1 << 16
-"""The most pieces of one tensor."""
 MAX_PADDING: Final = 10_000_000
 """The most padding of all lists together: a path in the metadata can have any position."""
 
@@ -82,8 +76,6 @@ class _Fields:
 
 
 class _StoredChunk(NamedTuple):
-    """A range of bytes of a file."""
-
     path: object
     """As in the metadata."""
     start: int
@@ -113,13 +105,11 @@ def load_dcp(files: Files, folder: Folder, known: PickleAllowlist) -> DcpContent
 
 
 def _names() -> PickleAllowlist:
+    names = {(f"torch.distributed.{module}", name): name for module, classes in _CLASSES.items() for name in classes}
+    names |= {("megatron.core.dist_checkpointing.strategies.torch", name): kind for name, kind in _OF_MEGATRON}
     return PickleAllowlist(
         {
-            **{(f"torch.distributed.{module}", name): AllowedGlobal(name, partial(_Fields, name)) for module, name in _CLASSES},
-            **{
-                ("megatron.core.dist_checkpointing.strategies.torch", name): AllowedGlobal(name, partial(_Fields, kind))
-                for name, kind in _OF_MEGATRON
-            },
+            **{(module, name): AllowedGlobal(name, partial(_Fields, kind)) for (module, name), kind in names.items()},
             **{name: AllowedGlobal(name[1], lambda number: None) for name in _ENUMS},
         }
     )
@@ -132,7 +122,6 @@ class _Reader:
         self._chunks: dict[str, list[tuple[tuple[int, ...] | None, _StoredChunk]]] = {}
         self._unknown: dict[str, str] = {}
         self._left: dict[str, int] = {}
-        """File -> number of its bytes that no item has used yet."""
 
     def read(self) -> DcpContent:
         path = self._folder.join(METADATA)
@@ -216,7 +205,6 @@ class _Reader:
         return tensor.detach()
 
     def _item(self, chunk: _StoredChunk) -> Any:
-        """The object in the torch file at this position."""
         file = self._mapped.get(chunk.path) if type(chunk.path) is str else None
         if file is None:
             file = self._mapped[str(chunk.path)] = self._files.map(self._folder.join(chunk.path))

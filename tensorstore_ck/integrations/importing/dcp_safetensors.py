@@ -12,12 +12,11 @@ from typing import Any, Final
 from tensorstore_ck.format.layout import MAX_TENSOR_BYTES
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.integrations.importing.dcp_folder import assembled
-from tensorstore_ck.integrations.importing.file_sets import missing_files
-from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
+from tensorstore_ck.integrations.importing.numbers_in_names import missing_files
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
-from tensorstore_ck.integrations.importing.placeholders import Unstorable
+from tensorstore_ck.integrations.importing.placeholders import FoundState, Unstorable
 from tensorstore_ck.integrations.importing.safetensors_file import SafetensorsContent, is_safetensors, load_safetensors, parse_json
 from tensorstore_ck.state.rank_shares import LocalPiece
 from tensorstore_ck.state.select import listed

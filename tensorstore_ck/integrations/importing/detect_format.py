@@ -10,11 +10,11 @@ from tensorstore_ck.integrations.importing import dcp_folder, dcp_safetensors, m
 from tensorstore_ck.integrations.importing.deepspeed.folder import find_tag_folder, load_deepspeed
 from tensorstore_ck.integrations.importing.deepspeed.trainers import is_accelerate, load_accelerate, load_trainer
 from tensorstore_ck.integrations.importing.detect_history import SeveralStepsError, require_one_step
-from tensorstore_ck.integrations.importing.file_sets import missing_files
-from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
+from tensorstore_ck.integrations.importing.numbers_in_names import missing_files
 from tensorstore_ck.integrations.importing.outside_importers import read_by_outside_importer
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
+from tensorstore_ck.integrations.importing.placeholders import FoundState
 from tensorstore_ck.integrations.importing.safetensors_file import is_safetensors, load_safetensors
 from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load_torch_file
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES
@@ -118,8 +118,6 @@ def _dcp(files: Files, folder: Folder, known: PickleAllowlist) -> FoundState:
 
 
 class _Members(NamedTuple):
-    """The checkpoints in a folder, by file name."""
-
     found: dict[str, FoundState]
     skipped: list[tuple[str, str]]
 
@@ -130,13 +128,13 @@ class _Members(NamedTuple):
         return {stems[name] if is_clear else name: member.state for name, member in self.found.items()}
 
     def missing(self) -> tuple[str, ...]:
-        """Files that belong to them, and are not there."""
         own = missing_files(name for name, member in self.found.items() if not member.missing)
         return tuple(name for member in self.found.values() for name in member.missing) + own
 
-    def unknown(self) -> dict[str, str]:
-        """Names in their pickles that are not allowed -> the file."""
-        return {name: path for member in self.found.values() for name, path in member.unknown.items()}
+    def with_state(self, format: str, state: Any, step: int | None = None) -> FoundState:  # noqa: A002
+        """What was found of all of them, with `state`."""
+        unknown = {name: path for member in self.found.values() for name, path in member.unknown.items()}
+        return FoundState(format, state, {}, unknown, step=step, skipped=tuple(self.skipped), missing=self.missing())
 
 
 def _read_members(files: Files, folder: Folder, names: Sequence[str], known: PickleAllowlist) -> _Members:
@@ -177,15 +175,7 @@ def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowl
         return only._replace(skipped=tuple(skipped), missing=members.missing())
     if not as_one:
         require_one_step(folder.path, {name: member.state for name, member in states.items()}, names)
-    return FoundState(
-        format=f"folder of {len(states)} checkpoints",
-        state=members.state(),
-        metadata={},
-        unknown=members.unknown(),
-        step=None,
-        skipped=tuple(skipped),
-        missing=members.missing(),
-    )
+    return members.with_state(f"folder of {len(states)} checkpoints", members.state())
 
 
 def _trainer(files: Files, folder: Folder, names: list[str], known: PickleAllowlist) -> FoundState:
@@ -208,15 +198,7 @@ def _trainer(files: Files, folder: Folder, names: list[str], known: PickleAllowl
             object_id=folder.path,
         )
     state = {**members.state(), "trainer_state": trained.state, **({MODEL_FILES: small} if small else {})}
-    return FoundState(
-        format="checkpoint folder of transformers' Trainer",
-        state=state,
-        metadata={},
-        unknown=members.unknown(),
-        step=trained.step,
-        skipped=tuple(members.skipped),
-        missing=members.missing(),
-    )
+    return members.with_state("checkpoint folder of transformers' Trainer", state, trained.step)
 
 
 def _with_lightning(found: FoundState) -> FoundState:

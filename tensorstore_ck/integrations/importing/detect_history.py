@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from tensorstore_ck.errors import AmbiguousAddressError
 from tensorstore_ck.integrations.importing.lookup import top_level_step
-from tensorstore_ck.integrations.importing.step_from_filename import progress_in_names, step_in_name
+from tensorstore_ck.integrations.importing.numbers_in_names import progress_in_names, step_in_name
 
 _COUNTERS: Final = ("global_step", "global_steps", "step", "steps", "current_step", "iteration", "iter", "iter_num", "iters", "epoch")
 

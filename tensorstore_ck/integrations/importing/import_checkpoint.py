@@ -167,10 +167,9 @@ def opened(
                 "--partial (partial=True)",
                 object_id=origin,
             )
-        resolved = resolve_placeholders(
+        state, left_out = resolve_placeholders(
             found.state, exclude=exclude, unknown=found.unknown, origin=origin, parsed_bytes=known.parsed_bytes, dropped=known.dropped
         )
-        state, left_out = resolved
         if names is not None:
             state, others = convert_state(read_names(names), state)
             left_out = [*left_out, *others]

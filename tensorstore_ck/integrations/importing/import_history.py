@@ -19,7 +19,7 @@ from tensorstore_ck.integrations.importing.compare_snapshot import is_in_snapsho
 from tensorstore_ck.integrations.importing.crc_check import with_crc_check
 from tensorstore_ck.integrations.importing.import_checkpoint import CheckpointContents, Opened, opened
 from tensorstore_ck.integrations.importing.lookup import metric_at, step_at
-from tensorstore_ck.integrations.importing.step_from_filename import steps_of_names
+from tensorstore_ck.integrations.importing.numbers_in_names import steps_of_names
 from tensorstore_ck.log import RefTable, validate_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store

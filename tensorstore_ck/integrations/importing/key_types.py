@@ -46,11 +46,7 @@ class HashCrowding:
 
 
 def require_cheap_keys(keys: Sequence[Any]) -> Sequence[Any]:
-    """`keys`, if one dict or set may have them all.
-
-    Raises:
-        MalformedError, ValueError: it may not.
-    """
+    """`keys`, if one dict or set may have them all. Raises `MalformedError` or `ValueError` if it may not."""
     for key in keys:
         _items(key)
     for is_set in (False, True):

@@ -63,9 +63,7 @@ class Files:
     def map(self, path: str) -> MappedFile:
         """The file at a path; the same one for the same path.
 
-        Raises:
-            NotFoundError: it does not exist.
-            UnsupportedValueError: it is no regular file.
+        Raises `NotFoundError` if it does not exist, `UnsupportedValueError` if it is no regular file.
         """
         if path not in self._open:
             with os_errors("read", path):
@@ -140,9 +138,7 @@ class Folder:
     def join(self, name: object) -> str:
         """The path of a file in it that a foreign file names.
 
-        Raises:
-            InvalidNameError: the name leads out of the folder.
-            CorruptObjectError: there is no such file.
+        Raises `InvalidNameError` if the name leads out of the folder, `CorruptObjectError` if there is no such file.
         """
         path = self.find(name)
         if path is None:

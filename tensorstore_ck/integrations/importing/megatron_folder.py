@@ -12,11 +12,11 @@ from typing import Any, Final, NoReturn
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
 from tensorstore_ck.integrations.importing.dcp_folder import METADATA, DcpContent, load_dcp
-from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.megatron_types import megatron_types
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
+from tensorstore_ck.integrations.importing.placeholders import FoundState
 from tensorstore_ck.integrations.importing.safetensors_file import parse_json
 from tensorstore_ck.integrations.importing.torch_file import load_torch_file
 from tensorstore_ck.integrations.megatron_layout import COMMON, COMMON_OBJECT, is_object_key
@@ -87,7 +87,6 @@ def _has_config(files: Files, folder: Folder) -> bool:
 
 
 def _require_format(files: Files, folder: Folder, names: Sequence[str]) -> dict[Any, Any]:
-    """The content of ``metadata.json``."""
     old = next(filter(_OLD.fullmatch, names), None)
     if CONFIG not in names and old:
         raise UnsupportedValueError(
@@ -157,7 +156,6 @@ def _step(folder: Folder, source: str, common: Any) -> int | None:
 
 
 def _state(folder: Folder, content: DcpContent) -> dict[Any, Any]:
-    """Tensors and objects by their keys."""
     flattened = content.attributes.get("mcore_data")
     if flattened:
         raise UnsupportedValueError(

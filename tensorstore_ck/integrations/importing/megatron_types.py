@@ -9,46 +9,29 @@ from tensorstore_ck.integrations.importing.malformed import MalformedError
 from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Deferred
 from tensorstore_ck.state.registered_types import NamedState
 
+_STATES: Final = """NOT_RUNNING_YET INITIAL_RUN RERUNNING_IN_PLACE WILL_RERUN_FROM_CHECKPOINT RERUNNING_FROM_CHECKPOINT
+    RERUNNING_AGAIN_FROM_CHECKPOINT"""
+
+
+def _counted(names: str, first: int = 1) -> dict[object, str]:
+    return dict(enumerate(names.split(), first))
+
+
 ENUMS: Final[Mapping[tuple[str, str], Mapping[object, str]]] = {
-    ("megatron.core.transformer.enums", "AttnBackend"): {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"},
-    ("megatron.core.transformer.enums", "CudaGraphScope"): {
-        1: "full_iteration",
-        2: "attn",
-        3: "mlp",
-        4: "moe",
-        5: "moe_router",
-        6: "moe_preprocess",
-        7: "mamba",
-        8: "full_iteration_inference",
-    },
-    ("megatron.core.transformer.enums", "CudaGraphModule"): {
-        1: "attn",
-        2: "mlp",
-        3: "moe",
-        4: "moe_router",
-        5: "moe_preprocess",
-        6: "mamba",
-    },
-    ("megatron.core.transformer.enums", "InferenceCudaGraphScope"): {1: "none", 2: "layer", 3: "block"},
-    ("megatron.core.enums", "ModelType"): {1: "encoder_or_decoder"},
+    ("megatron.core.transformer.enums", "AttnBackend"): _counted("flash fused unfused local auto"),
+    ("megatron.core.transformer.enums", "CudaGraphScope"): _counted(
+        "full_iteration attn mlp moe moe_router moe_preprocess mamba full_iteration_inference"
+    ),
+    ("megatron.core.transformer.enums", "CudaGraphModule"): _counted("attn mlp moe moe_router moe_preprocess mamba"),
+    ("megatron.core.transformer.enums", "InferenceCudaGraphScope"): _counted("none layer block"),
+    ("megatron.core.enums", "ModelType"): _counted("encoder_or_decoder"),
     ("megatron.core.rerun_state_machine", "RerunDiagnostic"): {
-        "correct_result": "CORRECT_RESULT",
-        "transient_error": "TRANSIENT_ERROR",
-        "persistent_error": "PERSISTENT_ERROR",
+        name.lower(): name for name in ("CORRECT_RESULT", "TRANSIENT_ERROR", "PERSISTENT_ERROR")
     },
     ("megatron.core.rerun_state_machine", "RerunMode"): {
-        "disabled": "DISABLED",
-        "validate_results": "VALIDATE_RESULTS",
-        "report_determinism_stats": "REPORT_DETERMINISM_STATS",
+        name.lower(): name for name in ("DISABLED", "VALIDATE_RESULTS", "REPORT_DETERMINISM_STATS")
     },
-    ("megatron.core.rerun_state_machine", "RerunState"): {
-        0: "NOT_RUNNING_YET",
-        1: "INITIAL_RUN",
-        2: "RERUNNING_IN_PLACE",
-        3: "WILL_RERUN_FROM_CHECKPOINT",
-        4: "RERUNNING_FROM_CHECKPOINT",
-        5: "RERUNNING_AGAIN_FROM_CHECKPOINT",
-    },
+    ("megatron.core.rerun_state_machine", "RerunState"): _counted(_STATES, 0),
     ("signal", "Signals"): {int(member): member.name for member in signal.Signals},
 }
 """Module and name -> value in a pickle -> the member's name, of Megatron-core 0.16 to 0.19."""

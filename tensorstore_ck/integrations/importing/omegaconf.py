@@ -29,8 +29,6 @@ def config_makers(converted: "Counter[str]") -> dict[tuple[str, str], object]:
 
 
 class _Node(Deferred):
-    """A value in a config."""
-
     def build(self, state: Any) -> None:
         if type(state) is not dict:
             raise MalformedError("it has a malformed OmegaConf value")

@@ -22,27 +22,10 @@ from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Un
 from tensorstore_ck.state.byte_sources import strided
 from tensorstore_ck.state.registered_types import DTYPE_NAMES, DTYPES
 
-STORAGE_DTYPES: Final = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
-}
-_QUANTIZED_STORAGE_DTYPES: Final = {
-    "QUInt8Storage": torch.quint8,
-    "QInt8Storage": torch.qint8,
-    "QInt32Storage": torch.qint32,
-    "QUInt4x2Storage": torch.quint4x2,
-    "QUInt2x4Storage": torch.quint2x4,
-}
+_STORAGES: Final = """
+    Double:float64 Float:float32 Half:float16 BFloat16:bfloat16 Long:int64 Int:int32 Short:int16 Char:int8 Byte:uint8 Bool:bool
+    ComplexDouble:complex128 ComplexFloat:complex64 QUInt8:quint8 QInt8:qint8 QInt32:qint32 QUInt4x2:quint4x2 QUInt2x4:quint2x4"""
+"""The beginning of the name of a class of storages, and the name of its dtype in torch."""
 _UNSTORABLE: Final = {
     ("torch._utils", "_rebuild_qtensor"): "a quantized tensor",
     ("torch._utils", "_rebuild_sparse_tensor"): "a sparse tensor",
@@ -92,16 +75,16 @@ class PickleAllowlist:
         self._table: dict[tuple[str, str], object] = dict(more or {})
         for name, dtype in DTYPES.items():
             self._table["torch", name] = dtype
-        for name, dtype in (STORAGE_DTYPES | _QUANTIZED_STORAGE_DTYPES).items():
-            self._table["torch", name] = StorageType(dtype)
+        for kind, _, dtype_name in (pair.partition(":") for pair in _STORAGES.split()):
+            self._table["torch", f"{kind}Storage"] = StorageType(getattr(torch, dtype_name))
         self._table["numpy", "ndarray"] = NumpyArrayClass()
         self._table["torch.storage", "UntypedStorage"] = StorageType(torch.uint8)
         for (module, name), words in _UNSTORABLE.items():
             self._table[module, name] = AllowedGlobal(name, partial(Unstorable, words))
         for (module, name), make in _MAKERS.items():
             self._table[module, name] = AllowedGlobal(name, make)
-        for kind, make in _CLASSES.items():
-            self._table[kind.__module__, kind.__name__] = AllowedGlobal(kind.__name__, make, kind)
+        for cls, make in _CLASSES.items():
+            self._table[cls.__module__, cls.__name__] = AllowedGlobal(cls.__name__, make, cls)
         self._table["torch._tensor", "_rebuild_from_type_v2"] = AllowedGlobal("_rebuild_from_type_v2", self._from_type)
         self._table["torch._utils", "_rebuild_parameter_with_state"] = AllowedGlobal(
             "_rebuild_parameter_with_state", self._parameter_with_state
@@ -320,12 +303,6 @@ _CLASSES: Final[dict[type[Any], Callable[..., Any] | None]] = {
     bytearray: _bytearray,
     bytes: _encoded,
     complex: _complex,
-    dict: None,
-    list: None,
-    tuple: None,
-    bool: None,
-    int: None,
-    float: None,
-    str: None,
+    **dict.fromkeys((dict, list, tuple, bool, int, float, str)),
 }
 """Classes that may be called (with their function), and others that may only be the factory of a defaultdict."""

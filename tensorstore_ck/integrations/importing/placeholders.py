@@ -1,7 +1,7 @@
-"""Placeholders while a pickle is read: for a global that it names (`AllowedGlobal`), or for an object."""
+"""Placeholders while a pickle is read: for a global that it names (`AllowedGlobal`), or for an object; and a state that has some."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 
 class Unstorable:
@@ -49,3 +49,20 @@ class Deferred:
     def build(self, state: Any) -> None:
         """Takes the content; raises ValueError or TypeError for unknown content."""
         raise NotImplementedError
+
+
+class FoundState(NamedTuple):
+    """The state of a foreign checkpoint, with placeholders."""
+
+    format: str
+    state: Any
+    metadata: Mapping[str, object]
+    unknown: Mapping[str, str]
+    """Names in its pickles that are not allowed -> the file."""
+    step: int | None = None
+    skipped: tuple[tuple[str, str], ...] = ()
+    """Files next to it that are not part of it, and why."""
+    files: tuple[str, ...] = ()
+    """The files that its index names."""
+    missing: tuple[str, ...] = ()
+    """Files that belong to it, and are not there."""

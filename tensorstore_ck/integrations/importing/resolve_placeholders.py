@@ -10,7 +10,7 @@ import re
 import shlex
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.format.tree import MAX_PATH
@@ -34,18 +34,10 @@ _ALL: Final = "all of it"
 _NO_FORM: Final = "values that a snapshot cannot hold"
 
 
-class ResolvedState(NamedTuple):
-    """A state without placeholders."""
-
-    state: Any
-    left_out: list[str]
-    """Paths."""
-
-
 def resolve_placeholders(
     state: Any, exclude: Sequence[str], unknown: Mapping[str, str], origin: str, parsed_bytes: int, *, dropped: Sequence[object] = ()
-) -> ResolvedState:
-    """The final state, without excluded paths.
+) -> tuple[Any, list[str]]:
+    """The final state, and the paths that were excluded from it.
 
     Args:
         state: As read, with placeholders.
@@ -64,7 +56,7 @@ def resolve_placeholders(
     resolved = resolver.visit(state, "")
     resolver.note_names(list(dropped))
     resolver.raise_on_leftovers(unknown)
-    return ResolvedState(resolved, resolver.left_out)
+    return resolved, resolver.left_out
 
 
 class _Resolver:

@@ -34,15 +34,10 @@ FindGlobal = Callable[[str, str], object]
 
 
 def safe_unpickle(data: memoryview, find: FindGlobal, persistent: Callable[[Any], Any] | None = None) -> tuple[Any, int, set[str]]:
-    """The object of one pickle, the end of the pickle, and the names in it that are not allowed.
+    """The object of one pickle, which more bytes may follow, the end of the pickle, and the names in it that are not allowed.
 
-    Args:
-        data: The pickle, possibly with more bytes after it.
-        find: See `FindGlobal`.
-        persistent: Returns the object of a persistent id; raises ValueError or TypeError for an unknown one.
-
-    Raises:
-        MalformedError: the pickle is damaged, too large, or uses an unsupported instruction.
+    `persistent` returns the object of a persistent id; it raises ValueError or TypeError for an unknown one. Raises `MalformedError` if the
+    pickle is damaged, too large, or uses an unsupported instruction.
     """
     unpickler = _SafeUnpickler(data, find, persistent)
     try:

@@ -27,7 +27,6 @@ class SafetensorsContent(NamedTuple):
 
     tensors: dict[str, torch.Tensor | Unstorable]
     metadata: dict[str, str]
-    """The file's own metadata."""
     header_bytes: int
 
 

@@ -6,10 +6,10 @@ Like their own readers it imports everything in the files that the index names; 
 from typing import Any, Final
 
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
+from tensorstore_ck.integrations.importing.placeholders import FoundState
 from tensorstore_ck.integrations.importing.safetensors_file import is_safetensors, load_safetensors, parse_json
 from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load_torch_file
 from tensorstore_ck.integrations.safetensors_format import MAX_HEADER_BYTES

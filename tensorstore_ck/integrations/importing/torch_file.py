@@ -23,10 +23,7 @@ _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _MAGIC_PICKLED: Final = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b"."
 _FIRST_BYTES: Final = 1024
 _PROTOCOL: Final = 1001
-_PROGRAMS: Final = {
-    "constants.pkl": ("TorchScript", "torch.jit.load"),
-    "archive_format": ("torch.export", "torch.export.load"),
-}
+_PROGRAMS: Final = {"constants.pkl": ("TorchScript", "torch.jit.load"), "archive_format": ("torch.export", "torch.export.load")}
 """Record in the archive of a program -> its kind, and what loads it."""
 
 
@@ -55,9 +52,7 @@ def is_torch_file(file: MappedFile) -> bool:
 def load_torch_file(files: Files, file: MappedFile, known: PickleAllowlist, start: int = 0, size: int | None = None) -> LoadedTorchFile:
     """The object in the torch file at bytes [start, start + size) of `file`.
 
-    Raises:
-        CorruptObjectError: it is damaged or inconsistent.
-        UnsupportedValueError: its kind is not supported.
+    Raises `CorruptObjectError` if it is damaged or inconsistent, `UnsupportedValueError` if its kind is not supported.
     """
     stop = file.size if size is None else start + size
     with naming_file(file.path, KIND):

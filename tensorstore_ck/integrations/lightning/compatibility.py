@@ -55,13 +55,11 @@ ATTRIBUTES: Final = {
 
 def package_of(trainer: object) -> str:
     """`lightning.pytorch` or `pytorch_lightning`, which are separate packages with the same contents."""
-    module = type(trainer).__module__
-    name = next(
-        (name for name in ("lightning.pytorch", "pytorch_lightning") if any(_is_in(kind, name) for kind in type(trainer).__mro__)), ""
-    )
-    if not name:
-        raise InvalidOptionError(f"{module}.{type(trainer).__qualname__} is not a Trainer of Lightning", object_id="trainer")
-    return name
+    modules = [kind.__module__ for kind in type(trainer).__mro__]
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        if any(module.startswith(f"{name}.") for module in modules):
+            return name
+    raise InvalidOptionError(f"{modules[0]}.{type(trainer).__qualname__} is not a Trainer of Lightning", object_id="trainer")
 
 
 def require_supported(trainer: Any) -> None:
@@ -118,7 +116,3 @@ def _require_strategy(strategy: object) -> None:
 def is_sharded(strategy: object) -> bool:
     """Whether ranks hold shards, which they save and restore in place."""
     return any(kind.__name__ == "ModelParallelStrategy" for kind in type(strategy).__mro__)
-
-
-def _is_in(kind: type, package: str) -> bool:
-    return kind.__module__.startswith(f"{package}.")

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tensorstore_ck.common.user_frames import short_errors
@@ -78,10 +77,6 @@ class FabricSnapshots:
         self._values: State = {}
         self._count = 0
 
-    @property
-    def _group(self) -> "dist.ProcessGroup | None":
-        return all_ranks()
-
     # --- save ---------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -108,7 +103,7 @@ class FabricSnapshots:
             require_whole(objects["optimizer"].values())
             training = TrainingState(model=objects["model"] or None, optimizer=objects["optimizer"] or None, rank_values=self._values)
             self._checkpointer = Checkpointer(
-                self._store, training, ref=self._ref, when=Always(), keep=self._keep, asynchronous=False, group=self._group
+                self._store, training, ref=self._ref, when=Always(), keep=self._keep, asynchronous=False, group=all_ranks()
             )
             self._saved = objects
         self._values.clear()
@@ -143,30 +138,25 @@ class FabricSnapshots:
         if state is not None:
             _require_dict(state, "load")
         address = str(path) if pointer is None else pointer.address_in(self._store, str(path))
-        search = ResumeSearch(
-            self._store,
-            address,
-            self._group,
-            advice="load an earlier step, or {} to accept it",
-            missing=f"{address!r} is no file, and no snapshot of {self._store.url}",
-        )
+        missing = f"{address!r} is no file, and no snapshot of {self._store.url}"
+        advice = "load an earlier step, or {} to accept it"
+        search = ResumeSearch(self._store, address, all_ranks(), advice=advice, missing=missing)
         return search.restore(lambda named: self._load_from(named, state, strict=strict)) or {}
 
     def _load_from(self, address: str, state: Any, *, strict: bool) -> State:
         sharded = is_sharded(self._strategy)
-        stored = read_training(self._store, address, group=self._group, parts=() if sharded and state else OBJECTS)
+        stored = read_training(self._store, address, group=all_ranks(), parts=() if sharded and state else OBJECTS)
         self._checkpointer, self._count = None, stored.snapshot.step or 0  # the next save may go back to an earlier step
         if not state:
             return _checkpoint(stored)
         filled = self._fill_sharded(state, stored, strict=strict) if sharded else _fill(state, _checkpoint(stored), strict=strict)
-        TrainingState().restore(self._store, stored.snapshot.root, group=self._group, parts=("generators",))
+        TrainingState().restore(self._store, stored.snapshot.root, group=all_ranks(), parts=("generators",))
         return filled
 
     def _fill_sharded(self, state: State, stored: StoredTraining, *, strict: bool) -> State:
-        """Restores the shards in place."""
         objects = _objects(state)
         training = TrainingState(model=objects["model"] or None, optimizer=objects["optimizer"] or None)
-        training.restore(self._store, stored.snapshot.root, group=self._group, parts=OBJECTS)
+        training.restore(self._store, stored.snapshot.root, group=all_ranks(), parts=OBJECTS)
         return _fill({name: state[name] for name in _others(state)}, dict(stored.rank_values), strict=strict, into=state)
 
 
@@ -176,7 +166,6 @@ def _require_dict(state: object, method: str) -> None:
 
 
 def _fill(state: State, checkpoint: State, *, strict: bool, into: State | None = None) -> State:
-    """Restores what `state` names, as Fabric does; returns the rest."""
     missing = [name for name in state if name not in checkpoint]
     if missing and strict:
         raise MismatchError(f"the snapshot has no {', '.join(map(repr, missing))}: it has {', '.join(checkpoint)}", object_id=missing[0])
@@ -201,7 +190,6 @@ def _checkpoint(stored: StoredTraining) -> State:
 
 
 def _objects(state: State) -> dict[str, dict[str, Any]]:
-    """Modules and optimizers."""
     return {
         "model": {name: _module(held) for name, held in state.items() if isinstance(held, nn.Module)},
         "optimizer": {name: held for name, held in state.items() if isinstance(held, torch.optim.Optimizer)},
@@ -213,5 +201,4 @@ def _others(state: State) -> State:
 
 
 def _module(module: nn.Module) -> nn.Module:
-    """Without what makes it parallel."""
     return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module

@@ -5,7 +5,8 @@ dump is each rank's own, and so is the state that Lightning loses: positions of 
 `TrainingState`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, nn
@@ -86,7 +87,8 @@ def checkpoint_of(stored: StoredTraining, module: nn.Module | None) -> State:
         weights = {**stored.shared.get("model", {}), **stored.buffers}
         checkpoint[WEIGHTS] = model_state.state_dict_of(module, weights)
     if not values["weights_only"]:
-        checkpoint[OPTIMIZERS] = [numbered(states) for states in _in_order(stored.shared.get("optimizer", {}))]
+        states = stored.shared.get("optimizer", {})
+        checkpoint[OPTIMIZERS] = [numbered(states[key]) for key in sorted(states, key=int)]
     return checkpoint
 
 
@@ -107,10 +109,6 @@ def require_whole(optimizers: Iterable[Optimizer]) -> None:
             "ModelParallelStrategy, which shard the states of any",
             object_id="optimizer",
         )
-
-
-def _in_order(states: Mapping[str, State]) -> list[State]:
-    return [states[key] for key in sorted(states, key=int)]
 
 
 def numbered(state: State) -> State:
@@ -140,14 +138,11 @@ def _is_same(dumped: Any, own: Mapping[str, Any]) -> bool:
     )
 
 
-class _without_optimizers:  # noqa: N801 - used like a function
+@contextmanager
+def _without_optimizers(strategy: Any) -> Iterator[None]:
     """The optimizers are stored by name: to gather or copy their states for a dump would be for nothing."""
-
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = strategy
-
-    def __enter__(self) -> None:
-        self._strategy.optimizer_state = lambda _: {}
-
-    def __exit__(self, *_: object) -> None:
-        del self._strategy.optimizer_state
+    strategy.optimizer_state = lambda _: {}
+    try:
+        yield
+    finally:
+        del strategy.optimizer_state

@@ -3,7 +3,7 @@ cover only the rest of it, and schedules and early stopping that watch a value d
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 from torch import nn
@@ -47,7 +47,8 @@ def restore(trainer: Any, stored: State, *, within_epoch: bool) -> None:
     for name, saved in stored["metrics"].items():
         if name in metrics:
             for attribute, value in saved["states"].items():
-                setattr(metrics[name], attribute, _moved(value, metrics[name].device))
+                device = metrics[name].device
+                setattr(metrics[name], attribute, [item.to(device) for item in value] if isinstance(value, list) else value.to(device))
             metrics[name]._update_count, metrics[name]._computed = saved["updates"], None
 
 
@@ -76,12 +77,6 @@ def _result(trainer: Any, results: Any, stored: State) -> Any:
 
 
 def _metrics(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The torchmetrics in a module, by name."""
     from torchmetrics import Metric  # noqa: PLC0415 - a dependency of Lightning, loaded by it
 
     return ((name, metric) for name, metric in module.named_modules() if isinstance(metric, Metric))
-
-
-def _moved(value: Any, device: Any) -> Any:
-    move: Callable[[Any], Any] = lambda tensor: tensor.to(device)  # noqa: E731
-    return [move(item) for item in value] if isinstance(value, list) else move(value)

@@ -10,7 +10,7 @@ them after a resume. Such saves wait until these have ended. Saves between two b
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 from weakref import proxy
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.integrations.lightning.compatibility import require_supported
 from tensorstore_ck.integrations.lightning.lightning_state import require_storable, training_state
 from tensorstore_ck.integrations.lightning.pointer_files import FILES, read_pointer
-from tensorstore_ck.integrations.lightning.snapshot_resume import OpenedStore, SnapshotResume
+from tensorstore_ck.integrations.lightning.snapshot_resume import FITTING, OpenedStore, SnapshotResume
 from tensorstore_ck.integrations.trainer.attach import all_ranks
 from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
 from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
@@ -33,7 +33,7 @@ from tensorstore_ck.training.checkpointing import Checkpointer, Trigger
 from tensorstore_ck.training.checkpointing.triggers import DecidedTrigger, TriggerContext
 
 
-class FilesNamedFirst(Trigger):
+class _FilesNamedFirst(Trigger):
     """The user's trigger: ModelCheckpoint names files and notes the best before a save, since its notes are saved with the rest."""
 
     def __init__(self, when: Trigger, asked: list[str], name_files: Callable[[], None]) -> None:
@@ -42,40 +42,33 @@ class FilesNamedFirst(Trigger):
         self._fired = False
 
     def fires(self, moment: TriggerContext) -> bool:
-        """See `Trigger`."""
         self._fired = self._when.fires(moment)
         if self._fired and not self._asked:
             self._name_files()
         return self._fired or bool(self._asked)
 
     def causes(self) -> Iterator[str]:
-        """See `Trigger`."""
         return self._when.causes() if self._fired else iter(())
 
     def saved(self, moment: TriggerContext) -> None:
-        """See `Trigger`."""
         self._when.saved(moment)
 
     def decided(self) -> Iterator[DecidedTrigger]:
-        """See `Trigger`."""
         return self._when.decided()
 
 
-def newest_metrics(trainer: Any) -> dict[str, float]:
+def _newest_metrics(trainer: Any) -> dict[str, float]:
     """The newest value of each metric that is one number."""
     numbers = {name: value for name, value in trainer.callback_metrics.items() if isinstance(value, Tensor) and value.numel() == 1}
     return {name: float(value) for name, value in numbers.items()}
 
 
-def epoch_of(trainer: Any) -> float:
+def _epoch_of(trainer: Any) -> float:
     """The number of epochs that have ended, with the part of the present one."""
     progress, batches = trainer.fit_loop.epoch_progress.current, trainer.num_training_batches
     is_within = progress.ready > progress.processed and batches not in (0, float("inf"))
     share = trainer.fit_loop.epoch_loop.batch_progress.current.ready / batches if is_within else 0.0
     return float(progress.processed) + min(share, 1.0)
-
-
-FIT: Final = "fit"
 
 
 @short_errors
@@ -156,7 +149,7 @@ class SnapshotMixin:
         if any((callback._store.url, callback._ref) == (self._store.url, self._ref) for callback in others):
             raise InvalidOptionError(f"two callbacks save to {self._ref!r}: give each a ref of its own", object_id=self._ref)
         self._resume.install(trainer)
-        if stage == FIT:
+        if stage == FITTING:
             self._resume.begin(trainer)
             self._checkpointer = None
             self._waits = self._postponed = self._is_naming = False
@@ -184,7 +177,7 @@ class SnapshotMixin:
         require_own_ref(self._store, self._ref, 'ckpt_path="last"')
         self._step_seen = trainer.global_step
         state = training_state(trainer, weights_only=self._native.save_weights_only)
-        when = Always() if self._when is None else FilesNamedFirst(self._when, self._asked, lambda: self._name_files(trainer))
+        when = Always() if self._when is None else _FilesNamedFirst(self._when, self._asked, lambda: self._name_files(trainer))
         keep = self._policy()
         options: dict[str, Any] = {"keep": keep, "free_dropped": keep is not None, "asynchronous": self._asynchronous}
         self._checkpointer = Checkpointer(self._store, state, ref=self._ref, when=when, group=all_ranks(), **options)
@@ -222,7 +215,7 @@ class SnapshotMixin:
         """See ModelCheckpoint."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
         is_last = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
-        if not trainer.sanity_checking and trainer.state.fn == "fit":
+        if not trainer.sanity_checking and trainer.state.fn == FITTING:
             self._waits = False
             if self._postponed and not is_last:
                 self._save_postponed(trainer)
@@ -286,8 +279,8 @@ class SnapshotMixin:
         self._step_seen = trainer.global_step
         if self._checkpointer is None:
             return
-        metrics = trainer.strategy.broadcast(newest_metrics(trainer))  # values that are not synchronized differ by rank
-        saved = self._checkpointer.step(trainer.global_step, metrics, epoch=epoch_of(trainer), last=last)
+        metrics = trainer.strategy.broadcast(_newest_metrics(trainer))  # values that are not synchronized differ by rank
+        saved = self._checkpointer.step(trainer.global_step, metrics, epoch=_epoch_of(trainer), last=last)
         paths = list(self._asked)
         self._asked.clear()
         self._named.finish()

@@ -67,21 +67,33 @@ class SnapshotResume:
         return self._opened.get()
 
     def install(self, trainer: Any) -> None:
-        """Takes part in what this Trainer's Strategy loads."""
-        installed: list[SnapshotResume] = getattr(trainer.strategy, RESUMES, [])
-        if not any(resume is self for resume in installed):
-            install(trainer.strategy, lambda path, native: self._load(trainer, path, native), lambda: self._before_training(trainer))
-            setattr(trainer.strategy, RESUMES, [*installed, self])
+        """Takes part in what this Trainer's Strategy loads. Replaces methods of the object, not of its class."""
+        strategy = trainer.strategy
+        installed: list[SnapshotResume] = getattr(strategy, RESUMES, [])
+        if any(resume is self for resume in installed):
+            return
+        load_natively, start = strategy.load_checkpoint, strategy.on_train_start
+
+        def load_checkpoint(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> State:
+            return self._load(trainer, str(checkpoint_path), lambda: load_natively(checkpoint_path, weights_only=weights_only))
+
+        def on_train_start() -> None:
+            start()
+            self._before_training(trainer)
+
+        strategy.load_checkpoint, strategy.on_train_start = load_checkpoint, on_train_start
+        setattr(strategy, RESUMES, [*installed, self])
 
     def uninstall(self, trainer: Any) -> None:
         """Leaves the Strategy as it was, for all callbacks: they are at their end together."""
         if vars(trainer.strategy).pop(RESUMES, None) is not None:
-            uninstall(trainer.strategy)
+            for name in ("load_checkpoint", "on_train_start"):
+                vars(trainer.strategy).pop(name, None)
         TrainLoaders.of(trainer).end()
 
     def begin(self, trainer: Any) -> None:
         """A run begins, and nothing is loaded yet."""
-        TrainLoaders.of(trainer).begin()
+        TrainLoaders.of(trainer).resume([])
         self._loaded = None
 
     @property
@@ -129,13 +141,9 @@ class SnapshotResume:
 
     def _load_from(self, trainer: Any, address: str) -> State:
         """The state at an address. A branch means its newest intact snapshot, the same on all ranks."""
-        search = ResumeSearch(
-            self._store,
-            address,
-            all_ranks(),
-            advice="pass an earlier step, or ckpt_path={} to accept it",
-            missing=f"ckpt_path={address!r} is no file, and no snapshot of {self._store.url}",
-        )
+        missing = f"ckpt_path={address!r} is no file, and no snapshot of {self._store.url}"
+        advice = "pass an earlier step, or ckpt_path={} to accept it"
+        search = ResumeSearch(self._store, address, all_ranks(), advice=advice, missing=missing)
         return search.restore(lambda named: self._checkpoint(trainer, self._read(trainer, named))) or {}
 
     def _checkpoint(self, trainer: Any, stored: StoredTraining) -> State:
@@ -197,29 +205,3 @@ def _continue_epoch(loop: Any) -> None:
     """Goes on within an epoch, which a former `max_steps` may have ended."""
     for epochs in (loop.epoch_progress.current, loop.epoch_progress.total):
         epochs.processed = min(epochs.processed, max(0, epochs.ready - 1))
-
-
-Load = Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
-
-
-def install(strategy: Any, load: Load, before_training: Callable[[], None]) -> None:
-    """Makes a Strategy call these two; replaces methods of the object, not of its class.
-
-    `load` gets a path, and a function that lets Lightning load it. `before_training` is called after all hooks of its start.
-    """
-    load_natively, start = strategy.load_checkpoint, strategy.on_train_start
-
-    def load_checkpoint(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
-        return load(str(checkpoint_path), lambda: load_natively(checkpoint_path, weights_only=weights_only))
-
-    def on_train_start() -> None:
-        start()
-        before_training()
-
-    strategy.load_checkpoint, strategy.on_train_start = load_checkpoint, on_train_start
-
-
-def uninstall(strategy: Any) -> None:
-    """Leaves the Strategy as it was."""
-    for name in ("load_checkpoint", "on_train_start"):
-        vars(strategy).pop(name, None)

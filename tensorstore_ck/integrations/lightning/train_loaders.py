@@ -201,39 +201,34 @@ class TrainLoaders:
             delattr(loader, POSITION)
         self._changed = []
 
-    def begin(self) -> None:
-        """A run begins that resumes nothing, as far as is known."""
-        self._stored = []
-
     def resume(self, stored: list[State]) -> None:
-        """The loaders that are made from now on begin there."""
+        """The loaders that are made from now on begin there; with an empty list, at their beginning."""
         self._stored = list(stored)
 
     def state(self) -> list[State]:
         """The positions, for a snapshot."""
         loop = self._trainer.fit_loop
         prefetched = len(getattr(loop._data_fetcher, "batches", ()))
-        loaders = loop._combined_loader.flattened if loop._combined_loader is not None else ()
-        positions = [getattr(loader, POSITION, None) for loader in loaders]
         here = {"prefetched": prefetched, "ready": loop.epoch_loop.batch_progress.current.ready}
         nowhere = {"at_iteration": None, "at_first_batch": None, "at_fetch": None, "fetched": 0, "had_begun": False, GOES: None}
-        return [{**(nowhere if position is None else position.state()), **here} for position in positions]
+        return [{**(nowhere if position is None else position.state()), **here} for position in self._positions()]
 
     def generators(self) -> list[Any]:
         """The states of generators that loaders hold."""
-        loop = self._trainer.fit_loop
-        loaders = loop._combined_loader.flattened if loop._combined_loader is not None else ()
-        positions: list[LoaderPosition | None] = [getattr(loader, POSITION, None) for loader in loaders]
-        held = [[] if position is None else position._own_generators() for position in positions]
-        return [[random_generators.get_state(generator) for generator in generators] for generators in held]
+        return [[random_generators.get_state(generator) for generator in held] for held in self._held_generators()]
 
     def set_generators(self, states: list[Any]) -> None:
         """Restores them."""
-        loaders = self._trainer.fit_loop._combined_loader.flattened
-        for loader, own in zip(loaders, states, strict=False):
-            position: LoaderPosition | None = getattr(loader, POSITION, None)
-            for generator, state in zip([] if position is None else position._own_generators(), own, strict=False):
+        for held, own in zip(self._held_generators(), states, strict=False):
+            for generator, state in zip(held, own, strict=False):
                 random_generators.set_state(generator, state)
+
+    def _positions(self) -> list[LoaderPosition | None]:
+        combined = self._trainer.fit_loop._combined_loader
+        return [getattr(loader, POSITION, None) for loader in (() if combined is None else combined.flattened)]
+
+    def _held_generators(self) -> list[list[torch.Generator]]:
+        return [[] if position is None else position._own_generators() for position in self._positions()]
 
     def _positioned(self, loader: Any) -> Any:
         if not self._trainer.training or not isinstance(loader, DataLoader):

@@ -28,10 +28,7 @@ USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
         ),
     ),
     (ShardedObject, ("key", "data", "global_shape", "global_offset", "replica_id")),
-    (
-        AsyncRequest,
-        ("async_fn", "async_fn_args", "finalize_fns", "async_fn_kwargs", "preload_fn", "is_frozen", "call_idx"),
-    ),
+    (AsyncRequest, ("async_fn", "async_fn_args", "finalize_fns", "async_fn_kwargs", "preload_fn", "is_frozen", "call_idx")),
 )
 """Functions and classes of Megatron that this package calls or overrides -> the parameters that they must have."""
 

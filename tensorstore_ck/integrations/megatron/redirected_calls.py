@@ -6,18 +6,13 @@ functions of `serialization` load and save the common state. So these are replac
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Final
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.strategies.torch import (
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-    get_async_strategy,
-)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy, get_async_strategy
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 
 from tensorstore_ck.integrations.megatron.load_strategy import LoadStrategy
@@ -41,44 +36,34 @@ USED: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     *_COMMON_CALLS,
 )
 """See `compatibility.USED`."""
-_ROUTE: Final = "tensorstore_ck_route"
-"""The attribute of Megatron's class that has the `_Route` of this process, as 0.16 has a registry."""
-
-
-@dataclass
-class _Route:
-    """Where loads go."""
-
-    strategy: LoadStrategy
+_STRATEGY: Final = "tensorstore_ck_strategy"
+"""The attribute of Megatron's class that has the strategy of this process, as 0.16 has a registry."""
 
 
 def route_to_store(_: SaveStrategy, load: LoadStrategy) -> None:
     """Redirects the calls; a second call replaces the first one's store."""
-    route = vars(TorchDistLoadShardedStrategy).get(_ROUTE)
-    if route is not None:
-        route.strategy = load
+    native: Any = TorchDistLoadShardedStrategy
+    is_redirected = _STRATEGY in vars(native)
+    setattr(native, _STRATEGY, load)
+    if is_redirected:
         return
-    route = _Route(load)
-    setattr(TorchDistLoadShardedStrategy, _ROUTE, route)
+
+    def strategy() -> LoadStrategy:
+        return vars(native)[_STRATEGY]  # type: ignore[no-any-return]
 
     def load_all(given: dict[str, Any]) -> Any:
         force_all_tensors_to_non_fp8(given["sharded_state_dict"])  # since 0.19 Megatron leaves it to its own strategy
-        return route.strategy.load(given["sharded_state_dict"], given["checkpoint_dir"])
+        return strategy().load(given["sharded_state_dict"], given["checkpoint_dir"])
 
-    native = TorchDistLoadShardedStrategy
     _redirect(native, "load", is_of_store, load_all)
-    _redirect(native, "load_tensors_metadata", is_of_store, lambda given: route.strategy.load_tensors_metadata(given["checkpoint_dir"]))
-    _redirect(native, "load_sharded_metadata", is_of_store, lambda given: route.strategy.load_sharded_metadata(given["checkpoint_dir"]))
-    _redirect(serialization, "load_common", is_of_store, lambda given: route.strategy.open(given["checkpoint_dir"]).common())
+    _redirect(native, "load_tensors_metadata", is_of_store, lambda given: strategy().load_tensors_metadata(given["checkpoint_dir"]))
+    _redirect(native, "load_sharded_metadata", is_of_store, lambda given: strategy().load_sharded_metadata(given["checkpoint_dir"]))
+    _redirect(serialization, "load_common", is_of_store, lambda given: strategy().open(given["checkpoint_dir"]).common())
     if keeps_common_state_as_object():  # where there is a file of it, `load_common` is called
         _redirect(serialization, "_legacy_common_state_exists", is_of_store, lambda _: True)
     else:
         serialization.save_common = _after_other_checkpoint(serialization.save_common)
-    _redirect(serialization, "save_config", _is_just_named, _save_config)
-
-
-def _is_just_named(folder: Any) -> bool:
-    return SaveStrategy.take_named(folder) and not has_dcp_metadata(folder)
+    _redirect(serialization, "save_config", lambda folder: SaveStrategy.take_named(folder) and not has_dcp_metadata(folder), _save_config)
 
 
 def _save_config(given: dict[str, Any]) -> None:

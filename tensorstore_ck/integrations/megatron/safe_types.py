@@ -16,12 +16,8 @@ def register_safe_types() -> None:
     """Lets the states of this process hold them. May be called again."""
     for kind in (listed for listed in SAFE_GLOBALS if isinstance(listed, type) and issubclass(listed, Enum)):
         register_type(kind, f"megatron.{kind.__name__}", lambda member: member.name, partial(type(kind).__getitem__, kind))
-    register_type(OptimizerConfig, "megatron.OptimizerConfig", _attributes, _with_attributes(OptimizerConfig))
+    register_type(OptimizerConfig, "megatron.OptimizerConfig", lambda config: dict(vars(config)), _with_attributes(OptimizerConfig))
     register_type(BytesIO, "io.BytesIO", BytesIO.getvalue, BytesIO)
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    return dict(vars(value))
 
 
 def _with_attributes(cls: type[Any]) -> Callable[[dict[str, Any]], Any]:

@@ -129,11 +129,7 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
             continue_ref(self._store, self._ref, Digest(root))
 
     def _finish(self, folder: Path, pending: PendingSnapshot) -> None:
-        """Called by Megatron before it writes ``metadata.json``.
-
-        Raises:
-            StoreError: the save failed; nothing of it is visible.
-        """
+        """Called by Megatron before it writes ``metadata.json``. Raises `StoreError` if the save failed; nothing of it is visible."""
         self._name(folder, pending.wait())
 
     def _name(self, folder: Path, snapshot: Snapshot) -> None:

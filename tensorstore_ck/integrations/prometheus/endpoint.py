@@ -55,8 +55,6 @@ class Endpoint:
 
 
 class _Application:
-    """The requests as WSGI."""
-
     def __init__(self, registry: CollectorRegistry, on_error: Callable[[], object]) -> None:
         self._metrics = make_wsgi_app(registry)
         self._on_error = on_error
@@ -104,7 +102,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Closes a connection."""
         with self._lock:
             self._connections.pop(request, None)
         super().shutdown_request(request)

@@ -43,16 +43,9 @@ class Exporter:
         clock: Clock = time.time_ns,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Reads nothing yet.
+        """Reads nothing yet. `urls`: the stores to read, as `Backend.url` has them; none for a catalog, at `db`, that others sync.
 
-        Args:
-            db: The catalog's URL.
-            urls: The stores to read, as `Backend.url` has them; none for a catalog that others sync.
-            open_store: Opens a store, read-only.
-            interval_seconds: How often logs are read.
-            measure_seconds: How often the bytes by state are measured; 0: never.
-            clock: What says when something was read.
-            monotonic: What says how long it took.
+        Logs are read each `interval_seconds`, and the bytes by state measured each `measure_seconds`; 0: never.
         """
         if not interval_seconds > 0 or not measure_seconds >= 0:
             raise InvalidOptionError("the interval must be longer than 0 seconds, and that of usage not negative", object_id="interval")

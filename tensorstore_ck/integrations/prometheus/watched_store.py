@@ -26,7 +26,6 @@ class Measured:
     by_state: Mapping[str, int]
     unreferenced_bytes: int
     freeable_bytes: int
-    """The bytes that gc frees now."""
     time_ns: int
     seconds: float
     space: SpaceForecast
@@ -44,7 +43,6 @@ class WatchedStore:
         self.read_ns: int | None = None
         """When the last refresh succeeded."""
         self.refresh_seconds: float | None = None
-        """How long the last refresh took."""
         self.refresh_errors = 0
         self.measured: Measured | None = None
         self.measure_errors = 0

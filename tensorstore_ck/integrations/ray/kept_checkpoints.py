@@ -9,9 +9,9 @@ from pathlib import PurePath
 
 from ray.train import Checkpoint
 
-from tensorstore_ck.errors import NotFoundError, StoreError
+from tensorstore_ck.errors import StoreError
 from tensorstore_ck.integrations.ray.compatibility import reported_checkpoints
-from tensorstore_ck.integrations.trainer.pointers import read_pointer
+from tensorstore_ck.integrations.trainer.pointers import is_there, read_pointer
 from tensorstore_ck.store import Store
 
 
@@ -47,16 +47,8 @@ def follow_ray(store: Store, ref: str) -> None:
     for name in listed.keys() - pinned.keys():
         with listed[name].as_directory() as folder:
             pointer = read_pointer(folder)
-        if pointer is not None and _is_in(store, pointer.address):
+        if pointer is not None and is_there(store, pointer.address):
             pin_reported(store, listed[name], pointer.address)
-
-
-def _is_in(store: Store, root: str) -> bool:
-    try:
-        store.resolve(root)
-    except NotFoundError:
-        return False
-    return True
 
 
 def _owner(checkpoint: PurePath) -> str:

@@ -75,11 +75,7 @@ def report(metrics: Mapping[str, Any], state: object, *, store: Store, ref: str,
         if ref not in store.policies():
             store.set_policy(ref, keep_last=UNPINNED)
     given: dict[str, Any] = {"ref": ref, "step": step, "metrics": _numbers(metrics, store, group), "group": group}
-    if isinstance(state, TrainingState):
-        training = state
-        snapshot = store.retrying(lambda: training.put(store, **given))
-    else:
-        snapshot = store.retrying(lambda: store.put_snapshot(state, **given))
+    snapshot = store.retrying(lambda: state.put(store, **given) if isinstance(state, TrainingState) else store.put_snapshot(state, **given))
     if not is_first:
         options.pop("validation", None)  # of the checkpoint, which the first worker reports
         ray.train.report(dict(metrics), checkpoint=None, **options)
@@ -155,11 +151,13 @@ def _restore_named(root: str, state: object, store: Store, ref: str, group: "Pro
         return address.encode()
 
     address = ask_first_rank(store, group, f"the address of {root}", name).decode()
-    if isinstance(state, TrainingState):
-        training = state
-        store.retrying(lambda: training.restore(store, address, group=group))
-    else:
-        store.retrying(lambda: store.checkout(address, into=state, group=group))
+
+    def read() -> object:
+        if isinstance(state, TrainingState):
+            return state.restore(store, address, group=group)
+        return store.checkout(address, into=state, group=group)
+
+    store.retrying(read)
     return store.resolve(root)
 
 
@@ -172,8 +170,7 @@ def _require_worker(store: Store) -> "ProcessGroup | None":
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if workers != ranks:
         raise InvalidOptionError(
-            f"Ray Train has {workers} workers, and torch.distributed {ranks} ranks: a TorchTrainer connects them",
-            object_id="ray",
+            f"Ray Train has {workers} workers, and torch.distributed {ranks} ranks: a TorchTrainer connects them", object_id="ray"
         )
     return dist.group.WORLD if ranks > 1 else None
 

@@ -315,8 +315,9 @@ class CheckpointManager:
         shared = {name.partition(".")[0] for name in (*stored.names(), *stored.state_values)}
         left = rank_items.without(target, own)
         restored = restoring.checkout(into=left, strict=False, report=report, device=device) if left else {}
+        absent = {name.partition(".")[0] for name in report.missing} - shared - {path[0] for path in own}
         for key in target:
-            if key not in shared and not any(path[0] == key for path in own) and any(_is_below(name, key) for name in report.missing):
+            if key in absent:
                 raise NoSuchCheckpointError(f"checkpoint {checkpoint_id!r} has no item {key!r}", object_id=key)
         if report.mismatched:
             raise MissingKeysError(f"checkpoint {checkpoint_id!r} does not fit into=: {report.mismatched}", object_id=checkpoint_id)
@@ -382,7 +383,3 @@ class CheckpointManager:
     def _require_open(self, what: str) -> None:
         if self._closed:
             raise ClosedManagerError(f"cannot {what} with a closed CheckpointManager: create another one", object_id="CheckpointManager")
-
-
-def _is_below(name: str, key: str) -> bool:
-    return name == key or name.startswith(f"{key}.")

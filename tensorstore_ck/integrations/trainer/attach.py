@@ -23,18 +23,10 @@ def all_ranks(*, also_one: bool = False) -> "dist.ProcessGroup | None":
 
 
 def attach(target: object, mixin: type, native: type, begin: Callable[[], None], *, title: str, expected: str) -> None:
-    """Mixes `mixin` into the class of `target` and calls `begin`; if that fails, `target` is as it was.
+    """Mixes `mixin` into the class of `target` and calls `begin`, which prepares it; if that fails, `target` is as it was.
 
-    Args:
-        target: The object.
-        mixin: What changes its methods.
-        native: The trainer's class.
-        begin: Prepares the object.
-        title: What it is called in messages.
-        expected: What the user should have passed.
-
-    Raises:
-        InvalidOptionError: it saves into a store already, or it is no object of the class.
+    `title` is what messages call it, `expected` what the user should have passed. Raises `InvalidOptionError` if it saves into a store
+    already, or is no object of `native`.
     """
     if isinstance(target, mixin):
         raise InvalidOptionError(f"this {title} saves into a store already", object_id=title.lower())

@@ -41,7 +41,6 @@ def _dataset_loader(loader: Any) -> Any:
 
 
 def _generators(loader: Any) -> Iterator[torch.Generator]:
-    """The generators of the loader and its samplers."""
     generator = getattr(loader, "generator", None)
     if isinstance(generator, torch.Generator):
         yield generator

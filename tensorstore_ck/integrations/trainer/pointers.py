@@ -97,6 +97,15 @@ def address_through_ref(store: "ReadOnlyStore", snapshot: "Snapshot", ref: str, 
     return snapshot.root
 
 
+def is_there(store: "ReadOnlyStore", address: str) -> bool:
+    """Whether there is a snapshot at an address."""
+    try:
+        store.resolve(address)
+    except NotFoundError:
+        return False
+    return True
+
+
 POINTER: Final = "snapshot.json"
 
 

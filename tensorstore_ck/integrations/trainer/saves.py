@@ -52,14 +52,7 @@ def new_checkpointer(
     """
     require_own_ref(store, ref, argument)
     return Checkpointer(
-        store,
-        training,
-        ref=ref,
-        when=Always(),
-        keep=keep,
-        free_dropped=keep is not None,
-        asynchronous=asynchronous,
-        group=group,
+        store, training, ref=ref, when=Always(), keep=keep, free_dropped=keep is not None, asynchronous=asynchronous, group=group
     )
 
 

@@ -64,6 +64,11 @@ def changed_methods(owner: object, methods: Mapping[str, Parameters]) -> Iterato
             yield name
 
 
+def changed_overrides(owner: object, mixin: type, names: Iterable[str]) -> Iterator[str]:
+    """The methods that `owner` lacks, or that have other parameters than those of `mixin`, which override them."""
+    return changed_methods(owner, {name: tuple(inspect.signature(getattr(mixin, name)).parameters) for name in names})
+
+
 def changed_functions(functions: Iterable[tuple[Callable[..., Any], Parameters]]) -> Iterator[str]:
     """The names of functions and classes that have other parameters."""
     return (function.__qualname__ for function, parameters in functions if tuple(inspect.signature(function).parameters) != parameters)

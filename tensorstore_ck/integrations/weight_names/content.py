@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent, WantedBox
 from tensorstore_ck.engine.read.block_reader import BufferTarget
@@ -11,26 +11,15 @@ from tensorstore_ck.format.block_assignment import overlap, row_boxes
 from tensorstore_ck.format.layout import Layout, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Leaf, Tree, leaves, parse
-from tensorstore_ck.integrations.weight_names.conversion import Conversion, TensorForm, plan_conversion, source_box, target_box
+from tensorstore_ck.integrations.weight_names.conversion import ConvertedTensor, TensorForm, plan_conversion, row_box
 from tensorstore_ck.integrations.weight_names.names_file import WeightNames
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
 
 
-class ConvertedSnapshot(NamedTuple):
-    """The tensors of a snapshot under other names."""
+def convert_content(names: WeightNames, content: SnapshotContent, tree: Tree) -> "tuple[ConvertedContent, Tree, list[str]]":
+    """The tensors of a tree under the names of the other side, and the paths of the values that are not tensors.
 
-    content: "ConvertedContent"
-    tree: Tree
-    left_out: list[str]
-    """Paths of the values that are not tensors."""
-
-
-def convert_content(names: WeightNames, content: SnapshotContent, tree: Tree) -> ConvertedSnapshot:
-    """The tensors of a tree under the names of the other side.
-
-    Raises:
-        MismatchError: see `plan_conversion`.
-        UnsupportedValueError: a tensor is a view of another one's memory.
+    Raises `MismatchError`: see `plan_conversion`. Raises `UnsupportedValueError` if a tensor is a view of another one's memory.
     """
     tensors: dict[str, Leaf] = {}
     left_out = []
@@ -47,21 +36,20 @@ def convert_content(names: WeightNames, content: SnapshotContent, tree: Tree) ->
             left_out.append(leaf.path)
     specs = content.layout.tensors
     forms = {name: TensorForm(specs[leaf.index].shape, specs[leaf.index].dtype) for name, leaf in tensors.items()}
-    conversion = plan_conversion(names, forms)
-    converted = ConvertedContent(content, {name: leaf.index for name, leaf in tensors.items()}, conversion)
-    return ConvertedSnapshot(converted, parse(converted.layout, 0), left_out)
+    converted = ConvertedContent(content, {name: leaf.index for name, leaf in tensors.items()}, plan_conversion(names, forms))
+    return converted, parse(converted.layout, 0), left_out
 
 
 class ConvertedContent:
     """`SnapshotContent` of the new tensors, in a flat dict."""
 
-    def __init__(self, content: SnapshotContent, numbers: dict[str, int], conversion: Conversion) -> None:
+    def __init__(self, content: SnapshotContent, numbers: dict[str, int], tensors: dict[str, ConvertedTensor]) -> None:
         """`numbers`: of the old tensors, by name."""
         self._content, self._numbers = content, numbers
-        self._tensors = list(conversion.tensors.values())
+        self._tensors = list(tensors.values())
         item_bytes = {spec.dtype: spec.item_bytes for spec in content.layout.tensors}
-        specs = [TensorSpec(name, form.dtype, item_bytes[form.dtype], form.shape) for name, (form, _) in conversion.tensors.items()]
-        keys = list(conversion.tensors)
+        specs = [TensorSpec(name, form.dtype, item_bytes[form.dtype], form.shape) for name, (form, _) in tensors.items()]
+        keys = list(tensors)
         self.layout = Layout(specs, ["d", keys, list(range(len(keys)))], spreads=["boxes"] * len(keys))
         """All in boxes: readers then ask for boxes, which are read in windows."""
         self.values: Sequence[Any] = ()
@@ -88,12 +76,12 @@ class ConvertedContent:
             memory, item_bytes = target.memory(), self.layout.tensors[number].item_bytes
             assert memory is not None, "exports read into memory"
             for copy in copies:
-                whole = target_box(copy, form.shape)
+                whole = row_box(copy.target_index, copy.target_row, copy.rows, form.shape)
                 common = overlap(whole, box)
                 if common is None or 0 in common.sizes:
                     continue
                 source = self._numbers[copy.source]
-                first = source_box(copy, self._content.layout.tensors[source].shape)
+                first = row_box(copy.source_index, copy.source_row, copy.rows, self._content.layout.tensors[source].shape)
                 shifts = [a - b for a, b in zip(common.offsets, whole.offsets, strict=True)][len(copy.target_index) :]
                 stacked = len(copy.source_index)
                 offsets = (*copy.source_index, *(a + b for a, b in zip(first.offsets[stacked:], shifts, strict=True)))

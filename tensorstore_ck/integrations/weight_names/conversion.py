@@ -80,30 +80,14 @@ class ConvertedTensor(NamedTuple):
     """They cover it exactly once, in the order of its elements."""
 
 
-class Conversion(NamedTuple):
-    """All tensors of the other side, by name."""
-
-    tensors: dict[str, ConvertedTensor]
-    to_hf: bool
-
-
-def source_box(copy: RowCopy, shape: tuple[int, ...]) -> BoxBounds:
-    """The rows in the source, of this shape."""
-    return _box(copy.source_index, copy.source_row, copy.rows, shape)
-
-
-def target_box(copy: RowCopy, shape: tuple[int, ...]) -> BoxBounds:
-    """The rows in the target, of this shape."""
-    return _box(copy.target_index, copy.target_row, copy.rows, shape)
-
-
-def _box(index: tuple[int, ...], row: int, rows: int, shape: tuple[int, ...]) -> BoxBounds:
+def row_box(index: tuple[int, ...], row: int, rows: int, shape: tuple[int, ...]) -> BoxBounds:
+    """These rows of a tensor of this shape, which has the dims of `index` in front of its rows."""
     inner = shape[len(index) :]
     return BoxBounds((*index, *((row,) + (0,) * len(inner))[: len(inner)]), (*(1,) * len(index), *((rows, *inner[1:]) if inner else ())))
 
 
-def plan_conversion(names: WeightNames, tensors: Mapping[str, TensorForm]) -> Conversion:
-    """Converts to the side that the tensors' names are not of.
+def plan_conversion(names: WeightNames, tensors: Mapping[str, TensorForm]) -> dict[str, ConvertedTensor]:
+    """All tensors of the side that the names of `tensors` are not of, by name.
 
     Raises:
         MismatchError: a name is on neither side, a part is missing, or a shape does not fit.
@@ -121,11 +105,8 @@ def plan_conversion(names: WeightNames, tensors: Mapping[str, TensorForm]) -> Co
         )
     planned = _Plan(names, tensors)
     for rule in names.rules:
-        if side == 0:
-            planned.split(rule)
-        else:
-            planned.fuse(rule)
-    return Conversion(planned.made, to_hf=side == 0)
+        (planned.split if side == 0 else planned.fuse)(rule)
+    return planned.made
 
 
 def _matches(rule: Rule, side: int, name: str) -> bool:

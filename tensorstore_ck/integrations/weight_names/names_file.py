@@ -94,12 +94,7 @@ class WeightNames(NamedTuple):
 
 
 def read_names(path: str | os.PathLike[str]) -> WeightNames:
-    """The content of a file of weight names.
-
-    Raises:
-        NotFoundError: there is no such file.
-        InputError: it is none.
-    """
+    """The content of a file of weight names. Raises `NotFoundError` if there is no such file, `InputError` if it is none."""
     shown = os.fspath(path)
     with os_errors("read", shown):
         try:

@@ -24,7 +24,7 @@ from tensorstore_ck.store.internals import groups_of, require_opened, write_limi
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
 from tensorstore_ck.training.checkpointing.exception_save import CAUSE, ExceptionSave
-from tensorstore_ck.training.checkpointing.pending_saves import PendingSaves
+from tensorstore_ck.training.checkpointing.pending_saves import PendingSaves, note_finished
 from tensorstore_ck.training.checkpointing.saving_run import note_of, run_name
 from tensorstore_ck.training.checkpointing.step_flag import StepFlag, poll_triggers
 from tensorstore_ck.training.checkpointing.step_pace import StepPace
@@ -385,8 +385,8 @@ class Checkpointer:
             self._dropped.finish()
         if self._unsaved.failure is not None and not isinstance(self._unsaved.failure, SnapshotDroppedError):
             self._pending.end(is_over=True)
-        if finished and self._saves > 0:
-            self._pending.note_finished()
+        if finished and self._saves > 0 and (self._group is None or self._group.rank() == 0):
+            note_finished(self._store, self._ref)
 
     def _is_complete(self) -> bool:
         newest = self._before

@@ -97,11 +97,7 @@ class PendingSaves:
         self._pending = left
 
     def wait(self) -> None:
-        """Waits until all have ended; failures are warnings.
-
-        Raises:
-            StoreError: a permanent failure.
-        """
+        """Waits until all have ended; failures are warnings. Raises `StoreError` at a permanent failure."""
         if self._pace is not None:
             self._pace.release()
         pending, self._pending = self._pending, []
@@ -119,11 +115,6 @@ class PendingSaves:
             return False
         self._unsaved.note_published()
         return True
-
-    def note_finished(self) -> None:
-        """The training has ended, and so have its saves: notes it in the log, on the first rank. Only warns on failure."""
-        if self._group is None or self._group.rank() == 0:
-            note_finished(self._store, self._ref)
 
     # --- failures ----------------------------------------------------------------------------------------------------
 

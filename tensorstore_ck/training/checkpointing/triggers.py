@@ -103,8 +103,8 @@ class _Joined(Trigger):
             yield from trigger.decided()
 
 
-class _Pure(Trigger):
-    """Depends on the moment alone."""
+class _Named(Trigger):
+    """A rule with a name."""
 
     def __init__(self, name: str, holds: Callable[[TriggerContext], bool]) -> None:
         self._name, self._holds = name, holds
@@ -158,7 +158,7 @@ def require_count(value: object, what: str) -> int:
 def every_steps(steps: int) -> Trigger:
     """At each multiple of `steps`; if a call covers several steps, as soon as one is passed."""
     count = require_count(steps, "steps")
-    return _Pure("every_steps", lambda moment: moment.step // count > (moment.previous_step or 0) // count)
+    return _Named("every_steps", lambda moment: moment.step // count > (moment.previous_step or 0) // count)
 
 
 @short_errors
@@ -167,7 +167,7 @@ def at_steps(steps: Collection[int]) -> Trigger:
     if not all(type(step) is int for step in steps):
         raise InvalidOptionError(f"at_steps takes steps, not {steps!r}", object_id="steps")
     chosen = frozenset(steps)
-    return _Pure("at_steps", lambda moment: moment.step in chosen)
+    return _Named("at_steps", lambda moment: moment.step in chosen)
 
 
 @short_errors
@@ -181,7 +181,7 @@ def every_epochs(epochs: float) -> Trigger:
             raise InvalidOptionError("every_epochs needs the epoch: step(step, epoch=...)", object_id="epoch")
         return moment.epoch // epochs > (moment.previous_epoch or 0) // epochs
 
-    return _Pure("every_epochs", holds)
+    return _Named("every_epochs", holds)
 
 
 @short_errors
@@ -204,19 +204,19 @@ def at_fraction(fraction: float | Collection[float]) -> Trigger:
             return moment.step // steps[0] > before // steps[0]
         return any(before < step <= moment.step for step in steps)
 
-    return _Pure("at_fraction", holds)
+    return _Named("at_fraction", holds)
 
 
 @short_errors
 def first() -> Trigger:
     """At the first step of a run that resumes no snapshot."""
-    return _Pure("first", lambda moment: moment.is_first)
+    return _Named("first", lambda moment: moment.is_first)
 
 
 @short_errors
 def last() -> Trigger:
     """At ``Checkpointer.step(last=True)``, or at `total_steps`."""
-    return _Pure("last", lambda moment: moment.is_last or moment.step == moment.total_steps)
+    return _Named("last", lambda moment: moment.is_last or moment.step == moment.total_steps)
 
 
 @short_errors
@@ -244,24 +244,19 @@ class on_improvement(Trigger):  # noqa: N801 - reads like the functions next to 
 @short_errors
 def on_metric(holds: str | Callable[[Mapping[str, float]], bool]) -> Trigger:
     """When a condition becomes true: ``"val_loss < 2.1 and step > 5000"``, or a function of the metrics."""
-    if isinstance(holds, str):
-        return _Rising(condition(holds))
-    if callable(holds):
-        return _Rising(holds)
-    raise InvalidOptionError(f"on_metric takes a condition such as 'val_loss < 2.1', or a function, not {holds!r}", object_id="on_metric")
+    rule = condition(holds) if isinstance(holds, str) else holds
+    if not callable(rule):
+        raise InvalidOptionError(
+            f"on_metric takes a condition such as 'val_loss < 2.1', or a function, not {holds!r}", object_id="on_metric"
+        )
+    held = False
 
+    def rises(moment: TriggerContext) -> bool:
+        nonlocal held
+        before, held = held, bool(rule({**moment.metrics, "step": moment.step}))
+        return held and not before
 
-class _Rising(Trigger):
-    @property
-    def name(self) -> str:
-        return "on_metric"
-
-    def __init__(self, holds: Callable[[Mapping[str, float]], bool]) -> None:
-        self._holds, self._held = holds, False
-
-    def fires(self, moment: TriggerContext) -> bool:
-        before, self._held = self._held, bool(self._holds({**moment.metrics, "step": moment.step}))
-        return self._held and not before
+    return _Named("on_metric", rises)
 
 
 @short_errors

@@ -88,11 +88,7 @@ class UnsavedTime:
         return True
 
     def resolve_undecided(self, store: Store) -> None:
-        """Asks the log whether an undecided save happened; if not, it never will.
-
-        Raises:
-            UndecidedError: it is still unknown.
-        """
+        """Asks the log whether an undecided save happened; if not, it never will. Raises `UndecidedError` if it is still unknown."""
         undecided = self.undecided
         if undecided is None:
             return

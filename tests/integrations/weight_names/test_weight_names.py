@@ -130,7 +130,7 @@ def test_pieces_of_several_ranks(names: Path) -> None:
             offsets[axis] += piece.shape[axis]
         cut[name] = ck.Boxes(pieces)
     with open_store(small_blocks()) as store:
-        store.put_snapshot(convert_state(read_names(names), cut).state, ref="run")
+        store.put_snapshot(convert_state(read_names(names), cut)[0], ref="run")
         assert same(store.checkout("run"), held)
 
 
@@ -252,7 +252,7 @@ def test_two_tensors_of_one_name(tmp_path: Path) -> None:
 
 def test_numbers_are_written_in_one_way(tmp_path: Path) -> None:
     (tmp_path / "names.toml").write_text('[names]\n"a" = "b.{i}"')
-    assert convert_state(read_names(tmp_path / "names.toml"), {"b.0": torch.ones(1), "b.1": torch.ones(1)}).state.keys() == {"a"}
+    assert convert_state(read_names(tmp_path / "names.toml"), {"b.0": torch.ones(1), "b.1": torch.ones(1)})[0].keys() == {"a"}
     with pytest.raises(ck.MismatchError, match=r"b\.01"):
         convert_state(read_names(tmp_path / "names.toml"), {"b.0": torch.ones(1), "b.01": torch.ones(1)})
 

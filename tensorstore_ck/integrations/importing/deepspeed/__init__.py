@@ -7,7 +7,6 @@ partitions.py  where each parameter's elements lie in DeepSpeed's flat tensors
 experts.py     MoE experts in its files
 pipeline.py    layers of pipelines in its files
 universal.py   a parameter's files in its universal checkpoints
-weights.py     whether weights are those of masters
 unnamed.py     names for the optimizer of a checkpoint without ZeRO
 classes.py     DeepSpeed's classes as plain values
 """

@@ -38,6 +38,9 @@ _OF_OLD_EXPERTS: Final = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
 _EQUAL: Final = ("global_steps", "skipped_steps", "dp_world_size", "ds_version")
 """Keys that are equal in the files of all ranks."""
 
+SAMPLE: Final = 256
+"""Elements at both ends of a run that are compared."""
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -292,3 +295,17 @@ def dict_of(value: object, what: str) -> dict[Any, Any]:
 def copied(value: Any) -> Any:
     """A value that each parameter has a copy of."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def same_elements(weights: torch.Tensor, masters: torch.Tensor) -> bool:
+    """Whether the ends of these weights are the masters, rounded to the dtype of the weights; both as flat or not.
+
+    DeepSpeed makes weights from masters in each step, so those of one save agree; a sample shows files of different saves, and elements
+    in another order.
+    """
+    weights, masters = weights.detach().reshape(-1), masters.detach().reshape(-1)
+    for part in (slice(None, SAMPLE), slice(-SAMPLE, None)):
+        one, other = weights[part], masters[part].to(weights.dtype)
+        if not bool(((one == other) | (one.isnan() & other.isnan())).all()):
+            return False
+    return True

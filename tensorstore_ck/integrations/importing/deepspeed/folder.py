@@ -34,22 +34,17 @@ from tensorstore_ck.integrations.importing.deepspeed.files import (
     is_tag_folder,
     list_of,
     read_files,
+    same_elements,
     shapes_of,
 )
-from tensorstore_ck.integrations.importing.deepspeed.partitions import (
-    FoundOptimizer,
-    FoundParameter,
-    optimizer_of_ranks,
-    united,
-)
+from tensorstore_ck.integrations.importing.deepspeed.partitions import FoundOptimizer, FoundParameter, optimizer_of_ranks, united
 from tensorstore_ck.integrations.importing.deepspeed.pipeline import model_of_layers, with_shapes
 from tensorstore_ck.integrations.importing.deepspeed.universal import UniversalReader
 from tensorstore_ck.integrations.importing.deepspeed.unnamed import IN_ORDER, optimizer_without_names
-from tensorstore_ck.integrations.importing.deepspeed.weights import same_elements
-from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
+from tensorstore_ck.integrations.importing.placeholders import FoundState
 from tensorstore_ck.integrations.trainer.pointers import POINTER
 from tensorstore_ck.state.sourced_tensor import ElementRun, SourcedTensor, tensor_of_runs
 from tensorstore_ck.training.per_rank_state import VALUES
@@ -76,7 +71,6 @@ class DeepSpeedContent(NamedTuple):
     ranks: int
     """How many ranks had a part of it."""
     config: dict[Any, Any]
-    """DeepSpeed's configuration."""
 
 
 def find_tag_folder(folder: Folder, names: Sequence[str]) -> str | None:
@@ -104,8 +98,7 @@ def find_tag_folder(folder: Folder, names: Sequence[str]) -> str | None:
             return tagged
         if os.path.isfile(os.path.join(tagged, POINTER)):
             raise NotFoundError(
-                f"{tagged} has no weights: they are in the store that its {POINTER} names, so there is nothing to import",
-                object_id=tagged,
+                f"{tagged} has no weights: they are in the store that its {POINTER} names, so there is nothing to import", object_id=tagged
             )
         raise NotFoundError(f"{path} names {printable(tag, 80)!r}, which has no files of DeepSpeed: give another tag", object_id=path)
     tags = [name for name in names if is_tag_folder(os.path.join(folder.path, name))]
@@ -155,7 +148,6 @@ class _State:
         self._shared = dict_of(model.get("shared_params") or {}, "shared_params")
 
     def build(self) -> tuple[dict[str, Any], int]:
-        """The state and its step."""
         model = self._found.model
         optimizer = self._optimizer()
         weights, states = self._split(optimizer.parameters if optimizer is not None else [])
@@ -197,7 +189,6 @@ class _State:
         return united(of_ranks)
 
     def _of_stage(self, stage: DeepSpeedFiles) -> FoundOptimizer | None:
-        """The optimizer of a stage of a pipeline."""
         if stage.model.get("optimizer") is not None and not stage.optimizers:
             raise UnsupportedValueError(
                 f"{stage.folder.path} is of a pipeline without ZeRO: its optimizers number the parameters of their stages, and nothing "
@@ -240,7 +231,6 @@ class _State:
     # --- weights and optimizer ----------------------------------------------------------------------------------------
 
     def _split(self, parameters: Sequence[FoundParameter]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Weights, and the states of the optimizer, by name."""
         weights: dict[str, Any] = {}
         states: dict[str, Any] = {}
         for parameter in parameters:
@@ -282,7 +272,6 @@ class _State:
         return tensor_of_runs(parameter.shape, tensor.dtype, masters)
 
     def _other(self, name: object, tensor: object, shape: tuple[int, ...] | None) -> Any:
-        """A buffer or a frozen parameter."""
         if type(name) is not str:
             raise MalformedError(f"it has a weight without a name ({printable(type(name).__name__, 40)})")
         if name in self._buffers or not isinstance(tensor, torch.Tensor):

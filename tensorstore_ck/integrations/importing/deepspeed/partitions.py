@@ -46,7 +46,6 @@ class FoundParameter:
     runs: dict[str, list[ElementRun]] = field(default_factory=dict)
     """Its master weights, and those states of the optimizer that have a number for each element."""
     scalars: dict[str, Any] = field(default_factory=dict)
-    """The other states."""
 
     def masters(self) -> list[ElementRun]:
         """Its master weights."""
@@ -64,8 +63,6 @@ class FoundOptimizer(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """A rank's part."""
-
     flats: list[torch.Tensor]
     """Masters."""
     base: dict[str, Any]
@@ -91,15 +88,8 @@ def optimizer_of_ranks(read: DeepSpeedFiles) -> FoundOptimizer:
             raise MalformedError(f"DeepSpeed {read.version} laid out the optimizer of rank {number} in a way that is not known ({what})")
         flats = [flat_of(flat, f"{flats_key} of rank {number}") for flat in list_of(of_rank[flats_key], flats_key, len(shapes))]
         mappings = of_rank.get("param_slice_mappings")
-        ranks.append(
-            _Rank(
-                flats,
-                base=of_rank[base_key],
-                mappings=None if mappings is None else list_of(mappings, "param_slice_mappings", len(shapes)),
-                saved=of_rank,
-                number=number,
-            )
-        )
+        mappings = None if mappings is None else list_of(mappings, "param_slice_mappings", len(shapes))
+        ranks.append(_Rank(flats, base=of_rank[base_key], mappings=mappings, saved=of_rank, number=number))
     for number, rank in enumerate(ranks):
         if not is_same(_plain(rank.base.get("param_groups")), _plain(ranks[0].base.get("param_groups"))):
             raise MalformedError(f"the optimizers of ranks 0 and {number} have other options: their files are of different saves")
@@ -306,12 +296,7 @@ def _with_states(
     if any(state.keys() != states[0].keys() for state in states):
         raise MalformedError(f"the ranks have other states of group {index}: their files are of different saves")
     parameters = {
-        name: FoundParameter(
-            name,
-            shape,
-            {key: [] for key in flats},
-            {key: copied(scalar) for key, scalar in scalars.items()},
-        )
+        name: FoundParameter(name, shape, {key: [] for key in flats}, {key: copied(scalar) for key, scalar in scalars.items()})
         for name, shape in shapes.items()
     }
     for key, of_ranks in flats.items():

@@ -11,9 +11,8 @@ from typing import Any, Final
 
 import torch
 
-from tensorstore_ck.integrations.importing.deepspeed.files import DeepSpeedFiles, Shapes, dict_of, list_of
+from tensorstore_ck.integrations.importing.deepspeed.files import DeepSpeedFiles, Shapes, dict_of, list_of, same_elements
 from tensorstore_ck.integrations.importing.deepspeed.partitions import FoundParameter
-from tensorstore_ck.integrations.importing.deepspeed.weights import same_elements
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
 
 _TIED: Final = re.compile(r"tied_modules\.([^.]+)\.(.+)")

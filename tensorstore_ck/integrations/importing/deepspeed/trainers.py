@@ -16,13 +16,12 @@ from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, LATEST
 from tensorstore_ck.integrations.importing import sharded_index, trainer_folder
-from tensorstore_ck.integrations.importing.deepspeed.files import KIND, dict_of, load_file
+from tensorstore_ck.integrations.importing.deepspeed.files import KIND, SAMPLE, dict_of, load_file
 from tensorstore_ck.integrations.importing.deepspeed.folder import LATEST_UNIVERSAL, load_deepspeed
-from tensorstore_ck.integrations.importing.deepspeed.weights import SAMPLE
-from tensorstore_ck.integrations.importing.found_state import FoundState
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
+from tensorstore_ck.integrations.importing.placeholders import FoundState
 from tensorstore_ck.integrations.importing.rank_generators import OF_ACCELERATE, OF_TRANSFORMERS, GeneratorKeys, generators_of
 from tensorstore_ck.integrations.importing.safetensors_file import is_safetensors, load_safetensors
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES
@@ -45,6 +44,8 @@ _OF_ACCELERATE: Final = re.compile(
 _NUMBERED: Final = re.compile(r"checkpoint_(\d{1,18})")
 _ENGINE: Final = "pytorch_model"
 """The tag of accelerate's first engine."""
+_OWN_LOADER: Final = {"iteration": 0, "pass_start": None, "sampler": None, "seed": None}
+"""The values of a loader that keeps its own state."""
 _SCRIPTS: Final = ("zero_to_fp32.py", "zero_to_torch.py")
 """DeepSpeed copies them into its folders."""
 _WEIGHTS: Final = re.compile(r"(adapter_)?(pytorch_)?model([-_].*)?\.(safetensors|bin)(\.index\.json)?")
@@ -102,7 +103,7 @@ def load_accelerate(files: Files, folder: Folder, names: Sequence[str], tag_fold
         modules = {name: state for name, state in customs.items() if isinstance(state, OrderedDict) and "_metadata" in vars(state)}
         values = {
             SAVE_ITERATION: number,
-            LOADERS: [_loader(state) for state in own.numbered("dl_state_dict", ".bin")],
+            LOADERS: [{**_OWN_LOADER, "loader": state} for state in own.numbered("dl_state_dict", ".bin")],
             **{name: state for name, state in customs.items() if name not in modules},
         }
         ranks = [(name, states) for name, states in own.of_ranks("random_states_{}.pkl", OF_ACCELERATE, more=("step",))]
@@ -229,11 +230,6 @@ def _require_one_engine(folder: Folder, names: Sequence[str], tag_folder: str) -
             f"tensorstore_ck.accelerate and save; or import {tag_folder} without the order of samples",
             object_id=folder.path,
         )
-
-
-def _loader(state: Any) -> dict[str, Any]:
-    """A loader that keeps its own state."""
-    return {"loader": state, "iteration": 0, "pass_start": None, "sampler": None, "seed": None}
 
 
 def _count(value: object, name: str) -> int:

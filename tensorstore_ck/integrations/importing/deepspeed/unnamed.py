@@ -14,9 +14,8 @@ import torch
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed_names import MASTER
 from tensorstore_ck.integrations.importing.deepspeed.experts import is_expert
-from tensorstore_ck.integrations.importing.deepspeed.files import copied, dict_of, flat_of, list_of
+from tensorstore_ck.integrations.importing.deepspeed.files import copied, dict_of, flat_of, list_of, same_elements
 from tensorstore_ck.integrations.importing.deepspeed.partitions import FoundOptimizer, FoundParameter
-from tensorstore_ck.integrations.importing.deepspeed.weights import same_elements
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
 from tensorstore_ck.state.sourced_tensor import ElementRun
 
@@ -27,9 +26,7 @@ IN_ORDER = "numbers of parameters, read as their names in the model's order"
 def optimizer_without_names(saved: Mapping[str, Any], weights: Mapping[str, torch.Tensor], origin: str) -> FoundOptimizer:
     """The optimizer of a checkpoint without ZeRO, from its state dict. `weights`: the model's parameters, each once.
 
-    Raises:
-        UnsupportedValueError: more than one parameter may be meant.
-        MalformedError: it does not fit.
+    Raises `UnsupportedValueError` if more than one parameter may be meant, `MalformedError` if it does not fit.
     """
     base = dict_of(saved.get("optimizer_state_dict", saved), "state dict of an optimizer")
     states = dict_of(base.get("state"), "state of the optimizer")
