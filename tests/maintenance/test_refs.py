@@ -1,7 +1,9 @@
-"""Branches and tags as one call returns them."""
+"""Branches, tags and histories as one call returns them."""
+
+import pytest
 
 from tensorstore_ck.common.ids import Digest
-from tensorstore_ck.log import Op
+from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tests.gc.forged import forge
 from tests.gc.stores import open_store, state
 
@@ -19,3 +21,40 @@ def test_thousands_of_names_of_one_snapshot_cost_one_copy_of_its_metrics() -> No
     assert len({id(found.metrics) for found in store.branches().values()}) == 1
     assert len({id(found.metrics) for found in store.tags().values()}) == 1
     assert (len(store.branches()), len(store.tags())) == (51, 50)
+
+
+def test_a_log_of_all_with_a_limit_reads_the_branches_that_moved_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store()
+    looked: list[bytes] = []
+    look = RefTable.snapshot
+
+    def noted(view: RefTable, ulid: bytes) -> SnapshotInfo | None:
+        looked.append(ulid)
+        return look(view, ulid)
+
+    monkeypatch.setattr(RefTable, "snapshot", noted)
+    counts = []
+    for branches in (range(8), range(8, 40)):
+        for branch in branches:
+            for step in range(3):
+                store.put_snapshot({"n": 100 * branch + step}, ref=f"runs/{branch}", step=step)
+        looked.clear()
+        store.log(limit=4)
+        counts.append(len(looked))
+    assert counts[0] == counts[1]
+
+
+def test_a_log_of_all_with_a_limit_is_the_first_rows_of_all() -> None:
+    store = open_store()
+    for branch in ("a", "b", "c"):
+        for step in range(4):
+            store.put_snapshot({"n": f"{branch}{step}"}, ref=branch, step=step)
+    store.branch("d", "a~2")
+    store.reset("b", "b~3")
+    store.reset("a", "a~1")
+    everything = store.log()
+    for limit in range(14):
+        log = store.log(limit=limit)
+        assert [*log] == [*everything][:limit]
+        shown = {snapshot.id for snapshot in log}
+        assert log.abandoned & shown == everything.abandoned & shown
