@@ -90,7 +90,7 @@ class _Gc:
         self._delete(plan.listed)
         moved, new_bytes = self._compact(plan.sparse)
         truncate_tombstones(self._engine, self._options.tombstone_seconds, still_listed=plan.listed.keys() - self._deleted)
-        self._engine.backend.delete(plan.useless_records)
+        self._engine.backend.delete([*plan.useless_records, *self._engine.log.spare_checkpoints()])
         fill_reserve(self._engine.backend)
         planner.live.prune_summaries()
         return self._report(plan, self._deleted, moved, new_bytes)

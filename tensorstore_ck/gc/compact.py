@@ -146,9 +146,9 @@ def copy_packs(
     source: Backend,
     target: Backend,
     new_id: IdSource,
-    read: ReadRun | None,
     packs: Sequence[SparsePack],
     *,
+    read: ReadRun | None = None,
     progress: Callable[[int], None] = lambda size: None,
 ) -> CopiedPacks:
     """Copies the given entries of each pack into new packs of `target`; all of them are durable when it returns.
