@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import click
 
+from tensorstore_ck.cli.dask_cluster import for_workers
 from tensorstore_ck.cli.options import (
     StoreChoice,
     allow_place_option,
@@ -17,7 +18,6 @@ from tensorstore_ck.cli.options import (
 )
 from tensorstore_ck.cli.output import counted, emit, fields_of, green, printable, red, short_root, table
 from tensorstore_ck.cli.progress import Bar
-from tensorstore_ck.common.executor import DaskCluster
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import RetryableError
 from tensorstore_ck.log import Rollback
@@ -82,12 +82,10 @@ def copy(
     with ExitStack() as stack:
         from_engine = stack.enter_context(closing(from_choice.open_engine(read_only=True)))
         to_engine = stack.enter_context(closing(to_choice.open_engine()))
-        executor: DaskCluster | None = None
         if dask is not None:
-            from_engine, to_engine = from_choice.portable(from_engine), to_choice.portable(to_engine)
-            for engine in (from_engine, to_engine):
-                stack.enter_context(closing(engine.backend))
-            executor = stack.enter_context(DaskCluster(dask))
+            from_engine = from_choice.portable(from_engine)
+            stack.enter_context(closing(from_engine.backend))
+        to_engine, executor = for_workers(stack, dask, to_choice, to_engine)
         bar = stack.enter_context(Bar("copying"))
         report = copy_refs(from_engine, to_engine, refs=refs, pace=pace, progress=bar, executor=executor)
     emit({"ok": report.ok, **fields_of(report)}, _lines(report), as_json=as_json)

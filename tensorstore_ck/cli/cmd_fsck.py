@@ -7,10 +7,10 @@ from tempfile import TemporaryDirectory
 
 import click
 
+from tensorstore_ck.cli.dask_cluster import for_workers
 from tensorstore_ck.cli.options import StoreChoice, command, fraction, named_value, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, green, iso_time, printable, red
 from tensorstore_ck.cli.progress import Bar
-from tensorstore_ck.common.executor import DaskCluster
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersionError, NotAStoreError, UnreadableError
@@ -81,11 +81,7 @@ def fsck(
                 raise NotAStoreError(f"there is no store at {display_url(other)}, which --from names: correct it", object_id=other) from exc
         engine, is_sure = _open(choice, stack, source, changes=repair or abort_uploads, records=not no_record)
         aborted = abort_stale_uploads(engine) if abort_uploads else []
-        executor: DaskCluster | None = None
-        if dask is not None:
-            engine = choice.portable(engine)
-            stack.enter_context(closing(engine.backend))
-            executor = stack.enter_context(DaskCluster(dask))
+        engine, executor = for_workers(stack, dask, choice, engine)
         bar = stack.enter_context(Bar("checking"))
         options = FsckOptions(read_data, sample, max_time, rate_limit=rate_limit)
         if options.reads_data:

@@ -1,11 +1,13 @@
 """Commands that keep and free snapshots: pin, unpin, forget, undo, gc."""
 
 import shlex
+from contextlib import ExitStack, closing
 
 import click
 
 from tensorstore_ck.cli.cmd_policy import apply_policies
 from tensorstore_ck.cli.complete_names import complete_address
+from tensorstore_ck.cli.dask_cluster import for_workers
 from tensorstore_ck.cli.options import StoreChoice, command, fraction, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import (
     counted,
@@ -24,6 +26,7 @@ from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc import GcOptions, GcReport
 from tensorstore_ck.log.snapshot import PinnedSnapshot
 from tensorstore_ck.maintenance.forget import Forgotten
+from tensorstore_ck.maintenance.recorded_runs import recorded_gc
 
 
 @command("Pin a snapshot, or list the pins.", "tsck pin", 'tsck pin runs/gpt@1000 --reason "mmlu running" --expires 7d')
@@ -159,6 +162,7 @@ def _forgotten_lines(snapshots: tuple[Forgotten, ...], verb: str) -> list[str]:
     help="Rewrite packs with a smaller share of live bytes.",
 )
 @rate_option
+@click.option("--dask", metavar="ADDRESS", help="Rewrite packs on the workers of a Dask cluster.")
 @store_options(writes=True)
 def gc(
     choice: StoreChoice,
@@ -170,6 +174,7 @@ def gc(
     undo_window: float,
     compact_below: float,
     rate_limit: float | None,
+    dask: str | None,
     as_json: bool,
 ) -> None:
     """Free what no branch, tag, pin or undo window holds. Jobs and other hosts' gc may run meanwhile.
@@ -184,8 +189,11 @@ def gc(
         compact_below=compact_below,
         rate_limit=rate_limit,
     )
-    with choice.open(read_only=dry_run) as store, Bar() as bar:
-        report = store.gc(options, dry_run=dry_run, progress=bar.phase)
+    with ExitStack() as stack:
+        opened = stack.enter_context(closing(choice.open_engine(read_only=dry_run)))
+        engine, executor = for_workers(stack, dask, choice, opened)
+        bar = stack.enter_context(Bar())
+        report = recorded_gc(engine, options, dry_run=dry_run, progress=bar.phase, executor=executor)
     document = {"report": report, "freed_bytes": report.freed_bytes}
     emit(document, [*map(choice.complete, _gc_lines(report)), *choice.advice_lines(_advice(report))], as_json=as_json)
 

@@ -1,15 +1,18 @@
 """The commands that write the packs of old snapshots again: recode and tier."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 
 import click
 
 from tensorstore_ck.cli.complete_names import complete_address
+from tensorstore_ck.cli.dask_cluster import for_workers
 from tensorstore_ck.cli.options import StoreChoice, command, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, printable, shortened_table
 from tensorstore_ck.cli.progress import Bar
+from tensorstore_ck.common.executor import require_no_rate
 from tensorstore_ck.common.units import human_bytes
-from tensorstore_ck.gc.recode import RecodeReport
+from tensorstore_ck.gc.recode import RecodeReport, recode_snapshots
 from tensorstore_ck.gc.tiering import TierReport
 
 
@@ -22,6 +25,7 @@ from tensorstore_ck.gc.tiering import TierReport
 @click.option("--older-than", type=seconds, metavar="AGE", help="Only snapshots older than this, e.g. 7d.")
 @click.option("--dry-run", is_flag=True, help="Only estimate the savings, from some blocks of each pack.")
 @rate_option
+@click.option("--dask", metavar="ADDRESS", help="Re-encode on the workers of a Dask cluster.")
 @store_options(writes=True)
 def recode(
     addresses: tuple[str, ...],
@@ -32,6 +36,7 @@ def recode(
     older_than: float | None,
     dry_run: bool,
     rate_limit: float | None,
+    dask: str | None,
     as_json: bool,
 ) -> None:
     """Re-encode snapshots so that they are smaller: a branch with its history, single snapshots, or all. Jobs may run meanwhile.
@@ -41,8 +46,20 @@ def recode(
     """
     if everything == bool(addresses):
         raise click.UsageError("Give branches or snapshots, or --all.")
-    with choice.open(read_only=dry_run) as store, Bar() as bar:
-        report = store.recode(*addresses, codec=codec, older_than=older_than, dry_run=dry_run, rate_limit=rate_limit, progress=bar.phase)
+    with ExitStack() as stack:
+        opened = stack.enter_context(closing(choice.open_engine(read_only=dry_run)))
+        engine, executor = for_workers(stack, dask, choice, opened)
+        require_no_rate(rate_limit, executor)
+        bar = stack.enter_context(Bar())
+        report = recode_snapshots(
+            engine.limited_to(rate_limit),
+            addresses,
+            codec=codec,
+            older_than=older_than,
+            dry_run=dry_run,
+            progress=bar.phase,
+            executor=executor,
+        )
     emit(report, map(choice.complete, _recode_lines(report)), as_json=as_json)
 
 

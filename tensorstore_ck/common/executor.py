@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, Self, TypeVar
 
 from tensorstore_ck.common.extras import missing_extra
 from tensorstore_ck.common.threads import Helper
-from tensorstore_ck.errors import BackendUnavailableError
+from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
@@ -30,6 +30,14 @@ class Executor(Protocol):
 
     def run(self, work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
         """The results in the order of completion; raises the first error. Pieces are drawn lazily."""
+
+
+def require_no_rate(rate: object, executor: Executor | None) -> None:
+    """Raises `InvalidOptionError` for a rate limit where other processes do the work."""
+    if rate is not None and executor is not None and executor.is_remote:
+        raise InvalidOptionError(
+            "a rate limit holds for this process only: leave it out, or run without the cluster", object_id="rate limit"
+        )
 
 
 class LocalThreads:

@@ -11,6 +11,7 @@ from typing import Final
 
 from tensorstore_ck.backend.reserve import fill_reserve, has_reserve, within_reserve
 from tensorstore_ck.common.batches import batches
+from tensorstore_ck.common.executor import Executor, require_no_rate
 from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import GcRefusedError, NoSpaceError, StoreError, UnsafeBackendError
@@ -26,27 +27,37 @@ _logger: Final = logging.getLogger("tensorstore_ck.gc")
 ENDINGS_AN_ENTRY: Final = 500
 """Together with the objects of the same entry, well below the limit of 1 MB."""
 COMPACT_BATCH_BYTES: Final = 4 << 30
+CLUSTER_BATCH_BYTES: Final = 64 << 30
 SPARE_BYTES: Final = 1 << 20
 """Rewriting packs leaves this much free for entries of the log, where there is no reserve. A disk with less counts as full."""
 MAX_CLOCK_SECONDS: Final = 300
 
 
-def run_gc(engine: Engine, options: GcOptions | None = None, *, dry_run: bool = False, progress: Progress | None = None) -> GcReport:
-    """Frees what nothing holds; with `dry_run` only reports it.
+def run_gc(
+    engine: Engine,
+    options: GcOptions | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    executor: Executor | None = None,
+) -> GcReport:
+    """Frees what nothing holds; with `dry_run` only reports it. `executor` rewrites sparse packs; by default this process does.
 
     Raises:
         UnreadableError: a held snapshot cannot be read, so what it needs is unknown.
         GcRefusedError: more than `options.max_delete` would be deleted, or the backend's clock is too far from this host's.
         UnsafeBackendError: the backend does not create objects exclusively.
-        InvalidOptionError: `options.rate_limit` is not a rate.
+        InvalidOptionError: `options.rate_limit` is not a rate, or there is one with a remote executor.
     """
     options = options or GcOptions()
-    return _Gc(engine.freeing().limited_to(options.rate_limit), options, dry_run, progress or ignore_progress).run()
+    require_no_rate(options.rate_limit, executor)
+    return _Gc(engine.freeing().limited_to(options.rate_limit), options, dry_run, progress or ignore_progress, executor=executor).run()
 
 
 class _Gc:
-    def __init__(self, engine: Engine, options: GcOptions, dry_run: bool, progress: Progress) -> None:
+    def __init__(self, engine: Engine, options: GcOptions, dry_run: bool, progress: Progress, executor: Executor | None) -> None:
         self._engine = engine
+        self._executor = executor
         self._options = options
         self._dry_run = dry_run
         self._progress = progress
@@ -79,7 +90,7 @@ class _Gc:
         self._delete(plan.listed)
         moved, new_bytes = self._compact(plan.sparse)
         truncate_tombstones(self._engine, self._options.tombstone_seconds, still_listed=plan.listed.keys() - self._deleted)
-        self._engine.backend.delete(plan.useless_records)
+        self._engine.backend.delete([*plan.useless_records, *self._engine.log.spare_checkpoints()])
         fill_reserve(self._engine.backend)
         planner.live.prune_summaries()
         return self._report(plan, self._deleted, moved, new_bytes)
@@ -185,11 +196,13 @@ class _Gc:
         locations = self._engine.placed.locations()
         done, new_bytes, left = list[SparsePack](), 0, 0
         for url in sorted({locations.get(pack.pack) for pack in packs}, key=str):
-            for batch in batches([pack for pack in packs if locations.get(pack.pack) == url], live_bytes, COMPACT_BATCH_BYTES):
+            executor = self._executor if url is None else None  # workers cannot open other locations
+            batch_bytes = COMPACT_BATCH_BYTES if executor is None else CLUSTER_BATCH_BYTES
+            for batch in batches([pack for pack in packs if locations.get(pack.pack) == url], live_bytes, batch_bytes):
                 fitting = self._fitting(batch, url)
                 left += len(batch) - len(fitting)
                 try:
-                    compacted = compact(self._engine, fitting, copied.add, url=url)
+                    compacted = compact(self._engine, fitting, copied.add, url=url, executor=executor)
                 except NoSpaceError:
                     left += len(fitting)
                     continue

@@ -11,7 +11,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.common.ids import Digest, Ulid, block_id
+from tensorstore_ck.common.batches import batches
+from tensorstore_ck.common.executor import Executor
+from tensorstore_ck.common.ids import Digest, IdSource, Ulid, block_id
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.range_verifier import read_pack_ends
@@ -31,6 +33,11 @@ RUN_BYTES: Final = 8 << 20
 MAX_GAP_BYTES: Final = RUN_BYTES // 64
 MAX_OPEN_PACKS: Final = 4
 MOVES_AN_ENTRY: Final = 500
+PIECE_BYTES: Final = 256 << 20
+"""What a worker of a cluster copies at a time, so that its new packs are full."""
+
+ReadRun = Callable[[Ulid, Footer, list[int]], list[StoredBlock]]
+"""Returns verified blocks of neighbouring entries of a pack."""
 
 
 class CompactedPack(NamedTuple):
@@ -77,6 +84,18 @@ class Compacted(NamedTuple):
     """Why packs could not be read."""
 
 
+class CopiedPacks(NamedTuple):
+    """The result for a piece."""
+
+    packs: frozenset[Ulid]
+    """The packs whose entries were all copied."""
+    locations: dict[Digest, Location]
+    """The durable locations of their blocks."""
+    written_bytes: int
+    problems: list[str]
+    """Why other packs could not be read."""
+
+
 class SparsePack(NamedTuple):
     """A pack and the entries to copy from it, in order."""
 
@@ -96,15 +115,47 @@ def compact(
     engine: Engine,
     packs: Sequence[SparsePack],
     progress: Callable[[int], None] = lambda size: None,
-    read: Callable[[Ulid, Footer, list[int]], list[StoredBlock]] | None = None,
+    *,
+    read: ReadRun | None = None,
     url: str | None = None,
+    executor: Executor | None = None,
 ) -> Compacted:
     """Copies the given entries of each pack to `url`, by default the store's own location.
 
     `progress` is called with each number of bytes copied. `read` returns verified blocks of neighbouring entries; by default from the pack.
+    `executor` copies pieces of about `PIECE_BYTES`; without one all packs are one piece, copied by the threads of this process.
     """
-    backend = engine.placed.at(url) if url is not None else engine.backend
-    writer = PackWriter(backend, engine.new_id, lambda _: {}, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if backend.is_local else 1)
+    target = engine.placed.at(url) if url is not None else engine.backend
+    work = partial(copy_packs, engine.backend, target, engine.new_id, read=read)
+    moves, written_bytes, problems = list[CompactedPack](), 0, list[str]()
+    pieces = batches(packs, live_bytes, PIECE_BYTES)
+    for copied in executor.run(work, pieces) if executor is not None else (work(packs, progress=progress),):
+        sources = [source for source in packs if source.pack in copied.packs]
+        for source in sources:
+            entries = source.entries.tolist()
+            locations = [copied.locations[_block_id(source.footer, entry)] for entry in entries]
+            moves.append(write_relocation(engine, pack=source.pack, entries=entries, locations=locations, url=url))
+        if executor is not None:
+            progress(sum(map(live_bytes, sources)))
+        written_bytes += copied.written_bytes
+        problems += copied.problems
+    return Compacted(moves, written_bytes + sum(move.size_bytes for move in moves), problems)
+
+
+def copy_packs(
+    source: Backend,
+    target: Backend,
+    new_id: IdSource,
+    packs: Sequence[SparsePack],
+    *,
+    read: ReadRun | None = None,
+    progress: Callable[[int], None] = lambda size: None,
+) -> CopiedPacks:
+    """Copies the given entries of each pack into new packs of `target`; all of them are durable when it returns.
+
+    Any worker may run it, and more than once: gc frees what it wrote if its result is not used.
+    """
+    writer = PackWriter(target, new_id, lambda _: {}, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if target.is_local else 1)
     problems: dict[Ulid, str] = {}
     lock = threading.Lock()
     buffers = threading.local()
@@ -113,37 +164,32 @@ def compact(
         size_bytes = span_bytes(footer.entries[run])
         if len(getattr(buffers, "memory", b"")) < size_bytes:
             buffers.memory = memoryview(bytearray(max(size_bytes, RUN_BYTES)))
-        return read_blocks(engine.backend, pack=pack, footer=footer, entries=run, memory=buffers.memory[:size_bytes])
+        return read_blocks(source, pack=pack, footer=footer, entries=run, memory=buffers.memory[:size_bytes])
 
     fetch = read or from_pack
 
     def copy(run: tuple[SparsePack, list[int]]) -> None:
-        source, entries = run
-        if source.pack in problems:
+        sparse, entries = run
+        if sparse.pack in problems:
             return
         try:
-            blocks = fetch(source.pack, source.footer, entries)
+            blocks = fetch(sparse.pack, sparse.footer, entries)
         except DamageError as exc:
             with lock:
-                problems[source.pack] = str(exc)
+                problems[sparse.pack] = str(exc)
             return
         pairs = zip(entries, blocks, strict=True)
-        writer.add_encoded([_encoded(source.footer, entry, block) for entry, block in pairs])
-        progress(int(source.footer.entries["stored"][entries].sum(dtype=np.int64)))
+        writer.add_encoded([_encoded(sparse.footer, entry, block) for entry, block in pairs])
+        progress(int(sparse.footer.entries["stored"][entries].sum(dtype=np.int64)))
 
     try:
-        for_each(_runs(packs), copy, cpu_threads() + 1 if engine.backend.is_local else REMOTE_THREADS)
+        for_each(_runs(packs), copy, cpu_threads() + 1 if source.is_local else REMOTE_THREADS)
         writer.close()
     except BaseException:
         writer.abort()
         raise
-    moves = []
-    for source in packs:
-        if source.pack not in problems:
-            entries = source.entries.tolist()
-            locations = [writer.location(_block_id(source.footer, entry)) for entry in entries]
-            moves.append(write_relocation(engine, pack=source.pack, entries=entries, locations=locations, url=url))
-    return Compacted(moves, writer.new_bytes + sum(move.size_bytes for move in moves), list(problems.values()))
+    copied = frozenset(sparse.pack for sparse in packs) - problems.keys()
+    return CopiedPacks(copied, writer.added, writer.new_bytes, list(problems.values()))
 
 
 def read_blocks(backend: Backend, pack: Ulid, footer: Footer, entries: list[int], memory: memoryview) -> list[StoredBlock]:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from tensorstore_ck.common.executor import Executor
 from tensorstore_ck.common.units import human_bytes, parse_seconds
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import at_newest
@@ -47,10 +48,11 @@ def recode_snapshots(
     older_than: "str | float | None" = None,
     dry_run: bool = False,
     progress: Progress | None = None,
+    executor: Executor | None = None,
 ) -> RecodeReport:
     """Re-encodes the history of a branch, the snapshot at another address, or without addresses all held snapshots. See `Store.recode`.
 
-    Packs at other locations stay as they are.
+    Packs at other locations stay as they are. `executor` re-encodes the packs; by default this process does.
 
     Raises:
         UnreadableError: a held snapshot cannot be read, so which blocks of a pack are needed is unknown.
@@ -86,7 +88,7 @@ def recode_snapshots(
     rewritten, after, notes = plan.packs, plan.after_bytes, scan.notes
     if not dry_run:
         copied = ProgressSum(progress, "rewriting packs", sum(map(live_bytes, plan.packs)))
-        done = repack_packs(engine, live, plan.packs, mode=mode, progress=copied.add)
+        done = repack_packs(engine, live, plan.packs, mode=mode, progress=copied.add, executor=executor)
         rewritten, after, notes = done.packs, done.written_bytes, [*notes, *done.notes]
     packs = tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten)
     kept = len(candidates) - len(plan.packs)

@@ -10,7 +10,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.batches import batches
+from tensorstore_ck.common.executor import Executor
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
@@ -26,6 +28,8 @@ from tensorstore_ck.gc.runs import span_bytes
 from tensorstore_ck.log import ObjectKey, RefTable
 
 BATCH_BYTES: Final = 16 << 30
+CLUSTER_BATCH_BYTES: Final = 256 << 30
+"""A batch ends when its last piece is done: it is large, so that few workers wait for it."""
 SAMPLE_BLOCKS: Final = 8
 """Blocks of a pack that are encoded to estimate its new size."""
 WORTH: Final = 0.97
@@ -104,20 +108,20 @@ def repack_packs(
     mode: Mode | None,
     url: str | None = None,
     progress: Callable[[int], None],
+    executor: Executor | None = None,
 ) -> RepackResult:
     """Copies the needed entries of packs to `url`, by default the store's own location, and commits the relocations.
 
     Needed entries are determined again for each batch, which may be days later. `mode` encodes blocks again where that is smaller.
-    `progress` is called with each number of bytes copied.
+    `progress` is called with each number of bytes copied. `executor` copies them; by default this process does.
     """
     done = RepackResult([], 0, [])
     if url is not None:
         engine.placed.claim_new(url)
-    for batch in batches(packs, live_bytes, BATCH_BYTES):
+    for batch in batches(packs, live_bytes, BATCH_BYTES if executor is None else CLUSTER_BATCH_BYTES):
         anchor, left = at_newest(engine.log, partial(_still_needed, live, batch))
-        compacted = compact(
-            engine, packs=left, progress=progress, read=None if mode is None else partial(_read_smaller, engine, mode), url=url
-        )
+        read = None if mode is None else partial(_read_smaller, engine.backend, mode)
+        compacted = compact(engine, packs=left, progress=progress, read=read, url=url, executor=executor)
         moved = commit_relocations(engine, compacted.moves, live, anchor)
         done.packs.extend(pack for pack in left if pack.pack in moved)
         done.notes.extend(compacted.problems)
@@ -144,17 +148,17 @@ def _after_bytes(engine: Engine, pack: SparsePack, mode: Mode) -> int:
     after = sum(
         len(block.stored)
         for entry in picked.tolist()
-        for block in _read_smaller(engine, mode=mode, pack=pack.pack, footer=pack.footer, run=[entry])
+        for block in _read_smaller(engine.backend, mode=mode, pack=pack.pack, footer=pack.footer, run=[entry])
     )
     share = after / max(1, int(rows["stored"][picked].sum(dtype=np.int64)))
     return live_bytes(pack) - int((1 - share) * int(rows["stored"][entries].sum(dtype=np.int64)))
 
 
-def _read_smaller(engine: Engine, mode: Mode, pack: Ulid, footer: Footer, run: list[int]) -> list[StoredBlock]:
+def _read_smaller(backend: Backend, mode: Mode, pack: Ulid, footer: Footer, run: list[int]) -> list[StoredBlock]:
     """Neighbouring entries of a pack, verified, re-encoded where that is smaller."""
     encoder, name = Encoder(mode), ObjectKey("pack", pack).name
     blocks = []
-    for block in read_blocks(engine.backend, pack, footer, run, memoryview(bytearray(span_bytes(footer.entries[run])))):
+    for block in read_blocks(backend, pack, footer, run, memoryview(bytearray(span_bytes(footer.entries[run])))):
         if block.codec not in CODECS_WITH_BASES:
             raw = decode(block.codec, block.stored, block.raw_bytes, name)
             encoded = encoder.encode_opaque(raw) if block.codec in _OPAQUE else encoder.encode_unknown(raw)

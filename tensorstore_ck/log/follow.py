@@ -328,6 +328,11 @@ class Follower:
         self._backend.create(checkpoint.checkpoint_name(self._prefix, head.n), sealed)
         return Tail(head.n, len(sealed), 0, 0)
 
+    def spare_checkpoints(self, head: Head) -> list[str]:
+        """The names of all but the newest checkpoints of entries up to `head`: nobody reads them to follow the log."""
+        made = [n for n, _ in self._listed_checkpoints() if n <= head.n]
+        return [checkpoint.checkpoint_name(self._prefix, n) for n in made[_CHECKPOINT_TRIES:]]
+
     def _listed_checkpoints(self) -> Iterator[tuple[int, int]]:
         """(entry number, bytes), newest first."""
         listed = self._backend.list(checkpoint.checkpoint_folder(self._prefix))

@@ -229,6 +229,10 @@ class Log:
 
         shielded(verify)
 
+    def spare_checkpoints(self) -> list[str]:
+        """The names of checkpoints that newer ones replace. Each has all of the ref table, so together they grow with its square."""
+        return self._follower.spare_checkpoints(self.sync())
+
     @property
     def seen_elsewhere(self) -> str:
         """Which other store has the entries that this user has seen; see `Watermark.seen_elsewhere`."""

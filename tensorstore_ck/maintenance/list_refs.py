@@ -19,16 +19,25 @@ def history(engine: Engine, ref: str | None, limit: int | None) -> SnapshotLog:
     if ref is not None and view.branch(ref) is None:
         return SnapshotLog([Snapshot.from_info(resolve(view, ref).info)])
     since, lines = dict[Ulid, int](), set[Ulid]()
-    visits, found = list[SnapshotInfo](), cache(view.snapshot)
-    for name in view.branches() if ref is None else [ref]:
+    visits, newest, found = list[SnapshotInfo](), list[SnapshotInfo](), cache(view.snapshot)
+
+    def newest_first(infos: list[SnapshotInfo]) -> list[SnapshotInfo]:
+        return sorted({info.ulid: info for info in infos}.values(), key=lambda info: -max(info.n, since[info.ulid]))
+
+    by_age = sorted(((head.name, head.n) for head in view.heads()), key=lambda head: -head[1]) if ref is None else [(ref, 0)]
+    for name, n in by_age:
+        if ref is None and len(newest) == limit and all(info.n > n for info in newest):
+            break  # the other branches moved last before any of these was saved
         moves = _newest_moves(view, name, limit) if ref is None else list(view.moves(name, limit=limit))
         infos = [info for move in moves if (info := found(move.ulid)) is not None]
         for move in moves:
             since[move.ulid] = max(move.n if move.op == "reset" else 0, since.get(move.ulid, 0))
         visits += infos
         lines |= {info.ulid for info in training_line(reversed(infos))}
+        if limit is not None:
+            newest = newest_first([*newest, *infos])[:limit]
     if ref is None:
-        visits = sorted({info.ulid: info for info in visits}.values(), key=lambda info: -max(info.n, since[info.ulid]))
+        visits = newest_first(visits)
     abandoned = {info.ulid for info in visits} - lines
     shown = visits[:limit]
     heads, own = {info.ulid: list[str]() for info in shown}, None if ref is None or limit is None else view.branch(ref)

@@ -30,13 +30,20 @@ UNREFERENCED: Final = ("grace", "age", "packs in use")
 """Why gc frees only later what nothing holds."""
 
 
-def recorded_gc(engine: Engine, options: GcOptions | None = None, *, dry_run: bool = False, progress: GcProgress | None = None) -> GcReport:
+def recorded_gc(
+    engine: Engine,
+    options: GcOptions | None = None,
+    *,
+    dry_run: bool = False,
+    progress: GcProgress | None = None,
+    executor: Executor | None = None,
+) -> GcReport:
     """As `run_gc`; notes also that it was refused or failed. A dry run is not noted."""
     if dry_run:
         return run_gc(engine, options, dry_run=True, progress=progress)
     began_ns = engine.clock()
     try:
-        report = run_gc(engine, options, progress=progress)
+        report = run_gc(engine, options, progress=progress, executor=executor)
     except (BackendUnavailableError, BrokenLogError, UnsafeBackendError):
         raise
     except StoreError as exc:

@@ -1,11 +1,11 @@
-"""Branches and tags as one call returns them."""
+"""Branches, tags and histories as one call returns them."""
 
 from typing import Any
 
 import pytest
 
 from tensorstore_ck.common.ids import Digest
-from tensorstore_ck.log import Op, RefTable
+from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.table_rows import BRANCHES
 from tests.gc.forged import forge
 from tests.gc.stores import open_store, state
@@ -42,3 +42,40 @@ def test_the_last_snapshots_of_a_branch_need_no_other_branch(monkeypatch: pytest
     assert store.log("r", limit=2).heads == {second.id: ["r"], first.id: ["beside"]}
     store.branch("also", second.root)
     assert store.log("r", limit=1).heads == {second.id: ["also", "r"]}
+
+
+def test_a_log_of_all_with_a_limit_reads_the_branches_that_moved_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store()
+    looked: list[bytes] = []
+    look = RefTable.snapshot
+
+    def noted(view: RefTable, ulid: bytes) -> SnapshotInfo | None:
+        looked.append(ulid)
+        return look(view, ulid)
+
+    monkeypatch.setattr(RefTable, "snapshot", noted)
+    counts = []
+    for branches in (range(8), range(8, 40)):
+        for branch in branches:
+            for step in range(3):
+                store.put_snapshot({"n": 100 * branch + step}, ref=f"runs/{branch}", step=step)
+        looked.clear()
+        store.log(limit=4)
+        counts.append(len(looked))
+    assert counts[0] == counts[1]
+
+
+def test_a_log_of_all_with_a_limit_is_the_first_rows_of_all() -> None:
+    store = open_store()
+    for branch in ("a", "b", "c"):
+        for step in range(4):
+            store.put_snapshot({"n": f"{branch}{step}"}, ref=branch, step=step)
+    store.branch("d", "a~2")
+    store.reset("b", "b~3")
+    store.reset("a", "a~1")
+    everything = store.log()
+    for limit in range(14):
+        log = store.log(limit=limit)
+        assert [*log] == [*everything][:limit]
+        shown = {snapshot.id for snapshot in log}
+        assert log.abandoned & shown == everything.abandoned & shown

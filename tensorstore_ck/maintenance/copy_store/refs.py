@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
 
-from tensorstore_ck.common.executor import Executor
+from tensorstore_ck.common.executor import Executor, require_no_rate
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import rescue_if_expired
@@ -68,10 +68,7 @@ def copy_refs(
         RetryableError: a backend did not answer; copied data stays, and the next copy resumes there.
     """
     _require_compatible(source, target)
-    if pace is not None and executor is not None and executor.is_remote:
-        raise InvalidOptionError(
-            "a rate limit holds for this process only: leave it out, or copy without the cluster", object_id="rate limit"
-        )
+    require_no_rate(pace, executor)
     target.require_writable()
     source.log.sync()
     target.log.sync()

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final
 from uuid import UUID
 
-from tensorstore_ck.common.executor import Executor
+from tensorstore_ck.common.executor import Executor, require_no_rate
 from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
@@ -20,7 +20,6 @@ from tensorstore_ck.engine.reachability import relocations_in_order
 from tensorstore_ck.errors import (
     BrokenLogError,
     CorruptObjectError,
-    InvalidOptionError,
     MissingObjectError,
     PlaceUnavailableError,
     StoreError,
@@ -77,10 +76,7 @@ def run_fsck(
         InvalidOptionError: an invalid rate limit, or one for a remote executor.
     """
     options = options or FsckOptions(read_data=read_data, progress=progress)
-    if options.rate_limit is not None and executor is not None and executor.is_remote:
-        raise InvalidOptionError(
-            "a rate limit holds for this process only: leave it out, or check without the cluster", object_id="rate limit"
-        )
+    require_no_rate(options.rate_limit, executor)
     return Fsck(engine.limited_to(options.rate_limit), options, executor=executor).run()
 
 
