@@ -91,11 +91,9 @@ def clear_line() -> None:
 
 def _escaped(document: str) -> str:
     """JSON without control characters."""
-    return _NOT_ASCII.sub(lambda match: match[0] if match[0].isprintable() else _json_escape(match[0]), document)
-
-
-def _json_escape(char: str) -> str:
-    return json.dumps(char)[1:-1] if char != "\x7f" else "\\u007f"
+    return _NOT_ASCII.sub(lambda match: match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1], document).replace(
+        "\x7f", "\\u007f"
+    )
 
 
 def iso_time(time_ns: int) -> str:
@@ -172,11 +170,6 @@ def _metric_words(metrics: Mapping[str, float | str], digits: int) -> dict[str, 
 def mark_text(snapshot: "Snapshot") -> str:
     """``bad: reason``, or nothing."""
     return ": ".join(printable(text) for text in (snapshot.mark, snapshot.reason) if text) if snapshot.mark else ""
-
-
-def bad_if_marked(snapshot: "Snapshot") -> Callable[[str], str]:
-    """Colours the row of a snapshot that is marked."""
-    return red if snapshot.mark else str
 
 
 def red(text: str) -> str:
@@ -272,7 +265,7 @@ def snapshot_table(
     }
     for row, snapshot in zip(rows, snapshots, strict=True):
         row[header.index("METRICS")] = texts[snapshot.id]
-    return table(header, rows, right={"STEP", "SIZE", "NEW"}, styles=[bad_if_marked(snapshot) for snapshot in snapshots])
+    return table(header, rows, right={"STEP", "SIZE", "NEW"}, styles=[red if snapshot.mark else str for snapshot in snapshots])
 
 
 def _with_attributes(snapshot: "Snapshot", asked: Sequence[str]) -> Mapping[str, float | str]:

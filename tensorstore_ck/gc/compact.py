@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.protocol import Backend, finishing
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
@@ -131,12 +131,8 @@ def compact(
         writer.add_encoded([_encoded(source.footer, entry, block) for entry, block in pairs])
         progress(int(source.footer.entries["stored"][entries].sum(dtype=np.int64)))
 
-    try:
+    with finishing(writer):
         for_each(_runs(packs), copy, cpu_threads() + 1 if engine.backend.is_local else REMOTE_THREADS)
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
     moves = []
     for source in packs:
         if source.pack not in problems:

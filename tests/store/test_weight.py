@@ -45,7 +45,7 @@ MOST_LINES = {
     "backend": 6200,
     "catalog": 2300,
     "chunker": 100,
-    "cli": 6200,
+    "cli": 6000,
     "common": 3200,
     "engine": 5100,
     "errors": 400,
@@ -55,13 +55,13 @@ MOST_LINES = {
     "gc": 3500,
     "integrations": 20800,
     "log": 7300,
-    "maintenance": 7900,
+    "maintenance": 7700,
     "redaction": 200,
     "session": 11400,
     "state": 7100,
     "store": 1800,
     "training": 5200,
-    "ui": 4200,
+    "ui": 4100,
 }
 """Of the Python files of each area, rounded up to hundreds."""
 MOST_LINES_A_FILE = 399
