@@ -15,11 +15,11 @@ import platformdirs
 
 import tensorstore_ck
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
-from tensorstore_ck.cli.output import counted, emit, facts, iso_time, printable
+from tensorstore_ck.cli.output import counted, emit, facts, printable
 from tensorstore_ck.common.extras import EXTRAS
 from tensorstore_ck.common.filesystem_kind import filesystem_of
 from tensorstore_ck.common.host_memory import free_bytes
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, iso_time
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.codec.compiled import HAS_KERNEL
 from tensorstore_ck.redaction import display_url

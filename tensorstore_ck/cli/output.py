@@ -12,14 +12,13 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, iso_time
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.redaction import one_line, redacted
 
@@ -94,14 +93,6 @@ def _escaped(document: str) -> str:
     return _NOT_ASCII.sub(lambda match: match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1], document).replace(
         "\x7f", "\\u007f"
     )
-
-
-def iso_time(time_ns: int) -> str:
-    """Nanoseconds since 1970 -> ``2026-01-31T12:00:00Z``."""
-    try:
-        return datetime.fromtimestamp(time_ns // 1_000_000_000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    except (OverflowError, OSError, ValueError):  # the clock was wrong
-        return f"{time_ns} ns"
 
 
 def short_root(root: str | None) -> str:

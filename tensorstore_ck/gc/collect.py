@@ -81,7 +81,7 @@ class _Gc:
         truncate_tombstones(self._engine, self._options.tombstone_seconds, still_listed=plan.listed.keys() - self._deleted)
         self._engine.backend.delete(plan.useless_records)
         fill_reserve(self._engine.backend)
-        planner.live.prune_summaries()
+        planner.live.summaries.prune()
         return self._report(plan, self._deleted, moved, new_bytes)
 
     def _refusal(self, plan: GcPlan) -> StoreError | None:

@@ -23,7 +23,7 @@ from tensorstore_ck.gc.live_set import LiveSet, RootNeeds
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.pack_counts import PackCounts
 from tensorstore_ck.gc.released import Released, Releases
-from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, forget_command, gc_command, ignore_progress, iso_time, unpin_command
+from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, due_time, forget_command, gc_command, ignore_progress, unpin_command
 from tensorstore_ck.gc.writers import WriterRecords
 from tensorstore_ck.log import FOLDERS, ChildRecord, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold, without_named_parent
 from tensorstore_ck.log.cache import MemoryTable
@@ -59,7 +59,7 @@ class GcPlan(NamedTuple):
 
     def when_old(self, key: ObjectKey) -> str:
         """When a young object is old enough."""
-        return f"by {iso_time(self.listed[key].modified_ns + int(self.options.min_age_seconds * _NS))}"
+        return f"by {due_time(self.listed[key].modified_ns + int(self.options.min_age_seconds * _NS))}"
 
 
 class _Level(NamedTuple):

@@ -154,7 +154,8 @@ def page(pages: Pages, request: Request) -> Response:
     read = pages.sources.background.read(store.uuid, KIND)
     usage = read.result if isinstance(read.result, Usage) else None
     with pages.sources.catalog.reading() as connection:
-        growth, globs = read_growth(connection, store), read_globs(connection, store)
+        growth = read_growth(connection, store)
+        globs = connection.execute(select(policies.c.glob).where(policies.c.store_id == store.store_id).order_by("glob")).scalars().all()
     trial = try_rules(pages, store, request.query_params)
     refs = sorted(usage.refs, key=lambda ref: -ref.stored_bytes) if usage is not None else []
     return pages.render(
@@ -214,8 +215,3 @@ def read_growth(connection: Connection, store: StoreKey, now_ns: int | None = No
         tuple(accumulate(int(item) for item in sizes)),
         tuple((name, int(connection.execute(item).scalar() or 0)) for name, item in recent),
     )
-
-
-def read_globs(connection: Connection, store: StoreKey) -> tuple[str, ...]:
-    """The policies that are set."""
-    return tuple(connection.execute(select(policies.c.glob).where(policies.c.store_id == store.store_id).order_by("glob")).scalars())

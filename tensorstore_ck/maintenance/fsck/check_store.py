@@ -178,8 +178,8 @@ class Fsck:
             blocks=packs.blocks,
             data_bytes=data.read_bytes,
             read_packs=data.packs,
-            never_verified=data.never_verified,
-            oldest_verified_ns=data.oldest_verified_ns,
+            never_verified=data.verified.never(),
+            oldest_verified_ns=data.verified.oldest_ns(),
             out_of_time=data.is_out_of_time,
             freeable=None if self._broken else self._freeing.freeable,  # gc refuses a broken log
         )
