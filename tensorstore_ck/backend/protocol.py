@@ -9,7 +9,7 @@ returned.
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
@@ -55,8 +55,16 @@ def writing(backend: "Backend", name: str) -> AbstractContextManager[ObjectWrite
     return finishing(backend.open_writer(name))
 
 
+class _Closable(Protocol):
+    def close(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+Writer = TypeVar("Writer", bound=_Closable)
+
+
 @contextmanager
-def finishing(writer: ObjectWriter) -> Iterator[ObjectWriter]:
+def finishing(writer: Writer) -> Iterator[Writer]:
     """Closes a writer at the end of the ``with`` block, or aborts it where that raises."""
     try:
         yield writer

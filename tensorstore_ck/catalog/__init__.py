@@ -5,8 +5,7 @@ It can be rebuilt from the stores at any time, and nothing here writes to a stor
 catalog.py          class Catalog
 results.py          what its methods return
 schema.py           the tables
-views.py            the views for dashboards
-create_tables.py    creates tables and views
+create_tables.py    creates tables, and the views for dashboards
 database.py         SQLite or PostgreSQL: connections, transactions, errors
 read_entries.py     log entries -> the changes they make
 current_refs.py     refs, tags, pins, policies, quotas and states, as the log's cache has them
@@ -15,8 +14,7 @@ sync.py             one batch of a sync, in one transaction
 sync_stores.py      syncs several stores at a time
 synced_store.py     one store that a catalog follows
 private_catalog.py  where a server keeps a catalog of its own
-save_intervals.py   the usual time between the saves of a branch
-last_runs.py        the last run of gc and fsck in each store
+branch_health.py    the usual time between the saves of a branch, and the last runs of gc and fsck
 sql_conditions.py   a parsed condition -> SQL
 query.py            `find`
 """

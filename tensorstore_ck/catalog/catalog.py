@@ -9,9 +9,9 @@ from typing import Final, Self
 from sqlalchemy import Connection, delete, func, select
 
 from tensorstore_ck.catalog import create_tables
+from tensorstore_ck.catalog.branch_health import last_runs
 from tensorstore_ck.catalog.current_refs import LIVE
 from tensorstore_ck.catalog.database import Database
-from tensorstore_ck.catalog.last_runs import last_runs
 from tensorstore_ck.catalog.query import CheckedQuery, find
 from tensorstore_ck.catalog.results import CatalogJob, CatalogStore, FoundSnapshot, SyncOutcome, SyncReport
 from tensorstore_ck.catalog.schema import attributes, jobs, metrics, quotas, snapshots, stores
@@ -69,8 +69,6 @@ class Catalog:
     def close(self) -> None:
         """Closes connections; idempotent."""
         self._database.close()
-
-    # --- fill ---------------------------------------------------------------------------------------------------------
 
     def sync(self, store: ReadOnlyStore, *, progress: Progress = lambda done, total: None) -> SyncReport:
         """Reads the new entries of the store's log. Several processes may sync at once; after a kill, the next sync continues.
@@ -150,8 +148,6 @@ class Catalog:
     def _batch(self, store: ReadOnlyStore, *, from_start: bool) -> SyncBatch:
         with self._database.writing() as connection:
             return sync_batch(connection, store, size=self._batch_entries, now_ns=self._clock(), from_start=from_start)
-
-    # --- ask ----------------------------------------------------------------------------------------------------------
 
     def find(
         self,

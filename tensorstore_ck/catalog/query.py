@@ -79,16 +79,8 @@ class CheckedQuery:
         order = _order_name(order_by) if order_by is not None else None
         query = [*names, *([order] if order is not None else [])]
         metrics = tuple(dict.fromkeys(name.text for name in query if is_metric(name)))
-        return cls(
-            node=node,
-            state=state,
-            now_ns=now_ns,
-            metrics=metrics,
-            order_by=order,
-            descending=descending,
-            limit=limit if limit is None else min(limit, _MAX_LIMIT),
-            offset=offset,
-        )
+        limit = limit if limit is None else min(limit, _MAX_LIMIT)
+        return cls(node, state, now_ns, metrics, order_by=order, descending=descending, limit=limit, offset=offset)
 
 
 def find(connection: Connection, query: CheckedQuery) -> tuple[FoundSnapshot, ...]:

@@ -84,8 +84,6 @@ class RowWriter:
             self._replace(metadata.tables[name], current_refs.TABLES[name](view))
         return len(new)
 
-    # --- changes, in memory -------------------------------------------------------------------------------------------
-
     def _load(self, changes: Iterable[PutEvent | AnnotatedEvent | FreedEvent]) -> None:
         """Reads the snapshots that change, and all others of their roots."""
         ulids = {
@@ -169,8 +167,6 @@ class RowWriter:
             root.members.remove(snapshot)
             if not root.members:
                 del self._by_root[snapshot.root]
-
-    # --- into the tables ----------------------------------------------------------------------------------------------
 
     def _write_snapshots(self, new: Sequence[_Snapshot], read: EntryEvents, view: RefTable) -> None:
         mine = snapshots.c.store_id == self._store_id

@@ -89,9 +89,6 @@ def is_in_table(table: Table, *conditions: SqlCondition) -> SqlCondition:
     return snapshots.c.id.in_(select(other.c.id).join(table, same_snapshot).where(*conditions))
 
 
-# --- the kinds of fields ----------------------------------------------------------------------------------------------
-
-
 def _named(test: NameTest, known: Known) -> SqlCondition:
     name, values, tables = test.name.text, named_values_of(test), known.tables_of(test.name.text)
     if test.op in TEXT_OPS and values and isinstance(values[0], str):
@@ -155,9 +152,8 @@ def _store(test: NameTest, now_ns: int) -> SqlCondition:
 
 
 def _root(test: NameTest, _: int) -> SqlCondition:
-    begins = [
-        and_(snapshots.c.root >= digits, snapshots.c.root < digits + "g") for digits in roots_of(test)
-    ]  # g sorts after all hex digits
+    # g sorts after all hex digits
+    begins = [and_(snapshots.c.root >= digits, snapshots.c.root < digits + "g") for digits in roots_of(test)]
     return not_(or_(*begins)) if test.negated or test.op == "!=" else or_(*begins)
 
 
@@ -165,9 +161,8 @@ def _tag(test: NameTest, _: int) -> SqlCondition:
     """True if one of the snapshot's tags satisfies the test; ``!=`` and ``not``: if none does."""
     check_op(test, ("=", "!=", "in", "like", "null"), "the name of a tag")
     positive = NameTest(test.name, "=" if test.op == "!=" else test.op, test.values)
-    condition = is_in_table(
-        tags, *(() if test.op == "null" else (_compared(tags.c.name, positive, [literal(text, Text) for text in texts_of(test)]),))
-    )
+    is_named = () if test.op == "null" else (_compared(tags.c.name, positive, [literal(text, Text) for text in texts_of(test)]),)
+    condition = is_in_table(tags, *is_named)
     return not_(condition) if (test.op == "!=") or (test.op == "null") != test.negated else condition
 
 
@@ -200,9 +195,6 @@ FIELDS: Final[dict[str, _Kind]] = {
     "actor": _text(snapshots.c.actor),
 }
 """Any other name is a metric or an attribute."""
-
-
-# --- comparisons ------------------------------------------------------------------------------------------------------
 
 
 _COMPARISONS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {

@@ -5,7 +5,7 @@ that all others start fast and run without it. With ``--json`` stdout holds one 
 
 app.py                the program: errors, warnings and exit codes
 command_groups.py     the commands by group, and how the help lists them
-help_topics.py        what `tsck help` prints for groups, exit codes and kinds of errors
+help_topics.py        the exit codes, and what `tsck help` prints for groups, exit codes and kinds of errors
 options.py            options that commands share, and the `StoreChoice` that they make
 cmd_*.py              the commands, named in the file's name
 model_files.py        model files as states, for `tsck put` and `tsck get`
@@ -19,7 +19,6 @@ leading_options.py    options before the command
 run_program.py        runs the user's program for a snapshot
 plot.py               curves, as text and as PNG
 hints.py              completes the commands in messages
-exit_codes.py         the table of exit codes
 debug_log.py          TSCK_DEBUG=1: what was decided, and why, in a file
 standard_streams.py   stdout and stderr that are closed, full or broken
 allowed_locations.py  the user's file of allowed locations for moved packs

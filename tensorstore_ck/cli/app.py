@@ -19,10 +19,10 @@ from typing import Any, Final, NoReturn
 import click
 
 import tensorstore_ck
-from tensorstore_ck.cli import exit_codes, standard_streams
+from tensorstore_ck.cli import standard_streams
 from tensorstore_ck.cli.command_groups import COMMANDS, write_commands
 from tensorstore_ck.cli.debug_log import debug_log
-from tensorstore_ck.cli.help_topics import topic_page
+from tensorstore_ck.cli.help_topics import INTERRUPTED, USAGE, topic_page
 from tensorstore_ck.cli.leading_options import NO_PAGER, split_leading
 from tensorstore_ck.cli.output import clear_line, emit, emit_words, printable, say
 from tensorstore_ck.cli.pager import no_pager_option
@@ -131,10 +131,10 @@ class Program(click.Group):
             where = exc.ctx.command_path if exc.ctx else "tsck"
             meant = _store_among(arguments) if "unexpected extra argument" in exc.format_message() else ""
             _fail("usage", f"{_one_sentence(exc.format_message())} See `{where} --help`{meant}", where, as_json=as_json)
-            return exit_codes.USAGE
+            return USAGE
         except click.Abort:
             _fail("interrupted", "interrupted; unpublished snapshots are not visible", "", as_json=as_json)
-            return exit_codes.INTERRUPTED
+            return INTERRUPTED
         except StoreError as exc:
             meant = _store_among(arguments) if isinstance(exc, NotAStoreError | NotFoundError) else ""
             if isinstance(exc, NotAStoreError):

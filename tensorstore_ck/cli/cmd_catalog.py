@@ -17,7 +17,6 @@ from tensorstore_ck.cli.output import (
     emit,
     error_document,
     indented,
-    iso_time,
     printable,
     red,
     say,
@@ -27,7 +26,7 @@ from tensorstore_ck.cli.output import (
     table,
 )
 from tensorstore_ck.cli.pager import emit_paged, no_pager_option
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, iso_time
 from tensorstore_ck.errors import FormatVersionError, StoreError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from importlib import metadata
 from pathlib import Path
@@ -15,11 +15,11 @@ import platformdirs
 
 import tensorstore_ck
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
-from tensorstore_ck.cli.output import counted, emit, facts, iso_time, printable
+from tensorstore_ck.cli.output import counted, emit, facts, printable
 from tensorstore_ck.common.extras import EXTRAS
 from tensorstore_ck.common.filesystem_kind import filesystem_of
 from tensorstore_ck.common.host_memory import free_bytes
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, iso_time
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.codec.compiled import HAS_KERNEL
 from tensorstore_ck.redaction import display_url
@@ -54,7 +54,7 @@ def _installation(choice: StoreChoice) -> Iterator[tuple[str, str]]:
     yield "tsck", f"{tensorstore_ck.__version__}, Python {platform.python_version()}, {platform.platform()}"
     kernel = "compiled" if HAS_KERNEL else "numpy (the compiled module is not there, or of older sources)"
     yield "packages", f"{', '.join(_versions(PACKAGES))}; kernel: {kernel}"
-    extras = {extra: _versions(map(_distribution, needed)) for extra, needed in EXTRAS.items()}
+    extras = {extra: _versions(re.split(r"[\[<>=]", each, maxsplit=1)[0] for each in needed) for extra, needed in EXTRAS.items()}
     whole = {extra: versions for extra, versions in extras.items() if not any("missing" in version for version in versions)}
     yield "extras", ", ".join(f"{extra} ({', '.join(versions)})" for extra, versions in whole.items()) or "none"
     yield "not installed", ", ".join(extra for extra in extras if extra not in whole)
@@ -65,7 +65,7 @@ def _installation(choice: StoreChoice) -> Iterator[tuple[str, str]]:
     yield "variables", ", ".join(sorted(name for name in os.environ if name.startswith("TSCK_"))) or "no TSCK_*"
 
 
-def _versions(names: Iterator[str] | tuple[str, ...]) -> list[str]:
+def _versions(names: Iterable[str]) -> list[str]:
     versions = []
     for name in names:
         try:
@@ -73,10 +73,6 @@ def _versions(names: Iterator[str] | tuple[str, ...]) -> list[str]:
         except metadata.PackageNotFoundError:
             versions.append(f"{name} missing")
     return versions
-
-
-def _distribution(requirement: str) -> str:
-    return re.split(r"[\[<>=]", requirement, maxsplit=1)[0]
 
 
 def _folder(folder: str | Path) -> str:

@@ -9,9 +9,9 @@ import click
 
 from tensorstore_ck.cli.dask_cluster import for_workers
 from tensorstore_ck.cli.options import StoreChoice, command, fraction, named_value, rate_option, seconds, store_options
-from tensorstore_ck.cli.output import counted, emit, green, iso_time, printable, red
+from tensorstore_ck.cli.output import counted, emit, green, printable, red
 from tensorstore_ck.cli.progress import Bar
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, iso_time
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersionError, NotAStoreError, UnreadableError
 from tensorstore_ck.format.store_config import CONFIG_NAME

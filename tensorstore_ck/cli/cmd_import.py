@@ -156,9 +156,6 @@ def _lines(contents: "CheckpointContents") -> Iterator[str]:
         yield f"skipped: {printable(name)} ({why})"
 
 
-# --- several checkpoints ----------------------------------------------------------------------------------------------
-
-
 def _import_history(
     paths: Sequence[str],
     source: Mapping[str, Any],

@@ -14,7 +14,6 @@ from tensorstore_ck.cli.output import (
     fields_of,
     first_names,
     indented,
-    iso_time,
     mark_text,
     metrics_text,
     none_text,
@@ -26,7 +25,7 @@ from tensorstore_ck.cli.output import (
 )
 from tensorstore_ck.cli.pager import emit_paged, no_pager_option
 from tensorstore_ck.cli.plot import draw_png, draw_text
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, iso_time
 from tensorstore_ck.log.snapshot import GroupCost, SnapshotDetails
 from tensorstore_ck.log.snapshot_condition import names_in
 from tensorstore_ck.maintenance.describe import SnapshotDiff

@@ -5,24 +5,13 @@ from contextlib import ExitStack, closing
 
 import click
 
-from tensorstore_ck.cli.cmd_policy import apply_policies
+from tensorstore_ck.cli.cmd_policy_quota import apply_policies
 from tensorstore_ck.cli.complete_names import complete_address
 from tensorstore_ck.cli.dask_cluster import for_workers
 from tensorstore_ck.cli.options import StoreChoice, command, fraction, rate_option, seconds, store_options
-from tensorstore_ck.cli.output import (
-    counted,
-    emit,
-    iso_time,
-    printable,
-    say,
-    short_root,
-    shortened_table,
-    snapshot_line,
-    step_text,
-    table,
-)
+from tensorstore_ck.cli.output import counted, emit, printable, say, short_root, shortened_table, snapshot_line, step_text, table
 from tensorstore_ck.cli.progress import Bar
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, iso_time
 from tensorstore_ck.gc import GcOptions, GcReport
 from tensorstore_ck.log.snapshot import PinnedSnapshot
 from tensorstore_ck.maintenance.forget import Forgotten
@@ -75,11 +64,7 @@ def unpin(address: str, owner: str | None, choice: StoreChoice, *, as_json: bool
     emit({"unpinned": address}, [f"unpinned {printable(address)}"], as_json=as_json)
 
 
-@command(
-    "Remove snapshots from the history.",
-    "tsck forget runs/gpt@900 runs/gpt@1000",
-    "tsck forget",
-)
+@command("Remove snapshots from the history.", "tsck forget runs/gpt@900 runs/gpt@1000", "tsck forget")
 @click.argument("addresses", metavar="[ADDRESS]...", nargs=-1, shell_complete=complete_address)
 @click.option("--by-policy", is_flag=True, hidden=True)
 @click.option("--dry-run", is_flag=True, hidden=True)

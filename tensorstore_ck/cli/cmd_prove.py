@@ -7,20 +7,9 @@ import click
 
 from tensorstore_ck.cli.complete_names import complete_address
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
-from tensorstore_ck.cli.output import (
-    counted,
-    emit,
-    facts,
-    green,
-    iso_time,
-    printable,
-    short_root,
-    shortened_table,
-    snapshot_line,
-    step_text,
-)
+from tensorstore_ck.cli.output import counted, emit, facts, green, printable, short_root, shortened_table, snapshot_line, step_text
 from tensorstore_ck.common.replace_file import replace_file
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, iso_time
 
 if TYPE_CHECKING:
     from tensorstore_ck.maintenance.describe.contained import Containment

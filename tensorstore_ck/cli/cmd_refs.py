@@ -1,7 +1,6 @@
 """Commands on refs and marks: branch, reset, tag, untag, annotate, mark. Each writes one log entry."""
 
 import shlex
-from collections.abc import Mapping
 
 import click
 
@@ -17,14 +16,7 @@ from tensorstore_ck.log.snapshot import Snapshot
 @store_options(writes=True)
 def branch(name: str | None, address: str | None, choice: StoreChoice, *, as_json: bool) -> None:
     """List the branches, or make branch NAME at the snapshot ADDRESS."""
-    with choice.open(read_only=name is None) as store:
-        if name is None:
-            refs = store.branches()
-            none = none_text("branches", "`tsck put FILE --ref NAME`", () if refs else store.forgotten(), "branch")
-            _list_refs(refs, "BRANCH", choice.complete(none), as_json=as_json)
-            return
-        at = _require_address(name, address, "branch")
-        _done(f"branch {printable(name)} is at", store.branch(name, at), as_json=as_json)
+    _list_or_make("branch", name, address, choice, made_by="`tsck put FILE --ref NAME`", as_json=as_json)
 
 
 @command("Move a branch to any snapshot.", "tsck reset runs/gpt runs/gpt~3")
@@ -43,14 +35,7 @@ def reset(name: str, address: str, choice: StoreChoice, *, as_json: bool) -> Non
 @store_options(writes=True)
 def tag(name: str | None, address: str | None, choice: StoreChoice, *, as_json: bool) -> None:
     """List the tags, or give the snapshot ADDRESS the tag NAME, which never moves."""
-    with choice.open(read_only=name is None) as store:
-        if name is None:
-            refs = store.tags()
-            none = none_text("tags", "`tsck tag NAME ADDRESS`", () if refs else store.forgotten(), "tag")
-            _list_refs(refs, "TAG", choice.complete(none), as_json=as_json)
-            return
-        at = _require_address(name, address, "tag")
-        _done(f"tag {printable(name)} is at", store.tag(name, at), as_json=as_json)
+    _list_or_make("tag", name, address, choice, made_by="`tsck tag NAME ADDRESS`", as_json=as_json)
 
 
 @command("Remove a tag.", "tsck untag paper-v1")
@@ -89,16 +74,19 @@ def mark(address: str, mark: str, reason: str, choice: StoreChoice, *, clear: bo
         _done("cleared the mark of" if clear else "marked", snapshot, as_json=as_json)
 
 
-def _require_address(name: str, address: str | None, command: str) -> str:
-    if address is None:
-        raise click.UsageError(f"{command} {name!r} needs a snapshot: give an ADDRESS, as in `tsck {command} {name} runs/gpt~1`.")
-    return address
-
-
-def _list_refs(refs: Mapping[str, Snapshot], title: str, none_yet: str, *, as_json: bool) -> None:
-    names = sorted(refs)
-    lines = snapshot_table([refs[name] for name in names], names, title) if names else [none_yet]
-    emit({name: refs[name] for name in names}, lines, as_json=as_json)
+def _list_or_make(kind: str, name: str | None, address: str | None, choice: StoreChoice, *, made_by: str, as_json: bool) -> None:
+    is_branch = kind == "branch"
+    with choice.open(read_only=name is None) as store:
+        if name is None:
+            refs = dict(sorted((store.branches() if is_branch else store.tags()).items()))
+            none = none_text("branches" if is_branch else "tags", made_by, () if refs else store.forgotten(), kind)
+            lines = snapshot_table([*refs.values()], [*refs], kind.upper()) if refs else [choice.complete(none)]
+            emit(refs, lines, as_json=as_json)
+            return
+        if address is None:
+            raise click.UsageError(f"{kind} {name!r} needs a snapshot: give an ADDRESS, as in `tsck {kind} {name} runs/gpt~1`.")
+        made = store.branch(name, address) if is_branch else store.tag(name, address)
+        _done(f"{kind} {printable(name)} is at", made, as_json=as_json)
 
 
 def _done(what: str, snapshot: Snapshot, *, as_json: bool) -> None:

@@ -6,9 +6,9 @@ from typing import Final
 import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, price_option, store_options
-from tensorstore_ck.cli.output import counted, emit, fields_of, iso_time, printable, short_root, step_text, table
+from tensorstore_ck.cli.output import counted, emit, fields_of, printable, short_root, step_text, table
 from tensorstore_ck.common.prices import Prices, usd_text
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, iso_time
 from tensorstore_ck.gc.usage import CodecUsage, PackUsage, SnapshotUsage, Usage
 from tensorstore_ck.gc.usage_costs import usage_costs
 from tensorstore_ck.log.maintenance_outcome import FINDINGS, RunOutcome

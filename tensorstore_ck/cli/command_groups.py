@@ -6,71 +6,35 @@ from typing import Final
 import click
 
 GROUPS: Final = {
-    "save": ("Save and restore", {
-        "init": "cmd_init_probe_salvage",
-        "put": "cmd_put_get",
-        "get": "cmd_put_get",
-        "watch": "cmd_watch",
-        "follow": "cmd_follow",
-        "verify-resume": "cmd_verify_resume",
-        "staging": "cmd_staging",
-    }),
-    "look": ("Look at what there is", {
-        "log": "cmd_log_show_diff",
-        "show": "cmd_log_show_diff",
-        "diff": "cmd_log_show_diff",
-        "find": "cmd_catalog",
-        "bisect": "cmd_bisect",
-        "usage": "cmd_usage",
-        "advise": "cmd_advise",
-        "plan": "cmd_plan",
-    }),
-    "keep": ("Name snapshots, keep them, let them go", {
-        "branch": "cmd_refs",
-        "reset": "cmd_refs",
-        "tag": "cmd_refs",
-        "untag": "cmd_refs",
-        "annotate": "cmd_refs",
-        "mark": "cmd_refs",
-        "pin": "cmd_pin_forget_gc",
-        "unpin": "cmd_pin_forget_gc",
-        "policy": "cmd_policy",
-        "quota": "cmd_quota",
-        "forget": "cmd_pin_forget_gc",
-        "undo": "cmd_pin_forget_gc",
-        "gc": "cmd_pin_forget_gc",
-    }),
-    "move": ("Move snapshots in, out and elsewhere", {
-        "import": "cmd_import",
-        "export": "cmd_export",
-        "copy": "cmd_copy",
-        "recode": "cmd_recode_tier",
-        "tier": "cmd_recode_tier",
-    }),
-    "trust": ("Sign refs, and check who did", {
-        "keygen": "cmd_sign",
-        "sign": "cmd_sign",
-        "verify": "cmd_sign",
-        "prove": "cmd_prove",
-        "verify-files": "cmd_sign",
-    }),
-    "repair": ("Check and repair", {
-        "fsck": "cmd_fsck",
-        "accept-log": "cmd_init_probe_salvage",
-        "adopt": "cmd_init_probe_salvage",
-        "salvage": "cmd_init_probe_salvage",
-        "probe": "cmd_init_probe_salvage",
-        "doctor": "cmd_doctor",
-    }),
-    "serve": ("Pages, metrics, shells", {
-        "ui": "cmd_ui",
-        "catalog": "cmd_catalog",
-        "exporter": "cmd_exporter",
-        "completion": "cmd_completion",
-    }),
-}  # fmt: skip
-"""Name of a group -> what it is for, and its commands, each with its module, which is loaded when the command is asked for."""
-COMMANDS: Final = {name: module for _, commands in GROUPS.values() for name, module in commands.items()}
+    "save": ("Save and restore", ("init", "put", "get", "watch", "follow", "verify-resume", "staging")),
+    "look": ("Look at what there is", ("log", "show", "diff", "find", "bisect", "usage", "advise", "plan")),
+    "keep": (
+        "Name snapshots, keep them, let them go",
+        ("branch", "reset", "tag", "untag", "annotate", "mark", "pin", "unpin", "policy", "quota", "forget", "undo", "gc"),
+    ),
+    "move": ("Move snapshots in, out and elsewhere", ("import", "export", "copy", "recode", "tier")),
+    "trust": ("Sign refs, and check who did", ("keygen", "sign", "verify", "prove", "verify-files")),
+    "repair": ("Check and repair", ("fsck", "accept-log", "adopt", "salvage", "probe", "doctor")),
+    "serve": ("Pages, metrics, shells", ("ui", "catalog", "exporter", "completion")),
+}
+"""Name of a group -> what it is for, and its commands."""
+_TOGETHER: Final = {
+    "cmd_advise_plan": ("advise", "plan"),
+    "cmd_catalog": ("catalog", "find"),
+    "cmd_init_probe_salvage": ("init", "probe", "accept-log", "adopt", "salvage"),
+    "cmd_log_show_diff": ("log", "show", "diff"),
+    "cmd_pin_forget_gc": ("pin", "unpin", "forget", "undo", "gc"),
+    "cmd_policy_quota": ("policy", "quota"),
+    "cmd_put_get": ("put", "get"),
+    "cmd_recode_tier": ("recode", "tier"),
+    "cmd_refs": ("branch", "reset", "tag", "untag", "annotate", "mark"),
+    "cmd_sign": ("keygen", "sign", "verify", "verify-files"),
+    "cmd_ui_exporter": ("ui", "exporter"),
+    "cmd_watch_follow": ("watch", "follow"),
+}
+_MODULES: Final = {name: module for module, names in _TOGETHER.items() for name in names}
+COMMANDS: Final = {name: _MODULES.get(name, f"cmd_{name.replace('-', '_')}") for _, names in GROUPS.values() for name in names}
+"""Command -> its module, which is loaded when the command is asked for."""
 FIRST: Final = ("init", "put", "get", "log", "show", "diff", "policy", "gc", "fsck", "ui")
 """The commands that a newcomer needs."""
 

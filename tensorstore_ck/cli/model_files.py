@@ -185,9 +185,6 @@ def _is_safetensors(path: str) -> bool:
     raise InvalidOptionError(f"{path}: the name does not say which format it has; use one that ends in {known}", object_id=path)
 
 
-# --- safetensors --------------------------------------------------------------------------------------------------
-
-
 def _safetensors() -> Any:
     try:
         import safetensors.torch  # noqa: PLC0415 - an extra
@@ -236,9 +233,6 @@ def _apart(tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     return apart
 
 
-# --- torch ----------------------------------------------------------------------------------------------------------
-
-
 def _load_torch(path: str) -> LoadedFile:
     import pickle  # noqa: PLC0415 - for the name of the exception alone
     import zipfile  # noqa: PLC0415
@@ -253,7 +247,8 @@ def _load_torch(path: str) -> LoadedFile:
     except pickle.UnpicklingError as exc:
         raise UnsupportedValueError(_refused(path, str(exc)), object_id=path) from exc
     except Exception as exc:  # BLE: torch parses untrusted bytes in Python, and may raise any exception
-        raise CorruptObjectError(f"{path} is not a whole torch file ({_first_line(exc)}): save or get it again", object_id=path) from exc
+        why = (str(exc) or type(exc).__name__).splitlines()[0]
+        raise CorruptObjectError(f"{path} is not a whole torch file ({why}): save or get it again", object_id=path) from exc
 
 
 def _refused(path: str, reason: str) -> str:
@@ -263,13 +258,6 @@ def _refused(path: str, reason: str) -> str:
         f"{path} holds objects that could run code when they are loaded{what}, so only its author can vouch for it: "
         "load it where you trust it, and save state_dict()s and plain values alone; or put them from Python with put_snapshot"
     )
-
-
-def _first_line(exc: Exception) -> str:
-    return (str(exc) or type(exc).__name__).splitlines()[0]
-
-
-# --- writing --------------------------------------------------------------------------------------------------------
 
 
 class _Output:

@@ -107,12 +107,7 @@ class StoreChoice:
         return Store(engine)
 
     def open_engine(
-        self,
-        codec: CodecName = "auto",
-        *,
-        read_only: bool = False,
-        staging: Staging | None = None,
-        config: StoreConfig | None = None,
+        self, codec: CodecName = "auto", *, read_only: bool = False, staging: Staging | None = None, config: StoreConfig | None = None
     ) -> Engine:
         """The engine of the store, for operations that `Store` does not offer; see `engine.opening`."""
         url = self.require_url()

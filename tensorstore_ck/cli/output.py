@@ -12,14 +12,13 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, iso_time
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.redaction import one_line, redacted
 
@@ -91,19 +90,9 @@ def clear_line() -> None:
 
 def _escaped(document: str) -> str:
     """JSON without control characters."""
-    return _NOT_ASCII.sub(lambda match: match[0] if match[0].isprintable() else _json_escape(match[0]), document)
-
-
-def _json_escape(char: str) -> str:
-    return json.dumps(char)[1:-1] if char != "\x7f" else "\\u007f"
-
-
-def iso_time(time_ns: int) -> str:
-    """Nanoseconds since 1970 -> ``2026-01-31T12:00:00Z``."""
-    try:
-        return datetime.fromtimestamp(time_ns // 1_000_000_000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    except (OverflowError, OSError, ValueError):  # the clock was wrong
-        return f"{time_ns} ns"
+    return _NOT_ASCII.sub(lambda match: match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1], document).replace(
+        "\x7f", "\\u007f"
+    )
 
 
 def short_root(root: str | None) -> str:
@@ -172,11 +161,6 @@ def _metric_words(metrics: Mapping[str, float | str], digits: int) -> dict[str, 
 def mark_text(snapshot: "Snapshot") -> str:
     """``bad: reason``, or nothing."""
     return ": ".join(printable(text) for text in (snapshot.mark, snapshot.reason) if text) if snapshot.mark else ""
-
-
-def bad_if_marked(snapshot: "Snapshot") -> Callable[[str], str]:
-    """Colours the row of a snapshot that is marked."""
-    return red if snapshot.mark else str
 
 
 def red(text: str) -> str:
@@ -272,7 +256,7 @@ def snapshot_table(
     }
     for row, snapshot in zip(rows, snapshots, strict=True):
         row[header.index("METRICS")] = texts[snapshot.id]
-    return table(header, rows, right={"STEP", "SIZE", "NEW"}, styles=[bad_if_marked(snapshot) for snapshot in snapshots])
+    return table(header, rows, right={"STEP", "SIZE", "NEW"}, styles=[red if snapshot.mark else str for snapshot in snapshots])
 
 
 def _with_attributes(snapshot: "Snapshot", asked: Sequence[str]) -> Mapping[str, float | str]:

@@ -57,10 +57,7 @@ def _command() -> str | None:
 
 
 def _page(lines: Iterable[str], command: str) -> None:
-    with (
-        _ignoring_ctrl_c(),
-        subprocess.Popen(["/bin/sh", "-c", command], stdin=subprocess.PIPE, env={**_LESS, **os.environ}) as pager,
-    ):
+    with _ignoring_ctrl_c(), subprocess.Popen(["/bin/sh", "-c", command], stdin=subprocess.PIPE, env={**_LESS, **os.environ}) as pager:
         assert pager.stdin is not None
         shown_line = shown if shows_colours() else lambda line: click.unstyle(shown(line))
         with suppress(BrokenPipeError):  # the user has seen enough

@@ -5,7 +5,7 @@ Times: ``90s``, ``10m``, ``1h``, ``30d``, ``2w``. Sizes: ``50GB`` is 50 * 10**9,
 
 import math
 import re
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from tensorstore_ck.errors import InvalidOptionError
@@ -68,3 +68,11 @@ def typed_bytes(count: int) -> str:
         if 1 <= number < 10_000 and number * size == count:
             return f"{number:g} {unit}"
     return human_bytes(count)
+
+
+def iso_time(time_ns: int) -> str:
+    """Nanoseconds since 1970 -> ``2026-01-31T12:00:00Z``."""
+    try:
+        return datetime.fromtimestamp(time_ns // 1_000_000_000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (OverflowError, OSError, ValueError):  # the clock was wrong
+        return f"{time_ns} ns"

@@ -92,10 +92,8 @@ class _Gc:
         truncate_tombstones(self._engine, self._options.tombstone_seconds, still_listed=plan.listed.keys() - self._deleted)
         self._engine.backend.delete([*plan.useless_records, *self._engine.log.spare_checkpoints()])
         fill_reserve(self._engine.backend)
-        planner.live.prune_summaries()
+        planner.live.summaries.prune()
         return self._report(plan, self._deleted, moved, new_bytes)
-
-    # --- check the plan -----------------------------------------------------------------------------------------------
 
     def _refusal(self, plan: GcPlan) -> StoreError | None:
         """Why gc must not carry out the plan."""
@@ -154,8 +152,6 @@ class _Gc:
             self._notes.append(f"the clocks of this host and of {backend.url} were not compared: {exc}")
             return 0
         return abs(self._engine.clock() - modified[0]) // 1_000_000_000 if modified else 0
-
-    # --- carry it out -------------------------------------------------------------------------------------------------
 
     def _condemn(self, plan: GcPlan) -> None:
         """Ends the planned undo windows and pins, unless somebody has undone or extended them; condemns; sweeps what is due.
@@ -251,8 +247,6 @@ class _Gc:
         _logger.debug("delete %s", ", ".join(key.name for key in dead) or "nothing")
         delete(self._engine, dead, ProgressSum(self._progress, "deleting objects", len(dead)).add)
         self._deleted.update(dead)
-
-    # --- report -------------------------------------------------------------------------------------------------------
 
     def _report(
         self,

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.protocol import Backend, finishing
 from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.executor import Executor
 from tensorstore_ck.common.ids import Digest, IdSource, Ulid, block_id
@@ -182,12 +182,8 @@ def copy_packs(
         writer.add_encoded([_encoded(sparse.footer, entry, block) for entry, block in pairs])
         progress(int(sparse.footer.entries["stored"][entries].sum(dtype=np.int64)))
 
-    try:
+    with finishing(writer):
         for_each(_runs(packs), copy, cpu_threads() + 1 if source.is_local else REMOTE_THREADS)
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
     copied = frozenset(sparse.pack for sparse in packs) - problems.keys()
     return CopiedPacks(copied, writer.added, writer.new_bytes, list(problems.values()))
 

@@ -78,7 +78,7 @@ def free_dropped(engine: Engine, ref: str) -> FreedSnapshots:
     rewritten = repack_packs(engine, dropped.live, sparse, mode=None, progress=lambda size: None).packs if sparse else []
     swept = _sweep(engine, dropped.live, objects)
     delete(engine, [key for key in swept if key not in freed])
-    dropped.live.drop_summaries(swept)
+    dropped.live.summaries.drop(swept)
     truncate_tombstones(engine, DEFAULTS.tombstone_seconds)
     fill_reserve(engine.backend)
     return FreedSnapshots(dropped.snapshots, len(swept), len(rewritten))

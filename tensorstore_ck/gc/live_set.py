@@ -6,7 +6,7 @@ so some objects are freed by the next run only.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from tensorstore_ck.common.ids import Ulid
@@ -66,7 +66,7 @@ class LiveSet(RootNeeds):
         self._engine = engine
         self._progress = progress
         self._lock = threading.Lock()
-        self._summaries = SummaryCache(engine.table, part_sizes)
+        self.summaries = SummaryCache(engine.table, part_sizes)
         self._releases: Releases | None = None
         self._relocations: tuple[frozenset[tuple[Ulid, Ulid]], frozenset[Ulid]] = frozenset(), frozenset()
         """(all relocations, doubted maps)"""
@@ -106,7 +106,7 @@ class LiveSet(RootNeeds):
             if info.ulid not in self._snapshots:
                 with suppress(MissingObjectError, CorruptObjectError, SnapshotExpiredError):  # nothing can restore it
                     self._add_snapshot(view, info)
-        self._summaries.flush()
+        self.summaries.flush()
 
     def packs_of(self, view: RefTable, info: SnapshotInfo) -> set[Ulid]:
         """The packs that hold the blocks of a snapshot now. Reads only parts without a cached summary.
@@ -115,7 +115,7 @@ class LiveSet(RootNeeds):
             DamageError: its record, a part or a relocation map cannot be read.
         """
         packs: set[Ulid] = set()
-        for _, summary in read_summaries(self._engine, info, self._summaries):
+        for _, summary in read_summaries(self._engine, info, self.summaries):
             elsewhere = self._relocated.intersection(summary.packs)
             packs |= set(summary.packs) - elsewhere
             packs |= {pack for pack, _, moved in follow(self._engine, view, summary.entries(elsewhere)) if moved is None}
@@ -133,14 +133,6 @@ class LiveSet(RootNeeds):
     def objects(self) -> set[ObjectKey]:
         """All that is needed."""
         return {*self._objects, *(ObjectKey("pack", pack) for pack in self._marks.packs)}
-
-    def drop_summaries(self, keys: Iterable[ObjectKey]) -> None:
-        """Drops the cached data of deleted parts and snapshots."""
-        self._summaries.drop(keys)
-
-    def prune_summaries(self) -> None:
-        """Drops the cached summaries of parts that are gone."""
-        self._summaries.prune()
 
     def _set_relocations(self, view: RefTable, doubted: frozenset[Ulid] = frozenset()) -> None:
         relocations = frozenset(view.all_relocations())
@@ -179,7 +171,7 @@ class LiveSet(RootNeeds):
 
     def _add_snapshot(self, view: RefTable, info: SnapshotInfo) -> None:
         objects = {ObjectKey("snapshot", info.ulid)}
-        for ulid, summary in read_summaries(self._engine, info, self._summaries):
+        for ulid, summary in read_summaries(self._engine, info, self.summaries):
             objects.add(ObjectKey("part", ulid))
             objects |= self._add_part(view, summary)
         with self._lock:

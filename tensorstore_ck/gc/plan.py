@@ -23,7 +23,7 @@ from tensorstore_ck.gc.live_set import LiveSet, RootNeeds
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.pack_counts import PackCounts
 from tensorstore_ck.gc.released import Released, Releases
-from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, forget_command, gc_command, ignore_progress, iso_time, unpin_command
+from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, due_time, forget_command, gc_command, ignore_progress, unpin_command
 from tensorstore_ck.gc.writers import WriterRecords
 from tensorstore_ck.log import FOLDERS, ChildRecord, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold, without_named_parent
 from tensorstore_ck.log.cache import MemoryTable
@@ -59,7 +59,7 @@ class GcPlan(NamedTuple):
 
     def when_old(self, key: ObjectKey) -> str:
         """When a young object is old enough."""
-        return f"by {iso_time(self.listed[key].modified_ns + int(self.options.min_age_seconds * _NS))}"
+        return f"by {due_time(self.listed[key].modified_ns + int(self.options.min_age_seconds * _NS))}"
 
 
 class _Level(NamedTuple):
@@ -154,8 +154,6 @@ class Planner:
         self.live.keep(self._releases)
         self.live.update(current)
 
-    # --- this run -----------------------------------------------------------------------------------------------------
-
     def _plan(self) -> GcPlan:
         options, listed = self._options, self._listed
         self.requests += len(FOLDERS) + len(listed) // 1000
@@ -247,8 +245,6 @@ class Planner:
                 return _Sparse(packs[:number], len(packs) - number)
         return _Sparse(packs, 0)
 
-    # --- later runs ---------------------------------------------------------------------------------------------------
-
     def _freeable(
         self,
         states: Mapping[ObjectKey, ObjectRow],
@@ -272,11 +268,8 @@ class Planner:
         def add(why: str, then_bytes: int, count: int, *, due_ns: int | None, options: GcOptions, before: Iterable[str] = ()) -> None:
             nonlocal freed
             if then_bytes > freed:
-                later.append(
-                    FreedLater(
-                        why=why, bytes=then_bytes - freed, objects=count, due_ns=due_ns, commands=(*before, command(options, then_bytes))
-                    )
-                )
+                commands = (*before, command(options, then_bytes))
+                later.append(FreedLater(why, bytes=then_bytes - freed, objects=count, due_ns=due_ns, commands=commands))
             freed = max(freed, then_bytes)
 
         at_once = replace(self._options, grace_seconds=0.0)
@@ -303,15 +296,8 @@ class Planner:
             add(level.why, then_bytes, len(more), due_ns=due_ns, options=options, before=unpins)
         if rewritable_bytes:
             every = replace(at_once, compact_below=1.0)
-            later.append(
-                FreedLater(
-                    why="packs in use",
-                    bytes=rewritable_bytes,
-                    objects=0,
-                    due_ns=None,
-                    commands=(command(every, now_bytes + rewritable_bytes),),
-                )
-            )
+            commands = (command(every, now_bytes + rewritable_bytes),)
+            later.append(FreedLater("packs in use", bytes=rewritable_bytes, objects=0, due_ns=None, commands=commands))
         forget = self._forget_command() if now_bytes <= 0 and not later else ""
         return Freeable(now_bytes, command(self._options, now_bytes), tuple(later), forget)
 
@@ -350,19 +336,8 @@ def simulate(view: RefTable, ops: Sequence[Op]) -> RefTable:
     with table.batch() as batch:
         for key, value in view.items():
             batch.put(key, value)
-        fold(
-            Entry(
-                n=0,  # what it releases was released long ago
-                prev=ZERO_DIGEST,
-                write_id=bytes(16),
-                time_ns=0,
-                actor="",
-                ops=tuple(ops),
-                hash=ZERO_DIGEST,
-                size_bytes=0,
-            ),
-            batch,
-        )
+        # entry 0: what it releases was released long ago
+        fold(Entry(0, ZERO_DIGEST, bytes(16), 0, actor="", ops=tuple(ops), hash=ZERO_DIGEST, size_bytes=0), batch)
     return RefTable(table, RowsAtHead(head))
 
 

@@ -91,13 +91,5 @@ def recode_snapshots(
         done = repack_packs(engine, live, plan.packs, mode=mode, progress=copied.add, executor=executor)
         rewritten, after, notes = done.packs, done.written_bytes, [*notes, *done.notes]
     packs = tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten)
-    kept = len(candidates) - len(plan.packs)
-    return RecodeReport(
-        dry_run=dry_run,
-        snapshots=chosen,
-        kept=kept,
-        rewritten=packs,
-        before_bytes=sum(map(live_bytes, rewritten)),
-        after_bytes=after,
-        notes=tuple(notes),
-    )
+    kept, before = len(candidates) - len(plan.packs), sum(map(live_bytes, rewritten))
+    return RecodeReport(dry_run, chosen, kept, packs, before_bytes=before, after_bytes=after, notes=tuple(notes))

@@ -46,9 +46,8 @@ class Released(NamedTuple):
             for key, value in view.items():
                 batch.put(key, value)
             for relocation in self.ended:
-                RELOCATIONS.put(
-                    batch, relocation.pack + relocation.moved, RelocationRow(0, relocation.hash, join_ulids(relocation.targets))
-                )
+                row = RelocationRow(0, relocation.hash, join_ulids(relocation.targets))
+                RELOCATIONS.put(batch, relocation.pack + relocation.moved, row)
         return RefTable(table)
 
 
@@ -85,8 +84,6 @@ class Releases:
         young = {row.moved for pack, _ in view.all_relocations() for row in view.relocations(pack) if not self.is_over(row.n)}
         return Released(tuple(snapshots.values()), ended, frozenset(young.union(relocation.moved for relocation in ended)))
 
-    # --- the age of entries -------------------------------------------------------------------------------------------
-
     def _last_old(self) -> int:
         """The last entry that the store has had for the window. Entries are created in order, so those before it are as old."""
         if self._last_old_n is None:  # no `cached_property`: in Python 3.11 it holds one lock for all instances while it computes
@@ -117,8 +114,6 @@ class Releases:
         rows: dict[bytes, bytes | None] = {_seen_key(n): None for n in useless}
         write_rows(table, rows if head_n in seen else rows | {_seen_key(head_n): self._now_ns.to_bytes(16, "big")})
         return old
-
-    # --- what young entries swept -------------------------------------------------------------------------------------
 
     def _swept(self, view: RefTable) -> Iterator[tuple[ObjectKey, int]]:
         """(object, entry) of what was swept, and of what young entries swept before others made the log forget it."""

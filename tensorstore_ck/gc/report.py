@@ -4,12 +4,11 @@ import shlex
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Final
 
 from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, iso_time
 from tensorstore_ck.gc.options import GcOptions
 
 _LOSSES: Final = {
@@ -51,7 +50,7 @@ class FreedLater:
             "pins": "held by pins that expire",
             "packs in use": "at least, in packs that are not sparse enough to rewrite",
         }[self.why]
-        date = "" if self.due_ns is None else f"by {iso_time(self.due_ns)}: "
+        date = "" if self.due_ns is None else f"by {due_time(self.due_ns)}: "
         text = f"{human_bytes(self.bytes)} {'later, ' if date else ''}{date}{reason}"
         if self.is_protected and not early:
             return text
@@ -195,9 +194,6 @@ def unpin_command(url: str, root: str, owner: str) -> str:
     return shlex.join(["tsck", "unpin", root, "--owner", owner, "-s", url])
 
 
-def iso_time(time_ns: int) -> str:
-    """Nanoseconds since 1970 -> ``2026-01-31T12:00:00Z``, rounded up."""
-    try:
-        return datetime.fromtimestamp(-(-time_ns // 1_000_000_000), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    except (OverflowError, OSError, ValueError):  # a clock can say anything
-        return f"{time_ns} ns"
+def due_time(time_ns: int) -> str:
+    """``2026-01-31T12:00:00Z``, rounded up."""
+    return iso_time(time_ns + 999_999_999)

@@ -37,7 +37,10 @@ class SpaceForecast:
         if self.growth_bytes_per_day is not None:
             parts.append(f"grows by {human_bytes(self.growth_bytes_per_day)} a day")
         line = "; ".join(parts)
-        return line if self.full_in_days is None else f"{line}: full in {_days(self.full_in_days)}"
+        if (days := self.full_in_days) is None:
+            return line
+        until = f"{days * 24:.0f} hours" if days < 2 else f"{days:,.0f} days" if days < 3650 else "more than 10 years"
+        return f"{line}: full in {until}"
 
 
 def forecast(held: Iterable[SnapshotInfo], *, space: Space | None, objects: int, objects_bytes: int, now_ns: int) -> SpaceForecast:
@@ -58,7 +61,3 @@ def forecast(held: Iterable[SnapshotInfo], *, space: Space | None, objects: int,
         growth_bytes_per_day=None if growth is None else int(growth),
         full_in_days=min(ends, default=None),
     )
-
-
-def _days(days: float) -> str:
-    return f"{days * 24:.0f} hours" if days < 2 else f"{days:,.0f} days" if days < 3650 else "more than 10 years"

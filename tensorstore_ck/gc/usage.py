@@ -259,8 +259,6 @@ class _Measurement:
         moved.update(ObjectKey("moved", ulid) for ulid in located.moved)
         return distinct_blocks(located.packs, located.extents)
 
-    # --- sums ---------------------------------------------------------------------------------------------------------
-
     def _usage(self) -> Usage:
         refs = {label: self._sums.mask([label]) for label in self._labels if label != UNDO and not label.startswith("pin:")}
         jobs: dict[str, list[str]] = {}

@@ -17,16 +17,7 @@ from tensorstore_ck.gc.exclusive_bytes import ExclusiveBytes
 from tensorstore_ck.gc.roots import UNDO, roots
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.ref_names import is_ref_glob
-from tensorstore_ck.log.retention import (
-    Policy,
-    UnmatchedRuleWarning,
-    Verdict,
-    candidates,
-    expire,
-    policies_of,
-    unmatched_rules,
-    verdicts,
-)
+from tensorstore_ck.log.retention import Policy, UnmatchedRuleWarning, Verdict, candidates, expire, policies_of, unmatched_rules, verdicts
 from tensorstore_ck.log.snapshot import COLUMNS, Snapshot
 
 
@@ -163,12 +154,7 @@ def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
 
 
 def retain(
-    engine: Engine,
-    refs: Sequence[str] = (),
-    *,
-    dry_run: bool = False,
-    rules: Mapping[str, object] | None = None,
-    glob: str | None = None,
+    engine: Engine, refs: Sequence[str] = (), *, dry_run: bool = False, rules: Mapping[str, object] | None = None, glob: str | None = None
 ) -> RetentionReport:
     """Removes from histories what the policies do not keep, in one log entry for all branches: see `Store.apply_policies`.
 
@@ -244,20 +230,11 @@ def _report(
         counted.add(verdict.info.ulid)
         return frees.get(verdict.info.ulid, 0)
 
-    return RetentionReport(
-        dry_run,
-        tuple(
-            BranchVerdicts(
-                ref,
-                tuple(of_branch[ref]),
-                tuple(
-                    SnapshotVerdict(Snapshot.from_info(verdict.info), verdict.stays, verdict.why, freed(verdict))
-                    for verdict in verdicts_of_ref
-                ),
-            )
-            for ref, verdicts_of_ref in judged.items()
-        ),
-    )
+    def row(verdict: Verdict) -> SnapshotVerdict:
+        return SnapshotVerdict(Snapshot.from_info(verdict.info), verdict.stays, verdict.why, freed(verdict))
+
+    branches = (BranchVerdicts(ref, tuple(of_branch[ref]), tuple(map(row, of_ref))) for ref, of_ref in judged.items())
+    return RetentionReport(dry_run, tuple(branches))
 
 
 def _freed(engine: Engine, view: RefTable, going: set[tuple[str, Ulid]]) -> dict[Ulid, int]:

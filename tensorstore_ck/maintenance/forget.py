@@ -186,14 +186,6 @@ def _forgotten(view: RefTable, windows: Sequence[UndoWindow], held: Mapping[Ulid
     for window in windows:
         infos = [info for ulid in dict.fromkeys(move.ulid for move in window.moves) if (info := view.snapshot(ulid)) is not None]
         held_by = {ulid_text(info.ulid): tuple(label for label in held.get(info.ulid, ()) if label != UNDO) for info in infos}
-        removed.append(
-            Forgotten(
-                entry=window.n,
-                ref=window.name,
-                kind=window.kind,
-                time_ns=window.time_ns,
-                snapshots=tuple(map(Snapshot.from_info, infos)),
-                held_by=held_by,
-            )
-        )
+        snapshots = tuple(map(Snapshot.from_info, infos))
+        removed.append(Forgotten(window.n, window.name, window.kind, window.time_ns, snapshots=snapshots, held_by=held_by))
     return tuple(removed)

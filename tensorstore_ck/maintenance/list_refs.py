@@ -1,4 +1,4 @@
-"""Lists refs, pins and the history of branches. Functions of the engine: they know no session."""
+"""Lists refs and the history of branches. Functions of the engine: they know no session."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.log import BranchMove, RefTable, SnapshotInfo
 from tensorstore_ck.log.address import resolve
-from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, pinned_snapshots
+from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.log.snapshot_log import SnapshotLog, SnapshotsByName
 from tensorstore_ck.log.training_line import training_line
 
@@ -79,8 +79,3 @@ def _by_name(view: RefTable, ulids: Mapping[str, Ulid]) -> SnapshotsByName:
     """The snapshots; one for all names that lead to it, as anybody can make thousands of branches of one with a thousand metrics."""
     made = {ulid: Snapshot.from_info(info) for ulid in {*ulids.values()} if (info := view.snapshot(ulid)) is not None}
     return SnapshotsByName({name: made[ulid] for name, ulid in ulids.items() if ulid in made})
-
-
-def pins(engine: Engine) -> tuple[PinnedSnapshot, ...]:
-    """Every pin."""
-    return pinned_snapshots(engine.log.readable_view())

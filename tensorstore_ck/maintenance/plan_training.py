@@ -5,7 +5,7 @@ Built on `optimal_interval` for the interval and on `log.retention` for what a p
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.errors import InvalidOptionError
@@ -190,20 +190,8 @@ def _kept(plan: TrainingPlan, saves: int, period: float) -> int:
     infos = []
     for number in range(1, saves + 1):
         ulid, root, time_ns = Ulid(number.to_bytes(16, "big")), Digest(number.to_bytes(32, "big")), int(number * period * _NS)
-        info = SnapshotInfo(
-            ulid=ulid,
-            root=root,
-            record=root,
-            parent=None,
-            ref="run",
-            step=None,
-            n=number,
-            time_ns=time_ns,
-            metrics={},
-            logical_bytes=0,
-            new_bytes=0,
-        )
-        infos.append(info)
+        of_snapshot: dict[str, Any] = {"ulid": ulid, "root": root, "record": root, "parent": None, "ref": "run", "step": None, "n": number}
+        infos.append(SnapshotInfo(**of_snapshot, time_ns=time_ns, metrics={}, logical_bytes=0, new_bytes=0))
     verdicts = choose([KeepCandidate(info) for info in infos], [policy], infos[-1].time_ns if infos else 0)
     return sum(verdict.stays for verdict in verdicts)
 

@@ -15,13 +15,7 @@ from tensorstore_ck.common.signing_keys import public_text
 from tensorstore_ck.common.similar_names import similar_names
 from tensorstore_ck.common.user_frames import short_errors, user_stacklevel
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.errors import (
-    CorruptObjectError,
-    InvalidOptionError,
-    MissingExtraError,
-    NotFoundError,
-    UntrustedError,
-)
+from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MissingExtraError, NotFoundError, UntrustedError
 from tensorstore_ck.format.block_assignment import decode_regions, regions_of_rank, writers_of
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.part_index import RegionBytes

@@ -1,10 +1,10 @@
-"""Sets, removes and shows quotas."""
+"""Sets and removes quotas."""
 
 from tensorstore_ck.common.units import parse_bytes
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.log import Op, RefTable
-from tensorstore_ck.log.quota import Quota, all_quotas
+from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.ref_names import is_ref_glob
 
 
@@ -31,8 +31,3 @@ def remove_quota(engine: Engine, glob: str) -> None:
         return [Op.quota(glob, None, None)]
 
     engine.log.append(build)
-
-
-def quotas(engine: Engine) -> dict[str, Quota]:
-    """Glob -> quota."""
-    return all_quotas(engine.log.newest_view())

@@ -9,12 +9,13 @@ from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.units import parse_rate
 from tensorstore_ck.common.user_frames import short_store_errors
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import InputError, StoreError
 from tensorstore_ck.events import Callback
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log.maintenance_outcome import RunOutcome, last_runs
-from tensorstore_ck.log.quota import Quota
-from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails
+from tensorstore_ck.log.quota import Quota, all_quotas
+from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails, pinned_snapshots
 from tensorstore_ck.log.snapshot_log import SnapshotLog, SnapshotsByName
 from tensorstore_ck.maintenance import forget as forgetting
 from tensorstore_ck.maintenance import list_refs
@@ -480,9 +481,9 @@ class ReadOnlyStore:
             MismatchError: a glob fits nothing.
             DamageError: stored data is damaged.
         """
-        from tensorstore_ck.maintenance.describe import statistics  # noqa: PLC0415
+        from tensorstore_ck.state.statistics import tensor_statistics  # noqa: PLC0415
 
-        return statistics(self.engine, self.engine.resolve(address).info, select, bins)
+        return tensor_statistics(open_snapshot(self.engine, self.engine.resolve(address).info), select, bins)
 
     def change_statistics(self, old: str, new: str, select: Sequence[str] | None = None) -> "list[ChangeStatistics]":
         """How much each differing tensor changed between two snapshots. The largest relative change comes first; tensors that were
@@ -500,9 +501,12 @@ class ReadOnlyStore:
             MismatchError: a glob fits nothing.
             DamageError: stored data is damaged.
         """
-        from tensorstore_ck.maintenance.describe import change_statistics  # noqa: PLC0415
+        from tensorstore_ck.maintenance.describe import diff_snapshots  # noqa: PLC0415
+        from tensorstore_ck.state.statistics import change_statistics  # noqa: PLC0415
 
-        return change_statistics(self.engine, self.engine.resolve(old).info, self.engine.resolve(new).info, select)
+        one, two = self.engine.resolve(old).info, self.engine.resolve(new).info
+        changed = [change.name for change in diff_snapshots(self.engine, one, two).tensors]
+        return change_statistics(open_snapshot(self.engine, one), open_snapshot(self.engine, two), changed, select)
 
     def find_nan(self, address: str, select: Sequence[str] | None = None) -> str | None:
         """The name of a snapshot's first tensor that has a NaN or an infinity; None if no tensor has one. Reads no tensor after it.
@@ -515,9 +519,9 @@ class ReadOnlyStore:
             MismatchError: a glob fits nothing.
             DamageError: stored data is damaged.
         """
-        from tensorstore_ck.maintenance.describe import find_nan  # noqa: PLC0415
+        from tensorstore_ck.state.statistics import first_not_finite  # noqa: PLC0415
 
-        return find_nan(self.engine, self.engine.resolve(address).info, select)
+        return first_not_finite(open_snapshot(self.engine, self.engine.resolve(address).info), select)
 
     def usage(self, *, per_snapshot: bool = False, progress: "GcProgress | None" = None) -> "Usage":
         """Logical, unique, stored, shared and exclusive bytes, per ref, job and pack, and in all; reads no tensor data.
@@ -594,7 +598,7 @@ class ReadOnlyStore:
 
     def pins(self) -> tuple[PinnedSnapshot, ...]:
         """Every pin."""
-        return list_refs.pins(self.engine)
+        return pinned_snapshots(self.engine.log.readable_view())
 
     def policies(self) -> "dict[str, Policy]":
         """Glob -> policy."""
@@ -604,9 +608,7 @@ class ReadOnlyStore:
 
     def quotas(self) -> dict[str, Quota]:
         """Glob -> quota, with what is used of it."""
-        from tensorstore_ck.maintenance.quotas import quotas  # noqa: PLC0415
-
-        return quotas(self.engine)
+        return all_quotas(self.engine.log.newest_view())
 
     def explain_retention(self, ref: str) -> dict[str, tuple[str, ...]]:
         """Id of each snapshot of a branch -> the tags, pins and rules that keep it. Ignores limits of bytes.

@@ -16,10 +16,8 @@ ref.py                the page of a branch: charts, graph, saves
 lineage.py            the saves of a branch: which lead to its head, and which it left behind
 series.py             what its charts draw, as JSON
 graph.py              its graph
-saves.py              its saves, a page at a time
 space.py              what holds a store's bytes, and how it grew
 health.py             last runs, a check on request, marks, and where packs lie
-what_if.py            what a policy would keep and free
 snapshot.py           the page of one snapshot
 catalog_snapshots.py  a snapshot by its address, and what the catalog knows of it
 snapshot_content.py   the content of a snapshot: its tables, read once

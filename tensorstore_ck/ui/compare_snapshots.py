@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from sqlalchemy import select
@@ -109,10 +110,8 @@ def _overlay(pages: Pages, store: StoreKey, pair: Pair, drawn: Sequence[str]) ->
     """What overlays.js draws: the branches of both snapshots, the old one's in another colour, and where the snapshots are."""
     colours = {"old": (pair.old, 2), "new": (pair.new, 1)}
     sides = {snapshot.ref: (snapshot, colour) for snapshot, colour in colours.values()}
-    lines = [
-        {"name": ref, "series": pages.link("ref/series", store, name=ref, metric=drawn), "colour": colour}
-        for ref, (_, colour) in sides.items()
-    ]
+    series = partial(pages.link, "ref/series", store, metric=drawn)
+    lines = [{"name": ref, "series": series(name=ref), "colour": colour} for ref, (_, colour) in sides.items()]
     marks = [{"step": snapshot.step, "colour": colour} for snapshot, colour in colours.values() if snapshot.step is not None]
     return {"lines": lines, "marks": marks}
 

@@ -1,7 +1,6 @@
 """The differences between two snapshots, by their tables; and by how much tensors changed, which reads them. Both in the background."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -136,10 +135,7 @@ def read_changes(pages: Pages, store: StoreKey, pair: Pair, group: str, patience
                 old, new = ({name: side[name] for name in batch if name in side} for side in (before, after))
                 changes += changes_of(old, new, changed)
                 done += sum(map(read_bytes, batch))
-        return Changes(tuple(_sorted(changes)))
+        changes.sort(key=lambda change: (not (change.nan or change.inf), KINDS.index(change.kind), -(change.relative_change or 0.0)))
+        return Changes(tuple(changes))
 
     return looks.read_once(store.uuid, f"changes {pair.kind} {group}", work, patience_seconds)
-
-
-def _sorted(changes: "Iterable[ChangeStatistics]") -> "list[ChangeStatistics]":
-    return sorted(changes, key=lambda change: (not (change.nan or change.inf), KINDS.index(change.kind), -(change.relative_change or 0.0)))

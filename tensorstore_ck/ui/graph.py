@@ -4,7 +4,7 @@ A run of saves without labels is one edge, so that a long history has few rows.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from sqlalchemy import Connection, select
@@ -134,14 +134,17 @@ def _rows(tracks: list[_Track], labels: Mapping[str, list[Label]]) -> list[Graph
     number = {save.id: row for row, (save, _) in enumerate(shown)}
     ends = [_end(track, number) for track in tracks]
     _assign_columns(tracks, number, ends)
-    rows = []
-    for save, track in shown:
-        rows.append(
-            GraphRow(
-                save=save, track=track.at, labels=tuple(labels.get(save.ulid, ())), is_abandoned=track.is_abandoned, below=track.below(save)
-            )
+    return [
+        GraphRow(
+            save=save,
+            track=track.at,
+            labels=tuple(labels.get(save.ulid, ())),
+            is_abandoned=track.is_abandoned,
+            below=track.below(save),
+            lines=tuple(_lines(at, tracks, number, ends)),
         )
-    return [replace(row, lines=tuple(_lines(at, tracks, number, ends))) for at, row in enumerate(rows)]
+        for at, (save, track) in enumerate(shown)
+    ]
 
 
 def _end(track: _Track, number: Mapping[int, int]) -> int:

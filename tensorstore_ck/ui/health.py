@@ -11,7 +11,7 @@ from sqlalchemy import Connection, func, select
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from tensorstore_ck.catalog.last_runs import last_runs
+from tensorstore_ck.catalog.branch_health import last_runs
 from tensorstore_ck.catalog.schema import gc_runs, policies, snapshots
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.units import human_bytes
@@ -121,9 +121,7 @@ def read_runs(connection: Connection, store: StoreKey) -> tuple[RunRow, ...]:
     newest = select(gc_runs).where(gc_runs.c.store_id == store.store_id).order_by(gc_runs.c.n.desc()).limit(1)
     row = connection.execute(newest).one_or_none()
     if row is not None and "gc" not in noted:
-        runs.append(
-            RunRow(run="gc", time_ns=row.time_ns, is_ok=True, outcome="ok", details=f"packs freed: {row.swept_packs:,}", actor=row.actor)
-        )
+        runs.append(RunRow("gc", row.time_ns, True, "ok", details=f"packs freed: {row.swept_packs:,}", actor=row.actor))
     return tuple(runs)
 
 

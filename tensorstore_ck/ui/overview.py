@@ -9,8 +9,7 @@ from sqlalchemy import Connection, func, select
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tensorstore_ck.catalog.last_runs import last_runs
-from tensorstore_ck.catalog.save_intervals import LATE, finished_refs, usual_interval
+from tensorstore_ck.catalog.branch_health import LATE, finished_refs, last_runs, usual_interval
 from tensorstore_ck.catalog.schema import gc_runs, jobs, snapshots, stores
 from tensorstore_ck.log.maintenance_outcome import RunOutcome
 from tensorstore_ck.ui.pages import Pages, page_number

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from sqlalchemy import Connection, func, select
 from starlette.requests import Request
@@ -12,10 +12,10 @@ from starlette.responses import RedirectResponse, Response
 from tensorstore_ck.catalog.current_refs import STATES
 from tensorstore_ck.catalog.schema import jobs, metrics, pins, refs, snapshots, tags
 from tensorstore_ck.errors import NotFoundError, StoreError
+from tensorstore_ck.ui.catalog_snapshots import CatalogSnapshot
 from tensorstore_ck.ui.graph import ROW, Label, read_graph
-from tensorstore_ck.ui.lineage import read_lineage
+from tensorstore_ck.ui.lineage import Lineage, read_lineage
 from tensorstore_ck.ui.pages import Pages, asked, page_number
-from tensorstore_ck.ui.saves import Wanted, read_saves
 from tensorstore_ck.ui.series import MAX_METRICS, read_notes
 from tensorstore_ck.ui.sources import StoreKey
 
@@ -42,6 +42,74 @@ class Facts:
     puts: int
     processes: int
     new_bytes: int
+
+
+PAGE_ROWS: Final = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The requested page of saves."""
+
+    store_id: int
+    state: str
+    """``live``, ``forgotten`` or ``gone``; empty: all."""
+    number: int
+    """From 1 on."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRow:
+    """A snapshot that was saved to the branch."""
+
+    snapshot: CatalogSnapshot
+    is_abandoned: bool
+    metrics: Mapping[str, float]
+    labels: tuple[Label, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavesPage:
+    """Saves, newest first."""
+
+    rows: tuple[SaveRow, ...]
+    count: int
+    """Saves on all pages."""
+
+    @property
+    def pages(self) -> int:
+        """Number of pages; one at least."""
+        return max(1, math.ceil(self.count / PAGE_ROWS))
+
+
+def read_saves(
+    connection: Connection, lineage: Lineage, labels: Mapping[str, list[Label]], columns: Sequence[str], wanted: Wanted
+) -> SavesPage:
+    """A page of saves, with the metrics in `columns`. `labels`: ULID -> tags and pins."""
+    abandoned = {save.id for run in lineage.abandoned for save in run}
+    conditions: list[Any] = [snapshots.c.ref == lineage.ref, snapshots.c.store_id == wanted.store_id]
+    if wanted.state:
+        conditions.append(snapshots.c.state == wanted.state)
+    count = connection.execute(select(func.count()).select_from(snapshots).where(*conditions)).scalar_one()
+    order = select(snapshots.c.id).where(*conditions).order_by(snapshots.c.id.desc())
+    ids = list(connection.execute(order.offset((wanted.number - 1) * PAGE_ROWS).limit(PAGE_ROWS)).scalars())
+    values: dict[int, dict[str, float]] = {}
+    asked_values = select(metrics.c.snapshot, metrics.c.name, metrics.c.value).where(
+        metrics.c.snapshot.in_(ids), metrics.c.name.in_(columns)
+    )
+    for at, metric, value in connection.execute(asked_values):
+        values.setdefault(at, {})[metric] = math.nan if value is None else value
+    rows = connection.execute(select(snapshots).where(snapshots.c.id.in_(ids)).order_by(snapshots.c.id.desc()))
+    save_rows = tuple(
+        SaveRow(
+            snapshot=CatalogSnapshot.of(row),
+            is_abandoned=row.id in abandoned,
+            metrics=values.get(row.id, {}),
+            labels=tuple(label for label in labels.get(row.ulid, ()) if label.kind != "mark"),
+        )
+        for row in rows
+    )
+    return SavesPage(save_rows, count)
 
 
 def page(pages: Pages, request: Request) -> Response:

@@ -93,9 +93,6 @@ def _at(save: Save, numbers: Mapping[int, int]) -> int:
     return numbers[save.id] if save.step is None else save.step
 
 
-# --- what happened ----------------------------------------------------------------------------------------------------
-
-
 def read_notes(connection: Connection, store_id: int, lineage: Lineage) -> list[Json]:
     """The notes on a chart's axis, of saves with a step."""
     saves = _in_order(lineage)
@@ -110,11 +107,8 @@ def read_notes(connection: Connection, store_id: int, lineage: Lineage) -> list[
         if ulid in by_ulid:
             notes.append(_note("pin", by_ulid[ulid], f"pinned by {owner}{': ' if reason else ''}{reason}"))
     kinds = dict.fromkeys(note["kind"] for note in notes)
-    newest = [
-        note
-        for kind in kinds
-        for note in [candidate for candidate in notes if candidate["kind"] == kind and candidate["step"] is not None][-MAX_NOTES:]
-    ]
+    stepped = [note for note in notes if note["step"] is not None]
+    newest = [note for kind in kinds for note in [each for each in stepped if each["kind"] == kind][-MAX_NOTES:]]
     return sorted(newest, key=lambda note: note["step"])
 
 

@@ -1,6 +1,7 @@
 """The page of a store's space: what holds its bytes, how it grew, and what a policy would free."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
@@ -11,12 +12,15 @@ from starlette.responses import RedirectResponse, Response
 
 from tensorstore_ck.catalog.schema import policies, snapshots
 from tensorstore_ck.common.prices import GB
+from tensorstore_ck.errors import StoreError
 from tensorstore_ck.gc.usage import Usage
 from tensorstore_ck.gc.usage_costs import usage_costs
+from tensorstore_ck.log.ref_names import is_ref_glob
+from tensorstore_ck.log.retention import parse_rule
+from tensorstore_ck.maintenance.apply_policies import BranchVerdicts, RetentionReport, SnapshotVerdict
 from tensorstore_ck.ui.background import Progress
 from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.sources import StoreKey
-from tensorstore_ck.ui.what_if import Trial, try_rules
 
 KIND: Final = "usage"
 """The kind of the background read."""
@@ -69,6 +73,74 @@ class Growth:
         return [[*self.seconds], [*self.total_bytes]]
 
 
+RULES: Final = (
+    ("keep_last", "Newest", "5"),
+    ("keep_every", "Each multiple of steps", "1000"),
+    ("keep_every_seconds", "One in each period", "6h"),
+    ("keep_best", "Best of a metric", "3:val_loss:min"),
+    ("keep_steps", "These steps", "1000,5000"),
+    ("keep_epochs", "Each multiple of epochs", "5"),
+    ("keep_triggers", "What triggers saved", "every_epochs"),
+    ("keep_milestones", "Milestones", "no"),
+    ("keep_first", "The first", "yes"),
+    ("keep_younger", "Younger than", "7d"),
+    ("expire_after", "Limit: age", "30d"),
+    ("max_bytes", "Limit: bytes", "2TB"),
+)
+"""Name, what it keeps, and an example."""
+MAX_CHARS: Final = 4000
+"""The most characters of a rule."""
+MAX_ROWS: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Rules, and what they would do."""
+
+    glob: str
+    rules: Mapping[str, str]
+    """As they were typed."""
+    error: str = ""
+    report: RetentionReport | None = None
+    command: str = ""
+    """The command that sets these rules as a policy."""
+
+    @property
+    def fields(self) -> list[tuple[str, str, str, str]]:
+        """The form: name, label, example, value."""
+        return [(name, label, example, self.rules.get(name, "")) for name, label, example in RULES]
+
+    @property
+    def branches(self) -> tuple[BranchVerdicts, ...]:
+        """The branches, those that would lose the most snapshots first."""
+        branches = self.report.branches if self.report is not None else ()
+        return tuple(sorted(branches, key=lambda branch: -sum(not snapshot.stays for snapshot in branch.snapshots)))
+
+    def verdicts(self, *, stays: bool) -> list[tuple[str, SnapshotVerdict]]:
+        """Branch and verdict of what stays or goes, the newest of each branch first."""
+        return [(branch.ref, verdict) for branch in self.branches for verdict in reversed(branch.snapshots) if verdict.stays is stays]
+
+
+def try_rules(pages: Pages, store: StoreKey, query: Mapping[str, str]) -> Trial:
+    """The effect that the rules in a query would have; the empty form if it has none."""
+    glob = query.get("branches", "").strip()
+    rules = {name: text for name, _, _ in RULES if (text := query.get(name, "").strip())}
+    if "branches" not in query:
+        return Trial("*", {})
+    if not is_ref_glob(glob):
+        return Trial(glob, rules, f"{glob!r} matches no branch: write a name, with * for any characters, such as runs/*")
+    too_long = next((name for name, text in rules.items() if len(text) > MAX_CHARS), None)
+    if too_long is not None:
+        return Trial(glob, {}, f"{too_long} is longer than {MAX_CHARS:,} characters")
+    try:
+        parsed = {name: parse_rule(name, text) for name, text in rules.items()}
+        report = pages.sources.open(store).apply_policies(dry_run=True, rules=parsed, glob=glob)
+    except StoreError as exc:
+        return Trial(glob, rules, str(exc))
+    words = [f"{name}={text}" for name, text in rules.items()]
+    return Trial(glob=glob, rules=rules, error="", report=report, command=pages.command(store, "policy", "set", glob, *words))
+
+
 def page(pages: Pages, request: Request) -> Response:
     """The page; with ``measure=yes`` in the query it measures first."""
     store = pages.store_of(request)
@@ -82,7 +154,8 @@ def page(pages: Pages, request: Request) -> Response:
     read = pages.sources.background.read(store.uuid, KIND)
     usage = read.result if isinstance(read.result, Usage) else None
     with pages.sources.catalog.reading() as connection:
-        growth, globs = read_growth(connection, store), read_globs(connection, store)
+        growth = read_growth(connection, store)
+        globs = connection.execute(select(policies.c.glob).where(policies.c.store_id == store.store_id).order_by("glob")).scalars().all()
     trial = try_rules(pages, store, request.query_params)
     refs = sorted(usage.refs, key=lambda ref: -ref.stored_bytes) if usage is not None else []
     return pages.render(
@@ -142,8 +215,3 @@ def read_growth(connection: Connection, store: StoreKey, now_ns: int | None = No
         tuple(accumulate(int(item) for item in sizes)),
         tuple((name, int(connection.execute(item).scalar() or 0)) for name, item in recent),
     )
-
-
-def read_globs(connection: Connection, store: StoreKey) -> tuple[str, ...]:
-    """The policies that are set."""
-    return tuple(connection.execute(select(policies.c.glob).where(policies.c.store_id == store.store_id).order_by("glob")).scalars())

@@ -132,9 +132,6 @@ def bars_of(histogram: "Histogram") -> list[Bar]:
         if count:
             height = max(LEAST, HEIGHT * count / most)
             title = f"{count:,} from {histogram.edges[number]:.6g} to {histogram.edges[number + 1]:.6g}"
-            bars.append(
-                Bar(
-                    x=round(number * width, 2), y=round(HEIGHT - height, 2), width=round(width - 1, 2), height=round(height, 2), title=title
-                )
-            )
+            x, y, wide, high = (round(size, 2) for size in (number * width, HEIGHT - height, width - 1, height))
+            bars.append(Bar(x, y, wide, high, title=title))
     return bars

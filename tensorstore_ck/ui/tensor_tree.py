@@ -93,21 +93,10 @@ def tensor_tree(details: SnapshotDetails, costs: Mapping[str, GroupCost]) -> Ten
             group = child
             group.count += 1
             group.size_bytes += size_bytes
-        cost = costs.get(path)
-        codecs = codecs_text(cost) if cost is not None else ""
-        stored = cost.stored_bytes if cost is not None else None
-        group.children.append(
-            TensorRow(
-                path=path,
-                name=name,
-                dtype=dtype,
-                shape=shape,
-                size_bytes=size_bytes,
-                stored_bytes=stored,
-                codecs=codecs,
-                placement=details.placements.get(path, ""),
-            )
-        )
+        cost, placement = costs.get(path), details.placements.get(path, "")
+        codecs, stored = (codecs_text(cost), cost.stored_bytes) if cost is not None else ("", None)
+        row = TensorRow(path, name, dtype, shape, size_bytes=size_bytes, stored_bytes=stored, codecs=codecs, placement=placement)
+        group.children.append(row)
     return tree
 
 

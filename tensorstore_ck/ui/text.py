@@ -2,12 +2,12 @@
 
 import math
 import re
-from datetime import UTC, datetime
 from typing import Final
 
 from markupsafe import Markup, escape
 
 from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS
+from tensorstore_ck.common.units import iso_time
 
 _UNITS: Final = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 NONE: Final = "\N{EN DASH}"
@@ -15,12 +15,7 @@ NONE: Final = "\N{EN DASH}"
 
 def time_text(time_ns: int | None) -> str:
     """``2026-01-31 12:00:00``, in UTC; a dash for None."""
-    if time_ns is None:
-        return NONE
-    try:
-        return datetime.fromtimestamp(time_ns // 1_000_000_000, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    except (OverflowError, OSError, ValueError):  # the clock was wrong
-        return f"{time_ns} ns"
+    return NONE if time_ns is None else iso_time(time_ns).replace("T", " ").removesuffix("Z")
 
 
 def duration_text(duration_ns: int) -> str:

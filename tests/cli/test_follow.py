@@ -50,7 +50,7 @@ def test_it_warns_once_while_the_store_does_not_answer(
         if len(slept) == 2:
             assert history("reset", "runs/gpt", "runs/gpt~1").code == 0
 
-    monkeypatch.setattr("tensorstore_ck.cli.cmd_follow.time.sleep", save_at_the_third)
+    monkeypatch.setattr("tensorstore_ck.cli.cmd_watch_follow.time.sleep", save_at_the_third)
     done = history(*FOLLOW, "--count", "2", "--poll", "5s")
     assert done.code == 0
     assert done.err.count("stays as it is until the store answers: no route to the store") == 1

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from tensorstore_ck.cli import output
-from tensorstore_ck.cli.output import counted, emit, facts, iso_time, metrics_text, printable, snapshot_table, table
-from tensorstore_ck.common.units import human_bytes, parse_rate
+from tensorstore_ck.cli.output import counted, emit, facts, metrics_text, printable, snapshot_table, table
+from tensorstore_ck.common.units import human_bytes, iso_time, parse_rate
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log.snapshot import Snapshot
 

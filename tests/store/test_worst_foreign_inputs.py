@@ -253,7 +253,7 @@ DECODERS: Final[dict[str, str]] = {
     "backend/cold/owner_marker.py": ROWS,
     "backend/staging/claims.py": "4,096 bytes",
     "backend/staging/upload_journal.py": ROWS,
-    "catalog/last_runs.py": "two rows of the catalog for each store",
+    "catalog/branch_health.py": "two rows of the catalog for each store",
     "cli/options.py": OWN,
     "common/folder_identity.py": "the kernel's",
     "common/foreign_text.py": ROWS,

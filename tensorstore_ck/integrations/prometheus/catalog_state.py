@@ -6,8 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Table, and_, func, select
 
-from tensorstore_ck.catalog.last_runs import last_runs
-from tensorstore_ck.catalog.save_intervals import finished_refs, usual_interval
+from tensorstore_ck.catalog.branch_health import finished_refs, last_runs, usual_interval
 from tensorstore_ck.catalog.schema import gc_runs, jobs, pins, quotas, refs, snapshots, stores, tags
 from tensorstore_ck.log.maintenance_outcome import RunOutcome
 from tensorstore_ck.log.quota import Quota

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.protocol import Backend, finishing
 from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.ids import Digest, IdSource, Ulid, block_id
 from tensorstore_ck.common.rate_limit import RateLimit
@@ -122,13 +122,9 @@ def copy_piece(
             read_bytes += size
         advance(sum(block.raw_bytes for block in encoded))
 
-    try:
+    with finishing(writer):
         runs = _runs(piece.blocks, RUN_BYTES if pace is None else pace.run_bytes)
         for_each(runs, copy, cpu_threads() + 1 if is_local else REMOTE_THREADS, failed=failed)
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
     return Copied(writer.added, read_bytes, writer.new_bytes)
 
 

@@ -132,8 +132,6 @@ class _Copy:
             warnings=tuple(dict.fromkeys(self._warnings)),
         )
 
-    # --- plan ---------------------------------------------------------------------------------------------------------
-
     def _plan(self, view: RefTable, name: str, kind: str) -> _RefPlan:
         tag = view.tag_row(name)
         held = [move.ulid for move in view.moves(name, newest_first=False)] if kind == "branch" else [] if tag is None else [tag.ulid]
@@ -164,8 +162,6 @@ class _Copy:
             return True
         _require_free(self._to, name, self._target.backend.url)
         return False
-
-    # --- copy ---------------------------------------------------------------------------------------------------------
 
     def _copy(self, plan: _RefPlan) -> CopiedRef:
         copied_before, error = self._meter.snapshots, plan.error
@@ -304,8 +300,7 @@ def _require_free(view: RefTable, name: str, url: str) -> None:
         renamed = f"`tsck branch NAME {name} -s {where}` and `tsck forget {name} -s {where}`"
         advice = f"`tsck untag {name} -s {where}`" if kind == "tag" else f"keep the branch under another name with {renamed}"
         raise ConflictError(
-            f"tag {name!r} was not copied: in {url} {what}; tags never move. To take the source's: {advice}, and copy again",
-            object_id=name,
+            f"tag {name!r} was not copied: in {url} {what}; tags never move. To take the source's: {advice}, and copy again", object_id=name
         )
 
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from tensorstore_ck.backend.protocol import finishing
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.executor import Executor
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
@@ -251,10 +252,6 @@ def copy_decoded(
         writer.add([raw], lambda _: BlockEncoding(Encoder("fast").encode_tensor(raw, elements_in(location.codec, head))))
         advance(len(raw))
 
-    try:
+    with finishing(writer):
         for_each(located, copy, cpu_threads())
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
     return Copied(writer.added, sum(extent.stored for location in located.values() for extent in chain_of(location)), writer.new_bytes)

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
+from tensorstore_ck.common.batches import batches
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.units import human_bytes
@@ -123,9 +124,6 @@ def _forms(contents: SnapshotContents) -> list[object]:
     return [(list(layout.tensors), layout.tree, list(layout.storages)) for layout in layouts]
 
 
-# --- tensors ------------------------------------------------------------------------------------------------------------
-
-
 _Changed = dict[tuple[SnapshotReader, int], int]
 """(reader of the new snapshot, tensor) -> bytes of its blocks that differ."""
 
@@ -168,9 +166,7 @@ def _tensor_changes(old: SnapshotContents, new: SnapshotContents, changed: _Chan
     for name, tensor in new.tensors.items():
         known_tensor = before.pop(name, None)
         if known_tensor is None:
-            changes.append(
-                TensorChange(name=name, change="added", old=None, new=tensor_form(tensor.spec), changed_bytes=tensor.spec.size_bytes)
-            )
+            changes.append(TensorChange(name, "added", None, tensor_form(tensor.spec), changed_bytes=tensor.spec.size_bytes))
             continue
         is_same_form = tensor.spec[1:] == known_tensor.spec[1:]
         known = changed.get((tensor.reader, tensor.number))
@@ -179,20 +175,9 @@ def _tensor_changes(old: SnapshotContents, new: SnapshotContents, changed: _Chan
         else:
             changed_bytes = _changed_bytes(known_tensor, tensor) if is_same_form else _new_bytes(known_tensor, tensor)
         if changed_bytes or not is_same_form:
-            changes.append(
-                TensorChange(
-                    name=name,
-                    change="changed",
-                    old=tensor_form(known_tensor.spec),
-                    new=tensor_form(tensor.spec),
-                    changed_bytes=changed_bytes,
-                )
-            )
-    changes += [
-        TensorChange(name=name, change="removed", old=tensor_form(tensor.spec), new=None, changed_bytes=0)
-        for name, tensor in before.items()
-    ]
-    return changes
+            old_form, new_form = tensor_form(known_tensor.spec), tensor_form(tensor.spec)
+            changes.append(TensorChange(name, "changed", old_form, new_form, changed_bytes=changed_bytes))
+    return changes + [TensorChange(name, "removed", tensor_form(tensor.spec), None, changed_bytes=0) for name, tensor in before.items()]
 
 
 def _is_same_place(one: Tensor, two: Tensor, old: SnapshotContents, new: SnapshotContents) -> bool:
@@ -233,25 +218,14 @@ def _changed_bytes(old: Tensor, new: Tensor) -> int:
             changed_bytes += _differing(same.content, block.content)
         elif same.content != block.content:
             changed_bytes += block.size_bytes
-    return changed_bytes + sum(_read_changed_bytes(old, new, blocks) for blocks in _batches(unknown))
+    pieces = batches(unknown, lambda block: block.size_bytes, COMPARE_BYTES)
+    return changed_bytes + sum(_read_changed_bytes(old, new, blocks) for blocks in pieces)
 
 
 def _new_bytes(old: Tensor, new: Tensor) -> int:
     """Bytes of the blocks of `new` whose content is not in `old`."""
     known = {block.content for block in blocks_of(old)}
     return sum(block.size_bytes for block in blocks_of(new) if block.content not in known)
-
-
-def _batches(blocks: Sequence[TensorBlock]) -> Iterator[list[TensorBlock]]:
-    batch, size_bytes = list[TensorBlock](), 0
-    for block in blocks:
-        batch.append(block)
-        size_bytes += block.size_bytes
-        if size_bytes >= COMPARE_BYTES:
-            yield batch
-            batch, size_bytes = [], 0
-    if batch:
-        yield batch
 
 
 def _read_changed_bytes(old: Tensor, new: Tensor, blocks: Sequence[TensorBlock]) -> int:
@@ -279,9 +253,6 @@ def _read(tensor: Tensor, blocks: Sequence[TensorBlock]) -> memoryview:
 
 def _differing(one: Buffer, two: Buffer) -> int:
     return int(np.count_nonzero(np.frombuffer(one, np.uint8) != np.frombuffer(two, np.uint8)))
-
-
-# --- values ------------------------------------------------------------------------------------------------------------
 
 
 def _value_changes(old: SnapshotContents, new: SnapshotContents) -> list[ValueChange]:

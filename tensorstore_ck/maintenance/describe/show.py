@@ -40,7 +40,8 @@ class GroupCosts:
             group = self._groups.setdefault(self._group_of(prefix + spec.name), _Group())
             for held in plan.of(number):
                 if held.is_inline:
-                    group.add_inline(sum(held.lengths))
+                    group.raw_bytes += sum(held.lengths)
+                    group.stored_bytes += sum(held.lengths)
                     continue
                 extents = locations.extents[held.rows.start : held.rows.stop]
                 ids = map(part.block_id, held.rows)
@@ -57,10 +58,6 @@ class _Group:
         self.raw_bytes = self.stored_bytes = 0
         self.codecs: Counter[str] = Counter()
         self._seen: set[Digest] = set()
-
-    def add_inline(self, size_bytes: int) -> None:
-        self.raw_bytes += size_bytes
-        self.stored_bytes += size_bytes
 
     def add(self, blocks: Iterable[tuple[Digest, int, int, int]]) -> None:
         for block, raw, stored, codec in blocks:

@@ -8,13 +8,11 @@ check_log.py           the log and its checkpoints
 read_only_engine.py    an engine at the log as it was checked
 check_snapshot.py      one snapshot: record, parts, layout, extents
 affected.py            the tensors that damage affects
-check_markers.py       the markers of cold locations
-check_modes.py         who may use the files of a store in a folder
+check_storage.py       modes of files, markers of cold locations, unfinished uploads
 check_packs.py         footers, and known bad blocks
 check_data.py          reads every stored byte, in pieces
 noted_reads.py         read errors, after which repair marks nothing
 marked_damaged.py      snapshots that repair marked as damaged
-unfinished_uploads.py  finds and aborts old multipart uploads
 freeable.py            when gc frees unreferenced objects
 block_tables.py        tables of blocks, and where they have copies
 repairable.py          whether and how damage can be repaired
@@ -25,10 +23,10 @@ rebuild_packs.py       packs
 good_copies.py         verified blocks from other packs and other stores
 """
 
+from tensorstore_ck.maintenance.fsck.check_storage import abort_stale_uploads
 from tensorstore_ck.maintenance.fsck.check_store import run_fsck
 from tensorstore_ck.maintenance.fsck.findings import Finding, FsckReport
 from tensorstore_ck.maintenance.fsck.options import FsckOptions
 from tensorstore_ck.maintenance.fsck.repair import RepairReport, run_repair
-from tensorstore_ck.maintenance.fsck.unfinished_uploads import abort_stale_uploads
 
 __all__ = ["Finding", "FsckOptions", "FsckReport", "RepairReport", "abort_stale_uploads", "run_fsck", "run_repair"]

@@ -138,7 +138,7 @@ class DataCheck:
         self._engine = engine
         self._packs = packs
         self._deadline_ns = None if options.max_seconds is None else started_ns + int(options.max_seconds * 1e9)
-        self._verified = LastVerified(engine.table, packs.listed)
+        self.verified = LastVerified(engine.table, packs.listed)
         self._left: dict[Ulid, int] = {}
         self.chosen = self._choose(options, suspects) if chosen is None else chosen
         """Packs to read, in order."""
@@ -149,16 +149,6 @@ class DataCheck:
         self.packs = 0
         """Packs that were read completely."""
         self.is_out_of_time = False
-
-    @property
-    def never_verified(self) -> int:
-        """Packs that this host never verified."""
-        return self._verified.never()
-
-    @property
-    def oldest_verified_ns(self) -> int | None:
-        """The earliest of the packs' last verifications; None if there is none."""
-        return self._verified.oldest_ns()
 
     def run(self, advance: Callable[[int], None], executor: Executor | None = None) -> None:
         """Checks the chosen packs until the deadline; notes damaged blocks in `packs`."""
@@ -171,7 +161,7 @@ class DataCheck:
                     self._take(result)
                     advance(result.read_bytes)
         finally:
-            self._verified.flush()
+            self.verified.flush()
 
     def read_also(self, packs: list[Ulid]) -> None:
         """Reads these packs now, also after the deadline."""
@@ -191,13 +181,13 @@ class DataCheck:
 
     def _choose(self, options: FsckOptions, suspects: Collection[Ulid]) -> list[Ulid]:
         listed = self._packs.listed
-        chosen = sorted(listed.keys() & {*self._verified.damaged(), *suspects})
+        chosen = sorted(listed.keys() & {*self.verified.damaged(), *suspects})
         if not options.reads_data:
             return chosen
         first = frozenset(chosen)
         wanted_bytes = (options.sample_fraction or 1) * sum(pack.size_bytes for pack in listed.values())
         wanted_bytes -= sum(listed[pack].size_bytes for pack in chosen)
-        for pack in self._verified.order():
+        for pack in self.verified.order():
             if pack in first:
                 continue
             if wanted_bytes <= 0 and options.sample_fraction is not None:
@@ -233,7 +223,7 @@ class DataCheck:
         self.packs += 1
         if pack not in self._packs.problems:
             self.read.add(pack)
-        self._verified.note(pack, self._packs.listed[pack].size_bytes, self._engine.clock() if is_sound else None)
+        self.verified.note(pack, self._packs.listed[pack].size_bytes, self._engine.clock() if is_sound else None)
 
 
 def _cut(entries: Rows, size_bytes: int) -> Iterator[Rows]:

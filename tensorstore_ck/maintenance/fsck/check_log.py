@@ -133,8 +133,6 @@ class _LogChecker:
         self._fold_instead(range(self._check.last + 1, MAX_NUMBER))
         return self._check
 
-    # --- entries ------------------------------------------------------------------------------------------------------
-
     def _list_entries(self) -> list[int]:
         pattern = re.compile(rf"{re.escape(self._prefix)}/([0-9]{{17}})/(\1[0-9]{{3}})")
         numbers = []
@@ -211,8 +209,6 @@ class _LogChecker:
             with self._check.table.batch() as batch:
                 for entry in self._fill[n]:
                     fold(entry, batch)
-
-    # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def _list_checkpoints(self) -> set[int]:
         listed = set()

@@ -108,16 +108,7 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
         layout_rows = slice(0, int(part.blobs["blocks"][0]))
         if misfit is not None and not any(problem.rows[layout_rows].any() for problem in problems):
             damages.append(Damage(kind_of(misfit), misfit.object_id or part_name(ulid), str(misfit), tuple(hits.names_of_lost(rank))))
-        damages += [
-            Damage(
-                kind=problem.kind,
-                object=problem.object,
-                message=problem.message,
-                names=tuple(hits.names(part, problem.rows)),
-                blocks=problem.blocks,
-            )
-            for problem in problems
-        ]
+        damages += [Damage(it.kind, it.object, it.message, tuple(hits.names(part, it.rows)), blocks=it.blocks) for it in problems]
     damages += [damage._replace(names=tuple(hits.names_of_lost(rank))) for rank, damage in lost.items()]
     return SnapshotCheck(damages=damages, needs=frozenset(needs), object_bytes=size, is_complete=not lost, anchor=anchor)
 

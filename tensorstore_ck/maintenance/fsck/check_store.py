@@ -38,10 +38,9 @@ from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copie
 from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_log
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, LogProblem, cache_problem, check_log, heads_seen, host_head, host_saw_more
-from tensorstore_ck.maintenance.fsck.check_markers import check_markers
-from tensorstore_ck.maintenance.fsck.check_modes import check_modes
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, describe_hit, merge_damages, parts_of
+from tensorstore_ck.maintenance.fsck.check_storage import check_markers, check_modes, stale_uploads
 from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, Findings, FsckReport, Severity, kind_of, object_problem
 from tensorstore_ck.maintenance.fsck.freeable import FreeableObjects, why_unreferenced
 from tensorstore_ck.maintenance.fsck.marked_damaged import check_marks, packs_of_marked
@@ -56,7 +55,6 @@ from tensorstore_ck.maintenance.fsck.repairable import (
     relocations_in_force,
     repair_command,
 )
-from tensorstore_ck.maintenance.fsck.unfinished_uploads import stale_uploads
 
 _KIND_OF: Final = {folder: kind for kind, folder in FOLDERS.items()}
 
@@ -176,13 +174,11 @@ class Fsck:
             blocks=packs.blocks,
             data_bytes=data.read_bytes,
             read_packs=data.packs,
-            never_verified=data.never_verified,
-            oldest_verified_ns=data.oldest_verified_ns,
+            never_verified=data.verified.never(),
+            oldest_verified_ns=data.verified.oldest_ns(),
             out_of_time=data.is_out_of_time,
             freeable=None if self._broken else self._freeing.freeable,  # gc refuses a broken log
         )
-
-    # --- configuration and log ----------------------------------------------------------------------------------------
 
     def _check_config(self) -> None:
         problem = config_problem(self.engine)
@@ -213,8 +209,6 @@ class Fsck:
         """The problem if the log is empty and was not."""
         sign, name = sign_of_lost_log(self._backend, self.engine.config.log), self.engine.log.chain.name(1)
         return None if sign is None else LogProblem("broken_log", name, str(lost_log(name, self._backend.url, sign)))
-
-    # --- snapshots and packs ------------------------------------------------------------------------------------------
 
     def _list(self) -> None:
         config = self.engine.config
@@ -323,8 +317,6 @@ class Fsck:
             parts = readable_parts(self.at_log, self.listed["part"])
             self._rebuilt[relocation.moved] = rebuild_moved(self.packs, relocation, parts)
         return self._rebuilt[relocation.moved]
-
-    # --- leftovers ----------------------------------------------------------------------------------------------------
 
     def _check_leftovers(self) -> None:
         in_force = relocations_in_force(self.log.view)

@@ -178,15 +178,8 @@ class Findings:
         with self._lock:
             ordered = sorted(self._found.items(), key=lambda item: (item[1].severity != "error", item[0]))
         return tuple(
-            Finding(
-                kind=kind,
-                object=name,
-                message=naming_store(gathered.message, url),
-                hits=_hits(gathered),
-                repairable=gathered.repairable,
-                severity=gathered.severity,
-            )
-            for (name, kind), gathered in ordered
+            Finding(kind, name, naming_store(it.message, url), _hits(it), repairable=it.repairable, severity=it.severity)
+            for (name, kind), it in ordered
         )
 
 

@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from tensorstore_ck.backend.protocol import finishing
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import locate_blocks
@@ -149,8 +150,6 @@ class PartRebuilder:
         view = self._engine.log.view()
         return any(view.object_state(key) is not None for key in objects)
 
-    # --- content ------------------------------------------------------------------------------------------------------
-
     def _from_copy(self, name: str) -> bytes:
         if self._other is None:
             raise MissingObjectError(f"there is no other store to copy {name} from", object_id=name)
@@ -190,8 +189,6 @@ class PartRebuilder:
                     return empty
         return None
 
-    # --- block locations ----------------------------------------------------------------------------------------------
-
     def _publish(self, info: SnapshotInfo, record: Record, parts: Sequence[tuple[Ulid, CompactedPack | None]]) -> None:
         """Writes a record that names rebuilt parts, and commits their relocations."""
         self.overwrite(ObjectKey("snapshot", info.ulid), record.encode())
@@ -230,18 +227,13 @@ class PartRebuilder:
             if copy.pack in self._safe and int(copy.row[0]["codec"]) not in CODECS_WITH_BASES
         }
         source = BlockSource(self._engine.backend, self._packs, self._other, [block for block in ids if block not in safe])
-        writer = PackWriter(self._engine.backend, self._engine.new_id, lambda _: {})
-        try:
+        with finishing(PackWriter(self._engine.backend, self._engine.new_id, lambda _: {})) as writer:
             for block in ids:
                 if block not in safe:
                     stored = source.get(block)
                     if stored is None:
                         raise MissingObjectError(f"block {block.hex()} has no good copy", object_id=block.hex())
                     writer.add_encoded([EncodedBlock(block, stored.codec, (stored.stored,), stored.raw_bytes)])
-            writer.close()
-        except BaseException:
-            writer.abort()
-            raise
         return {block: _location(safe[block]) if block in safe else writer.location(block) for block in ids}
 
 

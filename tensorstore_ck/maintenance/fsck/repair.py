@@ -20,10 +20,9 @@ from tensorstore_ck.log import Head, ObjectKey, Op, RefTable, Relocation, Snapsh
 from tensorstore_ck.maintenance.fsck.check_config import is_log_lost, is_of_log, repair_config
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, heads_seen, host_saw_more
-from tensorstore_ck.maintenance.fsck.check_markers import repair_markers
-from tensorstore_ck.maintenance.fsck.check_modes import repair_modes
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, placed_parts
+from tensorstore_ck.maintenance.fsck.check_storage import repair_markers, repair_modes
 from tensorstore_ck.maintenance.fsck.check_store import Fsck
 from tensorstore_ck.maintenance.fsck.findings import DAMAGED, UNREADABLE, Finding, FsckReport
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore, open_other
@@ -146,8 +145,6 @@ class _Repair:
     def _all_repaired(self) -> tuple[Repaired, ...]:
         return tuple(Repaired(name, how) for name, how in sorted(self._repaired.items()))
 
-    # --- store.json, log, checkpoints, cache --------------------------------------------------------------------------
-
     def _repair_log(self, fsck: Fsck, seen: Collection[Head]) -> Fsck:
         if repair_config(self._engine, self._other_engine):
             self._repaired["store.json"] = "written again"
@@ -168,8 +165,6 @@ class _Repair:
         is_damaged = is_damaged or is_of_log(self._engine.backend, self._engine.config) is False
         is_damaged = is_damaged or (not log.last and is_log_lost(self._engine.backend, self._engine.config))
         return is_damaged or any(host_saw_more(log, head, self._engine.log.chain) is not None for head in seen)
-
-    # --- records, parts, relocation maps ------------------------------------------------------------------------------
 
     def _repair_objects(self, fsck: Fsck) -> bool:
         """Repairs damaged small objects; whether any was repaired, or another check is needed."""
@@ -224,8 +219,6 @@ class _Repair:
         safe = frozenset(key.ulid for key in fsck.needed if key.kind == "pack") - fsck.hit.packs.keys()
         return PartRebuilder(self._engine, fsck.packs, fsck.listed, self._other, safe=safe, anchor=fsck.anchor)
 
-    # --- packs --------------------------------------------------------------------------------------------------------
-
     def _repair_packs(self, fsck: Fsck) -> bool:
         """Rebuilds packs with damaged blocks or footers; whether any block was saved."""
         damaged = {pack for pack in {*fsck.hit.packs, *fsck.packs.problems} - self._made if pack_name(pack) not in self._repaired}
@@ -246,8 +239,6 @@ class _Repair:
                 rest = f"; {outcome.lost} blocks have no good copy" if outcome.lost else ""
                 self._repaired[pack_name(outcome.pack)] = f"{outcome.blocks} blocks are in a new pack{rest}"
         return any(outcome.blocks for outcome in outcomes)
-
-    # --- marks --------------------------------------------------------------------------------------------------------
 
     def _mark(self, fsck: Fsck) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Marks snapshots that are still damaged, and removes the marks of sound ones."""

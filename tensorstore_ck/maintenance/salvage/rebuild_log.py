@@ -61,19 +61,7 @@ class NewLog:
         with self._table.batch() as batch:
             for make in makes:
                 made = make(RefTable(batch), n)
-                fold(
-                    Entry(
-                        n=n,
-                        prev=ZERO_DIGEST,
-                        write_id=bytes(16),
-                        time_ns=time_ns,
-                        actor="",
-                        ops=tuple(made),
-                        hash=ZERO_DIGEST,
-                        size_bytes=0,
-                    ),
-                    batch,
-                )
+                fold(Entry(n, ZERO_DIGEST, bytes(16), time_ns, actor="", ops=tuple(made), hash=ZERO_DIGEST, size_bytes=0), batch)
                 ops += made
         if ops:
             self.entries.append((time_ns, ops))
@@ -124,8 +112,6 @@ class _EventReplay:
             self._new.add(quota.time_ns, [_fixed(Op.quota(glob, quota.warn_bytes, quota.refuse_bytes))])
         return self._new
 
-    # --- first: relocations and puts ----------------------------------------------------------------------------------
-
     def _relocate(self) -> None:
         """Relocations in their old order, one new entry per old one: of several for a pack, readers use the newest first."""
         for url in sorted(set(self._kept.locations.values())):
@@ -151,8 +137,6 @@ class _EventReplay:
         refs = sorted({info.ref for info in self._kept.doubtful})
         for at in range(0, len(refs), REFS_AN_ENTRY):
             self._new.add(self._now_ns, [_fixed(*(Op.expire(ref, None) for ref in refs[at : at + REFS_AN_ENTRY]))])
-
-    # --- effects of the old entries -----------------------------------------------------------------------------------
 
     def _all_moves(self) -> Iterator[tuple[str, BranchMove]]:
         """Moves of branches, including undoable ones."""
@@ -191,8 +175,6 @@ class _EventReplay:
                 time_ns = self._now_ns if self._kept.are_entries_lost else window.time_ns
                 make = _untag if window.kind == TAG else _forget
                 yield _Event(window.n, time_ns, False, partial(make, window._replace(moves=moves)))
-
-    # --- last ---------------------------------------------------------------------------------------------------------
 
     def _hold_the_rest(self) -> None:
         """After lost entries the rest may be contradictory, such as a tag that was made twice: holds kept snapshots that are unheld."""

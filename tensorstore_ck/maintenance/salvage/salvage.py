@@ -201,8 +201,6 @@ class _Salvage:
         self._backend.replace(CONFIG_NAME, config.encode())
         return self._report(config.log, log.view, held, [])
 
-    # --- surviving objects --------------------------------------------------------------------------------------------
-
     def _read_config(self, *, dry_run: bool) -> tuple[StoreConfig, bytes | None]:
         """The configuration, a new one if it is lost; and the UUID that the log began with, if known."""
         data = b""
@@ -314,8 +312,6 @@ class _Salvage:
                 )
             )
         return fill
-
-    # --- the new log --------------------------------------------------------------------------------------------------
 
     def _write(self, config: StoreConfig, new: NewLog) -> None:
         """Writes the new log with the times of the old entries, and verifies its fold."""

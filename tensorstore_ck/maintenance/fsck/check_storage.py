@@ -1,0 +1,90 @@
+"""Checks and repairs what is around the objects: modes of files, markers of cold locations, unfinished uploads."""
+
+import os
+import stat
+from typing import Final
+
+from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
+from tensorstore_ck.backend.cold.owner_marker import MARKER_NAME
+from tensorstore_ck.backend.local_modes import files_unlike_root
+from tensorstore_ck.backend.probe import PROBE_FOLDER
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.store_config import CONFIG_NAME
+from tensorstore_ck.log import store_folders
+from tensorstore_ck.maintenance.fsck.findings import Findings
+from tensorstore_ck.maintenance.fsck.repairable import repair_command
+
+MODE: Final = "mode"
+"""Kind of the finding; a notice, since nothing is lost."""
+
+
+def check_modes(backend: Backend, findings: Findings) -> None:
+    """Adds one finding for all files and folders, named by the first."""
+    names = _unlike_root(backend)
+    if names:
+        root, more = os.stat(backend.url), len(names) - 1
+        which = f"this and {more:,} more files and folders lack" if more else "this file or folder lacks"
+        findings.add(
+            MODE,
+            names[0],
+            f"{which} the mode and group of {backend.url} "
+            f"({stat.filemode(root.st_mode)}, group {root.st_gid}), so not the same users may use them: {repair_command()}, run by root or "
+            "by each owner, changes that",
+            severity="notice",
+            repairable=True,
+        )
+
+
+def repair_modes(backend: Backend) -> dict[str, str]:
+    """Gives them the mode and group of the root folder, as far as this user may: name of the first -> what was done."""
+    done = _unlike_root(backend, change=True)
+    return {done[0]: f"{len(done):,} modes and groups set to those of the root folder"} if done else {}
+
+
+def _unlike_root(backend: Backend, *, change: bool = False) -> list[str]:
+    if not backend.is_local or not os.path.isdir(backend.url):
+        return []
+    return files_unlike_root(backend.url, [CONFIG_NAME, *store_folders(backend)], change=change)
+
+
+_CLAIM: Final = "if no copy of this store's files uses that location, `tsck tier --claim-locations` writes it again"
+
+
+def check_markers(placed: ColdTierBackend, findings: Findings) -> None:
+    """Adds the damaged markers. Raises `PlaceUnavailableError` if a location cannot be used."""
+    for url, marker in placed.markers().items():
+        if marker.is_damaged:
+            is_ours = marker.owner is not None
+            advice = f"{repair_command()} writes it again" if is_ours else _CLAIM
+            findings.add(CorruptObjectError.kind, marker_at(url), f"it was damaged; {advice}", repairable=is_ours)
+
+
+def repair_markers(placed: ColdTierBackend) -> list[str]:
+    """Writes again what `check_markers` reports as repairable; returns their names."""
+    return [marker_at(url) for url in placed.rewrite_damaged_markers()]
+
+
+def marker_at(url: str) -> str:
+    """Its name in reports."""
+    return f"{url.partition('?')[0]}/{MARKER_NAME}"
+
+
+STALE_SECONDS: Final = 24 * 3600
+_NS: Final = 1_000_000_000
+
+
+def stale_uploads(engine: Engine, older_than_seconds: int = STALE_SECONDS) -> list[str]:
+    """Names of unfinished writes that are older than this."""
+    before_ns = engine.clock() - older_than_seconds * _NS
+    listed = engine.backend.list_uploads([*store_folders(engine.backend), PROBE_FOLDER])
+    return [upload.name for upload in listed if upload.modified_ns < before_ns]
+
+
+def abort_stale_uploads(engine: Engine, older_than_seconds: int = STALE_SECONDS) -> list[str]:
+    """Aborts them; returns their names."""
+    names = stale_uploads(engine, older_than_seconds)
+    for name in names:
+        engine.backend.abort_upload(name)
+    return names
