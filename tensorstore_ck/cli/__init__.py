@@ -21,6 +21,7 @@ plot.py               curves, as text and as PNG
 hints.py              completes the commands in messages
 debug_log.py          TSCK_DEBUG=1: what was decided, and why, in a file
 standard_streams.py   stdout and stderr that are closed, full or broken
+dask_cluster.py       the cluster that `--dask` names, for commands whose work it can do
 allowed_locations.py  the user's file of allowed locations for moved packs
 """
 

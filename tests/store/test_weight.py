@@ -42,26 +42,26 @@ ASYNC_SHARE = 1.15
 """How many times the calls of `put_snapshot` an asynchronous one may take."""
 
 MOST_LINES = {
-    "backend": 6000,
+    "backend": 6100,
     "catalog": 2300,
     "chunker": 100,
-    "cli": 6200,
+    "cli": 6000,
     "common": 3200,
     "engine": 5200,
     "errors": 400,
     "events": 300,
     "feed": 1100,
     "format": 5000,
-    "gc": 3600,
+    "gc": 3500,
     "integrations": 20300,
     "log": 7200,
-    "maintenance": 7900,
+    "maintenance": 7700,
     "redaction": 200,
     "session": 11200,
     "state": 7000,
     "store": 1800,
     "training": 5000,
-    "ui": 4200,
+    "ui": 4100,
 }
 """Of the Python files of each area, rounded up to hundreds."""
 MOST_LINES_A_FILE = 399
