@@ -111,9 +111,6 @@ class FsspecBackend:
             raise CorruptObjectError(f"{name} ends at {offset + len(data)}, before byte {end}", object_id=name)
         target[:] = data
 
-    def read_ahead(self, name: str, offset: int, size: int) -> None:
-        """Nothing: each read is a request of its own."""
-
     def size(self, name: str) -> int:
         path = self._path(name)
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Final
 
 from tensorstore_ck.backend.local_direct_writer import DirectWriter
-from tensorstore_ck.backend.local_io import read_file, read_range, regular_size, start_reading, try_again, use_direct, write_at
+from tensorstore_ck.backend.local_io import read_file, read_range, regular_size, try_again, use_direct, write_at
 from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner, make_folder
 from tensorstore_ck.backend.local_writer import LocalWriter
 from tensorstore_ck.backend.object_names import check_name, check_prefix
@@ -31,6 +31,7 @@ from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, InvalidUrlError, UnsafeBackendError
 
 TEMPORARY_PREFIX: Final = ".tmp-"
+
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_HARD_LINKS: Final = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -76,9 +77,6 @@ class LocalBackend:
             raise store_error(exc, "read", name) from exc
         if count < len(target):
             raise CorruptObjectError(f"{name} ends at {offset + count}, before byte {offset + len(target)}", object_id=name)
-
-    def read_ahead(self, name: str, offset: int, size: int) -> None:
-        start_reading(self._path(name), self._at, offset, size)
 
     def size(self, name: str) -> int:
         path = self._path(name)

@@ -8,7 +8,6 @@ read fails (ESTALE, EIO), and the next one, with a new handle, succeeds. EIO of 
 reads are tried again: a failed write or fsync is final.
 """
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -124,20 +123,6 @@ def read_range(path: str, dir_fd: int | None, offset: int, target: memoryview) -
         return read_at(fd, target, offset)
     finally:
         os.close(fd)
-
-
-def start_reading(path: str, dir_fd: int | None, offset: int, size: int) -> None:
-    """Asks the kernel to read a range of a file into the page cache, if it can; does not wait.
-
-    Requests are then large and in the order of the file, and the disk has several, while cores hash: reads alone wait for each of theirs.
-    """
-    if hasattr(os, "posix_fadvise"):  # not on macOS
-        with contextlib.suppress(OSError):  # the read itself reports it
-            fd = os.open(path, _READ, dir_fd=dir_fd)
-            try:
-                os.posix_fadvise(fd, offset, size, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(fd)
 
 
 def regular_size(status: os.stat_result, name: str) -> int:

@@ -42,9 +42,6 @@ class MemoryBackend:
             raise CorruptObjectError(f"{name} ends at {len(data)}, before byte {offset + len(target)}", object_id=name)
         target[:] = memoryview(data)[offset : offset + len(target)]
 
-    def read_ahead(self, name: str, offset: int, size: int) -> None:
-        """Nothing."""
-
     def size(self, name: str) -> int:
         return len(self._data(name))
 

@@ -88,9 +88,6 @@ class Backend(Protocol):
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """Fills `target` (writable, contiguous, bytes) from `offset`; a shorter object is a `CorruptObjectError`."""
 
-    def read_ahead(self, name: str, offset: int, size: int) -> None:
-        """Says that a range will be read soon. May do nothing; returns at once, and raises nothing where there is no such range."""
-
     def size(self, name: str) -> int:
         """The object's size in bytes."""
 

@@ -95,9 +95,6 @@ class S3Backend:
         if count < len(target):
             raise CorruptObjectError(f"{name} ends at {offset + count}, before byte {offset + len(target)}", object_id=name)
 
-    def read_ahead(self, name: str, offset: int, size: int) -> None:
-        """Nothing: each read is a request of its own."""
-
     def size(self, name: str) -> int:
         return int(self._requests.call("look at", name, "head_object", Key=self._key(name))["ContentLength"])
 

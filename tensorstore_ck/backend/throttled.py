@@ -93,11 +93,6 @@ class ThrottledBackend:
         if done < len(target) or not done:
             self._inner.read_into(name, offset + done, target[done:])
 
-    def read_ahead(self, name: str, offset: int, size: int) -> None:
-        """Nothing where reads wait: it would not."""
-        if self._reads is None or self._reads.rate == math.inf:
-            self._inner.read_ahead(name, offset, size)
-
     def put(self, name: str, data: Buffer) -> None:
         """Waits, then writes."""
         self._admit_write(name, len(data))

@@ -57,9 +57,6 @@ class HostCache:
                     return
         self._inner.read_into(name, offset, target)
 
-    def read_ahead(self, name: str, offset: int, size: int) -> None:
-        """Nothing: the folder may have it."""
-
     def distrust(self, name: str) -> bool:
         """The bytes read for a pack were wrong: its files are removed. Returns whether there were any."""
         found, pack = False, name.rpartition("/")[2]

@@ -83,9 +83,6 @@ class ReadThroughBackend:
                 self.folder.copies.keep(name, data)
         return data
 
-    def read_ahead(self, name: str, offset: int, size: int) -> None:
-        """Nothing: the folder may have it."""
-
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         self._of_thread.distrust_host.pop(name, None)
         if not self._reads_locally(name):

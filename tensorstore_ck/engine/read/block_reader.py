@@ -1,7 +1,7 @@
 """Reads blocks that parts name, and verifies each before its bytes count.
 
-Reads are sorted by pack and offset, announced to the backend, merged where the blocks are small or the backend is remote, and go straight
-into the caller's memory where a block is stored raw. A block that is wanted several times is fetched once. Knows nothing of tensors.
+Reads are sorted by pack and offset, merged where the blocks are small or the backend is remote, and go straight into the caller's
+memory where a block is stored raw. A block that is wanted several times is fetched once. Knows nothing of tensors.
 """
 
 import logging
@@ -40,8 +40,6 @@ read and hashed a block at a time, while a block is in the core's cache."""
 RUNS_A_THREAD: Final = 4
 """The least number of runs for each thread, if there are enough blocks: so that all threads end at about the same time."""
 MAX_GAP_BYTES: Final = 1 << 16
-AHEAD_BYTES: Final = 64 << 20
-"""Of what is not drawn yet, the backend knows between half of this and all."""
 REMOTE_THREADS: Final = 8
 DISK_QUEUE: Final = 2
 """Reads that wait for the disk while all cores hash: 0.5 instead of 1.1 s for 1 GiB that is not in the page cache."""
@@ -85,10 +83,17 @@ def wanted_blocks(source: OpenPart, rows: range, start: int, target: ByteTarget)
     places = source.places
     for row, extent in zip(rows, places.extents[rows.start : rows.stop].tolist(), strict=True):
         pack, _, offset, stored, raw, _, codec, _ = extent
-        pack_id = places.packs[pack]
         wanted.append(
             WantedBlock(
-                source=source, row=row, pack=pack_id, offset=offset, stored=stored, raw=raw, codec=codec, start=start, target=target
+                source=source,
+                row=row,
+                pack=places.packs[pack],
+                offset=offset,
+                stored=stored,
+                raw=raw,
+                codec=codec,
+                start=start,
+                target=target,
             )
         )
         start += raw
@@ -168,39 +173,17 @@ def read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
         if engine.on_read is not None:
             engine.on_read(sum(block.raw for block in run))
 
-    for_each(_read_ahead(engine.backend, runs), fetch, min(threads, len(runs)))
+    for_each(runs, fetch, min(threads, len(runs)))
     if roundings:  # their masters are most likely restored by now
         at_hand |= _in_place(wanted)
         for_each(roundings, fetch, min(threads, len(roundings)))
 
 
-def _read_ahead(backend: Backend, runs: Sequence[list[WantedBlock]]) -> Iterator[list[WantedBlock]]:
-    """The runs; the backend was told of each, and of those after it. Neighbours are told at once."""
-    told, ahead_bytes = 0, 0
-    for run in runs:
-        while told < len(runs) and ahead_bytes <= AHEAD_BYTES // 2:
-            begin = told
-            while told < len(runs) and ahead_bytes < AHEAD_BYTES and (told == begin or _is_near(runs[told - 1][-1], runs[told][0])):
-                ahead_bytes += _span_bytes(runs[told])
-                told += 1
-            first, last = runs[begin][0], runs[told - 1][-1]
-            backend.read_ahead(pack_name(first.pack), first.offset, _span_bytes((first, last)))
-        ahead_bytes -= _span_bytes(run)
-        yield run
-
-
-def _span_bytes(run: Sequence[WantedBlock]) -> int:
-    return run[-1].offset + run[-1].stored - run[0].offset
-
-
-def _is_near(block: WantedBlock, later: WantedBlock) -> bool:
-    return block.pack == later.pack and 0 <= later.offset - block.offset - block.stored <= MAX_GAP_BYTES
-
-
 def _fetch(engine: Engine, run: list[WantedBlock], buffers: threading.local) -> None:
     """Reads one merged range, verifies each block in it, and delivers it."""
-    first, size = run[0], _span_bytes(run)
+    first, last = run[0], run[-1]
     name = pack_name(first.pack)
+    size = last.offset + last.stored - first.offset
     if _is_straight(run) and _fetch_straight(engine, run, name):
         return
     buffer = getattr(buffers, "buffer", None)
@@ -244,7 +227,7 @@ def _is_in_one_place(run: Sequence[WantedBlock]) -> bool:
 
 def _fetch_straight(engine: Engine, run: Sequence[WantedBlock], name: str) -> bool:
     """Reads a straight run into its destination, or to where that takes it from fastest; returns False if there is no such memory."""
-    first, size_bytes = run[0], _span_bytes(run)
+    first, size_bytes = run[0], run[-1].offset + run[-1].raw - run[0].offset
     memory = first.target.memory()
     if memory is None:
         place = first.target.window(size_bytes)
@@ -254,7 +237,8 @@ def _fetch_straight(engine: Engine, run: Sequence[WantedBlock], name: str) -> bo
         return False
     for piece in _pieces(run) if engine.backend.is_local else [run]:
         begin = piece[0].offset - first.offset
-        engine.backend.read_into(name, piece[0].offset, place[begin : begin + _span_bytes(piece)])
+        end = piece[-1].offset + piece[-1].raw - first.offset
+        engine.backend.read_into(name, piece[0].offset, place[begin:end])
         for block in piece:
             at = block.offset - first.offset
             _verify(engine, block, place[at : at + block.raw], name)
@@ -370,9 +354,9 @@ def _merge(wanted: list[WantedBlock], *, direct: bool, merge_bytes: int, run_byt
     for block in wanted:
         if run:
             first, last = run[0], run[-1]
-            near = _is_near(last, block)
+            near = block.pack == last.pack and block.offset - last.offset - last.stored <= MAX_GAP_BYTES
             same = block.pack == last.pack and block.offset == last.offset
-            span = _span_bytes((first, block))
+            span = block.offset + block.stored - first.offset
             alone = direct and max(block.raw, last.raw) >= DIRECT_BYTES
             if not same and (not near or alone or span > merge_bytes) and (span > run_bytes or not _belong_together(last, block)):
                 yield run

@@ -104,9 +104,6 @@ class FaultyBackend:
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         self._faults.call(f"read {name}", lambda: self._inner.read_into(name, offset, target))
 
-    def read_ahead(self, name: str, offset: int, size: int) -> None:
-        self._inner.read_ahead(name, offset, size)
-
     def size(self, name: str) -> int:
         size: int = self._faults.call(f"size {name}", lambda: self._inner.size(name))
         return size

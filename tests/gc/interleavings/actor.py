@@ -112,9 +112,6 @@ class SteppingBackend:
         assert isinstance(data, bytes)
         target[:] = data
 
-    def read_ahead(self, name: str, offset: int, size: int) -> None:
-        pass
-
     def size(self, name: str) -> int:
         size = self._ask(Request("size", name))
         assert isinstance(size, int)
