@@ -37,7 +37,7 @@ HEAVIEST = {
     "put_snapshot_async": Weight(87, 660, 1600),
     "checkout": Weight(53, 280, 1350),
 }
-"""For a state of four linear layers and its optimizer, on CPython 3.11. Functions and calls are rounded up: threads that meet take a few more."""
+"""For four linear layers and their optimizer, on CPython 3.11. Functions and calls are rounded up: threads that meet take a few more."""
 ASYNC_SHARE = 1.15
 """How many times the calls of `put_snapshot` an asynchronous one may take."""
 
