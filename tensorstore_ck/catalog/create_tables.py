@@ -92,6 +92,7 @@ _TIME: Final = {
     "sqlite": "strftime('%Y-%m-%dT%H:%M:%SZ', {0} / 1000000000, 'unixepoch')",
     "postgresql": "to_timestamp({0} / 1000000000.0)",
 }
+"""In PostgreSQL a time is a `timestamptz`; in SQLite, which has no such type, a text such as `2026-01-31T12:00:00Z`."""
 _JOINED: Final = {"sqlite": "group_concat({0}, ', ')", "postgresql": "string_agg({0}, ', ' ORDER BY {0})"}
 
 VIEWS: Final[Mapping[str, str]] = {

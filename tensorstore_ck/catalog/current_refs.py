@@ -53,7 +53,17 @@ def tags(view: RefTable) -> list[Row]:
 
 def pins(view: RefTable) -> list[Row]:
     """Rows of the table `pins`."""
-    return [{**pin._asdict(), "ulid": ulid_text(pin.ulid), "owner": clean(pin.owner), "reason": clean(pin.reason)} for pin in view.pins()]
+    return [
+        {
+            "ulid": ulid_text(pin.ulid),
+            "owner": clean(pin.owner),
+            "reason": clean(pin.reason),
+            "expires_ns": pin.expires_ns,
+            "n": pin.n,
+            "time_ns": pin.time_ns,
+        }
+        for pin in view.pins()
+    ]
 
 
 def policies(view: RefTable) -> list[Row]:

@@ -157,7 +157,8 @@ class Log:
     def readable_view(self, *, next_first: bool = False) -> RefTable:
         """As `newest_view`, to read snapshots: of a broken log, what can be read, with a `BrokenLogWarning`.
 
-        `next_first`: two requests where there is no new entry or one, but no two at a time: for readers that look again and again.
+        `next_first`: two requests where there is no new entry or one, but no two at a time: for readers that look again and again. It does
+        not notice that the head's own entry is gone: the next entry proves what that one was.
 
         Raises:
             BrokenLogError: nothing of the log can be read, or the store was opened with ``rollback="error"``.

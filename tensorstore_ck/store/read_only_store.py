@@ -481,9 +481,10 @@ class ReadOnlyStore:
             MismatchError: a glob fits nothing.
             DamageError: stored data is damaged.
         """
-        from tensorstore_ck.state.statistics import tensor_statistics  # noqa: PLC0415
+        snapshot = open_snapshot(self.engine, self.engine.resolve(address).info)
+        from tensorstore_ck.state.statistics import tensor_statistics  # noqa: PLC0415 - torch, once it is known that the snapshot is there
 
-        return tensor_statistics(open_snapshot(self.engine, self.engine.resolve(address).info), select, bins)
+        return tensor_statistics(snapshot, select, bins)
 
     def change_statistics(self, old: str, new: str, select: Sequence[str] | None = None) -> "list[ChangeStatistics]":
         """How much each differing tensor changed between two snapshots. The largest relative change comes first; tensors that were
@@ -502,10 +503,11 @@ class ReadOnlyStore:
             DamageError: stored data is damaged.
         """
         from tensorstore_ck.maintenance.describe import diff_snapshots  # noqa: PLC0415
-        from tensorstore_ck.state.statistics import change_statistics  # noqa: PLC0415
 
         one, two = self.engine.resolve(old).info, self.engine.resolve(new).info
         changed = [change.name for change in diff_snapshots(self.engine, one, two).tensors]
+        from tensorstore_ck.state.statistics import change_statistics  # noqa: PLC0415 - torch, as in `statistics`
+
         return change_statistics(open_snapshot(self.engine, one), open_snapshot(self.engine, two), changed, select)
 
     def find_nan(self, address: str, select: Sequence[str] | None = None) -> str | None:
@@ -519,9 +521,10 @@ class ReadOnlyStore:
             MismatchError: a glob fits nothing.
             DamageError: stored data is damaged.
         """
-        from tensorstore_ck.state.statistics import first_not_finite  # noqa: PLC0415
+        snapshot = open_snapshot(self.engine, self.engine.resolve(address).info)
+        from tensorstore_ck.state.statistics import first_not_finite  # noqa: PLC0415 - torch, as in `statistics`
 
-        return first_not_finite(open_snapshot(self.engine, self.engine.resolve(address).info), select)
+        return first_not_finite(snapshot, select)
 
     def usage(self, *, per_snapshot: bool = False, progress: "GcProgress | None" = None) -> "Usage":
         """Logical, unique, stored, shared and exclusive bytes, per ref, job and pack, and in all; reads no tensor data.

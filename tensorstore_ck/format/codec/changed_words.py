@@ -42,7 +42,8 @@ def patch_changes(
 ) -> Changes:
     """As `find_changes`, and makes `base` the block; if more than `limit` words differ, `base` is as before in the end.
 
-    `visit` gets the block piece by piece, while a core has it in its cache: to hash it then takes two thirds of the time.
+    With the kernel, `visit` gets the block piece by piece, while a core has it in its cache: to hash it then takes two thirds of the time.
+    If it raises, `base` is neither block.
     """
     return _compare(raw, base, item_bytes, is_float=is_float, limit=limit, visit=visit)
 

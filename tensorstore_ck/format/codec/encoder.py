@@ -72,18 +72,17 @@ class Encoder:
             changes = find_changes(view, base, elements.item_bytes, is_float=elements.is_float, limit=limit)
         if changes is not None and changes.changed > limit:
             changes = None
+        worth_bytes: float | None = None
         if changes is not None:
             pieces = encode_few(changes, elements, coder)
-            is_small = sum(map(len, pieces)) <= SMALL * len(view)
-            if not is_small and sum(map(len, pieces)) > WORTH * estimate_planes_bytes(view, elements):
-                return None
         else:
             worth_bytes = WORTH * estimate_planes_bytes(view, elements)
             if estimate_delta_bytes(view, base, elements) > worth_bytes:
                 return None
             pieces = encode_all(view, base, elements, coder)
-            if sum(map(len, pieces)) > worth_bytes:
-                return None
+        size_bytes = sum(map(len, pieces))
+        if size_bytes > SMALL * len(view) and size_bytes > (worth_bytes or WORTH * estimate_planes_bytes(view, elements)):
+            return None
         return EncodedDelta(Encoded(Codec.DELTA, tuple(pieces)), changes)
 
     def encode_opaque(self, raw: Buffer) -> Encoded:

@@ -20,9 +20,10 @@ RUNS_SHARE: Final = 0.1
 """How many more of all bytes than by chance are equal to the one before, where they have runs."""
 SMALL_SHARE: Final = 1 / 64
 """Matches are searched for only if they save more than this share of the bytes: the search takes ten times as long as the rest."""
-PROBE_BYTES: Final = 1 << 13
-PROBE_SHARE: Final = 16
-"""Whether they do shows in a sixteenth of the bytes, at least in `PROBE_BYTES`."""
+PROBED_FROM_BYTES: Final = 1 << 17
+PROBES: Final = 4
+PROBES_SHARE: Final = 1 / 16
+"""Whether they do shows in so many pieces, together this share of the bytes; of fewer bytes, all are searched at once."""
 SAMPLE_PIECES: Final = 16
 SAMPLE_WORDS: Final = 512
 """Words in each piece of a sample."""
@@ -77,10 +78,15 @@ class EntropyCoder:
         return (GroupCoding.ZSTD, coded) if len(coded) < WORTH * group.nbytes else (GroupCoding.RAW, bytes_of(group))
 
     def _has_matches(self, group: Words) -> bool:
-        """Whether a search for matches makes a piece from the middle clearly smaller."""
-        size = max(PROBE_BYTES, group.nbytes // PROBE_SHARE) // group.itemsize
-        piece = group[max(0, len(group) - size) // 2 :][:size]
-        return len(self._pure.compress(bytes_of(piece))) - len(self._encode_with_matches(piece)) > SMALL_SHARE * piece.nbytes
+        """Whether a search for matches makes one of some pieces clearly smaller."""
+        if group.nbytes < PROBED_FROM_BYTES:
+            return True
+        size, step = int(len(group) * PROBES_SHARE / PROBES), len(group) // PROBES
+        pieces = (group[start : start + size] for start in range(step // 2, len(group), step))
+        return any(
+            len(self._pure.compress(bytes_of(piece))) - len(self._encode_with_matches(piece)) > SMALL_SHARE * piece.nbytes
+            for piece in pieces
+        )
 
     def _encode_with_matches(self, group: Words) -> bytes:
         if self._matching is None:

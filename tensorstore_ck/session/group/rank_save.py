@@ -126,9 +126,11 @@ class RankSave:
     def write(self, go: Body) -> Body:
         """Writes this rank's part; or reports its options if they differ."""
         if go["explain"]:
-            metadata = unpack_body(memoryview(self._request.metadata), "metadata")
-            options = {"metadata": metadata, "metrics": self._request.metrics}
-            return describe_options(options) if self._group.rank in go["explain"] else {}
+            if self._group.rank not in go["explain"]:
+                return {}
+            return describe_options(
+                {"metadata": unpack_body(memoryview(self._request.metadata), "metadata"), "metrics": self._request.metrics}
+            )
         self.follow(go)
         self._captured = self._planning.follow(go, self._captured)
         self._destination.wait_turn()

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import Codec, Elements, Encoded, Encoder, compiled, decode, elements_of
+from tensorstore_ck.format.codec.byte_split import Words
+from tensorstore_ck.format.codec.entropy import EntropyCoder
 
 ELEMENTS = [Elements(size, is_float) for size in (1, 2, 4, 8) for is_float in (False, True)]
 
@@ -156,6 +158,27 @@ def test_what_codes_well_becomes_small_and_sparse_differences_tiny() -> None:
     difference = Encoder("small").encode_delta(after.tobytes(), memoryview(before.tobytes()), Elements(2, is_float=True))
     assert difference is not None
     assert len(stored(difference.encoded)) < 0.01 * after.nbytes
+
+
+def test_matches_are_searched_for_where_pieces_show_that_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search takes ten times as long as the rest. The bytes of the masks repeat in rows, those of the other ones only by chance."""
+    searched: list[int] = []
+    search = EntropyCoder._encode_with_matches
+
+    def noted(coder: EntropyCoder, group: Words) -> bytes:
+        searched.append(group.nbytes)
+        return search(coder, group)
+
+    monkeypatch.setattr(EntropyCoder, "_encode_with_matches", noted)
+    rng = np.random.default_rng(0)
+    masks = np.tile(rng.random(1 << 12) < 0.3, 1 << 8).tobytes()
+    encoded = Encoder("small").encode_tensor(masks, Elements(1, is_float=False))
+    assert len(stored(encoded)) < 0.01 * len(masks)
+    searched.clear()
+    chance = (rng.geometric(0.7, 1 << 20) - 1).astype("u1").tobytes()
+    Encoder("small").encode_tensor(chance, Elements(1, is_float=False))
+    assert searched
+    assert sum(searched) <= len(chance) / 16
 
 
 def test_patterns_of_few_changes_become_tiny() -> None:

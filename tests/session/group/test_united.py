@@ -361,6 +361,21 @@ def test_a_frozen_tensor_of_which_others_store_what(pool: Pool, folder: Path) ->
         assert torch.equal(store.checkout(root)["w"], WEIGHT)
 
 
+def put_cut_elsewhere(folder: str) -> str:
+    root = ""
+    for step, cut in enumerate((10, 30)):
+        boxes = [tsck.Box(WEIGHT[:, :cut] + step, (64, 40), (0, 0)), tsck.Box(WEIGHT[:, cut:] + step, (64, 40), (0, cut))]
+        options: dict[str, Any] = {"ref": "cut", "group": GROUPS[2], "timeout_seconds": TIMEOUT_SECONDS}
+        root = opened(folder, 2).put_snapshot({"w": tsck.Boxes(boxes)}, step=step, **options).root
+    return root
+
+
+def test_a_tensor_that_is_cut_elsewhere_than_in_the_save_before(pool: Pool, folder: Path) -> None:
+    (root,) = set(pool.run(put_cut_elsewhere, str(folder), ranks=2))
+    with tsck.open(folder / "store", cache_dir=folder / "cache") as store:
+        assert torch.equal(store.checkout(root)["w"], WEIGHT + 1)
+
+
 def put_after_a_refusal(folder: str) -> str:
     rank = torch.distributed.get_rank()
     put = opened(folder, 2).put_snapshot
