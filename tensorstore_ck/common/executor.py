@@ -1,6 +1,6 @@
 """Runs long work on many objects: threads of this process, or an existing Dask cluster.
 
-The pieces of work may run anywhere, more than once and in any order: each handles one pack, and writes only objects under new names.
+The pieces of work may run anywhere, more than once and in any order: each writes only objects under new names.
 """
 
 import threading
@@ -138,16 +138,19 @@ class DaskCluster:
 
     def run(self, work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
         """See `Executor`. A piece whose worker dies runs again on another one."""
-        queue, waiting = iter(pieces), 0
+        queue = iter(pieces)
         with self._client.as_current():
             completed = self._distributed.as_completed()
-        while True:
-            threads = max(1, sum(self._client.nthreads().values()))
-            for piece in islice(queue, max(0, AHEAD * threads - waiting)):
-                completed.add(self._client.submit(work, piece, pure=False, retries=RETRIES))
-                waiting += 1
-            if not waiting:
-                return
-            future = next(completed)
-            waiting -= 1
-            yield future.result()
+        futures = set[Any]()
+        try:
+            while True:
+                threads = max(1, sum(self._client.nthreads().values()))
+                for piece in islice(queue, max(0, AHEAD * threads - len(futures))):
+                    futures.add(future := self._client.submit(work, piece, pure=False, retries=RETRIES))
+                    completed.add(future)
+                if not futures:
+                    return
+                futures.remove(future := next(completed))
+                yield future.result()
+        finally:
+            self._client.cancel(list(futures))  # after an error: what is queued would still write

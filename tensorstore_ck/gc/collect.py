@@ -28,6 +28,7 @@ ENDINGS_AN_ENTRY: Final = 500
 """Together with the objects of the same entry, well below the limit of 1 MB."""
 COMPACT_BATCH_BYTES: Final = 4 << 30
 CLUSTER_BATCH_BYTES: Final = 64 << 30
+"""Where the store cannot be full: a batch that fails leaves its copies for a later gc."""
 SPARE_BYTES: Final = 1 << 20
 """Rewriting packs leaves this much free for entries of the log, where there is no reserve. A disk with less counts as full."""
 MAX_CLOCK_SECONDS: Final = 300
@@ -90,10 +91,19 @@ class _Gc:
         self._delete(plan.listed)
         moved, new_bytes = self._compact(plan.sparse)
         truncate_tombstones(self._engine, self._options.tombstone_seconds, still_listed=plan.listed.keys() - self._deleted)
-        self._engine.backend.delete([*plan.useless_records, *self._engine.log.spare_checkpoints()])
+        self._engine.backend.delete(plan.useless_records)
         fill_reserve(self._engine.backend)
         planner.live.summaries.prune()
+        self._delete_checkpoints()
         return self._report(plan, self._deleted, moved, new_bytes)
+
+    def _delete_checkpoints(self) -> None:
+        try:
+            spare = self._engine.log.spare_checkpoints()
+            _logger.debug("deleting %d old checkpoints of the log", len(spare))
+            self._engine.backend.delete(spare)
+        except StoreError as exc:
+            self._notes.append(f"old checkpoints of the log stay: {exc}")
 
     def _refusal(self, plan: GcPlan) -> StoreError | None:
         """Why gc must not carry out the plan."""
@@ -193,7 +203,8 @@ class _Gc:
         done, new_bytes, left = list[SparsePack](), 0, 0
         for url in sorted({locations.get(pack.pack) for pack in packs}, key=str):
             executor = self._executor if url is None else None  # workers cannot open other locations
-            batch_bytes = COMPACT_BATCH_BYTES if executor is None else CLUSTER_BATCH_BYTES
+            is_large = executor is not None and self._engine.backend.space() is None
+            batch_bytes = CLUSTER_BATCH_BYTES if is_large else COMPACT_BATCH_BYTES
             for batch in batches([pack for pack in packs if locations.get(pack.pack) == url], live_bytes, batch_bytes):
                 fitting = self._fitting(batch, url)
                 left += len(batch) - len(fitting)

@@ -29,7 +29,7 @@ from tensorstore_ck.log import ObjectKey, RefTable
 
 BATCH_BYTES: Final = 16 << 30
 CLUSTER_BATCH_BYTES: Final = 256 << 30
-"""A batch ends when its last piece is done: it is large, so that few workers wait for it."""
+"""Where the store cannot be full. A batch ends when its last piece is done: in a large one few workers wait for that."""
 SAMPLE_BLOCKS: Final = 8
 """Blocks of a pack that are encoded to estimate its new size."""
 WORTH: Final = 0.97
@@ -118,7 +118,8 @@ def repack_packs(
     done = RepackResult([], 0, [])
     if url is not None:
         engine.placed.claim_new(url)
-    for batch in batches(packs, live_bytes, BATCH_BYTES if executor is None else CLUSTER_BATCH_BYTES):
+    is_large = executor is not None and engine.backend.space() is None
+    for batch in batches(packs, live_bytes, CLUSTER_BATCH_BYTES if is_large else BATCH_BYTES):
         anchor, left = at_newest(engine.log, partial(_still_needed, live, batch))
         read = None if mode is None else partial(_read_smaller, engine.backend, mode)
         compacted = compact(engine, packs=left, progress=progress, read=read, url=url, executor=executor)

@@ -329,9 +329,16 @@ class Follower:
         return Tail(head.n, len(sealed), 0, 0)
 
     def spare_checkpoints(self, head: Head) -> list[str]:
-        """The names of all but the newest checkpoints of entries up to `head`: nobody reads them to follow the log."""
-        made = [n for n, _ in self._listed_checkpoints() if n <= head.n]
-        return [checkpoint.checkpoint_name(self._prefix, n) for n in made[_CHECKPOINT_TRIES:]]
+        """The names of checkpoints that are older than the newest usable ones of entries up to `head`.
+
+        To follow the log takes no others. fsck and salvage have them in place of lost entries, which is why unusable ones do not count.
+        """
+        made, usable = [n for n, _ in self._listed_checkpoints() if n <= head.n], 0
+        for number, n in enumerate(made[:-1], 1):
+            usable += self._read_checkpoint(n) is not None
+            if usable == _CHECKPOINT_TRIES:
+                return [checkpoint.checkpoint_name(self._prefix, spare) for spare in made[number:]]
+        return []
 
     def _listed_checkpoints(self) -> Iterator[tuple[int, int]]:
         """(entry number, bytes), newest first."""

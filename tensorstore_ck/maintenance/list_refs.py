@@ -19,23 +19,26 @@ def history(engine: Engine, ref: str | None, limit: int | None) -> SnapshotLog:
     if ref is not None and view.branch(ref) is None:
         return SnapshotLog([Snapshot.from_info(resolve(view, ref).info)])
     since, lines = dict[Ulid, int](), set[Ulid]()
-    visits, newest, found = list[SnapshotInfo](), list[SnapshotInfo](), cache(view.snapshot)
+    visits, found = list[SnapshotInfo](), cache(view.snapshot)
+    newest, last_saved = list[SnapshotInfo](), 0
 
     def newest_first(infos: list[SnapshotInfo]) -> list[SnapshotInfo]:
         return sorted({info.ulid: info for info in infos}.values(), key=lambda info: -max(info.n, since[info.ulid]))
 
     by_age = sorted(((head.name, head.n) for head in view.heads()), key=lambda head: -head[1]) if ref is None else [(ref, 0)]
     for name, n in by_age:
-        if ref is None and len(newest) == limit and all(info.n > n for info in newest):
-            break  # the other branches moved last before any of these was saved
+        if ref is None and n < last_saved:
+            break  # the other branches moved last before any of the newest was saved
         moves = _newest_moves(view, name, limit) if ref is None else list(view.moves(name, limit=limit))
         infos = [info for move in moves if (info := found(move.ulid)) is not None]
         for move in moves:
             since[move.ulid] = max(move.n if move.op == "reset" else 0, since.get(move.ulid, 0))
         visits += infos
         lines |= {info.ulid for info in training_line(reversed(infos))}
-        if limit is not None:
-            newest = newest_first([*newest, *infos])[:limit]
+        newest += infos
+        if limit and len(newest) >= 2 * limit:  # not for each branch: that takes the square of their number
+            newest = newest_first(newest)[:limit]
+            last_saved = min(info.n for info in newest) if len(newest) == limit else 0
     if ref is None:
         visits = newest_first(visits)
     abandoned = {info.ulid for info in visits} - lines

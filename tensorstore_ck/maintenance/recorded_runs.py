@@ -40,7 +40,7 @@ def recorded_gc(
 ) -> GcReport:
     """As `run_gc`; notes also that it was refused or failed. A dry run is not noted."""
     if dry_run:
-        return run_gc(engine, options, dry_run=True, progress=progress)
+        return run_gc(engine, options, dry_run=True, progress=progress, executor=executor)
     began_ns = engine.clock()
     try:
         report = run_gc(engine, options, progress=progress, executor=executor)
