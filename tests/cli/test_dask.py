@@ -67,7 +67,7 @@ def test_gc(two_runs: Tsck, cluster: Any) -> None:
     assert packs_written_by(cluster, two_runs, "gc", *now) == 1
 
 
-@pytest.mark.parametrize("command", ["gc", "recode --all"])
+@pytest.mark.parametrize("command", ["gc", "gc --dry-run", "recode --all"])
 def test_a_rate_limit_holds_for_no_cluster(history: Tsck, cluster: Any, command: str) -> None:
     result = history(*command.split(), "--rate-limit", "1MB", "--dask", cluster.scheduler_address)
     assert (result.code, "this process only" in result.err) == (InvalidOptionError.exit_code, True)

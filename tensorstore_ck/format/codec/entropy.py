@@ -23,7 +23,7 @@ SMALL_SHARE: Final = 1 / 64
 PROBED_FROM_BYTES: Final = 1 << 17
 PROBES: Final = 4
 PROBES_SHARE: Final = 1 / 16
-"""Whether they do shows in so many pieces, together this share of the bytes; of fewer bytes, all are searched at once."""
+"""A trial on so many pieces, together this share of the bytes, decides. Smaller groups are searched without a trial."""
 SAMPLE_PIECES: Final = 16
 SAMPLE_WORDS: Final = 512
 """Words in each piece of a sample."""
