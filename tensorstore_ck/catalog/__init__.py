@@ -10,8 +10,7 @@ database.py         SQLite or PostgreSQL: connections, transactions, errors
 read_entries.py     log entries -> the changes they make
 current_refs.py     refs, tags, pins, policies, quotas and states, as the log's cache has them
 row_writer.py       changes -> rows
-sync.py             one batch of a sync, in one transaction
-sync_stores.py      syncs several stores at a time
+sync.py             one batch of a sync, in one transaction; syncs of several stores at a time
 synced_store.py     one store that a catalog follows
 private_catalog.py  where a server keeps a catalog of its own
 branch_health.py    the usual time between the saves of a branch, and the last runs of gc and fsck

@@ -15,8 +15,7 @@ from tensorstore_ck.catalog.database import Database
 from tensorstore_ck.catalog.query import CheckedQuery, find
 from tensorstore_ck.catalog.results import CatalogJob, CatalogStore, FoundSnapshot, SyncOutcome, SyncReport
 from tensorstore_ck.catalog.schema import attributes, jobs, metrics, quotas, snapshots, stores
-from tensorstore_ck.catalog.sync import SyncBatch, sync_batch
-from tensorstore_ck.catalog.sync_stores import PARALLEL, OpenStore, sync_several
+from tensorstore_ck.catalog.sync import PARALLEL, OpenStore, SyncBatch, sync_batch, sync_several
 from tensorstore_ck.common.ids import Clock
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError

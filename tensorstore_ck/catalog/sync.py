@@ -1,5 +1,9 @@
-"""One batch of a sync: locks the store's row, then reads the log, so that two syncs neither interleave nor go backwards."""
+"""One batch of a sync: locks the store's row, then reads the log, so that two syncs neither interleave nor go backwards.
 
+`sync_several` syncs stores in parallel: a store that cannot be read is reported with its error, and stops none of the others.
+"""
+
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -8,10 +12,14 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from tensorstore_ck.catalog.create_tables import delete_rows
 from tensorstore_ck.catalog.read_entries import EntryEvents
+from tensorstore_ck.catalog.results import SyncOutcome, SyncReport
 from tensorstore_ck.catalog.row_writer import RowWriter
 from tensorstore_ck.catalog.schema import stores
 from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.log import RefTable
+from tensorstore_ck.redaction import display_url
 from tensorstore_ck.store import ReadOnlyStore
 from tensorstore_ck.store.internals import config_of, log_of
 
@@ -84,3 +92,42 @@ def _lock_store(connection: Connection, uuid: str) -> _Position:
 def _is_outcome(view: RefTable, n: int, txn: bytes) -> bool:
     outcome = view.outcome(Ulid(txn))
     return outcome is not None and outcome.put and outcome.n == n
+
+
+PARALLEL: Final = 8
+"""Stores that are read at a time: a sync mostly waits for its store."""
+
+OpenStore = Callable[[str], ReadOnlyStore]
+
+
+def sync_several(
+    urls: Sequence[str],
+    open_store: OpenStore,
+    sync: Callable[[ReadOnlyStore], SyncReport],
+    *,
+    parallel: int,
+    synced: Callable[[SyncOutcome], object],
+) -> tuple[SyncOutcome, ...]:
+    """The outcomes in the order of `urls`.
+
+    Args:
+        urls: The stores.
+        open_store: Opens a store.
+        sync: Syncs an open store.
+        parallel: How many at a time.
+        synced: Called with each outcome as soon as it is known, from any thread.
+    """
+    if parallel < 1:
+        raise InvalidOptionError(f"parallel must be a whole number from 1 on, not {parallel}", object_id="parallel")
+    outcomes: dict[int, SyncOutcome] = {}
+
+    def sync_one(number: int) -> None:
+        try:
+            with open_store(urls[number]) as store:
+                outcomes[number] = SyncOutcome(display_url(urls[number]), sync(store), None)
+        except StoreError as exc:
+            outcomes[number] = SyncOutcome(display_url(urls[number]), None, exc)
+        synced(outcomes[number])
+
+    for_each(range(len(urls)), sync_one, min(parallel, max(1, len(urls))))
+    return tuple(outcomes[number] for number in range(len(urls)))

@@ -4,7 +4,7 @@ import threading
 from contextlib import suppress
 
 from tensorstore_ck.catalog.catalog import Catalog, Progress
-from tensorstore_ck.catalog.sync_stores import OpenStore
+from tensorstore_ck.catalog.sync import OpenStore
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.store import ReadOnlyStore

@@ -4,8 +4,7 @@ Only this package reads environment variables (``TSCK_STORE``, ``TSCK_CACHE_DIR`
 that all others start fast and run without it. With ``--json`` stdout holds one document; progress and warnings go to stderr.
 
 app.py                the program: errors, warnings and exit codes
-command_groups.py     the commands by group, and how the help lists them
-help_topics.py        the exit codes, and what `tsck help` prints for groups, exit codes and kinds of errors
+command_groups.py     the commands by group, the exit codes, and what `tsck help` prints
 options.py            options that commands share, and the `StoreChoice` that they make
 cmd_*.py              the commands, named in the file's name
 model_files.py        model files as states, for `tsck put` and `tsck get`
@@ -21,7 +20,6 @@ plot.py               curves, as text and as PNG
 hints.py              completes the commands in messages
 debug_log.py          TSCK_DEBUG=1: what was decided, and why, in a file
 standard_streams.py   stdout and stderr that are closed, full or broken
-dask_cluster.py       the cluster that `--dask` names, for commands whose work it can do
 allowed_locations.py  the user's file of allowed locations for moved packs
 """
 

@@ -20,9 +20,8 @@ import click
 
 import tensorstore_ck
 from tensorstore_ck.cli import standard_streams
-from tensorstore_ck.cli.command_groups import COMMANDS, write_commands
+from tensorstore_ck.cli.command_groups import COMMANDS, INTERRUPTED, USAGE, topic_page, write_commands
 from tensorstore_ck.cli.debug_log import debug_log
-from tensorstore_ck.cli.help_topics import INTERRUPTED, USAGE, topic_page
 from tensorstore_ck.cli.leading_options import NO_PAGER, split_leading
 from tensorstore_ck.cli.output import clear_line, emit, emit_words, printable, say
 from tensorstore_ck.cli.pager import no_pager_option

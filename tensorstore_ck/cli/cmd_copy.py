@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import click
 
-from tensorstore_ck.cli.dask_cluster import for_workers
 from tensorstore_ck.cli.options import (
     StoreChoice,
     allow_place_option,
     command,
+    for_workers,
     host_options,
     json_option,
     named_value,

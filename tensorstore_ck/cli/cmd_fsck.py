@@ -7,8 +7,7 @@ from tempfile import TemporaryDirectory
 
 import click
 
-from tensorstore_ck.cli.dask_cluster import for_workers
-from tensorstore_ck.cli.options import StoreChoice, command, fraction, named_value, rate_option, seconds, store_options
+from tensorstore_ck.cli.options import StoreChoice, command, for_workers, fraction, named_value, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, green, printable, red
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.units import human_bytes, iso_time

@@ -7,8 +7,7 @@ import click
 
 from tensorstore_ck.cli.cmd_policy_quota import apply_policies
 from tensorstore_ck.cli.complete_names import complete_address
-from tensorstore_ck.cli.dask_cluster import for_workers
-from tensorstore_ck.cli.options import StoreChoice, command, fraction, rate_option, seconds, store_options
+from tensorstore_ck.cli.options import StoreChoice, command, for_workers, fraction, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, printable, say, short_root, shortened_table, snapshot_line, step_text, table
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.units import human_bytes, iso_time

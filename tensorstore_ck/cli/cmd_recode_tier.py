@@ -6,8 +6,7 @@ from contextlib import ExitStack, closing
 import click
 
 from tensorstore_ck.cli.complete_names import complete_address
-from tensorstore_ck.cli.dask_cluster import for_workers
-from tensorstore_ck.cli.options import StoreChoice, command, rate_option, seconds, store_options
+from tensorstore_ck.cli.options import StoreChoice, command, for_workers, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, printable, shortened_table
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.executor import require_no_rate

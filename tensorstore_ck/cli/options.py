@@ -6,7 +6,7 @@ allowed locations; it opens the store when the command asks for it.
 
 import os
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, get_args
 
@@ -26,6 +26,7 @@ from tensorstore_ck.cli.hints import complete, show_completed, store_arguments
 from tensorstore_ck.cli.known_stores import note_store
 from tensorstore_ck.cli.output import printable, say
 from tensorstore_ck.cli.progress import Bar, CountingBackend
+from tensorstore_ck.common.executor import DaskCluster
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.signing_keys import PASSPHRASE_VARIABLE, SigningKey, is_encrypted
 from tensorstore_ck.common.units import parse_bytes, parse_seconds
@@ -378,3 +379,15 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
         return decorated
 
     return decorate
+
+
+def for_workers(stack: ExitStack, address: str | None, choice: StoreChoice, engine: Engine) -> tuple[Engine, DaskCluster | None]:
+    """The engine with a backend for workers on other hosts, and their cluster; without an address the engine as it is.
+
+    `stack` closes both.
+    """
+    if address is None:
+        return engine, None
+    engine = choice.portable(engine)
+    stack.enter_context(closing(engine.backend))
+    return engine, stack.enter_context(DaskCluster(address))

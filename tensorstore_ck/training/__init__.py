@@ -2,8 +2,7 @@
 
 training_state.py      TrainingState: saves and restores all of it
 state_sides.py         its two sides, what all ranks share and what is a rank's own: captured and loaded together
-optimizers.py          states of optimizers, by parameter name
-own_optimizer.py       the optimizer of a rank's own states, behind torch's ZeroRedundancyOptimizer
+optimizers.py          states of optimizers, by parameter name; also behind torch's ZeroRedundancyOptimizer
 parameter_names.py     parameter names, whatever wraps the model
 model_state.py         parameters and buffers by these names
 gradients.py           gradients in the middle of a step
@@ -17,15 +16,12 @@ rank_agreement.py      what ranks must know of each other before the first save
 rank_group.py          this process's rank and group, and what the first rank answers
 stored_training.py     reads a snapshot of a TrainingState as plain dicts
 stateful_parts.py      the arguments of TrainingState
-opaque_state.py        states that torch.distributed.checkpoint must not flatten
 resume_search.py       the rule by which a run resumes: from the newest snapshot that is neither marked nor damaged
 resume_candidates.py   which snapshot that is
 environment.py         versions, devices and switches that change results
-compare_states.py      compares two states bit by bit
-verify_resume.py       checks that a job resumes bit for bit
+verify_resume.py       checks that a job resumes bit for bit: compares two states
 step_watch.py          the state after the last completed step, while the next one has not changed weights
-sample_cursor.py       SampleCursor: the order of samples, and the position in it
-seeded_loader.py       a DataLoader that draws a sample's random numbers again
+sample_cursor.py       SampleCursor: the order of samples, the position in it, and a DataLoader that draws a sample's random numbers again
 progress_line.py       ProgressLine: saves in progress, on a terminal
 checkpointing/         when to save, and from which snapshot to resume
 
@@ -33,9 +29,8 @@ Knows torch's models, optimizers, schedules and generators; uses a `Store` as an
 and copies no tensor. A restore first checks all that one rank can check, then changes things.
 """
 
-from tensorstore_ck.training.compare_states import Difference
 from tensorstore_ck.training.environment import EnvironmentChangedWarning
 from tensorstore_ck.training.training_state import TrainingState
-from tensorstore_ck.training.verify_resume import ResumeReport, verify_resume
+from tensorstore_ck.training.verify_resume import Difference, ResumeReport, verify_resume
 
 __all__ = ["Difference", "EnvironmentChangedWarning", "ResumeReport", "TrainingState", "verify_resume"]

@@ -2,9 +2,13 @@
 
 Does not call that module: it makes an optimizer that has not stepped take a step, even during a save, which changes the training. Here
 such an optimizer has no state. Tensors are the optimizer's own, never copies. Knows no store.
+
+Each rank of a ZeroRedundancyOptimizer steps an ordinary optimizer of some of the parameters, and then all ranks exchange parameters. Its
+`state_dict` needs a collective first, and returns all states on one rank; what each rank holds is saved as it is for a pipeline's stages.
 """
 
 import inspect
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, cast
 
@@ -14,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, UnsupportedValueError
 from tensorstore_ck.state.memory_order import in_order_of
 from tensorstore_ck.state.plain_memory import PLAIN
-from tensorstore_ck.training.own_optimizer import is_partitioned, own_optimizer, require_supported, take_options
 from tensorstore_ck.training.parameter_names import ParameterNames
 from tensorstore_ck.training.stateful_parts import load
 
@@ -242,3 +245,50 @@ def _future_state(optimizer: torch.optim.Optimizer, names: ParameterNames) -> St
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             if rate is not None:
                 group["lr"] = rate
+
+
+_MODULE: Final = "torch.distributed.optim.zero_redundancy_optimizer"
+_OWN_NAMES: Final = ("params", "param_names")
+
+
+def is_partitioned(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each rank has the states of some of its parameters."""
+    module = sys.modules.get(_MODULE)  # importing it takes long, and without it there is no such optimizer
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
+def require_supported(path: str, optimizer: torch.optim.Optimizer) -> None:
+    """Rejects a ZeroRedundancyOptimizer whose states may move between ranks.
+
+    Raises:
+        UnsupportedValueError: it overlaps its steps with DistributedDataParallel.
+    """
+    partitioned: Any = optimizer
+    if is_partitioned(optimizer) and partitioned._overlap_with_ddp:
+        raise UnsupportedValueError(
+            f"{path} is a ZeroRedundancyOptimizer with overlap_with_ddp=True, which makes its optimizer after some steps, and steps it "
+            "within the backward pass: create it with overlap_with_ddp=False",
+            object_id=path,
+        )
+
+
+def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer of this rank's states, with the options that schedules have set."""
+    partitioned: Any = optimizer
+    if not is_partitioned(optimizer):
+        return optimizer
+    _copy_options(partitioned, partitioned.optim)  # as it does itself, before each step
+    own: torch.optim.Optimizer = partitioned.optim
+    return own
+
+
+def take_options(optimizer: torch.optim.Optimizer) -> None:
+    """Gives an optimizer the options of its `own_optimizer`, after that has loaded them."""
+    partitioned: Any = optimizer
+    if is_partitioned(optimizer):
+        _copy_options(partitioned.optim, partitioned)
+
+
+def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    for given, group in zip(source.param_groups, target.param_groups, strict=True):
+        group.update({name: value for name, value in given.items() if name not in _OWN_NAMES})

@@ -3,6 +3,9 @@
 The position counts the samples of this epoch that all ranks together have consumed, so any number of ranks can resume from it, and each
 sample comes exactly once in an epoch. Only `SampleCursor.advance` moves it: a loader that reads ahead does not. The order of an epoch
 follows from (dataset size, seed, epoch) alone, by a fixed rule that uses no library's generator and needs no memory for the dataset's size.
+
+The generators of a loader's worker processes cannot be saved: workers draw ahead of training, and torch offers no access to them. So
+`SampleCursor.loader` seeds the generators for each sample, from seed, epoch and sample, in the process that reads it.
 """
 
 import math
@@ -10,19 +13,18 @@ import operator
 import struct
 from collections.abc import Iterator, Mapping
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from blake3 import blake3
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
-from tensorstore_ck.training.seeded_loader import seeded_loader
+from tensorstore_ck.training import random_generators
 from tensorstore_ck.training.stateful_parts import StatefulPart
-
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader, Dataset
 
 SHUFFLED: Final = "shuffle-v1"
 """Names the rule in `_shuffled`, which never changes: another order needs another name."""
@@ -244,3 +246,60 @@ def _whole(name: str, value: int, least: int, most: int) -> int:
     if isinstance(value, bool) or not least <= number <= most:
         raise InvalidOptionError(f"{name} must be a whole number from {least} to {most}, not {value!r}", object_id=name)
     return number
+
+
+_Key = tuple[int, int]
+"""(epoch, sample number)."""
+_CONTEXT: Final = "tensorstore_ck v1 random numbers of a sample"
+
+
+def seeded_loader(dataset: Dataset[Any], batches: "RankBatches", **options: Any) -> DataLoader[Any]:
+    """See `SampleCursor.loader`."""
+    cursor = batches.cursor
+    size = len(dataset)  # type: ignore[arg-type]
+    if size != cursor.dataset_size:
+        raise InvalidOptionError(f"the dataset has {size} samples, and the cursor {cursor.dataset_size}", object_id="dataset")
+    keyed: Any = _KeyedBatches(batches)
+    # its default would draw from the process's generator at each iteration: dropout would go on differently in a resumed job
+    return DataLoader(_SeededSamples(dataset, cursor.seed), batch_sampler=keyed, **{"generator": torch.Generator(), **options})
+
+
+class _KeyedBatches:
+    """Batches of (epoch, sample): persistent workers keep the dataset as it was when they started, so it cannot hold the epoch."""
+
+    def __init__(self, batches: "RankBatches") -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[_Key]]:
+        epoch = self._batches.cursor.epoch
+        return ([(epoch, number) for number in batch] for batch in self._batches)
+
+
+class _SeededSamples(Dataset[Any]):
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __getitems__(self, keys: list[_Key]) -> Any:
+        """The samples of a batch. In a worker, what `collate_fn` draws continues from the last sample's seed."""
+        if get_worker_info() is not None:
+            return self._read(keys)
+        with random_generators.preserved_on_host():
+            return self._read(keys)
+
+    def _read(self, keys: list[_Key]) -> Any:
+        whole = getattr(self._dataset, "__getitems__", None)
+        if whole is not None:
+            self._seed_generators(keys[0])
+            return whole([number for _, number in keys])
+        return [self._read_one(key) for key in keys]
+
+    def _read_one(self, key: _Key) -> Any:
+        self._seed_generators(key)
+        return self._dataset[key[1]]
+
+    def _seed_generators(self, key: _Key) -> None:
+        drawn = blake3(struct.pack("<QQQ", self._seed, *key), derive_key_context=_CONTEXT).digest(length=8)
+        random_generators.seed_host(int.from_bytes(drawn, "little"))

@@ -25,7 +25,7 @@ from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save import OnFull, PendingSnapshot
 from tensorstore_ck.store import LAST_SEEN, Store
 from tensorstore_ck.store.internals import require_opened
-from tensorstore_ck.training import opaque_state, optimizers
+from tensorstore_ck.training import optimizers
 from tensorstore_ck.training.noted_attributes import with_noted
 from tensorstore_ck.training.parameter_names import require_supported
 from tensorstore_ck.training.per_rank_state import GENERATORS, Merge, PerRankState
@@ -333,7 +333,7 @@ class TrainingState:
         shared, own = self._sides.capture(ranks, get_optimizer=optimizers.get_full_state)
         root = blake3(own["generators"]["torch"].numpy().tobytes()).hexdigest()
         plain = {"ranks": shared.pop("ranks"), "mid_step": shared.pop("mid_step"), "streams": root}
-        return {**plain, **{name: opaque_state.seal(value) for name, value in shared.items()}, OWN: {str(rank): opaque_state.seal(own)}}
+        return {**plain, **{name: seal(value) for name, value in shared.items()}, OWN: {str(rank): seal(own)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, on any number of ranks: see `restore`."""
@@ -342,7 +342,7 @@ class TrainingState:
         if type(put_by) is not int or type(root) is not str:
             raise MismatchError("this is no state of a TrainingState", object_id="state_dict")
         self._sides.require_fitting(put_by, ranks, mid_step=False)
-        state = opaque_state.unseal(state)
+        state = unseal(state)
         own = state.get(OWN, {}).get(str(rank)) if put_by == ranks else None
         if put_by == ranks:
             if own is None:
@@ -362,3 +362,26 @@ class TrainingState:
     def step_watch(self) -> StepWatch:
         """For a save of the last completed step after an exception."""
         return StepWatch(self._sides.shared, self._sides.own, self.captured, OWN)
+
+
+_SEAL: Final = "sealed"
+
+
+def seal(state: Any) -> Any:
+    """The state, with everything that has no tensors in tuples."""
+    if not _has_tensors(state):
+        return (_SEAL, state)
+    return {key: seal(value) for key, value in state.items()} if isinstance(state, dict) else state
+
+
+def unseal(state: Any) -> Any:
+    """What `seal` was given."""
+    if type(state) is tuple and len(state) == 2 and type(state[0]) is str and state[0] == _SEAL:
+        return state[1]
+    return {key: unseal(value) for key, value in state.items()} if isinstance(state, dict) else state
+
+
+def _has_tensors(state: Any) -> bool:
+    if isinstance(state, dict):
+        return any(map(_has_tensors, state.values()))
+    return isinstance(state, torch.Tensor) or (isinstance(state, list | tuple) and any(map(_has_tensors, state)))

@@ -4,7 +4,6 @@ app.py                the application: which path has which page
 pages.py              what all pages share: templates, the stores behind them, links, what an error looks like
 actions.py            what pages may change, if that is allowed
 notices.py            what an action did, for the page that shows it
-forgotten.py          what was forgotten, and can come back
 security.py           who may ask: host, token, cookie, methods; headers of every answer
 sources.py            the stores and their catalog; threads that read new entries of their logs
 background.py         reads that take long, each in a thread of its own
@@ -16,16 +15,13 @@ ref.py                the page of a branch: charts, graph, saves
 lineage.py            the saves of a branch: which lead to its head, and which it left behind
 series.py             what its charts draw, as JSON
 graph.py              its graph
-space.py              what holds a store's bytes, and how it grew
+space.py              what holds a store's bytes, and how it grew; what was forgotten, and can come back
 health.py             last runs, a check on request, marks, and where packs lie
-snapshot.py           the page of one snapshot
+snapshot.py           the page of one snapshot, with why it is kept, and code to copy that opens it
 catalog_snapshots.py  a snapshot by its address, and what the catalog knows of it
-snapshot_content.py   the content of a snapshot: its tables, read once
-tensor_tree.py        tensors as a tree of groups
-snapshot_kept.py      why a snapshot is kept
+snapshot_content.py   the content of a snapshot: its tables, read once; its tensors as a tree of groups
 snapshot_tensors.py   groups, tensors and values of a snapshot, piece by piece
 tensor_statistics.py  statistics and histograms of tensors
-snapshot_code.py      code that opens a snapshot, to copy
 compare_snapshots.py  the page of two snapshots
 differences.py        what differs between two, and by how much tensors changed
 addresses.py          addresses that complete what was typed

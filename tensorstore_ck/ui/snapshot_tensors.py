@@ -13,9 +13,8 @@ from tensorstore_ck.redaction import one_line
 from tensorstore_ck.ui.background import Read
 from tensorstore_ck.ui.catalog_snapshots import CatalogSnapshot, find_snapshot
 from tensorstore_ck.ui.pages import Pages, asked
-from tensorstore_ck.ui.snapshot_content import Contents, patience_of, read_contents
+from tensorstore_ck.ui.snapshot_content import Contents, TensorGroup, TensorRow, matching, patience_of, read_contents
 from tensorstore_ck.ui.sources import StoreKey
-from tensorstore_ck.ui.tensor_tree import TensorGroup, TensorRow, matching
 
 MAX_SHOWN: Final = 200
 """Entries of a group, or values, at a time."""

@@ -18,6 +18,7 @@ from tensorstore_ck.gc.usage_costs import usage_costs
 from tensorstore_ck.log.ref_names import is_ref_glob
 from tensorstore_ck.log.retention import parse_rule
 from tensorstore_ck.maintenance.apply_policies import BranchVerdicts, RetentionReport, SnapshotVerdict
+from tensorstore_ck.maintenance.forget import Forgotten
 from tensorstore_ck.ui.background import Progress
 from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.sources import StoreKey
@@ -214,4 +215,38 @@ def read_growth(connection: Connection, store: StoreKey, now_ns: int | None = No
         tuple(int(item) / 1e9 for item in times),
         tuple(accumulate(int(item) for item in sizes)),
         tuple((name, int(connection.execute(item).scalar() or 0)) for name, item in recent),
+    )
+
+
+MAX_WINDOWS: Final = 100
+MAX_NAMED: Final = 5
+"""Snapshots of an undo window that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The snapshots that one log entry removed from one branch or tag."""
+
+    what: Forgotten
+    is_next: bool
+    """Whether the next undo of this branch or tag restores it; older windows follow."""
+
+
+def forgotten_page(pages: Pages, request: Request) -> Response:
+    """The page; with ``name`` in the query, of one branch or tag."""
+    store = pages.store_of(request)
+    name = request.query_params.get("name", "")
+    removals = [removal for removal in pages.sources.open(store).forgotten() if name in ("", removal.ref)]
+    newest: dict[str, int] = {}
+    for removal in removals:
+        newest.setdefault(removal.ref, removal.entry)
+    windows = [Window(removal, newest[removal.ref] == removal.entry) for removal in removals]
+    return pages.render(
+        "forgotten.html",
+        "space",
+        store=store,
+        name=name,
+        back="ref" if request.query_params.get("back") == "ref" else "forgotten",
+        windows=windows[:MAX_WINDOWS],
+        more=len(windows[MAX_WINDOWS:]),
     )

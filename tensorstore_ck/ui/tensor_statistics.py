@@ -13,7 +13,7 @@ from tensorstore_ck.store.internals import open_content
 from tensorstore_ck.ui.background import Progress, Read
 from tensorstore_ck.ui.catalog_snapshots import CatalogSnapshot, find_snapshot
 from tensorstore_ck.ui.pages import Pages, asked
-from tensorstore_ck.ui.snapshot_code import code_of_tensor
+from tensorstore_ck.ui.snapshot import code_of_tensor
 from tensorstore_ck.ui.snapshot_content import info_of
 from tensorstore_ck.ui.snapshot_tensors import MAX_SHOWN, key_of, number_of
 from tensorstore_ck.ui.sources import StoreKey

@@ -8,8 +8,7 @@ import pytest
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, MissingExtraError, NoSpaceError
 from tensorstore_ck.integrations.trainer.attach import attach
-from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
-from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, address_through_ref, read_pointer
+from tensorstore_ck.integrations.trainer.pointers import NamedSaves, SnapshotPointer, address_through_ref, read_pointer
 from tensorstore_ck.integrations.trainer.versions import Package, changed_methods, changed_overrides, missing_attributes
 
 REF = "runs/a"

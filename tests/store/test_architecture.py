@@ -182,7 +182,6 @@ def test_an_engine_is_not_changed_after_it_was_made() -> None:
 
 PASSED_ON: dict[str, str] = {
     "training/sample_cursor.py": "a DataLoader",
-    "training/seeded_loader.py": "a DataLoader",
     "integrations/hf": "transformers",
     "integrations/lightning": "Lightning",
     "integrations/ray": "Ray",

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tensorstore_ck.training import TrainingState
-from tensorstore_ck.training.compare_states import copied, leaves_of
+from tensorstore_ck.training.verify_resume import copied, leaves_of
 
 SAMPLES = 41
 BATCH = 4

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import tensorstore_ck as tsck
 from tensorstore_ck.cli.cmd_verify_resume import verify_resume as command
 from tensorstore_ck.training import TrainingState, verify_resume
-from tensorstore_ck.training.compare_states import copied, first_difference
+from tensorstore_ck.training.verify_resume import copied, first_difference
 from tests.training.job import Job, make
 
 Made = tuple[TrainingState, Callable[[], object]]

@@ -24,8 +24,7 @@ from tensorstore_ck.integrations.accelerate.checkpoint_folders import AUTOMATIC,
 from tensorstore_ck.integrations.accelerate.compatibility import require_supported
 from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
-from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
-from tensorstore_ck.integrations.trainer.pointers import read_pointer
+from tensorstore_ck.integrations.trainer.pointers import NamedSaves, read_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.integrations.trainer_names import ACCELERATOR_STEP, CUSTOM, LOADERS, SAVE_ITERATION
 from tensorstore_ck.log.ref_names import validate_ref_name

@@ -22,8 +22,7 @@ from tensorstore_ck.integrations.deepspeed.engine_state import partitioned, trai
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, LATEST, NOTE
 from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
-from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
-from tensorstore_ck.integrations.trainer.pointers import address_through_ref, is_there, read_pointer
+from tensorstore_ck.integrations.trainer.pointers import NamedSaves, address_through_ref, is_there, read_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store

@@ -2,12 +2,10 @@
 
 trainer.py         Trainer, SnapshotMixin and attach: saves and resumes where transformers does
 trainer_values.py  what transformers loses at a resume: losses that are not logged yet
-resume_source.py   what resume_from_checkpoint= means: a snapshot, a folder, or the beginning
-weights.py         how a model takes its weights, and which of them adapters leave as they are
-adapter_base.py    the base below an adapter, to which snapshots refer by name and hash
+resume_source.py   what resume_from_checkpoint= means: a snapshot, also an imported one, a folder, or the beginning
+weights.py         how a model takes its weights; the base below an adapter, to which snapshots refer by name and hash
 exception_save.py  saves the last completed step after an exception
 small_files.py     configuration and tokenizer, in each snapshot
-imported_folder.py an imported snapshot as transformers' own folder
 compatibility.py   versions of transformers, and the private methods that are replaced
 
 A Trainer saves into the store whenever it would have written a checkpoint folder, and its own arguments keep their meaning. The folder

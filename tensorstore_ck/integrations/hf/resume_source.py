@@ -1,15 +1,26 @@
-"""The meaning of ``train(resume_from_checkpoint=...)``: a snapshot of the store, a folder that transformers wrote, or the beginning."""
+"""The meaning of ``train(resume_from_checkpoint=...)``: a snapshot of the store, a folder that transformers wrote, or the beginning.
 
+A snapshot that `tsck import` made of a checkpoint folder of transformers is written as such a folder again, which exists while the run that
+resumes from it trains.
+"""
+
+import json
 import os
+import shutil
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
-from tensorstore_ck.errors import NotFoundError
+from tensorstore_ck.errors import MismatchError, NotFoundError, UnsupportedValueError
+from tensorstore_ck.integrations.exporting.export_snapshot import export_snapshot
+from tensorstore_ck.integrations.model_file_names import MODEL_FILES, is_model_file
 from tensorstore_ck.integrations.trainer.pointers import read_pointer
 from tensorstore_ck.integrations.trainer.saves import require_own_ref
+from tensorstore_ck.integrations.trainer_names import TRAINER_STATE
+from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.resume_search import ResumeSearch
 
@@ -61,3 +72,66 @@ def native_folder(given: str | bool | None, output_dir: str, ref: str) -> str | 
         f"at a first start, too, pass {ARGUMENT}",
         object_id=ref,
     )
+
+
+_FOLDER: Final = "imported-checkpoint"
+_WEIGHTS: Final = ("model", "adapter_model")
+_TORCH_FILES: Final = {"optimizer": ".pt", "scheduler": ".pt", "scaler": ".pt", "rng_state": ".pth"}
+"""The start of a part's name -> the suffix of its file."""
+
+
+def write_imported(store: Store, address: str, output_dir: str, group: "ProcessGroup | None", *, writes: bool) -> Path | None:
+    """Writes the folder, in `output_dir`, if the snapshot is imported. All ranks call it; `writes`: this one is the first of its host.
+
+    Raises:
+        MismatchError: the snapshot has no weights that transformers reads from such a folder.
+        DamageError: stored data is damaged.
+    """
+    folder = Path(output_dir) / _FOLDER
+    read = partial(_write, store, folder, writes=writes)
+    return folder if store.restoring(address, read, group=group)[0] else None
+
+
+def remove_imported(output_dir: str) -> None:
+    """Deletes the folder."""
+    shutil.rmtree(Path(output_dir) / _FOLDER, ignore_errors=True)
+
+
+def _write(store: Store, folder: Path, restoring: Restoring, *, writes: bool) -> bool:
+    stored = restoring.lazy()
+    values = stored.state_values
+    if f"{TRAINER_STATE}.global_step" not in values:
+        return False
+    if not writes:
+        return True
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    root = restoring.info.root.hex()
+    parts = dict.fromkeys(name.partition(".")[0] for name in [*stored.names(), *values])
+    weights = [part for part in _WEIGHTS if part in parts]
+    if not weights:
+        raise MismatchError(
+            f"{root[:12]} was imported from a folder without a model.safetensors, as FSDP and DeepSpeed write it ({', '.join(parts)}): "
+            "resume from the folder, with transformers' own Trainer",
+            object_id=root,
+        )
+    for stem in weights:
+        for file in _export(store, root=root, part=stem, path=folder / stem, format="safetensors"):
+            file.rename(folder / file.name.replace("model", stem, 1))
+        (folder / stem).rmdir()
+    for part in parts:
+        for start, suffix in _TORCH_FILES.items():
+            if part == start or part.startswith(f"{start}_"):
+                _export(store, root=root, part=part, path=folder / f"{part}{suffix}", format="torch")
+    others: dict[str, Any] = restoring.selected(f"{TRAINER_STATE}.*", *([f"{MODEL_FILES}.*"] if MODEL_FILES in parts else []))
+    (folder / TRAINER_STATE_NAME).write_text(json.dumps(others[TRAINER_STATE], indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for name, data in others.get(MODEL_FILES, {}).items():
+        if not is_model_file(name):
+            raise UnsupportedValueError(f"{root[:12]} has {name!r} among the files of the model, which is none", object_id=name)
+        (folder / name).write_bytes(data)
+    return True
+
+
+def _export(store: Store, root: str, part: str, path: Path, format: str) -> list[Path]:  # noqa: A002
+    export_snapshot(store, root, path, format=format, select=[f"{part}.*"], strip_prefix=f"{part}.", max_file_bytes=1 << 62)  # type: ignore[arg-type]
+    return sorted(path.iterdir()) if path.is_dir() else [path]

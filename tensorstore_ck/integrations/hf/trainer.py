@@ -20,17 +20,15 @@ from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
-from tensorstore_ck.integrations.hf.adapter_base import AdapterBase
 from tensorstore_ck.integrations.hf.compatibility import require_supported
 from tensorstore_ck.integrations.hf.exception_save import ExceptionSaveMixin
-from tensorstore_ck.integrations.hf.imported_folder import remove_imported, write_imported
-from tensorstore_ck.integrations.hf.resume_source import ARGUMENT, begin_search, native_folder
+from tensorstore_ck.integrations.hf.resume_source import ARGUMENT, begin_search, native_folder, remove_imported, write_imported
+from tensorstore_ck.integrations.hf.weights import AdapterBase
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES
 from tensorstore_ck.integrations.trainer import persistent_workers
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.attach import opened
-from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
-from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, read_pointer, write_pointer
+from tensorstore_ck.integrations.trainer.pointers import NamedSaves, SnapshotPointer, read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer, published_or_newest
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store

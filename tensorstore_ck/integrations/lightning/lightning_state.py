@@ -18,7 +18,7 @@ from tensorstore_ck.integrations.lightning.compatibility import is_sharded
 from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders
 from tensorstore_ck.state.check import inspect_state
 from tensorstore_ck.training import TrainingState, model_state
-from tensorstore_ck.training.own_optimizer import is_partitioned
+from tensorstore_ck.training.optimizers import is_partitioned
 from tensorstore_ck.training.stored_training import StoredTraining
 
 if TYPE_CHECKING:

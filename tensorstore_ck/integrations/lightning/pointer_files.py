@@ -9,8 +9,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import InputError
-from tensorstore_ck.integrations.trainer.named_saves import PointerFiles
-from tensorstore_ck.integrations.trainer.pointers import MAX_BYTES, SnapshotPointer
+from tensorstore_ck.integrations.trainer.pointers import MAX_BYTES, PointerFiles, SnapshotPointer
 
 
 def write_pointer(path: str | os.PathLike[str], pointer: SnapshotPointer) -> None:

@@ -24,7 +24,7 @@ from tensorstore_ck.integrations.lightning.lightning_state import require_storab
 from tensorstore_ck.integrations.lightning.pointer_files import FILES, read_pointer
 from tensorstore_ck.integrations.lightning.snapshot_resume import FITTING, OpenedStore, SnapshotResume
 from tensorstore_ck.integrations.trainer.attach import all_ranks
-from tensorstore_ck.integrations.trainer.named_saves import NamedSaves
+from tensorstore_ck.integrations.trainer.pointers import NamedSaves
 from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy

@@ -23,7 +23,6 @@ from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import StoreError, UnsupportedValueError
 from tensorstore_ck.integrations.megatron.compatibility import SaveBase, request_class
-from tensorstore_ck.integrations.megatron.sharded_state import state_of
 from tensorstore_ck.integrations.megatron.snapshot_folder import (
     BACKEND,
     VERSION,
@@ -32,6 +31,7 @@ from tensorstore_ck.integrations.megatron.snapshot_folder import (
     name_snapshot,
     other_backend,
 )
+from tensorstore_ck.integrations.megatron.stored_state import state_of
 from tensorstore_ck.integrations.megatron.version import has_registry, keeps_common_state_as_object
 from tensorstore_ck.integrations.megatron_layout import COMMON, COMMON_OBJECT
 from tensorstore_ck.integrations.trainer.pointers import read_pointer

@@ -1,19 +1,24 @@
-"""`StoredState`: an opened snapshot by Megatron's keys; each rank reads what it needs, and nothing else."""
+"""A sharded state dict of Megatron as this rank's side of a state of the store, and `StoredState`, an opened snapshot by Megatron's keys.
+
+`megatron_layout` says how it is laid out. Replicas (``replica_id`` other than 0) are not stored; each rank reads what it needs, and nothing
+else.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedObject, ShardedTensor, is_main_replica
 
 from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
-from tensorstore_ck.errors import MismatchError
+from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
 from tensorstore_ck.format.values import decode
-from tensorstore_ck.integrations.megatron.sharded_state import with_prepended_axes
 from tensorstore_ck.integrations.megatron.version import keeps_common_state_as_object
 from tensorstore_ck.integrations.megatron_layout import COMMON, COMMON_OBJECT, is_object_key
+from tensorstore_ck.state import Box, Boxes
 from tensorstore_ck.state.allocate import TensorAllocator, form_of
 from tensorstore_ck.state.byte_sources import target_of
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
@@ -112,3 +117,32 @@ class StoredState:
         fresh = TensorAllocator(self._content.layout, wanted, _CPU)
         self._content.read(dict(fresh.targets))
         return {key: build(tree, self._content, fresh.get) for key, tree in trees.items()}
+
+
+def state_of(sharded_state_dict: Any) -> dict[str, Any]:
+    """The state that this rank stores of a sharded state dict, not copied.
+
+    Raises:
+        UnsupportedValueError: two different things have one key, or a key means something else here.
+    """
+    boxes: dict[str, list[Box]] = {}
+    state: dict[str, Any] = {}
+    for item in nested_values(sharded_state_dict):
+        if not is_main_replica(item.replica_id):
+            continue
+        if isinstance(item, ShardedTensor):
+            if item.key == COMMON or is_object_key(item.key):
+                raise UnsupportedValueError(f"a ShardedTensor may not have the key {item.key!r}: rename it", object_id=item.key)
+            boxes.setdefault(item.key, []).append(Box(with_prepended_axes(item), item.global_shape, item.global_offset))
+        elif isinstance(item, ShardedObject):
+            if item.unique_key in state:
+                raise UnsupportedValueError(f"this rank has two main replicas of the ShardedObject {item.unique_key!r}", object_id=item.key)
+            state[item.unique_key] = item.data
+        else:
+            raise UnsupportedValueError(f"a {type(item).__qualname__} in a sharded state dict cannot be stored", object_id=str(item)[:200])
+    return state | {key: held[0] if len(held) == 1 else Boxes(held) for key, held in boxes.items()}
+
+
+def with_prepended_axes(tensor: ShardedTensor) -> Any:
+    """The local data with as many dims as the whole tensor has: the same memory."""
+    return tensor.data.detach()[(None,) * tensor.prepend_axis_num]

@@ -10,7 +10,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from tensorstore_ck.catalog import Catalog
-from tensorstore_ck.catalog.sync_stores import OpenStore
+from tensorstore_ck.catalog.sync import OpenStore
 from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.ids import Clock
 from tensorstore_ck.common.threads import Helper

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tensorstore_ck.catalog import Catalog
-from tensorstore_ck.catalog.sync_stores import OpenStore
+from tensorstore_ck.catalog.sync import OpenStore
 from tensorstore_ck.catalog.synced_store import SyncedStore
 from tensorstore_ck.common.ids import Clock
 from tensorstore_ck.errors import StoreError

@@ -1,7 +1,6 @@
 """torchtitan's checkpoint manager over a store: ``checkpoint=tensorstore_ck.titan.SnapshotManager.Config(store="./ckpt", ref="runs/x")``.
 
 snapshot_manager.py   SnapshotManager: saves, loads, and what torchtitan's options mean for a store
-weights.py            parameters and buffers of all model parts as one module
 compatibility.py      versions of torchtitan, and the private names that are used
 """
 

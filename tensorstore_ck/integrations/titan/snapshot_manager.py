@@ -2,17 +2,22 @@
 
 Natively each save is a folder of its own, random number generators are lost, and `keep_latest_k` deletes folders in the background. Here a
 save is one snapshot of all ranks, with their generators, and `keep_latest_k` is a policy of the ref.
+
+torchtitan's `state_dict` splits fused projections (``wqkv``) into copies, which the optimizer's states do not fit, and numbers nothing:
+stages of a pipeline have different names, so that they make one model again. So a snapshot has the parameters and buffers of all model
+parts as one module, by their own names.
 """
 
 import copy
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import torch
 import torch.distributed as dist
 import tyro
+from torch import nn
 from torch.utils.data import DataLoader
 from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, TRAIN_STATE, AsyncMode, CheckpointManager
 from torchtitan.observability import structured_logger
@@ -21,13 +26,13 @@ from torchtitan.tools.logging import logger
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MismatchError, NotFoundError, StoreError
-from tensorstore_ck.integrations.titan.weights import weights_of
 from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.saves import future_of, new_checkpointer
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
+from tensorstore_ck.training.parameter_names import walk
 from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.state_sides import PARTS
@@ -291,3 +296,42 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             return loaded
         self._restore(path.removeprefix(IN_STORE), weights_only=self.initial_load_model_only)
         return True
+
+
+def weights_of(parts: Sequence[nn.Module], dtype: torch.dtype | None = None) -> nn.Module:
+    """A module that has the parameters and buffers of `parts`, the models or stages of this rank, and none of their hooks.
+
+    With a `dtype`, floating-point ones are copied into it; without, they are those of `parts`, also if a buffer is replaced later.
+    """
+    weights = nn.Module()
+    copies: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+
+    for part in parts:
+        for prefix, module in walk(part, ""):
+            parameters = [*module.named_parameters(recurse=False, remove_duplicate=False)]
+            if not parameters and not module._buffers:
+                continue
+            own = _child(weights, prefix)
+            for name, parameter in parameters:
+                if dtype is not None and id(parameter) not in copies:
+                    copies[id(parameter)] = nn.Parameter(copied(parameter), requires_grad=False)
+                own.register_parameter(name, copies.get(id(parameter), parameter))
+            own._non_persistent_buffers_set = own._non_persistent_buffers_set | module._non_persistent_buffers_set
+            if dtype is not None:
+                copies_here = {name: None if buffer is None else copied(buffer) for name, buffer in module._buffers.items()}
+                own._buffers = {**own._buffers, **copies_here}
+            else:
+                own._buffers = {**own._buffers, **module._buffers} if own._buffers else module._buffers
+    return weights
+
+
+def _child(module: nn.Module, prefix: str) -> nn.Module:
+    """The submodule with this prefix, such as ``layers.0.``."""
+    for name in prefix.split(".")[:-1]:
+        if name not in module._modules:
+            module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    return module

@@ -1,23 +1,20 @@
 """Checks and repairs a whole store, offline or alongside writers and gc. Only repair changes the store.
 
 check_store.py         Fsck: the order of all checks, and unreferenced objects
-options.py             FsckOptions: how much data is read
-findings.py            Finding, FsckReport
+findings.py            FsckOptions: how much data is read; Finding, FsckReport
 check_config.py        store.json: checks and repairs it
 check_log.py           the log and its checkpoints
 read_only_engine.py    an engine at the log as it was checked
 check_snapshot.py      one snapshot: record, parts, layout, extents
 affected.py            the tensors that damage affects
-check_storage.py       modes of files, markers of cold locations, unfinished uploads
+check_storage.py       modes of files, markers of cold locations, unfinished uploads; when gc frees unreferenced objects
 check_packs.py         footers, and known bad blocks
 check_data.py          reads every stored byte, in pieces
 noted_reads.py         read errors, after which repair marks nothing
 marked_damaged.py      snapshots that repair marked as damaged
-freeable.py            when gc frees unreferenced objects
 block_tables.py        tables of blocks, and where they have copies
 repairable.py          whether and how damage can be repaired
-repair.py              the order of all repairs
-repair_log.py          log entries, checkpoints, this host's cache
+repair.py              the order of all repairs; log entries, checkpoints, this host's cache
 rebuild_parts.py       records and parts
 rebuild_packs.py       packs
 good_copies.py         verified blocks from other packs and other stores
@@ -25,8 +22,7 @@ good_copies.py         verified blocks from other packs and other stores
 
 from tensorstore_ck.maintenance.fsck.check_storage import abort_stale_uploads
 from tensorstore_ck.maintenance.fsck.check_store import run_fsck
-from tensorstore_ck.maintenance.fsck.findings import Finding, FsckReport
-from tensorstore_ck.maintenance.fsck.options import FsckOptions
+from tensorstore_ck.maintenance.fsck.findings import Finding, FsckOptions, FsckReport
 from tensorstore_ck.maintenance.fsck.repair import RepairReport, run_repair
 
 __all__ = ["Finding", "FsckOptions", "FsckReport", "RepairReport", "abort_stale_uploads", "run_fsck", "run_repair"]

@@ -22,8 +22,7 @@ from tensorstore_ck.format.pack import Footer, pack_name, stored_check
 from tensorstore_ck.gc.runs import cut_runs
 from tensorstore_ck.log.cache import Table, write_rows
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
-from tensorstore_ck.maintenance.fsck.findings import kind_of, require_reachable
-from tensorstore_ck.maintenance.fsck.options import FsckOptions
+from tensorstore_ck.maintenance.fsck.findings import FsckOptions, kind_of, require_reachable
 
 _KEY: Final = b"f/"
 _FLUSH_PACKS: Final = 256

@@ -40,11 +40,18 @@ from tensorstore_ck.maintenance.fsck.check_data import DataCheck
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, LogProblem, cache_problem, check_log, heads_seen, host_head, host_saw_more
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, describe_hit, merge_damages, parts_of
-from tensorstore_ck.maintenance.fsck.check_storage import check_markers, check_modes, stale_uploads
-from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, Findings, FsckReport, Severity, kind_of, object_problem
-from tensorstore_ck.maintenance.fsck.freeable import FreeableObjects, why_unreferenced
+from tensorstore_ck.maintenance.fsck.check_storage import FreeableObjects, check_markers, check_modes, stale_uploads, why_unreferenced
+from tensorstore_ck.maintenance.fsck.findings import (
+    UNREADABLE,
+    Findings,
+    FsckOptions,
+    FsckReport,
+    Progress,
+    Severity,
+    kind_of,
+    object_problem,
+)
 from tensorstore_ck.maintenance.fsck.marked_damaged import check_marks, packs_of_marked
-from tensorstore_ck.maintenance.fsck.options import FsckOptions, Progress
 from tensorstore_ck.maintenance.fsck.read_only_engine import read_only_engine
 from tensorstore_ck.maintenance.fsck.repairable import (
     is_moved_intact,

@@ -1,4 +1,4 @@
-"""Findings of fsck: the object, the problem, and the affected refs, steps and tensors.
+"""Options and findings of fsck. A finding has the object, the problem, and the affected refs, steps and tensors.
 
 Damage to one object is one finding; it names the first few affected snapshots and counts the rest.
 """
@@ -10,9 +10,18 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.printed_commands import naming_store
-from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, PermissionDeniedError, PlaceUnavailableError, StoreError
+from tensorstore_ck.common.user_frames import short_errors
+from tensorstore_ck.errors import (
+    BackendUnavailableError,
+    InvalidOptionError,
+    MissingObjectError,
+    PermissionDeniedError,
+    PlaceUnavailableError,
+    StoreError,
+)
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.gc.report import Freeable
@@ -186,3 +195,38 @@ class Findings:
 def _hits(gathered: _Gathered) -> tuple[str, ...]:
     more = gathered.hit_count - len(gathered.hits)
     return (*sorted(gathered.hits), *([f"and {more} more"] if more else []))
+
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, total bytes)."""
+
+
+@short_errors
+@renamed_argument(max_bytes_per_second="rate_limit")
+@dataclass(frozen=True, slots=True)
+class FsckOptions:
+    """How much data fsck reads. It always checks the whole structure: log, records, parts, extents, footers of packs."""
+
+    read_data: bool = False
+    """Read and hash every stored byte."""
+    sample_fraction: float | None = None
+    """Read this share of all packs' bytes: first the packs that were never verified, then those verified longest ago."""
+    max_seconds: float | None = None
+    """Read data in that order until this time is over; the next such run continues there."""
+    progress: Progress | None = None
+    rate_limit: float | None = None
+    """Limit of reads, and of repair's writes, so that jobs keep their bandwidth; None: no limit."""
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidOptionError` for an invalid value."""
+        if self.sample_fraction is not None and not 0 < self.sample_fraction <= 1:
+            raise InvalidOptionError(
+                f"sample_fraction must be above 0 and at most 1, not {self.sample_fraction}", object_id="sample_fraction"
+            )
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            raise InvalidOptionError(f"max_seconds must be above 0, not {self.max_seconds}", object_id="max_seconds")
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether any block is read."""
+        return self.read_data or self.sample_fraction is not None or self.max_seconds is not None

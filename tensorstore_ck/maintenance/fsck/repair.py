@@ -3,35 +3,39 @@
 It follows the dependencies: store.json and log, records, relocation maps, parts, packs. Each step checks the store again, since an
 unreadable object may hide more damage. Snapshots that stay damaged are marked, so that nobody resumes from them; a mark is removed when
 all data of the snapshot was read and is sound.
+
+A lost log entry is written again only if the rest of the log, or this host's memory of it, names its hash.
 """
 
+import contextlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.common.threads import shielded
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.errors import BrokenLogError, DamageError, SnapshotExpiredError, UnreadableError
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.record import Record, record_name
-from tensorstore_ck.log import Head, ObjectKey, Op, RefTable, Relocation, SnapshotInfo
+from tensorstore_ck.log import Entry, Head, ObjectKey, Op, RefTable, Relocation, SnapshotInfo
+from tensorstore_ck.log.cache import TableError
+from tensorstore_ck.log.entry import MAX_ENTRY_BYTES
 from tensorstore_ck.maintenance.fsck.check_config import is_log_lost, is_of_log, repair_config
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
-from tensorstore_ck.maintenance.fsck.check_log import LogCheck, heads_seen, host_saw_more
+from tensorstore_ck.maintenance.fsck.check_log import CACHE_NAME, LogCheck, cache_problem, heads_seen, host_saw_more
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, placed_parts
 from tensorstore_ck.maintenance.fsck.check_storage import repair_markers, repair_modes
 from tensorstore_ck.maintenance.fsck.check_store import Fsck
-from tensorstore_ck.maintenance.fsck.findings import DAMAGED, UNREADABLE, Finding, FsckReport
+from tensorstore_ck.maintenance.fsck.findings import DAMAGED, UNREADABLE, Finding, FsckOptions, FsckReport
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore, open_other
 from tensorstore_ck.maintenance.fsck.marked_damaged import packs_of
 from tensorstore_ck.maintenance.fsck.noted_reads import ReadErrors
-from tensorstore_ck.maintenance.fsck.options import FsckOptions
 from tensorstore_ck.maintenance.fsck.rebuild_packs import rebuild_packs
 from tensorstore_ck.maintenance.fsck.rebuild_parts import COPIED, PartRebuilder
-from tensorstore_ck.maintenance.fsck.repair_log import repair_cache, repair_checkpoints, repair_entries
 from tensorstore_ck.maintenance.fsck.repairable import blocks_in, is_moved_intact, relocations_in_force
 
 GIVES_WAY: Final = ("", "drift")
@@ -289,3 +293,63 @@ def _damaged_objects(fsck: Fsck) -> list[tuple[SnapshotInfo, str]]:
 
 def _reason(checked: SnapshotCheck) -> str:
     return f"found by fsck: {checked.damages[0].message}"[:MAX_REASON]
+
+
+def repair_entries(engine: Engine, copy: Engine, log: LogCheck, seen: Collection[Head]) -> list[str]:
+    """Copies lost log entries from a copy of this store, newest first, as far as their hashes are known; returns their names."""
+    if (copy.config.uuid, copy.config.log) != (engine.config.uuid, engine.config.log):
+        return []
+    repaired: list[str] = []
+    known = {**log.vouched, **{head.n: head.hash for head in seen}}
+    expected: Digest | None = None
+    for n in range(max([log.last, *known]), 0, -1):
+        entry, expected = _read(engine, n), expected or known.get(n)
+        if entry is None or (expected is not None and entry.hash != expected):
+            entry = _read(copy, n) if expected is not None else None
+            if entry is not None and entry.hash == expected:
+                _write(engine, copy, n)
+                repaired.append(engine.log.chain.name(n))
+            else:
+                entry = None
+        expected = entry.prev if entry is not None else None
+    return repaired
+
+
+def repair_checkpoints(engine: Engine, log: LogCheck) -> list[str]:
+    """Writes damaged checkpoints again; returns their names."""
+    for name, data in log.checkpoints.items():
+        engine.backend.replace(name, data)
+    return list(log.checkpoints)
+
+
+def repair_cache(engine: Engine, log: LogCheck) -> list[str]:
+    """Syncs the log; clears and refills this host's cache if it differs; returns its name if it was repaired.
+
+    Raises:
+        BrokenLogError: the log is damaged.
+    """
+    engine.log.sync()
+    log.follow(engine.log.chain)
+    if cache_problem(log, engine.log) is None:
+        return []
+
+    def clear() -> None:
+        with contextlib.suppress(TableError), engine.table.batch() as batch:
+            batch.clear(b"")
+
+    shielded(clear, finish=True)
+    engine.log.sync()
+    return [CACHE_NAME]
+
+
+def _read(engine: Engine, n: int) -> Entry | None:
+    try:
+        return engine.log.chain.read(n)
+    except DamageError:
+        return None
+
+
+def _write(engine: Engine, copy: Engine, n: int) -> None:
+    name = engine.log.chain.name(n)
+    engine.backend.replace(name, copy.backend.get(copy.log.chain.name(n), max_bytes=MAX_ENTRY_BYTES + 1))
+    engine.backend.sync_folders(name)

@@ -6,9 +6,8 @@ group.py               one rank's place in a process group, and the thread that 
 round.py               one round of all ranks: propose, compare, execute, commit
 participant.py         what a rank does in a round
 round_ledger.py        which rounds are open, and which keys can be deleted
-late_ranks.py          logs which ranks are missing
 channel.py             small records in the key-value store
-liveness.py            heartbeats: which ranks are alive
+liveness.py            heartbeats: which ranks are alive; logs which ranks are missing
 failure_reason.py      why a round failed, as ranks report it to each other
 rank_messages.py       how messages name ranks and what they report
 matching_arguments.py  arguments that must be the same on all ranks

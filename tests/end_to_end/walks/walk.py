@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Self
 
 import pytest
 
-from tensorstore_ck.cli.help_topics import USAGE
+from tensorstore_ck.cli.command_groups import USAGE
 from tests.end_to_end.walks.terminal import Terminal
 
 REPOSITORY: Final = Path(__file__).parents[3]

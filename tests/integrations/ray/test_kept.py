@@ -46,10 +46,10 @@ def store(tmp_path: Path) -> Iterator[tsck.Store]:
 @pytest.fixture
 def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Experiment:
     pytest.importorskip("ray.train", reason="the extra ray is not installed: run `make test-apart`")
-    from tensorstore_ck.integrations.ray import kept_checkpoints
+    from tensorstore_ck.integrations.ray import reporting
 
     listed: list[Any] = []
-    monkeypatch.setattr(kept_checkpoints, "reported_checkpoints", lambda: listed)
+    monkeypatch.setattr(reporting, "reported_checkpoints", lambda: listed)
     return Experiment(tmp_path / "exp", listed)
 
 
@@ -58,7 +58,7 @@ def pinned(store: tsck.Store) -> dict[int | None, str]:
 
 
 def test_deleted_ones_are_unpinned_and_coming_ones_not(store: tsck.Store, experiment: Experiment) -> None:
-    from tensorstore_ck.integrations.ray import kept_checkpoints as kept
+    from tensorstore_ck.integrations.ray import reporting as kept
 
     for step in range(1, 6):
         root = put(store, step)
@@ -74,7 +74,7 @@ def test_deleted_ones_are_unpinned_and_coming_ones_not(store: tsck.Store, experi
 
 
 def test_other_pins_stay(store: tsck.Store, experiment: Experiment) -> None:
-    from tensorstore_ck.integrations.ray import kept_checkpoints as kept
+    from tensorstore_ck.integrations.ray import reporting as kept
 
     first, other = put(store, 1), put(store, 7, "runs/other")
     store.pin(first, owner="me", reason="the first")
@@ -95,7 +95,7 @@ def test_other_pins_stay(store: tsck.Store, experiment: Experiment) -> None:
 
 def test_what_has_no_pin_gets_one(store: tsck.Store, experiment: Experiment) -> None:
     """A worker died between the report and the pin; or another program reported; or the snapshot is gone."""
-    from tensorstore_ck.integrations.ray import kept_checkpoints as kept
+    from tensorstore_ck.integrations.ray import reporting as kept
 
     experiment.write("c1", put(store, 1), store)
     experiment.write("gone", "0" * 64, store)

@@ -7,7 +7,7 @@ pytest.importorskip("torchtitan", reason="torchtitan cannot be installed with th
 import torch
 from torch import nn
 
-from tensorstore_ck.integrations.titan.weights import weights_of
+from tensorstore_ck.integrations.titan.snapshot_manager import weights_of
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from tensorstore_ck.log import Op
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.copy_store import copy as copy_snapshots
 from tensorstore_ck.maintenance.fsck import run_fsck
-from tensorstore_ck.maintenance.fsck.options import FsckOptions
+from tensorstore_ck.maintenance.fsck.findings import FsckOptions
 from tensorstore_ck.maintenance.fsck.repair import run_repair
 from tests.effort import effort
 from tests.gc.stores import open_store

@@ -10,7 +10,7 @@ from torch import nn
 
 import tensorstore_ck as tsck
 from tensorstore_ck.training import TrainingState
-from tensorstore_ck.training.compare_states import copied, first_difference, leaves_of
+from tensorstore_ck.training.verify_resume import copied, first_difference, leaves_of
 from tests.group_of_one import group_of_one
 
 STEPS, FAILS_IN = 5, 4
