@@ -18,12 +18,10 @@ sql_conditions.py   a parsed condition -> SQL
 query.py            `find`
 """
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 
-try:
+with extra("catalog", "the catalog"):
     import sqlalchemy as _sqlalchemy
-except ImportError as exc:
-    raise missing_extra("catalog", "the catalog") from exc
 
 from tensorstore_ck.catalog.catalog import Catalog
 from tensorstore_ck.catalog.results import CatalogJob, CatalogStore, FoundSnapshot, SyncOutcome, SyncReport

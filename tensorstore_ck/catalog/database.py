@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from sqlalchemy import URL, Connection, create_engine, event, exc, make_url
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     CorruptObjectError,
@@ -66,10 +66,8 @@ class Database:
             }
         self._write_lock: AbstractContextManager[object] = threading.RLock() if self.is_sqlite else nullcontext()
         """Held by the thread of this process that writes: SQLite's own lock is not fair, and gives up after `BUSY_SECONDS`."""
-        try:
+        with extra("postgres", "a catalog in PostgreSQL"):
             self._engine = create_engine(self._url, **arguments)
-        except ImportError as error:
-            raise missing_extra("postgres", "a catalog in PostgreSQL") from error
         if self.is_sqlite:
             event.listen(self._engine, "connect", _prepare_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)

@@ -3,8 +3,8 @@
 Only this package reads environment variables (``TSCK_STORE``, ``TSCK_CACHE_DIR``). A command that needs torch imports it when it runs, so
 that all others start fast and run without it. With ``--json`` stdout holds one document; progress and warnings go to stderr.
 
-app.py                the program: errors, warnings and exit codes
-command_groups.py     the commands by group, the exit codes, and what `tsck help` prints
+app.py                the program: errors, warnings and exit codes; TSCK_DEBUG=1: what was decided, and why, in a file
+command_groups.py     the commands by group, options before the command, the exit codes, and what `tsck help` prints
 options.py            options that commands share, and the `StoreChoice` that they make
 cmd_*.py              the commands, named in the file's name
 model_files.py        model files as states, for `tsck put` and `tsck get`
@@ -14,11 +14,9 @@ progress.py           progress bars
 complete_names.py     completes refs, steps and metrics
 known_stores.py       which cache belongs to a remote store, for that
 shell_completion.py   what shells ask when Tab is pressed, and their scripts
-leading_options.py    options before the command
 run_program.py        runs the user's program for a snapshot
 plot.py               curves, as text and as PNG
 hints.py              completes the commands in messages
-debug_log.py          TSCK_DEBUG=1: what was decided, and why, in a file
 standard_streams.py   stdout and stderr that are closed, full or broken
 allowed_locations.py  the user's file of allowed locations for moved packs
 """

@@ -1,32 +1,34 @@
 """The `tsck` command group: its commands, and how errors become exit codes.
 
 Every `StoreError` becomes one line on stderr, which names the command that prints what to do (with ``--json``: a document on stdout), and
-its kind's exit code; 2 is a misuse of the command line, 130 an interrupt. Anything else is a bug, and keeps its traceback.
+its kind's exit code; 2 is a misuse of the command line, 130 an interrupt. Anything else is a bug, and keeps its traceback. With
+``TSCK_DEBUG=1`` the decisions of a command, as `tensorstore_ck` logs them at debug level, go to a file.
 """
 
 import difflib
 import importlib
 import logging
 import os
+import platform
 import re
 import shlex
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import click
+import platformdirs
 
 import tensorstore_ck
 from tensorstore_ck.cli import standard_streams
-from tensorstore_ck.cli.command_groups import COMMANDS, INTERRUPTED, USAGE, topic_page, write_commands
-from tensorstore_ck.cli.debug_log import debug_log
-from tensorstore_ck.cli.leading_options import NO_PAGER, split_leading
+from tensorstore_ck.cli.command_groups import COMMANDS, INTERRUPTED, NO_PAGER, USAGE, split_leading, topic_page, write_commands
 from tensorstore_ck.cli.output import clear_line, emit, emit_words, printable, say
 from tensorstore_ck.cli.pager import no_pager_option
 from tensorstore_ck.common.printed_commands import TAKE_STORE
-from tensorstore_ck.errors import NotAStoreError, NotFoundError, StoreError
+from tensorstore_ck.errors import InvalidOptionError, NotAStoreError, NotFoundError, StoreError
 from tensorstore_ck.redaction import redacted
 
 LISTS: Final = "`tsck branch` lists branches, `tsck tag` tags, `tsck log` snapshots, and `tsck show ADDRESS` the content of one."
@@ -213,6 +215,53 @@ def _fail(kind: str, message: str, object_id: str, *, as_json: bool, more: str =
         emit({"error": {"kind": kind, "message": redacted(message), "object": object_id}}, (), as_json=True)
     else:
         say(f"tsck: {printable(message)}{more}", err=True)
+
+
+DEBUG_VARIABLE: Final = "TSCK_DEBUG"
+_FORM: Final = "%(asctime)s.%(msecs)03d %(process)d %(threadName)s %(name)s: %(message)s"
+
+
+@contextmanager
+def debug_log() -> Iterator[None]:
+    """Appends what the package logs to a file while the block runs, if the user asked for it, and names the file at the end.
+
+    Raises:
+        InvalidOptionError: the file cannot be written.
+    """
+    wanted = os.environ.get(DEBUG_VARIABLE, "")
+    if wanted in ("", "0"):
+        yield
+        return
+    path = platformdirs.user_state_path("tensorstore_ck", appauthor=False) / "debug.log" if wanted == "1" else Path(wanted)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as exc:
+        raise InvalidOptionError(f"{DEBUG_VARIABLE} names a file that cannot be written: {exc}", object_id=DEBUG_VARIABLE) from exc
+    logger = logging.getLogger("tensorstore_ck")
+    before = logger.level
+    handler = logging.StreamHandler(os.fdopen(fd, "a", encoding="utf-8"))
+    handler.setFormatter(_Redacted(_FORM, "%Y-%m-%d %H:%M:%S"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    logger.debug("tsck %s, Python %s", tensorstore_ck.__version__, platform.python_version())  # no arguments: they may be secrets
+    try:
+        yield
+    except StoreError:
+        logger.debug("the command failed", exc_info=True)
+        raise
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+        handler.stream.close()
+        say(f"tsck: what was decided, and why, is in {path}", err=True)
+
+
+class _Redacted(logging.Formatter):
+    """Leaves out secrets of URLs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
 
 
 class _Lines(logging.Handler):

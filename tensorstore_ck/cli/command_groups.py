@@ -1,10 +1,11 @@
 """The commands by what a user wants to do, the module of each, and how the help lists them.
 
 `tsck help TOPIC` describes a group of commands, the exit codes, or a kind of error.
+Options that choose a store may stand before the command: ``tsck -s ./ckpt log``.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -124,3 +125,22 @@ def help_lines() -> list[str]:
     rows = exit_codes()
     width = max(len(row.kind) for row in rows)
     return [f"  {row.code:3}  {row.kind.ljust(width)}  {row.meaning}" for row in rows]
+
+
+LEADING: Final = ("-s", "--store", "--storage-option", "--cache-dir", "--state-dir", "--rollback", "--allow-place")
+NO_PAGER: Final = "--no-pager"
+_LEADING_FLAGS: Final = (NO_PAGER, "--json", "--single-writer-unsafe", "--no-sync")
+
+
+def split_leading(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options that choose a store and stand before the command, with their values; and the rest."""
+    at = 0
+    while at < len(arguments):
+        name, equals, _ = arguments[at].partition("=")
+        if arguments[at] in LEADING:
+            at += 2
+        elif arguments[at] in _LEADING_FLAGS or (equals and name in LEADING) or (name.startswith("-s") and not name.startswith("--")):
+            at += 1
+        else:
+            break
+    return list(arguments[:at]), list(arguments[at:])

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, cast
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.descriptors import sync_path
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 from tensorstore_ck.common.host_memory import require_memory
 from tensorstore_ck.errors import (
     AlreadyExistsError,
@@ -186,10 +186,8 @@ def _is_safetensors(path: str) -> bool:
 
 
 def _safetensors() -> Any:
-    try:
+    with extra("safetensors", "reading or writing .safetensors"):
         import safetensors.torch  # noqa: PLC0415 - an extra
-    except ImportError as exc:
-        raise missing_extra("safetensors", "reading or writing .safetensors") from exc
     return safetensors
 
 

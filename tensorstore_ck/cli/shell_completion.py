@@ -15,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem, FishComplete, ShellComplete, ZshComplete
 
 from tensorstore_ck.cli.app import COMPLETION_VARIABLE
-from tensorstore_ck.cli.leading_options import LEADING, NO_PAGER, split_leading
+from tensorstore_ck.cli.command_groups import LEADING, NO_PAGER, split_leading
 
 PROGRAM: Final = "tsck"
 REPLACED_VARIABLE: Final = "TSCK_REPLACED"

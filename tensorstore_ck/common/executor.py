@@ -9,7 +9,7 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Final, Protocol, Self, TypeVar
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError
 
@@ -120,10 +120,8 @@ class DaskCluster:
             MissingExtraError: Dask is not installed.
             BackendUnavailableError: no scheduler answers at `address`.
         """
-        try:
+        with extra("dask", "work on a Dask cluster"):
             import distributed  # noqa: PLC0415 - an extra
-        except ImportError as exc:
-            raise missing_extra("dask", "work on a Dask cluster") from exc
         self._distributed: Any = distributed
         try:
             self._client: Any = distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)

@@ -4,7 +4,8 @@ The message names the dependencies, since tensorstore_ck may not be in the user'
 or installs something else.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
 from tensorstore_ck.errors import MissingExtraError
@@ -45,3 +46,12 @@ def missing_extra(extra: str, what: str) -> MissingExtraError:
         f"in a checkout of tensorstore_ck, `pip install 'tensorstore_ck[{extra}]'` where your package index has it",
         object_id=extra,
     )
+
+
+@contextmanager
+def extra(name: str, what: str) -> Iterator[None]:
+    """For the imports of an extra's packages, which `what` needs. Raises `MissingExtraError` if one is not installed."""
+    try:
+        yield
+    except ImportError as exc:
+        raise missing_extra(name, what) from exc

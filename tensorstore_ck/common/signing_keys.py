@@ -5,7 +5,7 @@ import binascii
 import os
 from typing import TYPE_CHECKING, Final, Self
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 from tensorstore_ck.common.owned_files import FILE_MODE, require_safe_parent
 from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.common.user_frames import short_errors
@@ -46,10 +46,8 @@ class SigningKey:
         Raises:
             MissingExtraError: `cryptography` is not installed.
         """
-        try:
+        with extra("sign", "making a signing key"):
             from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey  # noqa: PLC0415 - an extra
-        except ImportError:
-            raise missing_extra("sign", "making a signing key") from None
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
@@ -65,12 +63,10 @@ class SigningKey:
             InvalidOptionError: it holds no Ed25519 key, or the passphrase is missing or wrong.
             MissingExtraError: `cryptography` is not installed.
         """
-        try:
+        with extra("sign", "signing"):
             from cryptography.exceptions import UnsupportedAlgorithm  # noqa: PLC0415 - an extra
             from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey  # noqa: PLC0415
             from cryptography.hazmat.primitives.serialization import load_pem_private_key  # noqa: PLC0415
-        except ImportError:
-            raise missing_extra("sign", "signing") from None
         data = _read(path)
         is_encrypted = data.startswith(_ENCRYPTED)
         secret = passphrase or os.environ.get(PASSPHRASE_VARIABLE) if is_encrypted else None
@@ -125,11 +121,9 @@ def is_signed_by(public_key: bytes, signature: bytes, message: bytes) -> bool:
     Raises:
         MissingExtraError: `cryptography` is not installed.
     """
-    try:
+    with extra("sign", "checking a signature"):
         from cryptography.exceptions import InvalidSignature  # noqa: PLC0415 - an extra
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey  # noqa: PLC0415
-    except ImportError:
-        raise missing_extra("sign", "checking a signature") from None
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
     except (InvalidSignature, ValueError):  # ValueError: no point of the curve

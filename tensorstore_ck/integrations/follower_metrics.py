@@ -6,13 +6,11 @@ registry of their own, which they expose.
 
 from collections.abc import Callable
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 from tensorstore_ck.events import Event, Observed
 
-try:
+with extra("exporter", "recording Prometheus metrics of a follower"):
     from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
-except ImportError as exc:
-    raise missing_extra("exporter", "recording Prometheus metrics of a follower") from exc
 
 
 class FollowerMetrics:

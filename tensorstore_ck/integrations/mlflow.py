@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any, Final
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidNameError, InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.tracked_snapshots import Pin, TrackedSnapshot, checked_pointer, find_published, pin_snapshot, reference_to
@@ -21,12 +21,10 @@ from tensorstore_ck.store import ReadOnlyStore, Store
 
 __all__ = ["find_snapshot", "log_snapshot"]
 
-try:
+with extra("mlflow", "logging snapshots to MLflow"):
     import mlflow
     from mlflow.entities import RunTag
     from mlflow.exceptions import MlflowException
-except ImportError as exc:
-    raise missing_extra("mlflow", "logging snapshots to MLflow") from exc
 
 PACKAGE: Final = Package("mlflow", "mlflow-skinny", (3, 6), (4, 0))
 FOLDER: Final = "snapshots"

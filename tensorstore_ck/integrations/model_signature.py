@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from tensorstore_ck.backend.os_errors import os_errors
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.common.signing_keys import PASSPHRASE_VARIABLE
@@ -176,12 +176,10 @@ def _raise(exc: OSError) -> None:
 
 
 def _private_key(path: str | os.PathLike[str]) -> "EllipticCurvePrivateKey":
-    try:
+    with extra("sign", "signing an export"):
         from cryptography.exceptions import UnsupportedAlgorithm  # noqa: PLC0415 - an extra
         from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey  # noqa: PLC0415
         from cryptography.hazmat.primitives.serialization import load_pem_private_key  # noqa: PLC0415
-    except ImportError:
-        raise missing_extra("sign", "signing an export") from None
     data, passphrase = _read(path, "key"), os.environ.get(PASSPHRASE_VARIABLE)
     try:
         key = load_pem_private_key(data, passphrase.encode() if passphrase and b"ENCRYPTED" in data else None)
@@ -196,12 +194,10 @@ def _private_key(path: str | os.PathLike[str]) -> "EllipticCurvePrivateKey":
 
 
 def _public_key(path: str) -> "EllipticCurvePublicKey":
-    try:
+    with extra("sign", "checking a signature"):
         from cryptography.exceptions import UnsupportedAlgorithm  # noqa: PLC0415 - an extra
         from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey  # noqa: PLC0415
         from cryptography.hazmat.primitives.serialization import load_pem_public_key  # noqa: PLC0415
-    except ImportError:
-        raise missing_extra("sign", "checking a signature") from None
     try:
         key = load_pem_public_key(_read(path, "key"))
     except (ValueError, UnsupportedAlgorithm) as exc:

@@ -10,14 +10,12 @@ encode and write, in parallel; then upload, and commit last.
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 from tensorstore_ck.common.save_progress import STAGES
 from tensorstore_ck.events import Event, Observed
 
-try:
+with extra("otel", "recording metrics and spans with OpenTelemetry"):
     from opentelemetry import metrics, trace
-except ImportError as exc:
-    raise missing_extra("otel", "recording metrics and spans with OpenTelemetry") from exc
 
 SCOPE: Final = "tensorstore_ck"
 _SECONDS_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Final
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidNameError, InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.tracked_snapshots import Pin, TrackedSnapshot, decode_reference, find_published, pin_snapshot, reference_to
@@ -17,10 +17,8 @@ from tensorstore_ck.store import ReadOnlyStore, Store
 
 __all__ = ["find_snapshot", "log_snapshot"]
 
-try:
+with extra("wandb", "logging snapshots to Weights & Biases"):
     import wandb
-except ImportError as exc:
-    raise missing_extra("wandb", "logging snapshots to Weights & Biases") from exc
 
 PACKAGE: Final = Package("wandb", "wandb", (0, 23), (1, 0))
 REFERENCE: Final = "snapshot"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.log.snapshot import Snapshot
 
@@ -23,20 +23,16 @@ class Point(NamedTuple):
 
 def new_figure() -> "tuple[Figure, Any]":
     """A figure, which no window shows, and its axes. Raises `MissingExtraError` if matplotlib is not installed."""
-    try:
+    with extra("plot", "drawing"):
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-    except ImportError as exc:
-        raise missing_extra("plot", "drawing") from exc
     figure = Figure(figsize=(7, 4.5))
     return figure, figure.subplots()
 
 
 def shown_axes() -> "Axes":
     """The axes of a new figure of pyplot, which notebooks show. Raises `MissingExtraError` if matplotlib is not installed."""
-    try:
+    with extra("plot", "drawing"):
         from matplotlib import pyplot  # noqa: PLC0415 - an extra
-    except ImportError as exc:
-        raise missing_extra("plot", "drawing") from exc
     axes: Axes = pyplot.subplots()[1]
     return axes
 

@@ -1,9 +1,8 @@
 """Pages in a browser, for one user on this host: `tsck ui`. They show a catalog and its stores, and change what `--allow` names.
 
 app.py                the application: which path has which page
-pages.py              what all pages share: templates, the stores behind them, links, what an error looks like
+pages.py              what all pages share: templates, links, numbers as text, what an error looks like, what an action did
 actions.py            what pages may change, if that is allowed
-notices.py            what an action did, for the page that shows it
 security.py           who may ask: host, token, cookie, methods; headers of every answer
 sources.py            the stores and their catalog; threads that read new entries of their logs
 background.py         reads that take long, each in a thread of its own
@@ -18,29 +17,25 @@ graph.py              its graph
 space.py              what holds a store's bytes, and how it grew; what was forgotten, and can come back
 health.py             last runs, a check on request, marks, and where packs lie
 snapshot.py           the page of one snapshot, with why it is kept, and code to copy that opens it
-catalog_snapshots.py  a snapshot by its address, and what the catalog knows of it
+catalog_snapshots.py  a snapshot by its address, what the catalog knows of it, and addresses that complete what was typed
 snapshot_content.py   the content of a snapshot: its tables, read once; its tensors as a tree of groups
 snapshot_tensors.py   groups, tensors and values of a snapshot, piece by piece
 tensor_statistics.py  statistics and histograms of tensors
 compare_snapshots.py  the page of two snapshots
 differences.py        what differs between two, and by how much tensors changed
-addresses.py          addresses that complete what was typed
-text.py               bytes, ages, times and numbers as people read them
 
 Each page has a module, a template of the same name, and a function `page(pages, request)`, which `app.py` lists. It reads the catalog where
 possible, since a catalog of 10,000 snapshots answers at once, and opens the store only for the rest. Pages work
 without JavaScript; htmx replaces pieces of a page, and uPlot draws charts from data in the page or from JSON.
 """
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 
-try:
+with extra("ui", "a server of pages in a browser"):
     import jinja2 as _jinja2
     import sqlalchemy as _sqlalchemy
     import starlette as _starlette
     import uvicorn as _uvicorn
-except ImportError as exc:
-    raise missing_extra("ui", "a server of pages in a browser") from exc
 
 from tensorstore_ck.catalog.private_catalog import private_catalog
 from tensorstore_ck.ui.actions import parse_allow

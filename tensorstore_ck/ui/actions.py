@@ -11,8 +11,7 @@ from starlette.responses import RedirectResponse, Response
 
 from tensorstore_ck.errors import InvalidOptionError, StoreError, UndecidedError
 from tensorstore_ck.store import Store
-from tensorstore_ck.ui.notices import Outcome
-from tensorstore_ck.ui.pages import Pages, asked
+from tensorstore_ck.ui.pages import Outcome, Pages, asked
 
 MAX_BODY_BYTES: Final = 1 << 16
 MAX_FIELDS: Final = 20

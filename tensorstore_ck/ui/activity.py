@@ -14,9 +14,8 @@ from tensorstore_ck.catalog.row_writer import MAX_BIGINT
 from tensorstore_ck.catalog.schema import events, stores
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.units import human_bytes
-from tensorstore_ck.ui.pages import Pages
+from tensorstore_ck.ui.pages import Pages, count_text, time_text
 from tensorstore_ck.ui.sources import StoreKey
-from tensorstore_ck.ui.text import count_text, time_text
 
 PAGE_ROWS: Final = 50
 _STORES: Final = select(stores.c.store_id, stores.c.uuid, stores.c.url).order_by(stores.c.url, stores.c.uuid)

@@ -18,7 +18,7 @@ from tensorstore_ck.errors import StoreError
 from tensorstore_ck.ui import (
     actions,
     activity,
-    addresses,
+    catalog_snapshots,
     compare_runs,
     compare_snapshots,
     find,
@@ -50,7 +50,7 @@ OF_ALL: Final[dict[str, Page]] = {
 OF_A_STORE: Final[dict[str, Page]] = {
     "ref": ref.page,
     "ref/series": series.answer,
-    "addresses": addresses.page,
+    "addresses": catalog_snapshots.addresses_page,
     "compare": compare_snapshots.page,
     "compare/changes": compare_snapshots.changes_page,
     "compare/tensors": compare_snapshots.tensors_page,

@@ -1,24 +1,33 @@
-"""The common parts of all pages: templates, the stores behind them, links."""
+"""The common parts of all pages: templates, the stores behind them, links, numbers as text, outcomes of actions.
 
+An action redirects to a page that shows its outcome. A URL has only the number of an outcome, so outcomes cannot be forged.
+"""
+
+import math
 import re
+import secrets
 import shlex
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS
 from tensorstore_ck.common.prices import NO_PRICES, Prices, usd_text
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, iso_time
 from tensorstore_ck.errors import NotFoundError
-from tensorstore_ck.ui.notices import Notices
 from tensorstore_ck.ui.security import Access
 from tensorstore_ck.ui.sources import Sources, StoreKey
-from tensorstore_ck.ui.text import commands_html, count_text, duration_text, number_text, root_text, time_text
 
 if TYPE_CHECKING:
     from tensorstore_ck.store import OpenOptions
@@ -26,6 +35,97 @@ if TYPE_CHECKING:
 MAX_PAGE_DIGITS: Final = 9
 _COMMAND: Final = re.compile(r"`(tsck (?:(?! -s )[^`])*)`")
 """A command in a text that does not name its store."""
+
+
+KEPT: Final = 100
+_KEY: Final = "tsck.outcome"
+
+
+_UNITS: Final = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+NONE: Final = "\N{EN DASH}"
+
+
+def time_text(time_ns: int | None) -> str:
+    """``2026-01-31 12:00:00``, in UTC; a dash for None."""
+    return NONE if time_ns is None else iso_time(time_ns).replace("T", " ").removesuffix("Z")
+
+
+def duration_text(duration_ns: int) -> str:
+    """``12 s``, ``5 min``, ``3 h``, ``2 d``; of a time in the future, ``0 s``."""
+    seconds = max(0, duration_ns) // 1_000_000_000
+    size, unit = next((item for item in _UNITS if seconds >= 2 * item[0]), _UNITS[-1])
+    return f"{seconds // size:,} {unit}"
+
+
+def count_text(count: int | None) -> str:
+    """``1,234``; a dash for None."""
+    return NONE if count is None else f"{count:,}"
+
+
+def number_text(number: float | None) -> str:
+    """Six significant digits; a dash for None."""
+    if number is None:
+        return NONE
+    return f"{number:.6g}" if math.isfinite(number) else str(number)
+
+
+def root_text(root: str) -> str:
+    """The digits of a root that are enough to find it again."""
+    return root[:SHOWN_ROOT_DIGITS]
+
+
+def commands_html(text: str) -> Markup:
+    """A text with commands in backticks, which become code."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704 - it is escaped
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of an action."""
+
+    verb: str
+    text: str
+    is_error: bool
+    form: Mapping[str, str] = field(default_factory=dict)
+    """The form that was sent."""
+
+
+class Notices:
+    """The outcomes that no page has shown yet. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Outcome] = {}
+        self._lock = threading.Lock()
+        self._shown: ContextVar[Outcome | None] = ContextVar("shown", default=None)
+
+    def add(self, outcome: Outcome) -> str:
+        """Keeps an outcome; returns its number."""
+        number = secrets.token_urlsafe(12)
+        with self._lock:
+            self._waiting[number] = outcome
+            if len(self._waiting) > KEPT:
+                del self._waiting[next(iter(self._waiting))]
+        return number
+
+    @contextmanager
+    def showing(self, request: Request) -> Iterator[None]:
+        """`current` is the outcome whose number is in the request, for this request alone."""
+        with self._lock:
+            outcome = request.scope.setdefault(_KEY, self._waiting.pop(request.query_params.get("notice", ""), None))
+        token = self._shown.set(outcome)
+        try:
+            yield
+        finally:
+            self._shown.reset(token)
+
+    def current(self) -> Outcome | None:
+        """The outcome that the page of this thread shows."""
+        return self._shown.get()
+
+    def failed(self, verb: str, name: str) -> str:
+        """The text sent as `name` to the action that failed, to be corrected; empty if none did."""
+        outcome = self.current()
+        return outcome.form.get(name, "") if outcome is not None and outcome.is_error and outcome.verb == verb else ""
 
 
 class Pages:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tensorstore_ck as tsck_package
-from tensorstore_ck.cli.debug_log import debug_log
+from tensorstore_ck.cli.app import debug_log
 from tests.cli.conftest import Tsck
 
 

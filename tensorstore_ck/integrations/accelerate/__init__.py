@@ -8,12 +8,10 @@ compatibility.py   versions of accelerate, and the private names that are used
 `save_state` and `load_state` keep their meaning. The folders stay, without tensors, for code that looks for them.
 """
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 
-try:
+with extra("accelerate", "the Accelerator over a store"):
     import accelerate  # noqa: F401
-except ImportError as exc:
-    raise missing_extra("accelerate", "the Accelerator over a store") from exc
 
 from tensorstore_ck.integrations.accelerate.accelerator import SnapshotMixin, attach
 

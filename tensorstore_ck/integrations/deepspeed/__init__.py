@@ -2,17 +2,14 @@
 
 engine.py          attach and SnapshotMixin: save_checkpoint and load_checkpoint
 engine_state.py    an engine's shared state, by parameter name; and an engine as a TrainingState
-global_names.py    names of experts that are the same on every number of ranks
-fragments.py       where each parameter's elements lie in DeepSpeed's flat tensors
+fragments.py       where each parameter's elements lie in DeepSpeed's flat tensors; names of experts that are the same on all ranks
 compatibility.py   versions of DeepSpeed, and the names that are used
 """
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 
-try:
+with extra("deepspeed", "DeepSpeed's engine over a store"):
     import deepspeed  # noqa: F401
-except ImportError as exc:
-    raise missing_extra("deepspeed", "DeepSpeed's engine over a store") from exc
 
 from tensorstore_ck.integrations.deepspeed.engine import SnapshotMixin, attach
 

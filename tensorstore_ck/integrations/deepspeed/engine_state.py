@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
-from tensorstore_ck.integrations.deepspeed.fragments import Fragment, base_optimizer, fragments_of
-from tensorstore_ck.integrations.deepspeed.global_names import is_copy, with_global_names
+from tensorstore_ck.integrations.deepspeed.fragments import Fragment, base_optimizer, fragments_of, is_copy, with_global_names
 from tensorstore_ck.integrations.deepspeed_names import COUNTERS, MASTER, MICRO_OFFSET, SCALE
 from tensorstore_ck.training import TrainingState, optimizers
 from tensorstore_ck.training.buffers import plain_buffers

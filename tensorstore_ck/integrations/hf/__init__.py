@@ -12,12 +12,10 @@ A Trainer saves into the store whenever it would have written a checkpoint folde
 `checkpoint-N` stays, without tensors, for code that looks for it.
 """
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 
-try:
+with extra("hf", "the Trainer of transformers over a store"):
     import transformers  # noqa: F401
-except ImportError as exc:
-    raise missing_extra("hf", "the Trainer of transformers over a store") from exc
 
 from tensorstore_ck.integrations.hf.small_files import model_files
 from tensorstore_ck.integrations.hf.trainer import SnapshotMixin, Trainer, attach

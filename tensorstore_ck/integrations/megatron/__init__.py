@@ -13,13 +13,12 @@ version.py         the versions of Megatron-core that are supported
 compatibility.py   the names of Megatron-core that are used
 """
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 
-try:
+with extra("megatron", "Megatron-core's dist_checkpointing over a store"):
     import megatron.core  # noqa: F401
-except ImportError as exc:
-    raise missing_extra("megatron", "Megatron-core's dist_checkpointing over a store") from exc
-else:  # before the imports below, which fail with other versions
+
+    # before the imports below, which fail with other versions
     from tensorstore_ck.integrations.megatron.version import require_supported_version
 
     require_supported_version()

@@ -4,12 +4,10 @@ checkpoint_manager.py  LocalCheckpointManager: in place of NVRx's manager of tha
 rank_store.py          one rank's store on a disk of its host: save, load and delete local checkpoints
 """
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 
-try:
+with extra("nvrx", "NVRx's local checkpoint manager over a store"):
     import nvidia_resiliency_ext.checkpointing.local  # noqa: F401
-except ImportError as exc:
-    raise missing_extra("nvrx", "NVRx's local checkpoint manager over a store") from exc
 
 from tensorstore_ck.integrations.nvrx.checkpoint_manager import LocalCheckpointManager, LocalCheckpointUnavailableError
 from tensorstore_ck.integrations.nvrx.rank_store import LocalCheckpointDamagedError

@@ -1,20 +1,17 @@
 """A Prometheus endpoint over several stores, which are read through a catalog: `tsck exporter`. It changes nothing in a store.
 
 exporter.py        refreshes the stores in the background, each on its own thread
-watched_store.py   one store: whether it can be read, and its space
-catalog_state.py   what the catalog knows of each store and branch
+watched_store.py   one store: whether it can be read, its space, and what the catalog knows of it and its branches
 families.py        the metrics: names, help, labels
 collector.py       what the exporter knows -> metrics
 endpoint.py        the HTTP server
 """
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 
-try:
+with extra("exporter", "the Prometheus exporter"):
     import prometheus_client as _prometheus_client
     import sqlalchemy as _sqlalchemy
-except ImportError as exc:
-    raise missing_extra("exporter", "the Prometheus exporter") from exc
 
 from tensorstore_ck.catalog.private_catalog import private_catalog
 from tensorstore_ck.integrations.prometheus.endpoint import Endpoint

@@ -9,9 +9,8 @@ from prometheus_client.core import Metric
 
 from tensorstore_ck import __version__
 from tensorstore_ck.integrations.prometheus import families as of
-from tensorstore_ck.integrations.prometheus.catalog_state import StoreState
 from tensorstore_ck.integrations.prometheus.families import KINDS, Families
-from tensorstore_ck.integrations.prometheus.watched_store import WatchedStore
+from tensorstore_ck.integrations.prometheus.watched_store import StoreState, WatchedStore
 from tensorstore_ck.log.maintenance_outcome import FAILED, FINDINGS, OK, REFUSED
 from tensorstore_ck.maintenance.recorded_runs import FSCK, GC
 

@@ -15,9 +15,8 @@ from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.ids import Clock
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
-from tensorstore_ck.integrations.prometheus.catalog_state import read_states
 from tensorstore_ck.integrations.prometheus.collector import Readings, StoreCollector
-from tensorstore_ck.integrations.prometheus.watched_store import WatchedStore
+from tensorstore_ck.integrations.prometheus.watched_store import WatchedStore, read_states
 
 INTERVAL_SECONDS: Final = 30.0
 MEASURE_SECONDS: Final = 3600.0

@@ -6,12 +6,10 @@ compatibility.py     versions of Ray, and the private names that are used
 Ray keeps, counts and deletes small folders; the snapshots are in the store.
 """
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 
-try:
+with extra("ray", "Ray Train over a store"):
     import ray.train  # noqa: F401
-except ImportError as exc:
-    raise missing_extra("ray", "Ray Train over a store") from exc
 
 from tensorstore_ck.integrations.ray.reporting import report, restore
 

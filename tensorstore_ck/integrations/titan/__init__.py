@@ -4,13 +4,11 @@ snapshot_manager.py   SnapshotManager: saves, loads, and what torchtitan's optio
 compatibility.py      versions of torchtitan, and the private names that are used
 """
 
-from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.extras import extra
 from tensorstore_ck.integrations.titan.compatibility import require_supported
 
-try:
+with extra("titan", "the checkpoint manager of torchtitan over a store"):
     require_supported()
-except ImportError as exc:
-    raise missing_extra("titan", "the checkpoint manager of torchtitan over a store") from exc
 
 from tensorstore_ck.integrations.titan.snapshot_manager import SnapshotManager
 

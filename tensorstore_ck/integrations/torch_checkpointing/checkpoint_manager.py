@@ -19,7 +19,7 @@ import torch
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.torch_checkpointing import rank_items
-from tensorstore_ck.integrations.torch_checkpointing.item_specs import ItemSpecs, UnfitItemsError, require_id
+from tensorstore_ck.integrations.torch_checkpointing.rank_items import ItemSpecs, UnfitItemsError, require_id
 from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.pointers import address_through_ref
 from tensorstore_ck.integrations.trainer.saves import future_of

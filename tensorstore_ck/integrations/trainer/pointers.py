@@ -16,7 +16,7 @@ from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import InputError, InvalidNameError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save import PendingSnapshot
-from tensorstore_ck.training.checkpointing.saving_run import saved_by
+from tensorstore_ck.training.checkpointing.pending_saves import saved_by
 
 if TYPE_CHECKING:
     from tensorstore_ck.log.snapshot import Snapshot

@@ -1,11 +1,12 @@
 """Reads a whole log, damaged or not, for fsck and salvage: checks every entry and checkpoint, and folds the readable entries.
 
 After a gap the fold continues with the next entries, and with a trusted checkpoint after the gap. It uses no cache of a host, and never
-raises for damage.
+raises for damage. fsck and repair read through an engine at that log, so that a damaged or outdated cache does not mislead them.
 """
 
 import contextlib
 import re
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
@@ -14,9 +15,11 @@ from typing import Final, NamedTuple
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import BrokenLogError, DamageError, FormatVersionError, MissingObjectError, StoreError
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.log import Entry, EntryReader, Head, Log, RefTable, chain_break
+from tensorstore_ck.log.block_index import BlockIndex
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.checkpoint import Checkpoint, checkpoint_folder, checkpoint_number, decode_checkpoint, dump, load
 from tensorstore_ck.log.fold import fold
@@ -325,3 +328,36 @@ def cache_problem(check: LogCheck, log: Log) -> LogProblem | None:
         return None
     message = f"this host's cache differs from the log at entry {check.last}: `tsck fsck --repair` makes it again"
     return LogProblem("damaged_cache", CACHE_NAME, message, is_repairable=True)
+
+
+class _FrozenLog(Log):
+    """A log that stays at its fold."""
+
+    def sync(self, known: Head | None = None, *, next_first: bool = False) -> Head:
+        """The head of the fold."""
+        return self.view().head() or Head(0, self.chain.genesis)
+
+
+def read_only_engine(engine: Engine, check: LogCheck) -> Engine:
+    """An engine over the same backend, with the ref table of `check`."""
+    config = engine.config
+    log = _FrozenLog(
+        engine.backend,
+        check.table,
+        uuid=uuid.UUID(config.uuid).bytes,
+        prefix=config.log,
+        clock=engine.clock,
+        actor="fsck",
+        new_id=engine.new_id,
+    )
+    engine.placed.add_locations(check.view.locations())
+    return Engine(
+        backend=engine.backend,
+        config=config,
+        table=check.table,
+        log=log,
+        index=BlockIndex(check.table),
+        clock=engine.clock,
+        new_id=engine.new_id,
+        placed=engine.placed,
+    )

@@ -37,7 +37,16 @@ from tensorstore_ck.log.checkpoint import checkpoint_folder
 from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copies
 from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_log
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
-from tensorstore_ck.maintenance.fsck.check_log import LogCheck, LogProblem, cache_problem, check_log, heads_seen, host_head, host_saw_more
+from tensorstore_ck.maintenance.fsck.check_log import (
+    LogCheck,
+    LogProblem,
+    cache_problem,
+    check_log,
+    heads_seen,
+    host_head,
+    host_saw_more,
+    read_only_engine,
+)
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, describe_hit, merge_damages, parts_of
 from tensorstore_ck.maintenance.fsck.check_storage import FreeableObjects, check_markers, check_modes, stale_uploads, why_unreferenced
@@ -51,12 +60,12 @@ from tensorstore_ck.maintenance.fsck.findings import (
     kind_of,
     object_problem,
 )
-from tensorstore_ck.maintenance.fsck.marked_damaged import check_marks, packs_of_marked
-from tensorstore_ck.maintenance.fsck.read_only_engine import read_only_engine
 from tensorstore_ck.maintenance.fsck.repairable import (
+    check_marks,
     is_moved_intact,
     other_store_advice,
     pack_advice,
+    packs_of_marked,
     readable_parts,
     rebuild_moved,
     relocations_in_force,

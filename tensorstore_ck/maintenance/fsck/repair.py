@@ -32,11 +32,10 @@ from tensorstore_ck.maintenance.fsck.check_storage import repair_markers, repair
 from tensorstore_ck.maintenance.fsck.check_store import Fsck
 from tensorstore_ck.maintenance.fsck.findings import DAMAGED, UNREADABLE, Finding, FsckOptions, FsckReport
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore, open_other
-from tensorstore_ck.maintenance.fsck.marked_damaged import packs_of
 from tensorstore_ck.maintenance.fsck.noted_reads import ReadErrors
 from tensorstore_ck.maintenance.fsck.rebuild_packs import rebuild_packs
 from tensorstore_ck.maintenance.fsck.rebuild_parts import COPIED, PartRebuilder
-from tensorstore_ck.maintenance.fsck.repairable import blocks_in, is_moved_intact, relocations_in_force
+from tensorstore_ck.maintenance.fsck.repairable import blocks_in, is_moved_intact, packs_of, relocations_in_force
 
 GIVES_WAY: Final = ("", "drift")
 """Marks that `DAMAGED` replaces: others already keep jobs from resuming there."""

@@ -1,6 +1,8 @@
 """Whether damage can be repaired from the store itself: other copies of blocks, and rebuilt relocation maps.
 
 It reads footers and parts, no data, and only if something is damaged. fsck reports these repairs, and `repair` does them.
+
+The marks of snapshots that repair found damaged, on any host, are how the store remembers damage that only reading data finds.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -14,13 +16,14 @@ from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.pack import ENTRY_DTYPE, Entries, Footer
 from tensorstore_ck.format.part import Part, decode_part, part_name
+from tensorstore_ck.format.record import record_name
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap, decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
-from tensorstore_ck.log import ObjectKey, RefTable, Relocation
+from tensorstore_ck.log import ObjectKey, RefTable, Relocation, SnapshotInfo
 from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copies
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
-from tensorstore_ck.maintenance.fsck.check_snapshot import block_ids, by_pack
-from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, kind_of, require_reachable
+from tensorstore_ck.maintenance.fsck.check_snapshot import block_ids, by_pack, describe_hit, placed_parts
+from tensorstore_ck.maintenance.fsck.findings import DAMAGED, UNREADABLE, Findings, Severity, kind_of, require_reachable
 
 
 def repair_command(*, reads_data: bool = False) -> str:
@@ -118,3 +121,38 @@ def _entries_from_parts(pack: Ulid, parts: Iterable[tuple[Ulid, Part]]) -> Entri
     as_written = ((part, BlockLocations(list(part.packs), part.extents, frozenset())) for _, part in parts)
     tables = blocks_in({pack}, as_written)
     return tables.packs.get(pack, np.zeros(0, ENTRY_DTYPE))
+
+
+def packs_of_marked(engine: Engine) -> set[Ulid]:
+    """The packs of the snapshots that are marked as damaged."""
+    return {pack for info in _marked_damaged(engine) for pack in packs_of(engine, info)}
+
+
+def packs_of(engine: Engine, info: SnapshotInfo) -> set[Ulid]:
+    """The packs of a snapshot, as far as its parts can be read."""
+    return {pack for _, locations in placed_parts(engine, info) for pack in locations.packs}
+
+
+def check_marks(engine: Engine, findings: Findings, *, damaged: Collection[Ulid], read: Collection[Ulid]) -> None:
+    """Adds findings for marked snapshots: damaged, unless this check read all their data.
+
+    `engine` is at the log that was checked. `damaged`: snapshots that this check found damaged. `read`: packs whose blocks it read all.
+    """
+    for info in _marked_damaged(engine):
+        if info.ulid in damaged:
+            continue
+        is_whole = packs_of(engine, info) <= set(read)
+        if is_whole:
+            message = f"it is marked as damaged ({info.reason}), and is intact now: {repair_command(reads_data=True)} removes the mark"
+        else:
+            message = (
+                f"it is marked as damaged ({info.reason}), and this check did not read all its data: {other_store_advice(reads_data=True)}"
+            )
+        address = info.ref if info.step is None else f"{info.ref}@{info.step}"
+        severity: Severity = "notice" if is_whole else "error"
+        hit = describe_hit([address], info, ())
+        findings.add("marked_damaged", record_name(info.ulid), message, hit=hit, severity=severity, repairable=is_whole)
+
+
+def _marked_damaged(engine: Engine) -> Iterator[SnapshotInfo]:
+    return (info for info in engine.log.view().snapshots() if info.mark == DAMAGED)

@@ -50,11 +50,10 @@ from tensorstore_ck.log import (
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.entry import seal_entry
 from tensorstore_ck.maintenance.fsck.check_config import confirmed, is_log_lost
-from tensorstore_ck.maintenance.fsck.check_log import LogCheck, check_log
+from tensorstore_ck.maintenance.fsck.check_log import LogCheck, check_log, read_only_engine
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import check_snapshot
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
-from tensorstore_ck.maintenance.fsck.read_only_engine import read_only_engine
 from tensorstore_ck.maintenance.fsck.repairable import relocations_in_force
 from tensorstore_ck.maintenance.salvage.lost_relocations import add_relocations, find_relocations, learn_locations, read_lost_relocations
 from tensorstore_ck.maintenance.salvage.rebuild_log import KeptHistory, NewLog, rebuild_log

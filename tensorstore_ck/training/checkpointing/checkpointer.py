@@ -24,8 +24,7 @@ from tensorstore_ck.store.internals import groups_of, require_opened, write_limi
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
 from tensorstore_ck.training.checkpointing.exception_save import CAUSE, ExceptionSave
-from tensorstore_ck.training.checkpointing.pending_saves import PendingSaves, note_finished
-from tensorstore_ck.training.checkpointing.saving_run import note_of, run_name
+from tensorstore_ck.training.checkpointing.pending_saves import PendingSaves, note_finished, note_of, run_name
 from tensorstore_ck.training.checkpointing.step_flag import StepFlag, poll_triggers
 from tensorstore_ck.training.checkpointing.step_pace import StepPace
 from tensorstore_ck.training.checkpointing.triggers import CLOCK, Trigger, TriggerContext, auto, on_preemption, require_count

@@ -1,11 +1,16 @@
-"""A `Checkpointer`'s saves in progress, and the end of the training when saves keep failing: on all ranks after the same step."""
+"""A `Checkpointer`'s saves in progress, and the end of the training when saves keep failing: on all ranks after the same step.
+
+With each snapshot a note is saved that says which run of a `Checkpointer` saved it.
+"""
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import NotFoundError, SnapshotAbortedError, SnapshotDroppedError, StoreError
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.maintenance.advise import NOTE
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.store.internals import groups_of
@@ -15,6 +20,8 @@ from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime, will
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from tensorstore_ck.store import ReadOnlyStore
 
 
 def note_finished(store: Store, ref: str) -> None:
@@ -194,3 +201,23 @@ class PendingSaves:
         raise kind(
             f"no snapshot of {self._ref!r} was published in the last {seconds:.0f} s{limit}; {why}; {report}", object_id=self._ref
         ) from error
+
+
+def run_name(began_ns: object, resumes: object) -> str:
+    """The name of the process that saves: see `Checkpointer.run`."""
+    return f"{began_ns}-{resumes}"
+
+
+def note_of(store: "ReadOnlyStore", snapshot: Snapshot) -> dict[str, Any]:
+    """The note that a `Checkpointer` saved with a snapshot; empty if none did, or if the snapshot is gone."""
+    try:
+        note = store.metadata(snapshot.root).get(NOTE)
+    except NotFoundError:
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def saved_by(store: "ReadOnlyStore", snapshot: Snapshot) -> str:
+    """The `Checkpointer.run` that saved a snapshot."""
+    note = note_of(store, snapshot)
+    return run_name(note.get("began_ns"), note.get("resumes"))

@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType, ProjectConfiguration
 from torch import nn
 
 import tensorstore_ck as tsck
-from tensorstore_ck.training.checkpointing.saving_run import saved_by
+from tensorstore_ck.training.checkpointing.pending_saves import saved_by
 from tests.effort import effort
 from tests.integrations.accelerate import runs
 from tests.integrations.conformance import AdapterConformance, Trained

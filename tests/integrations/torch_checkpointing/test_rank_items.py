@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tensorstore_ck.errors import MismatchError
-from tensorstore_ck.integrations.torch_checkpointing.item_specs import ItemSpecs
-from tensorstore_ck.integrations.torch_checkpointing.rank_items import digest, is_spread, is_wanted, put_back, without
+from tensorstore_ck.integrations.torch_checkpointing.rank_items import ItemSpecs, digest, is_spread, is_wanted, put_back, without
 from tensorstore_ck.state import FlatShard
 
 
