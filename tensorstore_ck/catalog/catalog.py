@@ -76,15 +76,12 @@ class Catalog:
             FormatVersionError: another version made the catalog; see `rebuild`.
             BackendUnavailableError: the database or the store does not answer.
         """
-        with self._database.writing() as connection:
-            create_tables.create(connection, self.url)
+        self._create()
         return self._sync(store, progress, from_start=False)
 
     def rebuild(self, store: ReadOnlyStore, *, progress: Progress = lambda done, total: None) -> SyncReport:
         """Reads the store's log from its first entry. A catalog of another version is dropped first, with all stores in it."""
-        with self._database.writing() as connection:
-            create_tables.drop_other_version(connection)
-            create_tables.create(connection, self.url)
+        self._create(replaces=True)
         return self._sync(store, progress, from_start=True)
 
     def sync_all(
@@ -111,10 +108,7 @@ class Catalog:
         Raises:
             StoreError: the catalog itself cannot be used.
         """
-        with self._database.writing() as connection:
-            if rebuild:
-                create_tables.drop_other_version(connection)
-            create_tables.create(connection, self.url)
+        self._create(replaces=rebuild)
         known = urls if urls is not None else self.known()
         sync = self.rebuild if rebuild else self.sync
         return sync_several(known, open_store, sync, parallel=parallel, synced=synced)
@@ -127,6 +121,13 @@ class Catalog:
                 if store_id is not None:
                     create_tables.delete_rows(connection, store_id)
                     connection.execute(delete(stores).where(stores.c.store_id == store_id))
+
+    def _create(self, *, replaces: bool = False) -> None:
+        """Creates the tables that are missing; `replaces`: first drops a catalog of another version."""
+        with self._database.writing() as connection:
+            if replaces:
+                create_tables.drop_other_version(connection)
+            create_tables.create(connection, self.url)
 
     def _sync(self, store: ReadOnlyStore, progress: Progress, *, from_start: bool) -> SyncReport:
         head_n = log_of(store).sync().n  # before the transaction, which would hold the lock meanwhile

@@ -17,6 +17,7 @@ from tensorstore_ck.cli.output import (
     emit,
     error_document,
     indented,
+    mark_text,
     printable,
     red,
     say,
@@ -241,5 +242,5 @@ def _cells(snapshot: "FoundSnapshot", names: Sequence[str]) -> list[str]:
         printable(", ".join(snapshot.tags)),
         "yes" if snapshot.pinned else "",
         "" if snapshot.state == "live" else snapshot.state,
-        ": ".join(printable(text) for text in (snapshot.mark, snapshot.reason) if text) if snapshot.mark else "",
+        mark_text(snapshot),
     ]

@@ -27,7 +27,7 @@ _LOOKED_AT: Final = 1000
 _PLAIN: Final = re.compile(r"[\w./:+%-]+", re.ASCII)
 
 Names = Iterator[tuple[str, str]]
-"""Each with a word on what it is."""
+"""Each candidate, with a word that says what it is."""
 
 
 class _TooLongError(BaseException):

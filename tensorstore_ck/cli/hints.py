@@ -17,7 +17,7 @@ from tensorstore_ck.redaction import display_url, hidden_options
 def store_arguments(
     context: click.Context, url: str | None, storage_options: Mapping[str, Any], files: Mapping[str, str | None], places: Sequence[str]
 ) -> list[str]:
-    """The arguments that chose the store, without those of the environment and the current folder, which hold for the next command, too.
+    """The arguments that chose the store. Leaves out those of the environment and the current folder: they also hold for the next command.
 
     The values of secrets are not repeated.
     """

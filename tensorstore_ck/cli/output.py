@@ -23,6 +23,7 @@ from tensorstore_ck.errors import StoreError
 from tensorstore_ck.redaction import one_line, redacted
 
 if TYPE_CHECKING:
+    from tensorstore_ck.catalog import FoundSnapshot
     from tensorstore_ck.log.snapshot import Snapshot
     from tensorstore_ck.maintenance.forget import Forgotten
 
@@ -158,7 +159,7 @@ def _metric_words(metrics: Mapping[str, float | str], digits: int) -> dict[str, 
     return {name: f"{printable(name)}={short_number(value, digits)}" for name, value in sorted(metrics.items())}
 
 
-def mark_text(snapshot: "Snapshot") -> str:
+def mark_text(snapshot: "Snapshot | FoundSnapshot") -> str:
     """``bad: reason``, or nothing."""
     return ": ".join(printable(text) for text in (snapshot.mark, snapshot.reason) if text) if snapshot.mark else ""
 

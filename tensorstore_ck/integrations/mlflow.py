@@ -40,8 +40,8 @@ def log_snapshot(store: Store | ReadOnlyStore, snapshot: str | Snapshot, *, run_
         store: The store. Its URL is logged, without credentials.
         snapshot: What `Store.put_snapshot` returned, or an address.
         run_id: The run; by default the active one.
-        pin: Keeps the snapshot from policies and `Store.forget` until ``store.unpin(root, owner="mlflow:RUN_ID")``; or for so
-            long, such as ``"30d"``. False: does not.
+        pin: True: policies and `Store.forget` keep the snapshot until ``store.unpin(root, owner="mlflow:RUN_ID")``. A duration, such as
+            ``"30d"``: for that time. False: no pin.
 
     Returns:
         The snapshot.

@@ -41,7 +41,7 @@ def find_published(store: Store | ReadOnlyStore, snapshot: str | Snapshot) -> Sn
 def pin_snapshot(store: Store | ReadOnlyStore, snapshot: Snapshot, pin: Pin, *, owner: str, reason: str) -> None:
     """Pins the snapshot, before anything refers to it. If the tracker fails afterwards, the pin stays: the note may exist.
 
-    Raises `PermissionDeniedError` if the store was opened read-only, `InvalidOptionError` if `pin` is no length of time.
+    Raises `PermissionDeniedError` if the store was opened read-only, `InvalidOptionError` if `pin` is not a duration.
     """
     if pin is not False:
         assert isinstance(store, Store)  # `ReadOnlyStore` is for type checkers: `Store.pin` refuses it

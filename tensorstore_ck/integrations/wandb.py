@@ -45,8 +45,8 @@ def log_snapshot(
         name: The artifact; by default the ref, with - in place of /.
         artifact_type: Its type.
         aliases: More aliases of this version, in addition to ``latest`` and ``step-N``.
-        pin: Keeps the snapshot from policies and `Store.forget` until ``store.unpin(root, owner="wandb:RUN_PATH")``; or for so
-            long, such as ``"30d"``. False, and in a disabled run: does not.
+        pin: True: policies and `Store.forget` keep the snapshot until ``store.unpin(root, owner="wandb:RUN_PATH")``. A duration, such as
+            ``"30d"``: for that time. False, and in a disabled run: no pin.
 
     Returns:
         The `wandb.Artifact`, whose metadata has store, root, ref, step and metrics.

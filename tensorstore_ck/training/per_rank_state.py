@@ -63,7 +63,7 @@ class PerRankState:
         return {f"{module.path}.{name}": buffers.digest(buffer) for module in self._modules() for name, buffer in module.buffers.items()}
 
     def only(self, parts: Collection[str]) -> "PerRankState":
-        """The same objects, of which only `parts` are restored."""
+        """The same objects; a restore fills only `parts`."""
         extra, values = (self._extra if "extra" in parts else {}), (self._values if VALUES in parts else {})
         return PerRankState(model=self._model.only(parts), loaders=self._loaders.only(parts), extra=extra, values=values, merge=self.merge)
 

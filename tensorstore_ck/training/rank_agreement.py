@@ -34,7 +34,7 @@ class Agreement(NamedTuple):
     """The common result, for one rank."""
 
     leads: frozenset[str]
-    """Buffers that differ by rank, of which this rank's copy is the shared one."""
+    """Buffers that differ by rank; this rank's copy is the shared one."""
     follows: frozenset[str]
     """Buffers that differ by rank and that another rank leads."""
     same_groups: bool

@@ -39,7 +39,7 @@ class SharedState:
         self._restores_gradients = True
 
     def only(self, parts: Collection[str]) -> "SharedState":
-        """The same objects, of which only `parts` are restored."""
+        """The same objects; a restore fills only `parts`."""
         limited = copy.copy(self)
         limited._models, limited._optimizers = self._models.only(parts), self._optimizers.only(parts)
         limited._others = [part.only(parts) for part in self._others]

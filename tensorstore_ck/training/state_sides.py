@@ -75,7 +75,7 @@ class StateSides:
         return limited
 
     def only(self, parts: Collection[str]) -> Self:
-        """The same objects, of which only `parts` are restored."""
+        """The same objects; a restore fills only `parts`."""
         unknown = [parts] if isinstance(parts, str) else [part for part in parts if part not in PARTS]
         if unknown:
             raise InvalidOptionError(f"parts= takes any of {', '.join(PARTS)}, not {unknown[0]!r}", object_id="parts")

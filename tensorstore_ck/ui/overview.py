@@ -120,9 +120,9 @@ def page(pages: Pages, request: Request) -> Response:
     )
 
 
-def read_overview(connection: Connection, now_ns: int | None = None) -> tuple[StoreRow, ...]:
+def read_overview(connection: Connection) -> tuple[StoreRow, ...]:
     """All stores of the catalog, with branches that were saved last first."""
-    now_ns = time.time_ns() if now_ns is None else now_ns
+    now_ns = time.time_ns()
     last_gc = {
         row[0]: row[1] for row in connection.execute(select(gc_runs.c.store_id, func.max(gc_runs.c.time_ns)).group_by(gc_runs.c.store_id))
     }

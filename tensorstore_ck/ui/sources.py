@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 from sqlalchemy import select
 
@@ -25,6 +26,7 @@ from tensorstore_ck.ui.background import Background
 
 OpenStore = Callable[[str], ReadOnlyStore]
 OpenWritable = Callable[[str], Store]
+AnyStore = TypeVar("AnyStore", bound=ReadOnlyStore)
 
 PAGE_WAITS_SECONDS: Final = 2.0
 LOOKS: Final = 32
@@ -142,28 +144,25 @@ class Sources:
                 if store is not None:
                     return store
                 raise source.synced.error or BackendUnavailableError(f"{key.url} does not answer yet: try again", object_id=key.url)
-        with self._lock:
-            if key.uuid not in self._opened:
-                opened = self._open_store(key.url)
-                if config_of(opened).uuid != key.uuid:
-                    opened.close()
-                    raise NotFoundError(f"another store is at {key.url} now: run `tsck catalog sync`", object_id=key.url)
-                self._opened[key.uuid] = opened
-            return self._opened[key.uuid]
+        return self._opened_once(self._opened, key, partial(self._open_store, key.url), "run `tsck catalog sync`")
 
     def writable(self, key: StoreKey) -> Store:
         """The store, opened to change it. Raises `StoreError` if it cannot be opened, or this server changes nothing."""
         if self._open_writable is None:
             raise PermissionDeniedError("this server changes nothing: start it with --allow", object_id=key.url)
         url = next((source.synced.url for source in self._sources if _is_of(source, key)), key.url)
+        return self._opened_once(self._writable, key, partial(self._open_writable, url), "load the page again")
+
+    def _opened_once(self, stores_by_uuid: dict[str, AnyStore], key: StoreKey, open_store: Callable[[], AnyStore], advice: str) -> AnyStore:
+        """The store that was opened before, or is opened now. Raises `NotFoundError` if another store is at its URL."""
         with self._lock:
-            if key.uuid not in self._writable:
-                opened = self._open_writable(url)
+            if key.uuid not in stores_by_uuid:
+                opened = open_store()
                 if config_of(opened).uuid != key.uuid:
                     opened.close()
-                    raise NotFoundError(f"another store is at {key.url} now: load the page again", object_id=key.url)
-                self._writable[key.uuid] = opened
-            return self._writable[key.uuid]
+                    raise NotFoundError(f"another store is at {key.url} now: {advice}", object_id=key.url)
+                stores_by_uuid[key.uuid] = opened
+            return stores_by_uuid[key.uuid]
 
     def close(self) -> None:
         """Ends the reads in the background, and closes the stores and the catalog; idempotent.

@@ -196,9 +196,9 @@ def states_of(usage: Usage) -> tuple[State, ...]:
     )
 
 
-def read_growth(connection: Connection, store: StoreKey, now_ns: int | None = None) -> Growth:
+def read_growth(connection: Connection, store: StoreKey) -> Growth:
     """The growth by the catalog, in at most about `POINTS` points."""
-    now_ns = time.time_ns() if now_ns is None else now_ns
+    now_ns = time.time_ns()
     of_store = snapshots.c.store_id == store.store_id
     first, last = connection.execute(select(func.min(snapshots.c.time_ns), func.max(snapshots.c.time_ns)).where(of_store)).one()
     if first is None:

@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, MissingExtraError, NoSpaceError
+from tensorstore_ck.integrations.trainer import persistent_workers
 from tensorstore_ck.integrations.trainer.attach import attach
-from tensorstore_ck.integrations.trainer.pointers import NamedSaves, SnapshotPointer, address_through_ref, read_pointer
+from tensorstore_ck.integrations.trainer.pointers import NamedSaves, SnapshotPointer, address_through_ref, newest_noted, read_pointer
 from tensorstore_ck.integrations.trainer.versions import Package, changed_methods, changed_overrides, missing_attributes
 
 REF = "runs/a"
@@ -110,6 +113,28 @@ class Native:
 
 class Mixin:
     """Of an adapter."""
+
+
+def test_the_newest_snapshot_with_a_note(store: tsck.Store) -> None:
+    assert newest_noted(store, REF, "trainer", ("tag", "a")) is None
+    for step, tag in ((1, "a"), (2, "b"), (3, "a"), (4, "b")):
+        store.put_snapshot({"x": step}, ref=REF, step=step, metadata={"trainer": {"tag": tag}, "other": "a"})
+    store.put_snapshot({"x": 5}, ref=REF, step=5, metadata={"trainer": "a"})
+    assert newest_noted(store, REF, "trainer", ("tag", "a")) == f"{REF}@3"
+    assert newest_noted(store, REF, "trainer", ("tag", "a"), (1, 2)) == f"{REF}@1"
+    assert newest_noted(store, REF, "other", ("tag", "a")) is None
+
+
+def test_workers_that_begin_early_leave_no_trace_below_the_sampler_of_lightning() -> None:
+    wrapped = pytest.importorskip("lightning.fabric.utilities.distributed").DistributedSamplerWrapper
+    drawn_from = torch.Generator()
+    drawn_from.manual_seed(3)
+    sampler = wrapped(RandomSampler(range(8), generator=drawn_from), num_replicas=2, rank=0)
+    loader: DataLoader[int] = DataLoader(range(8), sampler=sampler, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    before = drawn_from.get_state()
+    persistent_workers.begin(loader)
+    assert persistent_workers.has_begun(loader)
+    assert torch.equal(drawn_from.get_state(), before)
 
 
 def test_a_class_is_changed_back_where_the_start_fails() -> None:

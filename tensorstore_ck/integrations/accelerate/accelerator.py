@@ -82,7 +82,7 @@ class SnapshotMixin:
 
     @property
     def _group(self) -> "dist.ProcessGroup | None":
-        """None: one process; but a single rank of DeepSpeed is a group, too, since its parameters are partitioned."""
+        """None: one process. A single rank of DeepSpeed is a group, since its parameters are partitioned."""
         return all_ranks(also_one=self._is_deepspeed)
 
     @property
@@ -278,9 +278,9 @@ class SnapshotMixin:
         """Restores what `save_state` saved, on any number of processes.
 
         Args:
-            input_dir: A folder of `save_state`; an address in the store, such as ``runs/x@10``, or a branch, of which the newest intact
-                snapshot is loaded; None: that of the ref; or, if it has none, what accelerate's Accelerator loads. A folder that accelerate
-                wrote is loaded as it does.
+            input_dir: A folder of `save_state`; or an address in the store, such as ``runs/x@10``. A branch means its newest intact
+                snapshot. None: that of the ref; if it has none, what accelerate's Accelerator loads. accelerate itself loads a folder
+                that it wrote.
             load_kwargs: For a folder that accelerate wrote.
             load_model_func_kwargs: For a folder that accelerate wrote.
 

@@ -22,7 +22,7 @@ from tensorstore_ck.integrations.deepspeed.engine_state import partitioned, trai
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, LATEST, NOTE
 from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
-from tensorstore_ck.integrations.trainer.pointers import NamedSaves, address_through_ref, is_there, read_pointer
+from tensorstore_ck.integrations.trainer.pointers import NamedSaves, is_there, newest_noted, note_at, read_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.store import Store
@@ -50,9 +50,9 @@ class SnapshotMixin:
 
         Args:
             save_dir: A folder for small files that name the snapshots, as DeepSpeed lays them out: ``TAG/snapshot.json`` and ``latest``.
-            tag: A name for `load_checkpoint`; by default ``global_stepN``. The first rank's, if ranks pass others and DeepSpeed's
-                configuration allows that.
-            client_state: Anything else, of each rank; on another number of ranks all get the first one's.
+            tag: A name for `load_checkpoint`; by default ``global_stepN``. If ranks pass different tags, and DeepSpeed's configuration
+                allows that, the first rank's counts.
+            client_state: Any other values of each rank; on another number of ranks, all ranks get those of the first one.
             save_latest: Write ``latest``, once the snapshot is published.
             exclude_frozen_parameters: Leave out parameters that are not trained.
 
@@ -81,8 +81,8 @@ class SnapshotMixin:
 
         Args:
             load_dir: A folder of `save_checkpoint`; a checkpoint in it that DeepSpeed wrote is loaded as DeepSpeed does.
-            tag: The tag of a save; or an address in the store, such as ``runs/x@10``, or a branch, of which the newest intact snapshot is
-                loaded. None: that of the ref; or, if it has none, what DeepSpeed loads.
+            tag: The tag of a save; or an address in the store, such as ``runs/x@10``. A branch means its newest intact snapshot. None:
+                that of the ref; if it has none, what DeepSpeed loads.
             load_module_strict: Whether stored weights must be exactly the model's.
             load_optimizer_states: Restore masters, moments and options of the optimizer; else masters follow from the weights.
             load_lr_scheduler_states: Restore the schedule.
@@ -203,15 +203,7 @@ class _Snapshots:
 
     def _tagged(self, tag: str) -> str | None:
         """The address of the ref's newest snapshot with this tag."""
-        try:
-            history = self._store.log(self._ref)
-        except NotFoundError:
-            return None
-        for back, snapshot in enumerate(history):
-            note = self._store.metadata(snapshot.root).get(NOTE)
-            if isinstance(note, dict) and note.get("tag") == tag:
-                return address_through_ref(self._store, snapshot, self._ref, back)
-        return None
+        return newest_noted(self._store, self._ref, NOTE, ("tag", tag))
 
     def restore(self, folder: Path, address: str, parts: set[str], *, strict: bool) -> tuple[str, dict[str, Any]]:
         """See `SnapshotMixin.load_checkpoint`; returns what was loaded and the client state."""
@@ -227,8 +219,8 @@ class _Snapshots:
         return os.fspath(folder / str(note.get("tag", address))), self._values[CLIENT_STATE] if VALUES in parts else {}
 
     def _note(self, root: str) -> bytes:
-        note = self._store.metadata(root).get(NOTE)
-        return json.dumps({"tag": note["tag"]} if isinstance(note, dict) and "tag" in note else {}).encode()
+        note = note_at(self._store, root, NOTE)
+        return json.dumps({"tag": note["tag"]} if "tag" in note else {}).encode()
 
 
 @short_errors

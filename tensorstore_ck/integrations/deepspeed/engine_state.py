@@ -242,9 +242,9 @@ class _Counters:
 
 
 def _counters(states: Iterable[tuple[tuple[int, ...], Mapping[str, Any]]]) -> set[str]:
-    """The keys of what an optimizer does not keep for each element: somewhere it has another shape than the elements, which come with it.
+    """The keys of values that an optimizer does not keep for each element: the value of some parameter has another shape than its elements.
 
-    One parameter alone does not tell, since it may have the shape of a counter itself.
+    `states`: the shape of a parameter's elements, and its values. One parameter is not enough: it may have the shape of a counter.
     """
     return {key for shape, state in states for key, value in state.items() if tuple(getattr(value, "shape", ())) != shape}
 

@@ -25,7 +25,7 @@ class ExceptionSaveMixin:
 
     @property
     def _group(self) -> "dist.ProcessGroup | None":
-        """None: one process; but a single rank of DeepSpeed is a group, too, since its parameters are partitioned."""
+        """None: one process. A single rank of DeepSpeed is a group, since its parameters are partitioned."""
         return all_ranks(also_one=self._native.is_deepspeed_enabled)
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
@@ -51,7 +51,7 @@ class ExceptionSaveMixin:
         super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
 
     def _save_after_exception(self) -> str:
-        """Saves, unless that was done; returns what came of it."""
+        """Saves the last completed step, unless it was saved; returns the outcome as text."""
         native = self._native
         step = native.state.global_step
         if self._saved_step == step:

@@ -124,8 +124,8 @@ class FabricSnapshots:
     def load_checkpoint(
         self, path: str | os.PathLike[str], state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> State:
-        """See Fabric; restores the generators, too. `path` may be an address in the store, such as ``runs/x@10``, or a branch, of which it
-        is the newest intact snapshot.
+        """See Fabric; also restores the generators. `path` may be an address in the store, such as ``runs/x@10``; a branch means its newest
+        intact snapshot.
 
         Raises:
             NotFoundError: there is neither a file nor a snapshot.

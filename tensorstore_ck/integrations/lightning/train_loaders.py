@@ -26,7 +26,6 @@ GOES: Final = "goes_by_itself"
 """Whether a loader goes to its position; None if it cannot; false if Lightning's wrapper of its sampler hides where that was."""
 POSITION: Final = "_tsck_position"
 """Attribute of a loader."""
-SAMPLERS: Final = ("sampler", "batch_sampler", "_sampler")
 KNOWS_POSITION: Final = "_tsck_knows_position"
 """Attribute of a class of loaders."""
 State = dict[str, Any]
@@ -66,7 +65,7 @@ class LoaderPosition:
     def state(self) -> State:
         """For a snapshot."""
         is_stateful = callable(getattr(self._loader, "load_state_dict", None))
-        goes = None if not is_stateful else not any(map(_is_wrapper, self._samplers()))
+        goes = None if not is_stateful else not any(map(persistent_workers.is_wrapper, persistent_workers.samplers_of(self._loader)))
         at = {"at_iteration": self._at_iteration, "at_first_batch": self._at_first_batch, "at_fetch": self._at_fetch}
         return {**at, "fetched": self._fetched, "had_begun": self._had_begun, GOES: goes}
 
@@ -128,33 +127,17 @@ class LoaderPosition:
 
     def _generators(self) -> State:
         """The states of the process's generators, and of those that the loader and its samplers hold."""
-        own = [random_generators.get_state(generator) for generator in self._own_generators()]
+        own = [random_generators.get_state(generator) for generator in self.held_generators()]
         return {"process": random_generators.get_process_states(), "own": own}
 
     def _set_generators(self, states: State) -> None:
         random_generators.set_process_states(states["process"], None)
-        for generator, state in zip(self._own_generators(), states["own"], strict=False):
+        for generator, state in zip(self.held_generators(), states["own"], strict=False):
             random_generators.set_state(generator, state)
 
-    def _own_generators(self) -> list[torch.Generator]:
-        """Also those below Lightning's wrapper of a sampler, which shows nothing of its state."""
-        generators = [getattr(sampler, "generator", None) for sampler in self._samplers()]
-        return list({id(generator): generator for generator in generators if isinstance(generator, torch.Generator)}.values())
-
-    def _samplers(self) -> Iterator[Any]:
-        """The loader, and what its order comes from."""
-        inner: list[Any] = [self._loader]
-        while inner:
-            sampler = inner.pop()
-            yield sampler
-            inner += [below for name in SAMPLERS if (below := getattr(sampler, name, None)) is not None]
-            if _is_wrapper(sampler):
-                inner.append(sampler.dataset)
-
-
-def _is_wrapper(sampler: Any) -> bool:
-    """Whether it is Lightning's `DistributedSamplerWrapper`."""
-    return hasattr(getattr(sampler, "dataset", None), "_sampler")
+    def held_generators(self) -> list[torch.Generator]:
+        """The generators of the loader and its samplers, also of those below Lightning's wrapper."""
+        return persistent_workers.generators_of(self._loader)
 
 
 def _positioned_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
@@ -228,7 +211,7 @@ class TrainLoaders:
         return [getattr(loader, POSITION, None) for loader in (() if combined is None else combined.flattened)]
 
     def _held_generators(self) -> list[list[torch.Generator]]:
-        return [[] if position is None else position._own_generators() for position in self._positions()]
+        return [[] if position is None else position.held_generators() for position in self._positions()]
 
     def _positioned(self, loader: Any) -> Any:
         if not self._trainer.training or not isinstance(loader, DataLoader):

@@ -1,14 +1,13 @@
 """The types that Megatron's ``core/safe_globals.py`` lists and the standard library lacks, as types that the store can hold."""
 
-from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from io import BytesIO
-from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.safe_globals import SAFE_GLOBALS
 
+from tensorstore_ck.integrations.trainer.attach import register_attributes
 from tensorstore_ck.state import register_type
 
 
@@ -16,16 +15,5 @@ def register_safe_types() -> None:
     """Lets the states of this process hold them. May be called again."""
     for kind in (listed for listed in SAFE_GLOBALS if isinstance(listed, type) and issubclass(listed, Enum)):
         register_type(kind, f"megatron.{kind.__name__}", lambda member: member.name, partial(type(kind).__getitem__, kind))
-    register_type(OptimizerConfig, "megatron.OptimizerConfig", lambda config: dict(vars(config)), _with_attributes(OptimizerConfig))
+    register_attributes(OptimizerConfig, "megatron.OptimizerConfig")
     register_type(BytesIO, "io.BytesIO", BytesIO.getvalue, BytesIO)
-
-
-def _with_attributes(cls: type[Any]) -> Callable[[dict[str, Any]], Any]:
-    """As pickle does: `__init__` is not called, and attributes of another version stay."""
-
-    def make(state: dict[str, Any]) -> Any:
-        made = object.__new__(cls)
-        made.__dict__.update(state)
-        return made
-
-    return make

@@ -22,9 +22,9 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import
     SameMachineReplicationException,
 )
 
-from tensorstore_ck.errors import ConflictError, CorruptObjectError, DamageError, MissingExtraError
+from tensorstore_ck.errors import ConflictError, DamageError, MissingExtraError
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.state import register_type
+from tensorstore_ck.integrations.trainer.attach import register_attributes
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
 
@@ -130,7 +130,7 @@ _MEGATRON_TYPES: Final = (
 
 def register_state_dict_types() -> None:
     """Lets the states of this process hold them; if Megatron-core is imported, its own, with what they hold. May be called again."""
-    _register_attributes(BasicTensorAwareStateDict, "nvrx.BasicTensorAwareStateDict")
+    register_attributes(BasicTensorAwareStateDict, "nvrx.BasicTensorAwareStateDict")
     if "megatron.core" not in sys.modules:
         return
     try:
@@ -139,17 +139,4 @@ def register_state_dict_types() -> None:
         return
     register_safe_types()
     for name, module in _MEGATRON_TYPES:  # Megatron imports its state dict when it first saves one: a resumed job has not done so
-        _register_attributes(getattr(importlib.import_module(module), name), f"megatron.{name}")
-
-
-def _register_attributes(cls: type[Any], name: str) -> None:
-    """Stores the attributes of a class. As pickle does, a load does not call `__init__`."""
-
-    def from_state(state: Any) -> Any:
-        if not (isinstance(state, dict) and all(isinstance(key, str) for key in state)):
-            raise CorruptObjectError(f"a stored {name} has no attributes; run `tsck fsck`", object_id=name)
-        made = object.__new__(cls)
-        made.__dict__.update(state)
-        return made
-
-    register_type(cls, name, lambda value: dict(vars(value)), from_state)
+        register_attributes(getattr(importlib.import_module(module), name), f"megatron.{name}")

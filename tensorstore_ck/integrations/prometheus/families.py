@@ -99,5 +99,5 @@ class Families:
             self._by_kind[kind].add_metric(labels, value)
 
     def all(self) -> list[Metric]:
-        """All of them, in the order of `KINDS`; those without samples, too."""
+        """All families in the order of `KINDS`, also those without samples."""
         return list(self._by_kind.values())

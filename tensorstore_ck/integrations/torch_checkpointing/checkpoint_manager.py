@@ -21,7 +21,7 @@ from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundErr
 from tensorstore_ck.integrations.torch_checkpointing import rank_items
 from tensorstore_ck.integrations.torch_checkpointing.rank_items import ItemSpecs, UnfitItemsError, require_id
 from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
-from tensorstore_ck.integrations.trainer.pointers import address_through_ref
+from tensorstore_ck.integrations.trainer.pointers import newest_noted, note_at
 from tensorstore_ck.integrations.trainer.saves import future_of
 from tensorstore_ck.log.ref_names import validate_ref_name
 from tensorstore_ck.log.retention import Policy
@@ -266,7 +266,7 @@ class CheckpointManager:
 
     def _id_at(self, address: str) -> str:
         root = self._store.resolve(address).root
-        return str(self._note(root).get("id", root))
+        return str(note_at(self._store, root, NOTE).get("id", root))
 
     def _begin_load(self, into: Mapping[str, Any] | None, map_location: object) -> Mapping[str, Any]:
         """The target of a load, once the previous save has ended."""
@@ -289,23 +289,14 @@ class CheckpointManager:
         number = _NUMBER.search(checkpoint_id)
         steps = (None,) if number is None else (int(number[1]), None)
         try:
-            for back, snapshot in enumerate(self._store.log(self._ref)):
-                if snapshot.step in steps and self._note(snapshot.root).get("id") == checkpoint_id:
-                    return address_through_ref(self._store, snapshot, self._ref, back)
-        except NotFoundError:
-            pass  # nothing was saved yet
-        try:
-            return self._store.resolve(checkpoint_id).root
+            address = newest_noted(self._store, self._ref, NOTE, ("id", checkpoint_id), steps)
+            return self._store.resolve(checkpoint_id).root if address is None else address
         except StoreError as exc:
             raise NoSuchCheckpointError(
                 f"{self._ref!r} in {self._store.url} has no checkpoint {checkpoint_id!r}, and it is no address: "
                 f"`tsck log {shlex.quote(self._ref)} -s {shlex.quote(self._store.url)}` lists the snapshots",
                 object_id=checkpoint_id,
             ) from exc
-
-    def _note(self, root: str) -> dict[str, Any]:
-        note = self._store.metadata(root).get(NOTE)
-        return note if isinstance(note, dict) else {}
 
     def _read(self, checkpoint_id: str, into: Mapping[str, Any], strict: bool, device: Any, restoring: Restoring) -> dict[str, Any]:
         """Loads into `into`, which can fail on one rank alone."""
@@ -329,7 +320,7 @@ class CheckpointManager:
 
     def _own(self, checkpoint_id: str, into: Mapping[str, Any], restoring: Restoring) -> rank_items.Leaves:
         """This rank's own leaves, of those that are wanted."""
-        ranks = self._note(restoring.info.root.hex()).get("ranks", 1)
+        ranks = note_at(self._store, restoring.info.root.hex(), NOTE).get("ranks", 1)
         if ranks == 1:
             return {}
         rank = 0 if restoring.group is None else restoring.group.rank()

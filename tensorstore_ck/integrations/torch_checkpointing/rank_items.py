@@ -1,4 +1,4 @@
-"""Which items a payload may, and must, have; which parts of it all ranks have in common, and which are each rank's own.
+"""Which items a payload can have and must have; which parts of it all ranks have in common, and which are each rank's own.
 
 torch_checkpointing writes a file for each item and rank. Here the ranks save one state: tensors that are spread over ranks (DTensors), and
 whatever is equal on all of them, are stored once and fit any number of ranks; the rest is each rank's own. Ranks find out by comparing

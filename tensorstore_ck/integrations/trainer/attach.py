@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
-from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError
+from tensorstore_ck.state import register_type
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
 
@@ -20,6 +22,19 @@ def all_ranks(*, also_one: bool = False) -> "dist.ProcessGroup | None":
     if not (dist.is_available() and dist.is_initialized()) or (dist.get_world_size() == 1 and not also_one):
         return None
     return dist.group.WORLD
+
+
+def register_attributes(cls: type[Any], name: str) -> None:
+    """Lets states hold objects of a class, by their attributes. As pickle does, a load does not call `__init__`."""
+
+    def from_state(state: Any) -> Any:
+        if not (isinstance(state, dict) and all(isinstance(key, str) for key in state)):
+            raise CorruptObjectError(f"a stored {name} has no attributes; run `tsck fsck`", object_id=name)
+        made = object.__new__(cls)
+        made.__dict__.update(state)
+        return made
+
+    register_type(cls, name, lambda value: dict(vars(value)), from_state)
 
 
 def attach(target: object, mixin: type, native: type, begin: Callable[[], None], *, title: str, expected: str) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tensorstore_ck.training import random_generators
 
-INNER: Final = ("sampler", "batch_sampler")
+INNER: Final = ("sampler", "batch_sampler", "_sampler")
 
 
 def has_begun(loader: Any) -> bool:
@@ -23,7 +23,7 @@ def begin(loader: Any) -> None:
     native = _dataset_loader(loader)
     if not _is_persistent(loader) or native._iterator is not None:
         return
-    held = list({id(generator): generator for generator in _generators(native)}.values())
+    held = generators_of(native)
     states = [random_generators.get_state(generator) for generator in held]
     with random_generators.preserved():
         native._iterator = native._get_iterator()
@@ -40,11 +40,23 @@ def _dataset_loader(loader: Any) -> Any:
     return getattr(loader, "base_dataloader", loader)
 
 
-def _generators(loader: Any) -> Iterator[torch.Generator]:
-    generator = getattr(loader, "generator", None)
-    if isinstance(generator, torch.Generator):
-        yield generator
-    for name in INNER:
-        below = getattr(loader, name, None)
-        if below is not None:
-            yield from _generators(below)
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that a loader and its samplers hold, each once."""
+    generators = [getattr(sampler, "generator", None) for sampler in samplers_of(loader)]
+    return list({id(generator): generator for generator in generators if isinstance(generator, torch.Generator)}.values())
+
+
+def samplers_of(loader: Any) -> Iterator[Any]:
+    """The loader, and what its order comes from."""
+    inner: list[Any] = [loader]
+    while inner:
+        sampler = inner.pop()
+        yield sampler
+        inner += [below for name in INNER if (below := getattr(sampler, name, None)) is not None]
+        if is_wrapper(sampler):
+            inner.append(sampler.dataset)
+
+
+def is_wrapper(sampler: Any) -> bool:
+    """Whether it is Lightning's `DistributedSamplerWrapper`, which shows nothing of the state of the sampler below."""
+    return hasattr(getattr(sampler, "dataset", None), "_sampler")

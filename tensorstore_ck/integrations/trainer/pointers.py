@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.replace_file import replace_file
@@ -100,6 +100,30 @@ def address_through_ref(store: "ReadOnlyStore", snapshot: "Snapshot", ref: str, 
     return snapshot.root
 
 
+def note_at(store: "ReadOnlyStore", root: str, key: str) -> dict[str, Any]:
+    """The note under `key` in a snapshot's metadata, where an adapter saved one; empty if it did not."""
+    note = store.metadata(root).get(key)
+    return note if isinstance(note, dict) else {}
+
+
+def newest_noted(
+    store: "ReadOnlyStore", ref: str, key: str, entry: tuple[str, str], steps: Sequence[int | None] | None = None
+) -> str | None:
+    """The address of a branch's newest snapshot whose note under `key` has an `entry`, name and value; None: there is none.
+
+    `steps`: read the notes of snapshots with these steps only.
+    """
+    try:
+        history = store.log(ref)
+    except NotFoundError:
+        return None  # nothing was saved yet
+    for back, snapshot in enumerate(history):
+        with suppress(NotFoundError):  # it was deleted meanwhile
+            if (steps is None or snapshot.step in steps) and note_at(store, snapshot.root, key).get(entry[0]) == entry[1]:
+                return address_through_ref(store, snapshot, ref, back)
+    return None
+
+
 def is_there(store: "ReadOnlyStore", address: str) -> bool:
     """Whether there is a snapshot at an address."""
     try:
@@ -130,7 +154,7 @@ def write_pointer(folder: str | os.PathLike[str], pointer: SnapshotPointer) -> N
 
 
 def remove_pointer(folder: str | os.PathLike[str]) -> None:
-    """And the folder, unless it has other files: a user may save under one name again and again."""
+    """Removes the pointer, and its folder unless it has other files: a user may save under one name again and again."""
     (Path(folder) / POINTER).unlink(missing_ok=True)
     with suppress(OSError):
         Path(folder).rmdir()

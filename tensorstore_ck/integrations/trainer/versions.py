@@ -40,7 +40,7 @@ class Package(NamedTuple):
     def require_unchanged(self, installed: str, changed: Iterable[str], *, owner: str = "", module: str = "") -> None:
         """Raises `MissingExtraError` if a name has `changed`.
 
-        `owner`, such as "the Trainer of", says in the message whose the names are; `module` is put in front of a name as the `object_id`.
+        `owner`, such as "the Trainer of", names in the message what has the names; the `object_id` is the name behind `module`.
         """
         name = next(iter(changed), None)
         if name is not None:

@@ -19,9 +19,7 @@ MAX_PATHS: Final = 4
 NOT_REPORTED: Final = "something else"
 
 
-def require_same(
-    records: Sequence[Mapping[str, Any]], keys: Sequence[str], in_job: Sequence[int] | None = None, *, advice: str = ADVICE
-) -> None:
+def require_same(records: Sequence[Mapping[str, Any]], keys: Sequence[str], in_job: Sequence[int] | None = None) -> None:
     """Checks that the records of all ranks, in their order, have the same value for each of `keys`.
 
     Raises:
@@ -30,7 +28,7 @@ def require_same(
     for key in keys:
         problem = mismatches(records, (key,), in_job)
         if problem:
-            raise InvalidOptionError(f"{problem}: {advice}", object_id=key)
+            raise InvalidOptionError(f"{problem}: {ADVICE}", object_id=key)
 
 
 class Differing:
