@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tensorstore_ck.common.ids import derived_hash
 from tensorstore_ck.format.sealed import Body, take
-from tensorstore_ck.session.group import Participant
 from tensorstore_ck.store.internals import groups_of
 
 if TYPE_CHECKING:
@@ -61,7 +60,6 @@ class Agreements:
         if group.size() == 1:
             return SINGLE
         own_group = groups_of(store).of(group)[0]
-        attempt = own_group.begin(_TITLE, object_id=_TITLE, timeout=timeout_seconds)
         names: dict[bytes, str] = {}
 
         def propose() -> Body:
@@ -82,12 +80,11 @@ class Agreements:
                 self._answers[group] = _compare(proposals)
             return {"answer": self._answers[group]}
 
-        def execute(go: Body) -> Body:
+        def execute(go: Body) -> None:
             if group not in self._found:
                 self._found[group] = _agreement_of_rank(take(go, "answer", dict), names, own_group.rank)
-            return {}
 
-        attempt.run(Participant(propose=propose, execute=execute, resolve=None, compare=compare, commit=lambda _: {}))
+        own_group.meet(_TITLE, propose, compare, execute, timeout=timeout_seconds)
         return self._found[group]
 
 

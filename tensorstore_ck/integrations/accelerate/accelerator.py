@@ -5,6 +5,8 @@ without a check. Here a save is one snapshot of all ranks, published at once, an
 """
 
 import os
+import re
+import shutil
 import warnings
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,6 @@ from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.accelerate import data_order
-from tensorstore_ck.integrations.accelerate.checkpoint_folders import AUTOMATIC, is_native, numbered, rotate
 from tensorstore_ck.integrations.accelerate.compatibility import require_supported
 from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
@@ -369,3 +370,23 @@ def _one_or_all(objects: list[Any]) -> Any:
 
 def _trains_none_of(names: ParameterNames, optimizer: torch.optim.Optimizer) -> bool:
     return all(names.of(parameter) is None for group in optimizer.param_groups for parameter in group["params"])
+
+
+AUTOMATIC: Final = re.compile(r"checkpoint_(\d+)")
+
+
+def is_native(folder: Path) -> bool:
+    """Whether accelerate wrote it: generators are among the last of its files."""
+    return any(folder.glob("random_states_*.pkl"))
+
+
+def numbered(folder: Path) -> list[tuple[int, Path]]:
+    """Folders of automatic naming, in their order; none if `folder` does not exist."""
+    return sorted((int(match[1]), path) for path in folder.glob("checkpoint_*") if (match := AUTOMATIC.fullmatch(path.name)))
+
+
+def rotate(folder: Path, limit: int) -> None:
+    """Deletes light folders beyond the limit; not those that accelerate wrote."""
+    light = [path for _, path in numbered(folder) if read_pointer(path) is not None]
+    for path in light[: max(0, len(light) - limit)]:
+        shutil.rmtree(path, ignore_errors=True)

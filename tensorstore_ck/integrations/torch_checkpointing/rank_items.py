@@ -20,7 +20,6 @@ from torch import nn
 from tensorstore_ck.common.ids import derived_hash
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.sealed import Body, take
-from tensorstore_ck.session.group import Participant
 from tensorstore_ck.session.group.rank_kinds import encode_kind
 from tensorstore_ck.state import Box, Boxes, FlatShard
 from tensorstore_ck.state.boxes import is_checkpointable
@@ -72,8 +71,6 @@ def find_own(store: "Store", group: "ProcessGroup", prepare: Callable[[], tuple[
 
     `prepare` returns the leaves of this rank that may be its own, and what it says; an error in it is raised on all ranks.
     """
-    place = groups_of(store).of(group)[0]
-    attempt = place.begin(_TITLE, object_id=_TITLE, timeout=timeout)
     paths: dict[bytes, Path] = {}
     outcome: list[Any] = []
 
@@ -90,11 +87,10 @@ def find_own(store: "Store", group: "ProcessGroup", prepare: Callable[[], tuple[
         own = [key for key, of_key in digests.items() if len(of_key) < len(proposals) or len(set(of_key)) > 1]
         return {"own": own, "said": proposals[0]["said"]}
 
-    def execute(go: Body) -> Body:
+    def execute(go: Body) -> None:
         outcome.extend([{paths[bytes(key)] for key in take(go, "own", list) if bytes(key) in paths}, go["said"]])
-        return {}
 
-    attempt.run(Participant(propose=propose, execute=execute, resolve=None, compare=compare, commit=lambda _: {}))
+    groups_of(store).of(group)[0].meet(_TITLE, propose, compare, execute, timeout=timeout)
     own, common = outcome
     return own, common
 

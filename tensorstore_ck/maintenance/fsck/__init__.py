@@ -9,13 +9,12 @@ affected.py            the tensors that damage affects
 check_storage.py       modes of files, markers of cold locations, unfinished uploads; when gc frees unreferenced objects
 check_packs.py         footers, and known bad blocks
 check_data.py          reads every stored byte, in pieces
-noted_reads.py         read errors, after which repair marks nothing
 block_tables.py        tables of blocks, and where they have copies
 repairable.py          whether and how damage can be repaired; snapshots that repair marked as damaged
 repair.py              the order of all repairs; log entries, checkpoints, this host's cache
 rebuild_parts.py       records and parts
 rebuild_packs.py       packs
-good_copies.py         verified blocks from other packs and other stores
+good_copies.py         verified blocks from other packs and other stores; read errors, after which repair marks nothing
 """
 
 from tensorstore_ck.maintenance.fsck.check_storage import abort_stale_uploads

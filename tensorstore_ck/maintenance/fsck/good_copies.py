@@ -1,22 +1,25 @@
 """Sources of good blocks for repair: other copies in this store and in another one, all verified.
 
 Copies are found by the footers of packs. A listed pack may be freed soon, so blocks found here are copied, never referred to.
+
+An unreadable source of a lost object may still be good: a backend notes failed reads that do not prove damage, even if a caller handles the
+error. After one, a repair marks nothing.
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.errors import DamageError, StoreError
+from tensorstore_ck.errors import DamageError, StoreError, UnreadableError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer, pack_name
 from tensorstore_ck.gc.listing import list_kind
 from tensorstore_ck.maintenance.fsck.block_tables import BlockCopy, find_copies
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
-from tensorstore_ck.maintenance.fsck.findings import require_reachable
+from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, kind_of, require_reachable
 
 
 class OtherStore(NamedTuple):
@@ -80,3 +83,52 @@ def read_block(backend: Backend, copy: BlockCopy, block: Digest, bases: Sequence
     if block_id(raw) != block:
         return None
     return StoredBlock(Codec.RAW, raw, len(raw)) if codec in CODECS_WITH_BASES else StoredBlock(Codec(codec), stored, len(raw))
+
+
+class ReadErrors:
+    """Notes such errors of several backends. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._found: list[StoreError] = []
+
+    def noting(self, backend: Backend) -> Any:
+        """`backend`, whose reads are noted."""
+        return _NotedReads(backend, self._found)
+
+    def require_none(self) -> None:
+        """Raises the first one. Raises `UnreadableError`: an object could not be read."""
+        for exc in self._found:
+            raise UnreadableError(f"the repair stops, and marks nothing: {exc}", object_id=exc.object_id) from exc
+
+
+class _NotedReads:
+    """All other attributes are the inner backend's."""
+
+    def __init__(self, inner: Backend, errors: list[StoreError]) -> None:
+        self._inner = inner
+        self._found = errors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        """Notes the error."""
+        data: bytes = self._noting(lambda: self._inner.get(name, max_bytes=max_bytes))
+        return data
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        """Notes the error."""
+        self._noting(lambda: self._inner.read_into(name, offset, target))
+
+    def size(self, name: str) -> int:
+        """Notes the error."""
+        size: int = self._noting(lambda: self._inner.size(name))
+        return size
+
+    def _noting(self, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except StoreError as exc:
+            if kind_of(exc) == UNREADABLE:
+                self._found.append(exc)
+            raise

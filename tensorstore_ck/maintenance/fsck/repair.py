@@ -31,8 +31,7 @@ from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_
 from tensorstore_ck.maintenance.fsck.check_storage import repair_markers, repair_modes
 from tensorstore_ck.maintenance.fsck.check_store import Fsck
 from tensorstore_ck.maintenance.fsck.findings import DAMAGED, UNREADABLE, Finding, FsckOptions, FsckReport
-from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore, open_other
-from tensorstore_ck.maintenance.fsck.noted_reads import ReadErrors
+from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore, ReadErrors, open_other
 from tensorstore_ck.maintenance.fsck.rebuild_packs import rebuild_packs
 from tensorstore_ck.maintenance.fsck.rebuild_parts import COPIED, PartRebuilder
 from tensorstore_ck.maintenance.fsck.repairable import blocks_in, is_moved_intact, packs_of, relocations_in_force

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.ids import ULID_BYTES, IdSource, Ulid, derived_hash, new_ulid, ulid_text
 from tensorstore_ck.common.threads import Helper
-from tensorstore_ck.format.sealed import take, take_count
+from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, StoreRunner
 from tensorstore_ck.session.group.failure_reason import FailureReason
 from tensorstore_ck.session.group.liveness import ASK_SECONDS, DEAD_AFTER_SECONDS, Heartbeat, LivenessWatch, Wait, beat_seconds, end_thread
+from tensorstore_ck.session.group.participant import Participant, RoundLedger
 from tensorstore_ck.session.group.rank_messages import named_ranks
 from tensorstore_ck.session.group.round import GRACE_SECONDS, Round
-from tensorstore_ck.session.group.round_ledger import RoundLedger
 
 if TYPE_CHECKING:
     import torch.distributed
@@ -193,6 +193,27 @@ class Group:
             in_job=self.in_job,
             reports_late=self._first is None,  # a second group's rounds wait for uploads, which have no deadline
         )
+
+    def meet(
+        self,
+        title: str,
+        propose: Callable[[], Body],
+        compare: Callable[[list[Body]], Body | str],
+        execute: Callable[[Body], object],
+        *,
+        timeout: float,
+    ) -> None:
+        """A round that leaves nothing in the log: all ranks propose, rank 0 compares, and all execute its answer. See `Participant`.
+
+        Raises:
+            SnapshotAbortedError: a rank did not come, or failed.
+        """
+
+        def answered(go: Body) -> Body:
+            execute(go)
+            return {}
+
+        self.begin(title, object_id=title, timeout=timeout).run(Participant(propose, answered, None, compare, commit=lambda _: {}))
 
     @property
     def nonce(self) -> Ulid:

@@ -55,22 +55,16 @@ class GroupReading:
     def agree(self, bits: bytes, do: Callable[[bytes], None]) -> None:
         """Calls `do` on all ranks, with the bits that all of them have; or on none, if one fails. See `state.broadcast_reads`."""
         self.must_agree = False
-
-        def execute(go: Body) -> Body:
-            do(take(go, "bits", bytes))
-            return {}
-
-        self._meet(Participant(lambda: {"bits": bits}, execute, None, self._common_bits, commit=lambda _: {}))
+        execute = lambda go: do(take(go, "bits", bytes))  # noqa: E731
+        self._own.meet(self._title, lambda: {"bits": bits}, self._common_bits, execute, timeout=self._timeout_seconds)
 
     def fail(self, problem: Exception) -> None:
         """Reports that this rank failed before its `agree`. Without it the other ranks would wait, then be one round ahead."""
         if not self.must_agree:
             return
         with suppress(StoreError):
-            self._meet(Participant.failed(problem, None))
-
-    def _meet(self, participant: Participant) -> None:
-        self._own.begin(self._title, object_id=self._title, timeout=self._timeout_seconds).run(participant)
+            attempt = self._own.begin(self._title, object_id=self._title, timeout=self._timeout_seconds)
+            attempt.run(Participant.failed(problem, None))
 
     def _common_bits(self, proposals: list[Body]) -> Body:
         bits_of_ranks = [np.frombuffer(take(proposal, "bits", bytes), np.uint8) for proposal in proposals]

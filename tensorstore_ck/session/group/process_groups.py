@@ -10,7 +10,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.events import Event
 from tensorstore_ck.format.sealed import Body, take
-from tensorstore_ck.session.group import DEAD_AFTER_SECONDS, Group, Participant, open_group
+from tensorstore_ck.session.group import DEAD_AFTER_SECONDS, Group, open_group
 from tensorstore_ck.session.group.channel import StoreRunner
 from tensorstore_ck.session.group.host_shared_reads import host_key
 from tensorstore_ck.session.group.matching_arguments import require_same
@@ -70,35 +70,29 @@ class ProcessGroups:
         All ranks meet at each call, even if this one knows the values from an earlier call: another rank may have missed its end.
         """
         known = self._gathered.setdefault(group, {})
-        attempt = self.of(group)[0].begin(title, object_id=title, timeout=timeout_seconds)
 
         def compare(proposals: list[Body]) -> Body:
             are_known = all(take(proposal, "known", bool) for proposal in proposals)
             return {"values": None if are_known else [take(proposal, "value", bytes) for proposal in proposals]}
 
-        def execute(go: Body) -> Body:
+        def execute(go: Body) -> None:
             if go["values"] is not None:
                 known[title] = take(go, "values", list)
-            return {}
 
-        attempt.run(Participant(lambda: {"known": title in known, "value": value()}, execute, None, compare, commit=lambda _: {}))
+        propose = lambda: {"known": title in known, "value": value()}  # noqa: E731
+        self.of(group)[0].meet(title, propose, compare, execute, timeout=timeout_seconds)
         return known[title]
 
     def broadcast(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> bytes:
         """Rank 0's value of a few bytes, on all ranks. Only rank 0 calls `value`."""
         own = self.of(group)[0]
-        attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
         values: list[bytes] = []
-
-        def execute(go: Body) -> Body:
-            values.append(take(go, "value", bytes))
-            return {}
 
         def compare(proposals: list[Body]) -> Body:
             require_same(proposals, ("title",), own.in_job)
             return {"value": value()}
 
-        attempt.run(Participant(propose=lambda: {"title": title}, execute=execute, resolve=None, compare=compare, commit=lambda _: {}))
+        own.meet(title, lambda: {"title": title}, compare, lambda go: values.append(take(go, "value", bytes)), timeout=timeout_seconds)
         return values[0]
 
     def runner(self, group: "ProcessGroup") -> StoreRunner:

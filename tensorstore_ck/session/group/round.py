@@ -35,9 +35,8 @@ from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.session.group.channel import Channel, ChannelError, LateError, SilentError, decode_record, encode_record
 from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefusedError, check_record
 from tensorstore_ck.session.group.liveness import ASK_SECONDS, LATE_SECONDS, Wait
-from tensorstore_ck.session.group.participant import Participant
+from tensorstore_ck.session.group.participant import Participant, RoundLedger
 from tensorstore_ck.session.group.rank_messages import error_text, named_ranks, unheard
-from tensorstore_ck.session.group.round_ledger import RoundLedger
 
 GRACE_SECONDS: Final = 10.0  # the time after the deadline in which only rank 0 may end the round
 ADMIT, GO, OUTCOME, FAILED, LATE = "admit", "go", "outcome", "failed", "late"
