@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.training.stored_training import read_training
+from tensorstore_ck.training.state_sides import read_training
 
 REFS = itertools.count()
 

@@ -21,9 +21,8 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.backend.staging import Staging
 from tensorstore_ck.cli.allowed_locations import read_places
-from tensorstore_ck.cli.complete_names import complete_ref
+from tensorstore_ck.cli.complete_names import complete_ref, note_store
 from tensorstore_ck.cli.hints import complete, show_completed, store_arguments
-from tensorstore_ck.cli.known_stores import note_store
 from tensorstore_ck.cli.output import printable, say
 from tensorstore_ck.cli.progress import Bar, CountingBackend
 from tensorstore_ck.common.executor import DaskCluster

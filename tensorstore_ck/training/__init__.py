@@ -1,7 +1,7 @@
 """The complete state of a training job: everything that the next step depends on, captured in one call and restored in one.
 
 training_state.py      TrainingState: saves and restores all of it
-state_sides.py         its two sides, what all ranks share and what is a rank's own: captured and loaded together
+state_sides.py         its two sides, what all ranks share and what is a rank's own: captured and loaded together, or read as plain dicts
 optimizers.py          states of optimizers, by parameter name; also behind torch's ZeroRedundancyOptimizer
 parameter_names.py     parameter names, whatever wraps the model
 model_state.py         parameters and buffers by these names
@@ -12,9 +12,7 @@ random_generators.py   states and seeds of random number generators
 noted_attributes.py    what each save notes to be searched by: learning rates, positions, the commit of the code
 shared_state.py        what the ranks share: models, optimizers, schedules, what the user adds
 per_rank_state.py      what each rank has for itself: generators (seeded again for another number of ranks), positions, buffers, values
-rank_agreement.py      what ranks must know of each other before the first save
-rank_group.py          this process's rank and group, and what the first rank answers
-stored_training.py     reads a snapshot of a TrainingState as plain dicts
+rank_group.py          this process's rank and group, what the first rank answers, and what ranks agree on before the first save
 stateful_parts.py      the arguments of TrainingState
 resume_search.py       the rule by which a run resumes: from the newest snapshot that is neither marked nor damaged
 resume_candidates.py   which snapshot that is

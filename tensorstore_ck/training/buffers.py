@@ -13,7 +13,7 @@ from torch import nn
 
 from tensorstore_ck.state import FlatShard
 from tensorstore_ck.training.parameter_names import walk
-from tensorstore_ck.training.rank_agreement import Agreement
+from tensorstore_ck.training.rank_group import Agreement
 
 State = dict[str, Any]
 BIG_BYTES: Final = 1 << 20

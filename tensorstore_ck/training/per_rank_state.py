@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.training import buffers, extras, random_generators
-from tensorstore_ck.training.rank_agreement import Agreement
+from tensorstore_ck.training.rank_group import Agreement
 from tensorstore_ck.training.stateful_parts import StatefulPart, load
 
 State = dict[str, Any]

@@ -1,28 +1,32 @@
-"""`StateSides`: the shared side of a `TrainingState` and this rank's own, captured together and loaded together."""
+"""`StateSides`: the shared side of a `TrainingState` and this rank's own, captured together and loaded together.
+
+`read_training` reads a snapshot of both as plain dicts, for a trainer that loads its state itself.
+"""
 
 import copy
 import warnings
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.random_streams import Streams
+from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.session.save.rank_round import UnpreparedState
 from tensorstore_ck.training import environment, optimizers
 from tensorstore_ck.training.per_rank_state import GENERATORS, LOADER_GENERATORS, VALUES, PerRankState, own_states
-from tensorstore_ck.training.rank_agreement import SINGLE, Agreement, Agreements, RankReport
+from tensorstore_ck.training.rank_group import SINGLE, Agreement, Agreements, RankReport
 from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
 from tensorstore_ck.training.stateful_parts import StatefulPart
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from tensorstore_ck.store import Store
+    from tensorstore_ck.store import ReadOnlyStore, Store
 
 OWN: Final = "rank"
 PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "dataloader", "extra", VALUES, GENERATORS, "gradients")
@@ -154,3 +158,48 @@ class StateSides:
             seeded = f"; {self.own.describe_taken(old)}" if old["environment"]["ranks"] != ranks else ""
             message = f"{what} was saved in another environment, so the job may not resume bit for bit: {'; '.join(changes)}{seeded}"
             warnings.warn(message, environment.EnvironmentChangedWarning, stacklevel=user_stacklevel())
+
+
+PLAIN: Final = ("ranks", "mid_step", OWN)
+
+
+class StoredTraining(NamedTuple):
+    """What a `TrainingState` saved."""
+
+    snapshot: Snapshot
+    ranks: int
+    """The number of ranks that saved it."""
+    shared: State
+    """``model`` by parameter name, ``optimizer`` and so on."""
+    rank_values: State
+    """The values of this rank; of the first rank if another number of ranks saved them."""
+    buffers: Mapping[str, Any]
+    """The model's buffers that differed by rank, of this rank; empty if another number of ranks saved them."""
+
+
+def read_training(
+    store: "ReadOnlyStore", address: str, *, group: "ProcessGroup | None" = None, parts: tuple[str, ...] = ("model", "optimizer")
+) -> StoredTraining:
+    """Reads the snapshot at `address`, on all ranks of `group` or on none. Every rank gets all of `parts`.
+
+    Raises:
+        NotFoundError: there is no such snapshot.
+        MismatchError: no `TrainingState` saved it.
+        DamageError: it is damaged.
+    """
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+
+    def read(restoring: Restoring) -> tuple[int, State, State]:
+        stored = restoring.lazy()
+        put_by = stored.state_values.get("ranks")
+        if type(put_by) is not int:
+            raise MismatchError(f"{address!r} was not saved by a trainer or a TrainingState", object_id=address)
+        there = {name.partition(".")[0] for name in (*stored.names(), *stored.state_values)}
+        shared = restoring.checkout(select=[name for name in (*PLAIN, *parts) if name in there])
+        held, whose = shared.pop(OWN, None), rank if put_by == ranks else 0
+        own = own_states(held, put_by)[whose] if held else restoring.rank_state(whose)
+        return put_by, shared, own
+
+    (put_by, shared, own), snapshot = store.restoring(address, read, group=group)
+    buffers = own.get("buffers", {}) if put_by == ranks else {}
+    return StoredTraining(snapshot=snapshot, ranks=put_by, shared=shared, rank_values=own.get(VALUES, {}), buffers=buffers)

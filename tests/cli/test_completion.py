@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 import tensorstore_ck
-from tensorstore_ck.cli import complete_names, known_stores, main
+from tensorstore_ck.cli import complete_names, main
 from tensorstore_ck.cli.options import StoreChoice
 from tests.cli.conftest import Tsck
 from tests.effort import PATIENCE_SECONDS
@@ -104,7 +104,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for(tab: Tab, monkeypatch: p
 
 
 def test_a_remote_store_is_not_asked(tab: Tab, history: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_stores, "is_remote", lambda url: True)
+    monkeypatch.setattr(complete_names, "is_remote", lambda url: True)
     assert tab("tsck log ") == [], "this host does not know it yet"
     assert history("branch", "later", "runs/gpt", store=str(tmp_path / "ck")).code == 0
     shutil.move(tmp_path / "ck", tmp_path / "away")
@@ -116,19 +116,19 @@ def test_what_is_noted_is_written_through_no_link_and_into_no_folder_of_others(t
     """The cache's folder may be one where others can write, who know the names."""
     url, cache, victim = "s3://bucket/ck", tmp_path / "cache", tmp_path / "victim"
     victim.write_text("precious")
-    known_stores.note_store(url, {}, str(cache), "first")
+    complete_names.note_store(url, {}, str(cache), "first")
     (noted,) = (cache / "known").iterdir()
     assert (noted.read_text(), noted.stat().st_mode & 0o777) == ("first", 0o600)
     noted.unlink()
     noted.with_name(f"{noted.name}.{os.getpid()}").symlink_to(victim)
-    known_stores.note_store(url, {}, str(cache), "second")
+    complete_names.note_store(url, {}, str(cache), "second")
     noted.symlink_to(victim)
-    assert known_stores.find_key(url, {}, str(cache)) is None
-    known_stores.note_store(url, {}, str(cache), "third")
+    assert complete_names.find_key(url, {}, str(cache)) is None
+    complete_names.note_store(url, {}, str(cache), "third")
     assert victim.read_text() == "precious"
     shutil.rmtree(cache / "known")
     cache.chmod(0o777)
-    known_stores.note_store(url, {}, str(cache), "fourth")
+    complete_names.note_store(url, {}, str(cache), "fourth")
     assert not (cache / "known").exists() or not list((cache / "known").iterdir())
 
 

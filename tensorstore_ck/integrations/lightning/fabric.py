@@ -25,8 +25,8 @@ from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState, model_state
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.resume_search import ResumeSearch
+from tensorstore_ck.training.state_sides import StoredTraining, read_training
 from tensorstore_ck.training.stateful_parts import is_stateful
-from tensorstore_ck.training.stored_training import StoredTraining, read_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable

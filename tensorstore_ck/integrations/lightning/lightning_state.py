@@ -26,7 +26,7 @@ from tensorstore_ck.store import ReadOnlyStore
 from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState, model_state
 from tensorstore_ck.training.optimizers import is_partitioned
-from tensorstore_ck.training.stored_training import StoredTraining, read_training
+from tensorstore_ck.training.state_sides import StoredTraining, read_training
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -19,7 +19,7 @@ from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.resume_search import ResumeSearch
-from tensorstore_ck.training.stored_training import StoredTraining, read_training
+from tensorstore_ck.training.state_sides import StoredTraining, read_training
 
 State = dict[str, Any]
 FITTING: Final = "fit"

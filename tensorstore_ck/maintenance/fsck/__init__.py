@@ -4,12 +4,10 @@ check_store.py         Fsck: the order of all checks, and unreferenced objects
 findings.py            FsckOptions: how much data is read; Finding, FsckReport
 check_config.py        store.json: checks and repairs it
 check_log.py           the log and its checkpoints; an engine at the log as it was checked
-check_snapshot.py      one snapshot: record, parts, layout, extents
-affected.py            the tensors that damage affects
+check_snapshot.py      one snapshot: record, parts, layout, extents; the tensors that damage affects
 check_storage.py       modes of files, markers of cold locations, unfinished uploads; when gc frees unreferenced objects
-check_packs.py         footers, and known bad blocks
+check_packs.py         footers, and known bad blocks; tables of blocks, and where they have copies
 check_data.py          reads every stored byte, in pieces
-block_tables.py        tables of blocks, and where they have copies
 repairable.py          whether and how damage can be repaired; snapshots that repair marked as damaged
 repair.py              the order of all repairs; log entries, checkpoints, this host's cache
 rebuild_parts.py       records and parts

@@ -34,7 +34,6 @@ from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.roots import roots
 from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo, lost_log, sign_of_lost_log, store_objects
 from tensorstore_ck.log.checkpoint import checkpoint_folder
-from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copies
 from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_log
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
 from tensorstore_ck.maintenance.fsck.check_log import (
@@ -47,7 +46,7 @@ from tensorstore_ck.maintenance.fsck.check_log import (
     host_saw_more,
     read_only_engine,
 )
-from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, Packs
+from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, BlockTables, Packs, find_copies
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, describe_hit, merge_damages, parts_of
 from tensorstore_ck.maintenance.fsck.check_storage import FreeableObjects, check_markers, check_modes, stale_uploads, why_unreferenced
 from tensorstore_ck.maintenance.fsck.findings import (

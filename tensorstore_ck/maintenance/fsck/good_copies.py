@@ -17,8 +17,7 @@ from tensorstore_ck.errors import DamageError, StoreError, UnreadableError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer, pack_name
 from tensorstore_ck.gc.listing import list_kind
-from tensorstore_ck.maintenance.fsck.block_tables import BlockCopy, find_copies
-from tensorstore_ck.maintenance.fsck.check_packs import Packs
+from tensorstore_ck.maintenance.fsck.check_packs import BlockCopy, Packs, find_copies
 from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, kind_of, require_reachable
 
 

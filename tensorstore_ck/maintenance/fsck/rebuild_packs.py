@@ -19,7 +19,7 @@ from tensorstore_ck.format.codec import StoredBlock
 from tensorstore_ck.format.pack import BASE_DTYPE, Entries, Footer, pack_name
 from tensorstore_ck.gc.compact import CompactedPack, SparsePack, compact
 from tensorstore_ck.log import ObjectKey, Op, RefTable
-from tensorstore_ck.maintenance.fsck.block_tables import BlockCopy, BlockTables
+from tensorstore_ck.maintenance.fsck.check_packs import BlockCopy, BlockTables
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, read_block
 
 

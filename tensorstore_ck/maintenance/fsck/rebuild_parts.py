@@ -28,8 +28,7 @@ from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash, unseal
 from tensorstore_ck.gc.compact import CompactedPack, write_relocation
 from tensorstore_ck.log import ObjectKey, SnapshotInfo
 from tensorstore_ck.log.block_index import Location
-from tensorstore_ck.maintenance.fsck.block_tables import BlockCopy, find_copies
-from tensorstore_ck.maintenance.fsck.check_packs import Packs
+from tensorstore_ck.maintenance.fsck.check_packs import BlockCopy, Packs, find_copies
 from tensorstore_ck.maintenance.fsck.check_snapshot import rebuilt_record
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore
 from tensorstore_ck.maintenance.fsck.rebuild_packs import commit_relocation

@@ -20,8 +20,7 @@ from tensorstore_ck.format.record import record_name
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap, decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.log import ObjectKey, RefTable, Relocation, SnapshotInfo
-from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copies
-from tensorstore_ck.maintenance.fsck.check_packs import Packs
+from tensorstore_ck.maintenance.fsck.check_packs import BlockTables, Packs, find_copies
 from tensorstore_ck.maintenance.fsck.check_snapshot import block_ids, by_pack, describe_hit, placed_parts
 from tensorstore_ck.maintenance.fsck.findings import DAMAGED, UNREADABLE, Findings, Severity, kind_of, require_reachable
 

@@ -17,8 +17,7 @@ save_plan.py           the plan: one layout, a layout for each kind of ranks, or
 planned_state.py       a rank's state in the form that the plan gives it
 rank_kinds.py          ranks with the same layout are of one kind
 merge_layouts.py       merges the layouts of several kinds
-mixed_regions.py       a tensor that ranks of several kinds hold in different ways
-region_claims.py       which rank stores a region that several hold
+region_claims.py       which rank stores a region that several hold; a tensor that ranks of several kinds hold in different ways
 pipeline_stages.py     whether ranks with different layouts can be one snapshot
 replica_check.py       replicas are compared at the first save of a plan
 duplicate_regions.py   regions and tensors that ranks hold in different ways are compared

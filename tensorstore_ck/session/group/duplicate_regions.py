@@ -17,8 +17,8 @@ from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
 from tensorstore_ck.format.block_assignment import Region, regions_of_rank
 from tensorstore_ck.format.layout import Layout, Sharding, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds
-from tensorstore_ck.session.group.mixed_regions import CompleteCut, MeshSpread
 from tensorstore_ck.session.group.planned_state import NOTHING, StoredRegions, reported_by, source_at, without_copies
+from tensorstore_ck.session.group.region_claims import CompleteCut, MeshSpread
 from tensorstore_ck.session.group.save_plan import SOLE, PlanMemory
 
 PIECE_ELEMENTS: Final = 1 << 20

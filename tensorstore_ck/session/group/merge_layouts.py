@@ -16,10 +16,9 @@ from tensorstore_ck.format.layout import Spread as LayoutSpread
 from tensorstore_ck.format.sharding import BoxBounds, Mesh
 from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves, parse
 from tensorstore_ck.format.values import describe
-from tensorstore_ck.session.group.mixed_regions import CompleteCut, MeshSpread, NotOneTensorError, Spread, cuts_of
 from tensorstore_ck.session.group.rank_kinds import RankKind, ReportedBoxes
 from tensorstore_ck.session.group.rank_messages import describe_ranks
-from tensorstore_ck.session.group.region_claims import Held, gap, once
+from tensorstore_ck.session.group.region_claims import CompleteCut, Held, MeshSpread, NotOneTensorError, Spread, cuts_of, gap, once
 
 _DICTS: Final = ("d", "o", "f")
 _TYPED: Final = ("r", "n", "f")

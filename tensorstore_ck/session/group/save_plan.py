@@ -20,9 +20,8 @@ from tensorstore_ck.format.sealed import take, take_count
 from tensorstore_ck.format.sharding import Mesh, Shard
 from tensorstore_ck.format.tree import Leaf
 from tensorstore_ck.session.group.merge_layouts import ComparedTensor, ReportedRegionsTensor, UnitedState, unite
-from tensorstore_ck.session.group.mixed_regions import CompleteCut, MeshSpread
 from tensorstore_ck.session.group.rank_kinds import RankKind, ReportedBoxes, can_stay_apart, unzip_body, zip_body
-from tensorstore_ck.session.group.region_claims import claims
+from tensorstore_ck.session.group.region_claims import CompleteCut, MeshSpread, claims
 
 MAX_PLANS: Final = 8
 """The number of plans that a rank keeps for a group."""
