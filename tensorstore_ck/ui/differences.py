@@ -14,7 +14,7 @@ from tensorstore_ck.ui.catalog_snapshots import CatalogSnapshot
 from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.snapshot_content import info_of
 from tensorstore_ck.ui.sources import StoreKey
-from tensorstore_ck.ui.tensor_statistics import STEP_BYTES, size_of
+from tensorstore_ck.ui.tensor_statistics import STEP_BYTES, TensorNumbers, size_of
 
 if TYPE_CHECKING:
     from tensorstore_ck.state.statistics import ChangeStatistics
@@ -59,21 +59,8 @@ class Differences:
         return sorted(tensors, key=lambda tensor: -tensor.changed_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
+class Changes(TensorNumbers):
     """By how much tensors changed: those with NaN or infinity first, then by relative change."""
-
-    tensors: "tuple[ChangeStatistics, ...]"
-
-    @property
-    def nan(self) -> int:
-        """NaN elements in changed tensors of the new snapshot."""
-        return sum(tensor.nan or 0 for tensor in self.tensors)
-
-    @property
-    def inf(self) -> int:
-        """Infinite elements in changed tensors of the new snapshot."""
-        return sum(tensor.inf or 0 for tensor in self.tensors)
 
 
 def read_differences(pages: Pages, store: StoreKey, pair: Pair, patience_seconds: float) -> Read:

@@ -20,7 +20,7 @@ from tensorstore_ck.ui.sources import StoreKey
 
 if TYPE_CHECKING:
     from tensorstore_ck.state.read_pieces import StoredTensor
-    from tensorstore_ck.state.statistics import Histogram, TensorStatistics
+    from tensorstore_ck.state.statistics import ChangeStatistics, Histogram, TensorStatistics
 
 BINS: Final = 40
 MAX_HISTOGRAMS: Final = 500
@@ -45,11 +45,10 @@ class Bar(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupStatistics:
-    """Statistics of tensors: those with NaN or infinity first."""
+class TensorNumbers:
+    """What was read of tensors: those with NaN or infinity first."""
 
-    tensors: "tuple[TensorStatistics, ...]"
-    has_histograms: bool
+    tensors: "tuple[TensorStatistics | ChangeStatistics, ...]"
 
     @property
     def nan(self) -> int:
@@ -60,6 +59,13 @@ class GroupStatistics:
     def inf(self) -> int:
         """Infinite elements."""
         return sum(tensor.inf or 0 for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatistics(TensorNumbers):
+    """Statistics of tensors."""
+
+    has_histograms: bool
 
 
 def page(pages: Pages, request: Request) -> Response:

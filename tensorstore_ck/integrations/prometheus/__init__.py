@@ -2,8 +2,7 @@
 
 exporter.py        refreshes the stores in the background, each on its own thread
 watched_store.py   one store: whether it can be read, its space, and what the catalog knows of it and its branches
-families.py        the metrics: names, help, labels
-collector.py       what the exporter knows -> metrics
+collector.py       the metrics: names, help, labels; what the exporter knows -> metrics
 endpoint.py        the HTTP server
 """
 

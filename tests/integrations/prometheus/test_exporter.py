@@ -23,7 +23,7 @@ from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.integrations.prometheus import collector, endpoint
 from tensorstore_ck.integrations.prometheus import exporter as exporter_module
-from tensorstore_ck.integrations.prometheus.families import KINDS
+from tensorstore_ck.integrations.prometheus.collector import KINDS
 from tensorstore_ck.integrations.prometheus.watched_store import WatchedStore
 from tensorstore_ck.log import Op
 from tensorstore_ck.store import ReadOnlyStore, Store

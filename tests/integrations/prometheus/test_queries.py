@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from tensorstore_ck.integrations.prometheus.families import KINDS
+from tensorstore_ck.integrations.prometheus.collector import KINDS
 from tests.documents import DOCS, text
 from tests.integrations.prometheus.queries import DASHBOARD, RULES, dashboard, named, panel_queries, rules, variable_queries
 
