@@ -53,7 +53,7 @@ MOST_LINES = {
     "feed": 1100,
     "format": 5000,
     "gc": 3500,
-    "integrations": 20300,
+    "integrations": 20100,
     "log": 7200,
     "maintenance": 7700,
     "redaction": 200,
@@ -61,7 +61,7 @@ MOST_LINES = {
     "state": 7000,
     "store": 1800,
     "training": 5000,
-    "ui": 4100,
+    "ui": 4000,
 }
 """Of the Python files of each area, rounded up to hundreds."""
 MOST_LINES_A_FILE = 399
