@@ -6,7 +6,7 @@ group.py               one rank's place in a process group, and the thread that 
 round.py               one round of all ranks: propose, compare, execute, commit
 participant.py         what a rank does in a round
 round_ledger.py        which rounds are open, and which keys can be deleted
-late_ranks.py          logs which ranks are missing
+late_rank_warning.py   logs which ranks are missing
 channel.py             small records in the key-value store
 liveness.py            heartbeats: which ranks are alive
 failure_reason.py      why a round failed, as ranks report it to each other
