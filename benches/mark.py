@@ -23,8 +23,8 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, part_name
 from tensorstore_ck.format.record import Record, encode_metadata, record_name
-from tensorstore_ck.gc.live_set import LiveSet
-from tensorstore_ck.gc.mark import LiveBits
+from tensorstore_ck.gc.live_bits import LiveBits
+from tensorstore_ck.gc.mark_reachable import LiveSet
 from tensorstore_ck.gc.usage import measure_usage
 from tensorstore_ck.log import Op
 

@@ -26,7 +26,7 @@ read_only.py              refuses all writes
 reserve.py                space for log entries that free space, on a full disk
 picklable.py              a backend for other processes
 probe.py                  finds out what a backend guarantees, and how fast it is
-save_estimate.py          how long a save will take, measured with a part of it
+save_duration.py         how long a save will take, measured with a part of it
 """
 
 import os

@@ -9,7 +9,7 @@ from typing import Any, Final
 import click
 
 from tensorstore_ck.backend import open_backend
-from tensorstore_ck.backend.save_estimate import SaveEstimate, estimate_save
+from tensorstore_ck.backend.save_duration import SaveEstimate, estimate_save
 from tensorstore_ck.cli.complete_names import complete_ref
 from tensorstore_ck.cli.options import StoreChoice, byte_count, byte_rate, command, json_option, seconds, store_options
 from tensorstore_ck.cli.output import emit, facts, fields_of, indented, printable, table

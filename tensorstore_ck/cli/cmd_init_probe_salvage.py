@@ -11,7 +11,7 @@ import click
 from tensorstore_ck.backend import ProbeResult
 from tensorstore_ck.backend import probe as run_probe
 from tensorstore_ck.backend.local_modes import share_with_group
-from tensorstore_ck.backend.save_estimate import SaveEstimate, estimate_save
+from tensorstore_ck.backend.save_duration import SaveEstimate, estimate_save
 from tensorstore_ck.cli.options import StoreChoice, byte_count, command, store_options
 from tensorstore_ck.cli.output import counted, emit, facts, fields_of, green, indented, printable, red, short_root, table
 from tensorstore_ck.common.free_space import writing_to

@@ -7,9 +7,9 @@ free_dropped.py     frees what a branch's policy dropped, without a list of the 
 free_objects.py     the steps of both: condemn, sweep, delete, truncate tombstones
 report.py           GcReport, Freeable, progress
 roots.py            the snapshots that are held, and by what
-live_set.py         LiveSet: everything that the roots need
+mark_reachable.py  LiveSet: everything that the roots need
 released.py         what was released within the undo window, by the store's time
-mark.py             LiveBits: a bit for each entry of each pack
+live_bits.py       LiveBits: a bit for each entry of each pack
 part_summary.py     the entries that a part refers to, cached on this host
 listing.py          the objects in the backend
 pack_counts.py      how many entries each pack has, cached on this host

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.format.part import Extents
-from tensorstore_ck.gc.mark import PackArray
+from tensorstore_ck.gc.live_bits import PackArray
 from tensorstore_ck.gc.part_summary import in_order
 
 Array = npt.NDArray[Any]

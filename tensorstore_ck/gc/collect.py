@@ -17,7 +17,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import GcRefusedError, NoSpaceError, StoreError, UnsafeBackendError
 from tensorstore_ck.gc.compact import SparsePack, commit_relocations, compact, live_bytes
 from tensorstore_ck.gc.free_objects import DELETE_BATCH, OBJECTS_AN_ENTRY, changed_log, condemn, delete, truncate_tombstones
-from tensorstore_ck.gc.live_set import LiveSet
+from tensorstore_ck.gc.mark_reachable import LiveSet
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.plan import GcPlan, Planner, simulate, written_bytes
 from tensorstore_ck.gc.report import GcReport, GoneSnapshot, Progress, ProgressSum, RewrittenPack, ignore_progress

@@ -6,7 +6,7 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.gc.byte_sums import distinct_blocks
-from tensorstore_ck.gc.mark import PackArray, read_parts
+from tensorstore_ck.gc.live_bits import PackArray, read_parts
 from tensorstore_ck.log import RefTable, SnapshotInfo
 
 

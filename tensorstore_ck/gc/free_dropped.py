@@ -19,7 +19,7 @@ from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
 from tensorstore_ck.gc.free_objects import OBJECTS_AN_ENTRY, changed_log, condemn, delete, truncate_tombstones
-from tensorstore_ck.gc.live_set import LiveSet, require_total_order
+from tensorstore_ck.gc.mark_reachable import LiveSet, require_total_order
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.released import Releases
 from tensorstore_ck.gc.repack import repack_packs

@@ -8,7 +8,7 @@ from typing import Final
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import GcRefusedError
-from tensorstore_ck.gc.live_set import LiveSet
+from tensorstore_ck.gc.mark_reachable import LiveSet
 from tensorstore_ck.gc.plan import simulate
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, pieces
 

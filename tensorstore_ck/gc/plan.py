@@ -19,7 +19,7 @@ from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, TR
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
 from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
-from tensorstore_ck.gc.live_set import LiveSet, RootNeeds
+from tensorstore_ck.gc.mark_reachable import LiveSet, RootNeeds
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.pack_counts import PackCounts
 from tensorstore_ck.gc.released import Released, Releases

@@ -23,7 +23,7 @@ from tensorstore_ck.format.codec import codec_name
 from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, TRAILER
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.gc.byte_sums import BlockSet, ByteSums, OwnerBytes, distinct_blocks
-from tensorstore_ck.gc.mark import PackArray, read_parts
+from tensorstore_ck.gc.live_bits import PackArray, read_parts
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.part_summary import SummaryCache, summarize
 from tensorstore_ck.gc.plan import plan_gc

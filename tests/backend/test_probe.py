@@ -10,7 +10,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import ObjectWriter
 from tensorstore_ck.backend.s3 import S3Backend
-from tensorstore_ck.backend.save_estimate import SaveEstimate, estimate_save
+from tensorstore_ck.backend.save_duration import SaveEstimate, estimate_save
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, NoSpaceError, PermissionDeniedError, UnsafeBackendError
 from tests.backend.chaos import ChaosProxy, Fault
@@ -22,8 +22,8 @@ def little_to_measure(small_pieces: None, monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("SPEED_BYTES", "SECOND_UPLOAD_BYTES"):
         monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], name, 8 << 20)
     monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], "ROUNDS", 2)
-    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_estimate"], "QUICK_BYTES", 8 << 20)
-    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_estimate"], "SAMPLE_BYTES", 32 << 20)
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_duration"], "QUICK_BYTES", 8 << 20)
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_duration"], "SAMPLE_BYTES", 32 << 20)
 
 
 def check_good(backend: Backend) -> ProbeResult:

@@ -268,8 +268,8 @@ def test_probe_prints_guarantees_and_speeds_and_estimates_a_snapshot(
     history: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], "SPEED_BYTES", 8 << 20)
-    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_estimate"], "QUICK_BYTES", 8 << 20)
-    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_estimate"], "SAMPLE_BYTES", 8 << 20)
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_duration"], "QUICK_BYTES", 8 << 20)
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_duration"], "SAMPLE_BYTES", 8 << 20)
     before = {path for path in tmp_path.rglob("*") if path.is_file()}
     probed = history("probe", "ck")
     assert probed.code == 0

@@ -120,7 +120,7 @@ def test_the_parameters_of_an_index(plan: Any, tmp_path: Path, metadata: dict[st
 
 
 def test_a_location_is_measured(plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorstore_ck.backend.save_estimate.QUICK_BYTES", 1 << 20)
+    monkeypatch.setattr("tensorstore_ck.backend.save_duration.QUICK_BYTES", 1 << 20)
     found = plan("--params", "1k", "--at", str(tmp_path / "place"), "--ranks", "2")
     assert found["save_seconds"] > 0
     assert not [path for path in (tmp_path / "place").rglob("*") if path.is_file()]

@@ -92,7 +92,7 @@ def test_a_traceback_has_the_scripts_frames_alone(store: tsck.Store, name: str) 
     printed = "".join(traceback.format_exception(error)).splitlines()
     assert printed[-1] == f"`tsck help {kind}` says what to do"
     assert "tensorstore_ck/" not in "\n".join(line for line in printed if line.startswith("  File"))
-    assert len(printed) <= 17
+    assert len(printed) <= 17, printed
 
 
 WRONG_ARGUMENTS: dict[str, Callable[[tsck.Store], object]] = {

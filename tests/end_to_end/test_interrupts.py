@@ -176,7 +176,7 @@ UNSAFE: Final = re.compile(
 )
 ALLOWED: Final = {
     "backend/probe.py": "of `tsck probe`: its threads end with the command",
-    "backend/save_estimate.py": "as above",
+    "backend/save_duration.py": "as above",
     "backend/s3_multipart_writer.py": "the pieces of one object",
 }
 

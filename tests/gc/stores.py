@@ -15,6 +15,7 @@ from tensorstore_ck.common.ids import IdSource, new_ulid
 from tensorstore_ck.common.processes import Process
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.gc import GcOptions
+from tensorstore_ck.gc.mark_reachable import LiveSet
 from tensorstore_ck.log.cache import MemoryTable, Table
 from tensorstore_ck.store import Store
 from tests.effort import PATIENCE_SECONDS, in_turns
@@ -127,6 +128,13 @@ def require_sound(store: Store, held: dict[str, State]) -> None:
     require_readable(store, held)
     report = store.fsck(read_data=True)
     assert report.ok, report.findings
+
+
+def require_nothing_needed_is_condemned(store: Store) -> None:
+    """No object that a root needs is condemned or swept. gc looks again before it deletes, so that a reader alone would not see it."""
+    view, live = store.engine.log.view(), LiveSet(store.engine, None)
+    live.update(view)
+    assert not [key.name for key, _ in view.objects() if live.needs(key)]
 
 
 def put_all(store: Store, ref: str, states: Sequence[State]) -> list[str]:

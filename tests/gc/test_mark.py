@@ -9,7 +9,7 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError
 from tensorstore_ck.format.pack import MAX_ENTRIES
 from tensorstore_ck.format.part import part_name
-from tensorstore_ck.gc.mark import LiveBits, read_parts, read_summaries
+from tensorstore_ck.gc.live_bits import LiveBits, read_parts, read_summaries
 from tensorstore_ck.gc.part_summary import PREFIX, SummaryCache, summarize
 from tests.gc.made import Counting, Made, Place, make_part, open_engine, pack_ulid, publish
 

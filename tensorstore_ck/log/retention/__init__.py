@@ -1,7 +1,6 @@
 """Which snapshots of a branch's history stay, by rules that are stored in the store.
 
-policy.py       the rules, as users write them and as the log stores them
-rule_text.py    rules as a command line or a form has them
+policy.py       the rules, as users write them and as the log stores them; refuses what is not a rule
 keep_rules.py   which snapshots a policy keeps, and why: pure
 expiry.py       policies applied to a branch, at one entry of the log
 age_rules.py    where snapshots should lie as they age, and how they are encoded
@@ -18,8 +17,7 @@ from tensorstore_ck.log.retention.expiry import (
     verdicts,
 )
 from tensorstore_ck.log.retention.keep_rules import KeepCandidate, Verdict, choose
-from tensorstore_ck.log.retention.policy import Best, Policy
-from tensorstore_ck.log.retention.rule_text import parse_rule
+from tensorstore_ck.log.retention.policy import Best, Policy, parse_rule
 from tensorstore_ck.log.retention.write_share import job_rate
 
 __all__ = [

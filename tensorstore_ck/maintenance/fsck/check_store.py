@@ -17,13 +17,7 @@ from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import relocations_in_order
-from tensorstore_ck.errors import (
-    BrokenLogError,
-    CorruptObjectError,
-    MissingObjectError,
-    PlaceUnavailableError,
-    StoreError,
-)
+from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, MissingObjectError, PlaceUnavailableError, StoreError
 from tensorstore_ck.format.part import decode_part
 from tensorstore_ck.format.record import Record, decode_record
 from tensorstore_ck.format.relocation import decode_relocation

@@ -4,7 +4,7 @@ Offline: no other process may write meanwhile.
 
 salvage.py           finds intact snapshots, and the place in history of those without a log entry
 lost_relocations.py  relocations whose log entry is lost
-rebuild_log.py       the new log: operations that fold to the same as the old ones
+new_log.py             the new log: operations that fold to the same as the old ones
 signed_refs.py       which refs must be signed again
 report.py            SalvageReport
 """

@@ -56,7 +56,7 @@ from tensorstore_ck.maintenance.fsck.check_snapshot import check_snapshot
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 from tensorstore_ck.maintenance.fsck.repairable import relocations_in_force
 from tensorstore_ck.maintenance.salvage.lost_relocations import add_relocations, find_relocations, learn_locations, read_lost_relocations
-from tensorstore_ck.maintenance.salvage.rebuild_log import KeptHistory, NewLog, rebuild_log
+from tensorstore_ck.maintenance.salvage.new_log import KeptHistory, NewLog, rebuild_log
 from tensorstore_ck.maintenance.salvage.report import Salvaged, SalvageReport, salvaged
 
 

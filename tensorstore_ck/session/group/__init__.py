@@ -5,8 +5,9 @@ No collectives, no pickle, and no wait without an end. A process group is anythi
 group.py               one rank's place in a process group, and the thread that talks to its store
 round.py               one round of all ranks: propose, compare, execute, commit
 participant.py         what a rank does in a round; which of its rounds are open, and which keys can be deleted
+late_rank_warning.py   logs which ranks are missing
 channel.py             small records in the key-value store
-liveness.py            heartbeats: which ranks are alive; logs which ranks are missing
+liveness.py            heartbeats: which ranks are alive
 failure_reason.py      why a round failed, as ranks report it to each other
 rank_messages.py       how messages name ranks and what they report
 matching_arguments.py  arguments that must be the same on all ranks

@@ -12,7 +12,8 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, unpack_body
-from tensorstore_ck.session.group.liveness import ASK_SECONDS, LATE_SECONDS, UNBORN, LivenessWatch
+from tensorstore_ck.session.group.late_rank_warning import ASK_SECONDS, LATE_SECONDS
+from tensorstore_ck.session.group.liveness import UNBORN, LivenessWatch
 from tensorstore_ck.session.group.rank_messages import unheard
 
 T = TypeVar("T")

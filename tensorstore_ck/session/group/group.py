@@ -20,7 +20,8 @@ from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, StoreRunner
 from tensorstore_ck.session.group.failure_reason import FailureReason
-from tensorstore_ck.session.group.liveness import ASK_SECONDS, DEAD_AFTER_SECONDS, Heartbeat, LivenessWatch, Wait, beat_seconds, end_thread
+from tensorstore_ck.session.group.late_rank_warning import ASK_SECONDS, Wait
+from tensorstore_ck.session.group.liveness import DEAD_AFTER_SECONDS, Heartbeat, LivenessWatch, beat_seconds, end_thread
 from tensorstore_ck.session.group.participant import Participant, RoundLedger
 from tensorstore_ck.session.group.rank_messages import named_ranks
 from tensorstore_ck.session.group.round import GRACE_SECONDS, Round

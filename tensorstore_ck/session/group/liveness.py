@@ -2,24 +2,17 @@
 checks that counter.
 
 A slow rank still raises it; one that was killed, was suspended or lost its host does not. Clocks are not compared.
-
-`Wait` warns which ranks are missing, long before the wait for them ends. Nothing else shows that one rank alone made a call for all ranks.
 """
 
-import logging
-import os
 import platform
 import queue
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from types import FrameType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from tensorstore_ck.common.threads import Helper
-from tensorstore_ck.session.group.rank_messages import named_ranks
 
 DEAD_AFTER_SECONDS: Final = 60.0
 BEAT_SECONDS: Final = 10.0
@@ -136,41 +129,3 @@ class LivenessWatch:
             else:
                 self._due = min(self._due, now + self.limit - seconds)
         return gone
-
-
-LATE_SECONDS: Final = 10.0
-"""The time that rank 0 waits for the others before it warns."""
-ASK_SECONDS: Final = 12.0
-"""The time that the others wait for rank 0 before they warn. By then rank 0 has warned, if it waits itself."""
-_PACKAGE: Final = __name__.partition(".")[0]
-_THREADS: Final = ("threading", "concurrent.futures.thread")
-_logger: Final = logging.getLogger(_PACKAGE)
-
-
-class Wait(NamedTuple):
-    """The call in which a rank waits."""
-
-    title: str
-    rank: int
-    ranks: int
-    timeout: float
-    in_job: Sequence[int] | None
-
-    def report(self, missing: Sequence[int], seconds: float) -> None:
-        """Logs a warning that this rank has waited for `seconds` for the `missing` ones."""
-        own, others, call = named_ranks([self.rank], self.in_job), named_ranks(missing, self.in_job), _call(sys._getframe())
-        where = f"{call} ({self.title})" if call else self.title
-        maybe = " It may itself wait for other ranks." if self.rank else ""
-        text = f"{own} has waited {seconds:.0f} s for {others} in {where}, which all {self.ranks} ranks must call; it fails after"
-        _logger.warning("%s %.0f s.%s", text, self.timeout, maybe)
-
-
-def _call(frame: FrameType | None) -> str:
-    """The user's call on this thread, with its line; empty on a thread of this package."""
-    name = ""
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
-        name = frame.f_code.co_qualname.removesuffix(".__init__").rpartition(".")[2]
-        frame = frame.f_back
-    if frame is None or frame.f_globals.get("__name__") in _THREADS:
-        return ""
-    return f"{name}() at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -34,7 +34,7 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.session.group.channel import Channel, ChannelError, LateError, SilentError, decode_record, encode_record
 from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefusedError, check_record
-from tensorstore_ck.session.group.liveness import ASK_SECONDS, LATE_SECONDS, Wait
+from tensorstore_ck.session.group.late_rank_warning import ASK_SECONDS, LATE_SECONDS, Wait
 from tensorstore_ck.session.group.participant import Participant, RoundLedger
 from tensorstore_ck.session.group.rank_messages import error_text, named_ranks, unheard
 

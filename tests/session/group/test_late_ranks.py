@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tensorstore_ck.session.group.liveness import ASK_SECONDS, LATE_SECONDS, Wait
+from tensorstore_ck.session.group.late_rank_warning import ASK_SECONDS, LATE_SECONDS, Wait
 from tests.session.group.simulation import Simulation, group_of
 
 RANKS = 4

@@ -21,7 +21,7 @@ from tensorstore_ck.errors import (
     UnreadableError,
     UnsafeBackendError,
 )
-from tensorstore_ck.gc.mark import LiveBits, read_summaries
+from tensorstore_ck.gc.live_bits import LiveBits, read_summaries
 from tensorstore_ck.gc.part_summary import PartSummary, SummaryCache
 from tensorstore_ck.gc.released import Released, Releases
 from tensorstore_ck.gc.roots import how_to_release, roots
