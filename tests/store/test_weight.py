@@ -55,7 +55,7 @@ MOST_LINES = {
     "gc": 3500,
     "integrations": 20100,
     "log": 7200,
-    "maintenance": 7700,
+    "maintenance": 7600,
     "redaction": 200,
     "session": 11200,
     "state": 7000,
