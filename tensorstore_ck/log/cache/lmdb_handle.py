@@ -14,8 +14,9 @@ from typing import Final
 import lmdb
 
 from tensorstore_ck.log.cache.lmdb_environment import INITIAL_MAP_BYTES, Environment
+from tensorstore_ck.log.cache.lmdb_rows import LmdbView
 from tensorstore_ck.log.cache.memory_table import MemoryTable
-from tensorstore_ck.log.cache.protocol import Batch, Item, Reader, Table, TableBusyError, TableDamagedError, scan_pages
+from tensorstore_ck.log.cache.protocol import Batch, Item, Table, TableBusyError, TableDamagedError, scan_pages
 
 DEFAULT_PATIENCE_SECONDS: Final = 1.0
 
@@ -92,23 +93,23 @@ class LmdbHandle:
 
     def get(self, key: bytes) -> bytes | None:
         """See `Reader.get`."""
-        return (self._environment or self._opened(wait=False)).get(key)
+        return self.view(key).get(key)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """See `Table.get_many`."""
-        return (self._environment or self._opened(wait=False)).get_many(keys)
+        return self.view(os.path.commonprefix([*keys]) or b"").get_many(keys)  # noqa: RUF071 - keys are no paths
 
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
         """See `Reader.scan`."""
-        return scan_pages(lambda *page: self._opened(wait=False).page(*page), prefix, start, reverse)
+        return scan_pages(lambda *page: self.view(prefix).page(*page), prefix, start, reverse)
 
-    def view(self, prefix: bytes) -> Reader:
+    def view(self, prefix: bytes) -> LmdbView:
         """See `Table.view`."""
         return (self._environment or self._opened(wait=False)).view(prefix)
 
     def batch(self, *, wait: bool = True) -> AbstractContextManager[Batch]:
         """See `Table.batch`."""
-        return self._opened(wait=wait).batch(wait=wait)
+        return (self._environment or self._opened(wait=wait)).batch(wait=wait)
 
     def close(self) -> None:
         """See `Table.close`."""
