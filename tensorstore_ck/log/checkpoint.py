@@ -17,8 +17,7 @@ from tensorstore_ck.errors import CorruptObjectError, FormatVersionError, Unsupp
 from tensorstore_ck.format.sealed import seal, unseal
 from tensorstore_ck.log import table_rows
 from tensorstore_ck.log.cache import Batch, Reader
-from tensorstore_ck.log.field_checks import COUNT, DIGEST
-from tensorstore_ck.log.row_kind import PREFIX
+from tensorstore_ck.log.field_checks import COUNT, DIGEST, PREFIX
 
 MIN_TAIL_ENTRIES: Final = 64
 MAX_TAIL_ENTRIES: Final = 2000

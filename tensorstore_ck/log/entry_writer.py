@@ -14,8 +14,7 @@ from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.backend.reserve import within_reserve
 from tensorstore_ck.common.ids import Clock, Ulid
 from tensorstore_ck.errors import BackendUnavailableError, DamageError, NoSpaceError, StoreError, UndecidedError
-from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.entry_reader import EntryReader
+from tensorstore_ck.log.entry import Entry, EntryReader
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.table_rows import SnapshotInfo
 

@@ -17,8 +17,7 @@ from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.log import checkpoint
 from tensorstore_ck.log.cache import Batch, MemoryTable, Table
 from tensorstore_ck.log.checkpoint import Checkpoint, Tail
-from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.entry_reader import EntryReader, chain_break
+from tensorstore_ck.log.entry import Entry, EntryReader, chain_break
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.ref_table import RefTable
 from tensorstore_ck.log.store_folders import logs_in

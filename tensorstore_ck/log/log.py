@@ -18,14 +18,13 @@ from tensorstore_ck.common.retry import JITTER
 from tensorstore_ck.common.threads import ProcessLock, shielded
 from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, CorruptObjectError, DamageError, StoreError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
-from tensorstore_ck.log.entry import Entry, seal_entry
-from tensorstore_ck.log.entry_reader import EntryReader
+from tensorstore_ck.log.entry import Entry, EntryReader, seal_entry
 from tensorstore_ck.log.entry_writer import Appended, EntryWriter, race_delay
+from tensorstore_ck.log.field_checks import PREFIX
 from tensorstore_ck.log.follow import EmptiedError, Follower
 from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log, warn_of_broken_log
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_table import HeadView, RefTable, RowsAtHead, SnapshotInfo
-from tensorstore_ck.log.row_kind import PREFIX
 from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.log.watermark import Watermark
 

@@ -295,7 +295,7 @@ DECODERS: Final[dict[str, str]] = {
     "log/checkpoint.py": ROWS,
     "log/entry.py": ROWS,
     "log/head_file.py": "4,096 bytes",
-    "log/row_kind.py": "a row of a checkpoint, which has its bounds",
+    "log/field_checks.py": "a row of a checkpoint, which has its bounds",
     "log/trust_file.py": ROWS,
     "maintenance/count_parameters.py": ROWS,
     "maintenance/fsck/rebuild_parts.py": PARSED,
