@@ -12,8 +12,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 
 from tensorstore_ck.chunker import cut_opaque
-from tensorstore_ck.common.batches import batches
-from tensorstore_ck.common.buffers import Buffer
+from tensorstore_ck.common.buffers import Buffer, batches
 from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid
 from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.common.threads import cpu_threads, for_each
@@ -232,7 +231,11 @@ def store_part(
         UnsupportedValueError: too many objects take almost no bytes in the store.
     """
     ids = [*blobs.ids, *tensors.ids]
-    places = {block: place for writer in packs for known in (writer.found, writer.added) for block, place in known.items()}
+    places, added, new_bytes = dict[Digest, Location](), dict[Digest, Location](), 0
+    for writer in packs:
+        places |= writer.found | writer.added
+        added |= writer.added
+        new_bytes += writer.new_bytes
     extents = extents_of(ids, places)
     part = Part(
         layout_id=layout_id(captured.layout.encode()),
@@ -254,10 +257,11 @@ def store_part(
         require_readable(part, captured.layout.encode(), parsed, ranks=slot.world_size, ranks_of_layout=len(slot.layout_ranks))
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
-    new = [item for writer in packs for item in writer.added.items()]
-    added = {block: with_bases(place, places) if place.bases else place for block, place in new}
-    new_bytes = sum([writer.new_bytes for writer in packs]) + len(encoded)
-    _logger.debug("part %s of rank %d: %d of %d blocks are new, %d bytes", part_name(ulid), slot.rank, len(new), len(ids), new_bytes)
+    new_bytes += len(encoded)
+    _logger.debug("part %s of rank %d: %d of %d blocks are new, %d bytes", part_name(ulid), slot.rank, len(added), len(ids), new_bytes)
+    for block, place in added.items():
+        if place.bases:
+            added[block] = with_bases(place, places)
     return WrittenPart(ulid=ulid, part=part, added=added, new_bytes=new_bytes, tensors=tensors)
 
 
