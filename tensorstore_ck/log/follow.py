@@ -29,6 +29,9 @@ _CHECKPOINT_TRIES: Final = 4
 _ORIGIN_KEY: Final = b"l/origin"
 """The number of the checkpoint from which the table was filled, until `verify` has compared it with the log."""
 
+Also = Callable[[Batch, int], object]
+"""Writes rows that belong to the entry of that number into this host's cache."""
+
 
 class EmptiedError(Exception):
     """Another process of this host emptied the table."""
@@ -117,12 +120,6 @@ class Follower:
         self._fold_while_readable(apart, self._start_readable(apart))
         return RefTable(apart)
 
-    def is_at(self, table: Table, head: Head) -> bool:
-        """Whether no process of this host has folded a later entry into the table: it may have seen what the log does not have any more."""
-        with suppress(StoreError):
-            return RefTable(table).head() == head
-        return False
-
     def is_entry(self, head: Head) -> bool:
         """Whether the log has this entry."""
         with suppress(BrokenLogError):
@@ -167,8 +164,8 @@ class Follower:
                 break
         return apart
 
-    def fold(self, table: Table, entries: Sequence[Entry], also: Callable[[Batch], object] | None = None) -> None:
-        """Folds entries that follow the table's head, skipping those that it has. `also` writes further rows in the same batch.
+    def fold(self, table: Table, entries: Sequence[Entry], also: Also | None = None) -> None:
+        """Folds entries that follow the table's head, skipping those that it has. `also` writes the rows of the last one in the same batch.
 
         Raises:
             EmptiedError, TableError: try again.
@@ -188,7 +185,7 @@ class Follower:
                 tail = tail._replace(entries=tail.entries + 1, entry_bytes=tail.entry_bytes + entry.size_bytes)
             tail.write(batch)
             if also is not None:
-                also(batch)
+                also(batch, entries[-1].n)
 
     def _fold_apart(self, known: Head | None) -> tuple[Head, MemoryTable, dict[int, Digest]]:
         """The log's head, its fold, and hashes as in `_fold_all`. Fills a separate table, so that no reader sees a partial one."""

@@ -22,7 +22,7 @@ from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, SnapshotInfo
-from tensorstore_ck.log.log import Also
+from tensorstore_ck.log.follow import Also
 from tensorstore_ck.log.quota import Quota, check_quotas, warn_of_quotas
 from tensorstore_ck.log.retention import expire_at_save
 
