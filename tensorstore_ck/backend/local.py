@@ -136,7 +136,11 @@ class LocalBackend:
             except OSError as exc:
                 return _link_failed(name, exc, self.url)
             else:
-                return self._linked(path)
+                try:
+                    self._sync_folder(os.path.dirname(path))
+                except OSError:
+                    return Created.UNKNOWN  # it is there, but perhaps not durable: `sync_folders` makes it so
+                return Created.CREATED
             finally:
                 self._unlink_quietly(temporary)
         raise BackendUnavailableError(f"cannot create {name}: its temporary was deleted {_LINK_TRIES} times; try again", object_id=name)
@@ -206,13 +210,6 @@ class LocalBackend:
                 self._unlink_quietly(path)
                 raise
         return (DirectWriter if is_direct else LocalWriter)(fd, partial(self._unlink_quietly, path), name, seal, self.url)
-
-    def _linked(self, path: str) -> Created:
-        try:
-            self._sync_folder(os.path.dirname(path))
-        except OSError:
-            return Created.UNKNOWN  # it is there, but perhaps not durable: `sync_folders` makes it so
-        return Created.CREATED
 
     @property
     def _at(self) -> int | None:

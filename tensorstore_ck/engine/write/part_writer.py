@@ -197,17 +197,22 @@ def write_tensors(
         unknown = [block for block in blocks if ids[block.row] is ZERO_DIGEST]
         computed = skip_unchanged(captured, blocks=unknown, ids=ids, packs=packs, sample=sample)
 
-    fresh = {block.tensor for block in blocks if ids[block.row] is ZERO_DIGEST}  # others are not read: they may stay on a device
-    masters = Fp32Masters(captured, [block for block in blocks if block.tensor in fresh]) if coding.mode != "raw" else None
+    unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST]
+    masters = None
+    if coding.mode != "raw":
+        fresh = {block.tensor for block in unread}  # others are not read: they may stay on a device
+        masters = Fp32Masters(captured, [block for block in blocks if block.tensor in fresh])
     writer = RunWriter(
         captured, packs, sample, ids, coding=coding, earlier=earlier, masters=masters, computed=computed, must_agree=must_agree
     )
     threads = cpu_threads() + 1
-    for later in (False, True):  # weights after their masters
-        unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in writer.weights) == later]
-        unread_bytes = sum([block.stop - block.start for block in unread])
-        run_bytes = min(max(unread_bytes // (RUNS_A_THREAD * threads), MIN_RUN_BYTES), MAX_RUN_BYTES)
-        runs = [*batches(unread, lambda block: block.stop - block.start, run_bytes, RUN_BLOCKS)]
+    first_and_last: tuple[list[TensorBlock], list[TensorBlock]] = ([], [])  # weights come after their masters
+    for block in unread:
+        first_and_last[block.tensor in writer.weights].append(block)
+    for several in filter(None, first_and_last):
+        run_bytes = sum([block.stop - block.start for block in several]) // (RUNS_A_THREAD * threads)
+        run_bytes = min(max(run_bytes, MIN_RUN_BYTES), MAX_RUN_BYTES)
+        runs = [*batches(several, lambda block: block.stop - block.start, run_bytes, RUN_BLOCKS)]
         for_each(runs, writer.store, min(threads, len(runs)))
     if frozen is not None:
         frozen.note(ids)
