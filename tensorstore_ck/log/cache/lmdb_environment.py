@@ -25,7 +25,7 @@ import lmdb
 from tensorstore_ck.common.descriptors import closing_fd
 from tensorstore_ck.log.cache.batch_lock import BatchLock
 from tensorstore_ck.log.cache.lmdb_rows import CRC_BYTES, LmdbView, get_row, read_page
-from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, TableError, bad_key, scan_pages
+from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, TableError, bad_key
 
 with suppress(ImportError):  # some versions import it at the first `lmdb.open`: a child forked during that would hang
     import_module("lmdb._envid")
@@ -276,7 +276,7 @@ class Environment:
             (self.folder / name).unlink(missing_ok=True)  # other processes continue with their open files
 
 
-class _LmdbBatch:
+class _LmdbBatch(Batch):
     """A write transaction that can begin again in a larger map."""
 
     def __init__(self, environment: Environment) -> None:
@@ -286,9 +286,6 @@ class _LmdbBatch:
 
     def get(self, key: bytes) -> bytes | None:
         return get_row(self._txn, key)
-
-    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
-        return scan_pages(self._page, prefix, start, reverse)
 
     def put(self, key: bytes, value: bytes | None) -> None:
         stored = None if value is None else value + crc32(value, crc32(key)).to_bytes(CRC_BYTES, "little")  # as `get_row` checks
@@ -325,7 +322,7 @@ class _LmdbBatch:
     def abort(self) -> None:
         self._txn.abort()
 
-    def _page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+    def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
         self._environment.lock.show_progress()
         return read_page(self._txn, low, high, reverse)
 

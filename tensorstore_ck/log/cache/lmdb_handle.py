@@ -6,7 +6,7 @@ environments: in the child, an inherited table raises `TableDamagedError`.
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Final
@@ -16,7 +16,7 @@ import lmdb
 from tensorstore_ck.log.cache.lmdb_environment import INITIAL_MAP_BYTES, Environment
 from tensorstore_ck.log.cache.lmdb_rows import LmdbView
 from tensorstore_ck.log.cache.memory_table import MemoryTable
-from tensorstore_ck.log.cache.protocol import Batch, Item, Table, TableBusyError, TableDamagedError, scan_pages
+from tensorstore_ck.log.cache.protocol import Batch, Item, Table, TableBusyError, TableDamagedError
 
 DEFAULT_PATIENCE_SECONDS: Final = 1.0
 
@@ -60,7 +60,7 @@ def open_lmdb_table(folder: Path, *, map_bytes: int = INITIAL_MAP_BYTES, patienc
     return table
 
 
-class LmdbHandle:
+class LmdbHandle(Table):
     """A `Table` on local disk, shared with the other processes of this host."""
 
     def __init__(self, folder: Path, map_bytes: int, patience_seconds: float) -> None:
@@ -95,13 +95,13 @@ class LmdbHandle:
         """See `Reader.get`."""
         return self.view(key).get(key)
 
+    def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+        """See `Reader.page`."""
+        return self.view(_common_prefix([low, high or b""])).page(low, high, reverse)
+
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """See `Table.get_many`."""
-        return self.view(os.path.commonprefix([*keys]) or b"").get_many(keys)  # noqa: RUF071 - keys are no paths
-
-    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
-        """See `Reader.scan`."""
-        return scan_pages(lambda *page: self.view(prefix).page(*page), prefix, start, reverse)
+        return self.view(_common_prefix(keys)).get_many(keys)
 
     def view(self, prefix: bytes) -> LmdbView:
         """See `Table.view`."""
@@ -128,3 +128,7 @@ class LmdbHandle:
             return self.open(wait=wait)
         except (OSError, lmdb.Error) as exc:
             raise TableDamagedError(f"{self._folder}: {exc}", object_id=str(self._folder)) from exc
+
+
+def _common_prefix(keys: Sequence[bytes]) -> bytes:
+    return os.path.commonprefix([*keys]) or b""  # noqa: RUF071 - keys are no paths

@@ -5,14 +5,14 @@ LMDB's map must not grow while a read transaction of this process is open: the e
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
 from zlib import crc32
 
 import lmdb
 
 from tensorstore_ck.log.cache.memory_table import MemoryTable
-from tensorstore_ck.log.cache.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Item, scan_pages
+from tensorstore_ck.log.cache.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Item, Reader
 
 CRC_BYTES: Final = 4
 """Of the checksum after each value."""
@@ -39,7 +39,7 @@ def _get_rows(txn: Any, keys: Iterable[bytes]) -> list[bytes | None]:
 
 
 def read_page(txn: Any, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
-    """See `scan_pages`.
+    """See `Reader.page`.
 
     Raises:
         lmdb.Error: a row, or the file, is damaged.
@@ -75,7 +75,7 @@ class Guarded(Protocol):
         """The result of `use`."""
 
 
-class LmdbView:
+class LmdbView(Reader):
     """The rows whose keys begin with a prefix, as of the view's beginning. Thread-safe."""
 
     def __init__(self, txn: Any, prefix: bytes, guarded: Guarded, release: Callable[[Any], object]) -> None:
@@ -104,10 +104,6 @@ class LmdbView:
                 return self._copied.get_many(keys)
             return self._guarded(_get_rows, self._txn, keys)
 
-    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
-        """See `Reader.scan`."""
-        return scan_pages(self.page, prefix, start, reverse)
-
     def copy_into_memory(self) -> None:
         """Ends the transaction; the rows stay. If the rows cannot be read, each later read raises the error of a closed transaction."""
         with self._lock:
@@ -128,8 +124,8 @@ class LmdbView:
             self._txn.abort()
 
     def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
-        """See `scan_pages`."""
+        """See `Reader.page`."""
         with self._lock:
             if self._copied is not None:
-                return list(self._copied._page(low, high, reverse))
+                return self._copied.page(low, high, reverse)
             return self._guarded(read_page, self._txn, low, high, reverse)
