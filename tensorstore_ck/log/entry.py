@@ -5,7 +5,7 @@ number that is not there; an entry missing before another one is damage. Knows n
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
@@ -193,32 +193,27 @@ class EntryReader:
     def _read_window(self, first: int, count: int) -> list[Entry]:
         """Entries from `first` on, until one is not there; in parallel if requests are slow."""
         entries: list[Entry] = []
-        for entry in self._read_all(range(first, first + count)):
-            if entry is not None and entry.n == first + len(entries):
+        if self._backend.is_local or count == 1:
+            while len(entries) < count and (entry := self.read(first + len(entries))) is not None:
+                entries.append(entry)
+            return entries
+        found: dict[int, Entry | None] = {}
+
+        def read(n: int) -> None:
+            found[n] = self.read(n)
+
+        for_each(range(first, first + count), read, min(_READERS, count))
+        for n in range(first, first + count):
+            entry = found[n]
+            if entry is not None and n == first + len(entries):
                 entries.append(entry)
             elif entry is not None:
                 # Read while others were appending: an entry that was missing before its successors came may be there now.
                 between = self.read(first + len(entries))
                 if between is None:
-                    raise self.broken(first + len(entries), f"is missing, though entry {entry.n} is there")
+                    raise self.broken(first + len(entries), f"is missing, though entry {n} is there")
                 return [*entries, between]
         return entries
-
-    def _read_all(self, numbers: range) -> Iterable[Entry | None]:
-        if self._backend.is_local or len(numbers) == 1:
-            for n in numbers:
-                entry = self.read(n)
-                if entry is None:
-                    return
-                yield entry
-            return
-        entries: dict[int, Entry | None] = {}
-
-        def read(n: int) -> None:
-            entries[n] = self.read(n)
-
-        for_each(numbers, read, min(_READERS, len(numbers)))
-        yield from (entries[n] for n in numbers)
 
 
 def chain_break(name: str) -> BrokenLogError:

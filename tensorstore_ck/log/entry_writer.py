@@ -159,9 +159,9 @@ def race_delay(lost: int, try_ns: int) -> float:
 
 def _create_entry(backend: Backend, name: str, sealed: bytes, ops: Sequence[Op]) -> Created:
     """See `Backend.create`. Raises `NoSpaceError` if the disk is full."""
-    create, moves = partial(backend.create, name, sealed), [op for op in ops if op.name != "sign"]
+    create, kinds = partial(backend.create, name, sealed), {op.name for op in ops} - {"sign"}
     try:
-        return within_reserve(backend, create) if moves and all(op.name in _FREEING for op in moves) else create()
+        return within_reserve(backend, create) if kinds and kinds <= _FREEING else create()
     except NoSpaceError as exc:
         if not backend.is_local:
             raise
