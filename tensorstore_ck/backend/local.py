@@ -80,7 +80,7 @@ class LocalBackend:
     def size(self, name: str) -> int:
         path = self._path(name)
         try:
-            status = try_again(path, lambda: os.stat(path, dir_fd=self._at, follow_symlinks=False))
+            status = try_again(path, partial(os.stat, path, dir_fd=self._at, follow_symlinks=False))
         except OSError as exc:
             raise store_error(exc, "look at", name) from exc
         return regular_size(status, name)

@@ -247,9 +247,10 @@ class PackWriter:
         pack.rows.sort(key=itemgetter(1))
         entries = np.array(pack.rows, ENTRY_DTYPE)
         header, data_bytes = encode_header(), HEADER.size + int(entries["stored"].sum(dtype=np.int64))
-        bases = [
-            (number, 0, base.block) for number, row in enumerate(pack.rows) if row[0] in pack.based for base in pack.based[row[0]].bases
-        ]
+        bases = list[tuple[int, int, Digest]]()
+        for number, row in enumerate(pack.rows) if pack.based else ():
+            if (based := pack.based.get(row[0])) is not None:
+                bases += [(number, 0, base.block) for base in based.bases]
         footer = encode_footer(header, entries, np.array(bases, BASE_DTYPE))
         decode_footer(header, footer, data_bytes + len(footer), pack_name(pack.ulid))
         if pack.writer.append([footer]) != data_bytes:
