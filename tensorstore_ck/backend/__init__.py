@@ -7,8 +7,7 @@ object_names.py           which names a backend takes
 local.py                  a folder of a local or network filesystem
 local_io.py               system calls on one file; reads are tried again where a network folder lost its handle
 local_modes.py            modes and group of the files and folders of a store in a folder
-local_writer.py           one large local file, written by several threads
-local_direct_writer.py    the same past the page cache
+local_writer.py           one large local file, written by several threads; on a disk past the page cache
 os_errors.py              from an `OSError` to this package's errors
 s3.py                     an S3 bucket's prefix
 s3_requests.py            sends S3 requests, with retries

@@ -15,10 +15,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Final
 
-from tensorstore_ck.backend.local_direct_writer import DirectWriter
 from tensorstore_ck.backend.local_io import read_file, read_range, regular_size, try_again, use_direct, write_at
 from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner, make_folder
-from tensorstore_ck.backend.local_writer import LocalWriter
+from tensorstore_ck.backend.local_writer import DirectWriter, LocalWriter
 from tensorstore_ck.backend.object_names import check_name, check_prefix
 from tensorstore_ck.backend.os_errors import os_errors, store_error
 from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
@@ -81,7 +80,7 @@ class LocalBackend:
     def size(self, name: str) -> int:
         path = self._path(name)
         try:
-            status = try_again(path, lambda: os.stat(path, dir_fd=self._at, follow_symlinks=False))
+            status = try_again(path, partial(os.stat, path, dir_fd=self._at, follow_symlinks=False))
         except OSError as exc:
             raise store_error(exc, "look at", name) from exc
         return regular_size(status, name)
@@ -137,7 +136,11 @@ class LocalBackend:
             except OSError as exc:
                 return _link_failed(name, exc, self.url)
             else:
-                return self._linked(path)
+                try:
+                    self._sync_folder(os.path.dirname(path))
+                except OSError:
+                    return Created.UNKNOWN  # it is there, but perhaps not durable: `sync_folders` makes it so
+                return Created.CREATED
             finally:
                 self._unlink_quietly(temporary)
         raise BackendUnavailableError(f"cannot create {name}: its temporary was deleted {_LINK_TRIES} times; try again", object_id=name)
@@ -207,13 +210,6 @@ class LocalBackend:
                 self._unlink_quietly(path)
                 raise
         return (DirectWriter if is_direct else LocalWriter)(fd, partial(self._unlink_quietly, path), name, seal, self.url)
-
-    def _linked(self, path: str) -> Created:
-        try:
-            self._sync_folder(os.path.dirname(path))
-        except OSError:
-            return Created.UNKNOWN  # it is there, but perhaps not durable: `sync_folders` makes it so
-        return Created.CREATED
 
     @property
     def _at(self) -> int | None:
@@ -344,21 +340,18 @@ class LocalBackend:
             return
         lock = self._folder_locks.get(folder) or self._folder_locks.setdefault(folder, ProcessLock())
         with lock.here:  # one at a time: a thread must know of another one's failed fsync before its own succeeds
-            self._fsync_locked(folder)
-
-    def _fsync_locked(self, folder: str) -> None:
-        if folder in self._failed_folders:
-            self._change_folder(folder)
-        fd = os.open(folder, _FOLDER, dir_fd=self._at)
-        try:
-            os.fsync(fd)
-        except OSError as exc:
-            if exc.errno != errno.EINVAL:  # EINVAL: this filesystem has no fsync for folders
-                self._failed_folders.add(folder)
-                exc.filename = folder
-                raise
-        finally:
-            os.close(fd)
+            if folder in self._failed_folders:
+                self._change_folder(folder)
+            fd = os.open(folder, _FOLDER, dir_fd=self._at)
+            try:
+                os.fsync(fd)
+            except OSError as exc:
+                if exc.errno != errno.EINVAL:  # EINVAL: this filesystem has no fsync for folders
+                    self._failed_folders.add(folder)
+                    exc.filename = folder
+                    raise
+            finally:
+                os.close(fd)
 
     def _change_folder(self, folder: str) -> None:
         temporary = f"{folder}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"

@@ -1,7 +1,6 @@
 """What every area uses: knows no store.
 
-batches.py           items in batches of up to a number of bytes
-buffers.py           bytes as callers pass them
+buffers.py           bytes as callers pass them; items in batches of up to a number of bytes
 byte_cache.py        decoded objects in memory, up to a number of bytes
 changes.py           threads that wait for a change
 condition_values.py  the values that a test in a condition may compare with

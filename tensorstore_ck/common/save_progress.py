@@ -120,9 +120,15 @@ class SaveMeter:
 
     def _snapshot_at(self, now: float) -> Progress:
         """Under the lock. A function of its own: see common/changes.py."""
-        begun = [stage for stage in STAGES if self._tallies[stage].begun_at is not None]
+        begun, shown = list[Stage](), None
+        seconds, sizes_bytes = dict[Stage, float](), dict[Stage, int]()
+        for stage, tally in self._tallies.items():
+            seconds[stage] = tally.seconds + (now - tally.busy_since if tally.threads else 0.0)
+            sizes_bytes[stage] = tally.done_bytes
+            if tally.begun_at is not None:
+                begun.append(stage)
+                shown = tally if tally.total_bytes else shown
         queued = begun in ([], ["capture"]) and not self._tallies["capture"].threads
-        shown = next((tally for stage in reversed(begun) if (tally := self._tallies[stage]).total_bytes), None)
         done, total, rate = 0, 0, 0.0
         if shown is not None and shown.begun_at is not None:
             done, total = min(shown.done_bytes, shown.total_bytes), shown.total_bytes
@@ -132,8 +138,6 @@ class SaveMeter:
             done_bytes=done,
             total_bytes=total,
             bytes_per_second=rate,
-            stage_seconds={
-                stage: tally.seconds + (now - tally.busy_since if tally.threads else 0.0) for stage, tally in self._tallies.items()
-            },
-            stage_bytes={stage: tally.done_bytes for stage, tally in self._tallies.items()},
+            stage_seconds=seconds,
+            stage_bytes=sizes_bytes,
         )

@@ -43,27 +43,20 @@ def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> Part
     """
     numbers: dict[Ulid, int] = {}
     wanted, base_ids = [places[block] for block in ids], list[Digest]()
-    first_base: dict[int, int] = {}
-    """Row -> row of its first base."""
     shared: dict[tuple[Digest, ...], int] = {}
-    row = 0
-    while row < len(wanted):  # `wanted` grows in the loop
-        bases = wanted[row].bases
-        if bases:
-            key = tuple(base.block for base in bases)
-            if row < len(ids) and key in shared:
-                first_base[row] = shared[key]
+    rows: list[tuple[int, ...]] = []
+    for place in wanted:  # which grows in the loop
+        first_base = -1
+        if place.bases:
+            key = tuple(base.block for base in place.bases)
+            if len(rows) < len(ids) and key in shared:
+                first_base = shared[key]
             else:
-                first_base[row] = shared[key] = len(wanted)
-                wanted += [base.location if base.location is not None else places[base.block] for base in bases]
+                first_base = shared[key] = len(wanted)
+                wanted += [base.location if base.location is not None else places[base.block] for base in place.bases]
                 base_ids += key
-        row += 1
-    for place in wanted:
-        numbers.setdefault(place.pack, len(numbers))
-    rows = [
-        (numbers[place.pack], place.entry, place.offset, place.stored, place.raw, first_base.get(row, -1), place.codec, place.flags)
-        for row, place in enumerate(wanted)
-    ]
+        number = numbers.setdefault(place.pack, len(numbers))
+        rows.append((number, place.entry, place.offset, place.stored, place.raw, first_base, place.codec, place.flags))
     return PartExtents(list(numbers), np.array(rows, EXTENT_DTYPE), b"".join(base_ids))
 
 
@@ -306,11 +299,14 @@ def condemned_among(view: RefTable, needed: Iterable[ObjectKey], anchor: int, wh
         raise SnapshotExpiredError(
             f"{what} relies on objects as of log entry {anchor}, before the horizon {view.horizon()}: they may be gone"
         )
-    states = {key: view.object_state(key) for key in needed}
-    for key, state in states.items():
+    condemned = list[ObjectKey]()
+    for key in needed:
+        state = view.object_state(key)
         if state is not None and state.swept:
             raise SnapshotExpiredError(f"{what} needs {key.name}, which gc freed", object_id=key.name)
-    return Objects(key for key, state in states.items() if state is not None)
+        if state is not None:
+            condemned.append(key)
+    return Objects(condemned)
 
 
 def rescue(view: RefTable, needed: Iterable[ObjectKey], anchor: int, what: str) -> list[Op]:

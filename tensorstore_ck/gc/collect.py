@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from tensorstore_ck.backend.reserve import fill_reserve, has_reserve, within_reserve
-from tensorstore_ck.common.batches import batches
+from tensorstore_ck.common.buffers import batches
 from tensorstore_ck.common.executor import Executor, require_no_rate
 from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.engine.engine import Engine

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tensorstore_ck.backend.protocol import Backend, finishing
-from tensorstore_ck.common.batches import batches
+from tensorstore_ck.common.buffers import batches
 from tensorstore_ck.common.executor import Executor
 from tensorstore_ck.common.ids import Digest, IdSource, Ulid, block_id
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each

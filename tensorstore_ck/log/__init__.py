@@ -1,10 +1,10 @@
 """The log, through which every change of a store goes, and the ref table that it folds to.
 
-entry.py, operations.py, object_set.py   what an entry holds (format)
+entry.py                                 an entry: sealed, numbered, hash-chained (format); reads entries in order
+operations.py, object_set.py             what an entry holds (format)
 ref_names.py                             what a branch or tag may be called
 table_rows.py                            what the ref table holds: keys and rows (format: checkpoints are dumps of it)
-row_kind.py                              how a row is encoded, and decoded strictly
-field_checks.py                          what the fields of operations and rows may hold
+field_checks.py                          what the fields of operations and rows may hold; how a row is encoded, and decoded strictly
 fold.py                                  how an entry changes the table
 ref_table.py                             typed reads of the table
 address.py                               how a user names a snapshot
@@ -18,7 +18,6 @@ block_index.py                           where blocks lie, as far as this host k
 checkpoint.py                            a dump of the table, so that no reader begins at the log's first entry
 store_folders.py                         the folders of a store, and what else lies at its root: other programs may keep their own there
 lost_log.py                              signs that a log which looks empty was lost
-entry_reader.py                          entries read from the backend
 watermark.py, head_file.py               the highest entry that was seen, to notice a log that goes back or forks
 trust_file.py                            which keys must have signed which refs
 ref_signer.py, ref_verifier.py           signs the refs that an entry moves; checks the signatures of refs
@@ -28,8 +27,7 @@ log.py                                   sync and append: the commit protocol
 """
 
 from tensorstore_ck.format.sealed import FOLDERS
-from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.entry_reader import EntryReader, chain_break
+from tensorstore_ck.log.entry import Entry, EntryReader, chain_break
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.head_file import HeadFile
 from tensorstore_ck.log.log import Log

@@ -16,16 +16,10 @@ from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError, UnsupportedValueError
 from tensorstore_ck.format.sealed import seal, unseal
 from tensorstore_ck.log import table_rows
-from tensorstore_ck.log.cache import Batch, Reader
-from tensorstore_ck.log.field_checks import COUNT, DIGEST
-from tensorstore_ck.log.row_kind import PREFIX
-
-MIN_TAIL_ENTRIES: Final = 64
-MAX_TAIL_ENTRIES: Final = 2000
+from tensorstore_ck.log.cache import Batch
+from tensorstore_ck.log.field_checks import COUNT, DIGEST, PREFIX
 
 _NUMBER: Final = re.compile(r"[0-9]{20}")
-_TAIL_KEY: Final = b"l/tail"
-_TAIL: Final = struct.Struct("<4Q")
 _KINDS: Final = {kind.prefix[len(PREFIX) :]: kind for kind in table_rows.IN_CHECKPOINTS}
 _SIZES: Final = ("key_sizes", "value_sizes")
 
@@ -37,29 +31,6 @@ class Checkpoint(NamedTuple):
     entry_hash: Digest
     keys: list[bytes]
     values: list[bytes]
-
-
-class Tail(NamedTuple):
-    """The entries since the newest checkpoint that this host knows; kept in its table."""
-
-    checkpoint_n: int
-    checkpoint_bytes: int
-    entries: int
-    entry_bytes: int
-
-    def is_due(self) -> bool:
-        """Whether reading the tail costs more than reading the checkpoint."""
-        return self.entries >= MIN_TAIL_ENTRIES and (self.entry_bytes > self.checkpoint_bytes or self.entries >= MAX_TAIL_ENTRIES)
-
-    @classmethod
-    def read(cls, reader: Reader) -> "Tail":
-        """From a table or batch."""
-        value = reader.get(_TAIL_KEY)
-        return cls(*_TAIL.unpack(value)) if value is not None else cls(0, 0, 0, 0)
-
-    def write(self, batch: Batch) -> None:
-        """Into a batch."""
-        batch.put(_TAIL_KEY, _TAIL.pack(*self))
 
 
 def checkpoint_folder(log_prefix: str) -> str:

@@ -1,19 +1,31 @@
-"""Log entries: sealed, numbered, hash-chained. Pure: bytes in, bytes out. Format: FORMAT.md, "Log entries".
+"""Log entries: sealed, numbered, hash-chained; and `EntryReader`, which reads them in order. Format: FORMAT.md, "Log entries".
 
-A writer decodes an entry before it writes it, so that no reader rejects it.
+A writer decodes an entry before it writes it, so that no reader rejects it. Entries are created in order, so the log ends at the first
+number that is not there; an entry missing before another one is damage. Knows nothing of the ref table.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, derived_hash
-from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError
+from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, FormatVersionError, InvalidOptionError, MissingObjectError
 from tensorstore_ck.format.sealed import object_hash, seal, unseal
 from tensorstore_ck.log.field_checks import COUNT, DIGEST, MAX_ACTOR_CHARS, ULID, first_invalid
 from tensorstore_ck.log.operations import Op, op_problem
 
 MAX_ENTRY_BYTES: Final = 1 << 20
 ENTRIES_A_FOLDER: Final = 1000
+MAX_BATCH_ENTRIES: Final = 500
+_READERS: Final = 16
+_GENEROUS: Final = MAX_ENTRY_BYTES + 1  # so that the decoder reports an entry that is too long, as damage of that entry
+
+_ADVICE: Final = (
+    "see what is affected with `tsck fsck`. `tsck fsck --repair --from OTHER_STORE` takes the entry from a copy of this store; "
+    "without one, `tsck salvage` makes a new log of what is left"
+)
 
 
 class Entry(NamedTuple):
@@ -43,7 +55,7 @@ def folder_name(prefix: str, n: int) -> str:
 
 def entry_name(prefix: str, n: int) -> str:
     """The name of entry `n` in the store."""
-    return f"{folder_name(prefix, n)}{n:020d}"
+    return f"{prefix}/{n // ENTRIES_A_FOLDER:017d}/{n:020d}"
 
 
 def seal_entry(n: int, prev: Digest, ops: Sequence[Op], *, write_id: bytes, time_ns: int, actor: str) -> tuple[bytes, Entry]:
@@ -80,3 +92,132 @@ def decode_entry(data: bytes, name: str, n: int) -> Entry:
         raise CorruptObjectError(f"{name} is not a valid log entry: {problem}", object_id=name)
     ops, digest = tuple(map(Op, body["ops"])), object_hash(data)
     return Entry(n, body["prev"], body["write_id"], body["time_ns"], actor=body["actor"], ops=ops, hash=digest, size_bytes=len(data))
+
+
+class EntryReader:
+    """The entries of one log."""
+
+    def __init__(self, backend: Backend, *, uuid: bytes, prefix: str) -> None:
+        self._backend = backend
+        self._prefix = prefix
+        self.genesis: Digest = genesis_hash(uuid)
+        self.last: Entry | None = None
+        """The entry that was read or created last: each refresh reads the head again, and need not decode it again."""
+
+    def name(self, n: int) -> str:
+        """The name of entry `n`."""
+        return entry_name(self._prefix, n)
+
+    def read(self, n: int) -> Entry | None:
+        """Entry `n`; None if it is not there. Raises `BrokenLogError` if it is damaged."""
+        try:
+            data, last = self._backend.get(self.name(n), max_bytes=_GENEROUS), self.last
+            if last is None or last.n != n or last.hash != object_hash(data):
+                self.last = last = decode_entry(data, self.name(n), n)
+            return last
+        except MissingObjectError:
+            return None
+        except CorruptObjectError as exc:
+            raise self.broken(n, f"is damaged ({exc})") from exc
+
+    def entries(self, after: int, prev: Digest | None, *, at_least: int = 0, window: int = 1) -> Iterator[list[Entry]]:
+        """The entries from ``after + 1`` on, in batches, until the first that is not there.
+
+        Args:
+            after: The number of the entry to begin after.
+            prev: Its hash; None: the first entry is not checked.
+            at_least: An entry that is known to be there; a log that ends before it is broken.
+            window: How many to read first, in parallel if requests are slow. Then two, four and so on, to notice a missing one.
+
+        Raises:
+            BrokenLogError: an entry is damaged, off the hash chain, or missing before others.
+        """
+        next_window = 2
+        while True:
+            window = min(MAX_BATCH_ENTRIES, max(window, at_least - after))
+            batch = self._read_window(after + 1, window)
+            for entry in batch:
+                if prev is not None and entry.prev != prev:
+                    raise chain_break(self.name(entry.n))
+                prev = entry.hash
+            if batch:
+                yield batch
+            after += len(batch)
+            if len(batch) < window and after < at_least:
+                raise self.broken(after + 1, f"is missing, though entry {at_least} was written")
+            if len(batch) < window:
+                return
+            window, next_window = next_window, min(2 * next_window, _READERS)
+
+    def entries_from(self, start: int) -> Iterator[Entry]:
+        """The entries from `start` on, each checked against the one before. Raises the errors of `entries`."""
+        before = self.read(start - 1) if start > 1 else None
+        if start > 1 and before is None:
+            return
+        for batch in self.entries(start - 1, self.genesis if before is None else before.hash):
+            yield from batch
+
+    def last_listed(self, start: int) -> int:
+        """The highest listed number from `start` on: folder by folder, up to the second one without an entry."""
+        highest, number, missing = start, start, 0
+        while missing < 2:
+            inside = max(self.listed(folder_name(self._prefix, number)), default=0)
+            missing = 0 if inside else missing + 1
+            highest = max(highest, inside)
+            number += ENTRIES_A_FOLDER
+        return highest
+
+    def listed(self, prefix: str) -> Iterator[int]:
+        """The numbers of the entries whose names begin with `prefix`, in no order; other objects are skipped."""
+        pattern = re.compile(rf"{re.escape(self._prefix)}/([0-9]{{17}})/(\1[0-9]{{3}})")
+        for info in self._backend.list(prefix):
+            match = pattern.fullmatch(info.name)
+            if match:
+                yield int(match[2])
+
+    def broken(self, n: int, what: str) -> BrokenLogError:
+        """The error for a damaged entry."""
+        name = self.name(n)
+        return BrokenLogError(f"log entry {name} {what}: {_ADVICE}", object_id=name)
+
+    def unknown_operation(self, n: int, op: str) -> FormatVersionError:
+        """The error for writing after entry `n`, which has a critical operation that this build does not know."""
+        name, entry = self.name(n), self.read(n)
+        return FormatVersionError(
+            f"log entry {name}{'' if entry is None else f' by {entry.actor}'} has the operation {op!r}, which this build does not know: "
+            "from that entry on it may read this store, not write to it. Upgrade tensorstore_ck; or, if no build knows it, make a new log "
+            "without it with `tsck salvage --leave-out-unknown`",
+            object_id=name,
+        )
+
+    def _read_window(self, first: int, count: int) -> list[Entry]:
+        """Entries from `first` on, until one is not there; in parallel if requests are slow."""
+        entries: list[Entry] = []
+        if self._backend.is_local or count == 1:
+            while len(entries) < count and (entry := self.read(first + len(entries))) is not None:
+                entries.append(entry)
+            return entries
+        found: dict[int, Entry | None] = {}
+
+        def read(n: int) -> None:
+            found[n] = self.read(n)
+
+        for_each(range(first, first + count), read, min(_READERS, count))
+        for n in range(first, first + count):
+            entry = found[n]
+            if entry is not None and n == first + len(entries):
+                entries.append(entry)
+            elif entry is not None:
+                # Read while others were appending: an entry that was missing before its successors came may be there now.
+                between = self.read(first + len(entries))
+                if between is None:
+                    raise self.broken(first + len(entries), f"is missing, though entry {n} is there")
+                return [*entries, between]
+        return entries
+
+
+def chain_break(name: str) -> BrokenLogError:
+    """The error for an entry that does not follow the one before it."""
+    return BrokenLogError(
+        f"log entry {name} does not follow the entry before it, so that one of them was replaced: {_ADVICE}", object_id=name
+    )

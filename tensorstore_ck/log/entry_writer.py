@@ -12,12 +12,11 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.backend.reserve import within_reserve
-from tensorstore_ck.common.ids import Clock, Ulid
+from tensorstore_ck.common.ids import Clock
 from tensorstore_ck.errors import BackendUnavailableError, DamageError, NoSpaceError, StoreError, UndecidedError
-from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.entry_reader import EntryReader
+from tensorstore_ck.log.entry import Entry, EntryReader
 from tensorstore_ck.log.operations import Op
-from tensorstore_ck.log.table_rows import SnapshotInfo
+from tensorstore_ck.log.ref_table import RefTable
 
 _logger: Final = logging.getLogger("tensorstore_ck.log")
 _LONGEST_DELAY_TRIES: Final = 3
@@ -41,15 +40,10 @@ class Appended(NamedTuple):
     n: int
     """The entry's number; the head's if nothing was appended."""
     ops: tuple[Op, ...]
+    view: RefTable
+    """The fold at which the operations were made."""
     time_ns: int = 0
     """The entry's time; 0 if nothing was appended."""
-
-    def published(self, snapshot: Ulid) -> SnapshotInfo | None:
-        """The snapshot, if this entry publishes it: from the log, independent of the cache."""
-        for op in self.ops:
-            if op.name == "put" and op.fields["snapshot"] == snapshot:
-                return SnapshotInfo.of_op(op.fields, self.n, self.time_ns)
-        return None
 
 
 class EntryWriter:
@@ -165,9 +159,9 @@ def race_delay(lost: int, try_ns: int) -> float:
 
 def _create_entry(backend: Backend, name: str, sealed: bytes, ops: Sequence[Op]) -> Created:
     """See `Backend.create`. Raises `NoSpaceError` if the disk is full."""
-    create, moves = partial(backend.create, name, sealed), [op for op in ops if op.name != "sign"]
+    create, kinds = partial(backend.create, name, sealed), {op.name for op in ops} - {"sign"}
     try:
-        return within_reserve(backend, create) if moves and all(op.name in _FREEING for op in moves) else create()
+        return within_reserve(backend, create) if kinds and kinds <= _FREEING else create()
     except NoSpaceError as exc:
         if not backend.is_local:
             raise

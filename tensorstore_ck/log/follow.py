@@ -6,19 +6,19 @@ sees the fold at some head.
 
 import itertools
 import logging
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.errors import BrokenLogError, DamageError, FormatVersionError, StoreError
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.log import checkpoint
-from tensorstore_ck.log.cache import Batch, MemoryTable, Table
-from tensorstore_ck.log.checkpoint import Checkpoint, Tail
-from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.entry_reader import EntryReader, chain_break
+from tensorstore_ck.log.cache import Batch, MemoryTable, Reader, Table
+from tensorstore_ck.log.checkpoint import Checkpoint
+from tensorstore_ck.log.entry import Entry, EntryReader, chain_break
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.ref_table import RefTable
 from tensorstore_ck.log.store_folders import logs_in
@@ -26,13 +26,43 @@ from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.log.watermark import Watermark
 
 _logger: Final = logging.getLogger("tensorstore_ck.log")
+MIN_TAIL_ENTRIES: Final = 64
+MAX_TAIL_ENTRIES: Final = 2000
 _CHECKPOINT_TRIES: Final = 4
 _ORIGIN_KEY: Final = b"l/origin"
 """The number of the checkpoint from which the table was filled, until `verify` has compared it with the log."""
+_TAIL_KEY: Final = b"l/tail"
+_TAIL: Final = struct.Struct("<4Q")
+
+Also = Callable[[Batch, int], object]
+"""Writes rows that belong to the entry of that number into this host's cache."""
 
 
 class EmptiedError(Exception):
     """Another process of this host emptied the table."""
+
+
+class Tail(NamedTuple):
+    """The entries since the newest checkpoint that this host knows; kept in its table."""
+
+    checkpoint_n: int
+    checkpoint_bytes: int
+    entries: int
+    entry_bytes: int
+
+    def is_due(self) -> bool:
+        """Whether reading the tail costs more than reading the checkpoint."""
+        return self.entries >= MIN_TAIL_ENTRIES and (self.entry_bytes > self.checkpoint_bytes or self.entries >= MAX_TAIL_ENTRIES)
+
+    @classmethod
+    def read(cls, reader: Reader) -> "Tail":
+        """From a table or batch."""
+        value = reader.get(_TAIL_KEY)
+        return cls(*_TAIL.unpack(value)) if value is not None else cls(0, 0, 0, 0)
+
+    def write(self, batch: Batch) -> None:
+        """Into a batch."""
+        batch.put(_TAIL_KEY, _TAIL.pack(*self))
 
 
 class Follower:
@@ -118,12 +148,6 @@ class Follower:
         self._fold_while_readable(apart, self._start_readable(apart))
         return RefTable(apart)
 
-    def is_at(self, table: Table, head: Head) -> bool:
-        """Whether no process of this host has folded a later entry into the table: it may have seen what the log does not have any more."""
-        with suppress(StoreError):
-            return RefTable(table).head() == head
-        return False
-
     def is_entry(self, head: Head) -> bool:
         """Whether the log has this entry."""
         with suppress(BrokenLogError):
@@ -168,8 +192,8 @@ class Follower:
                 break
         return apart
 
-    def fold(self, table: Table, entries: Sequence[Entry], also: Callable[[Batch], object] | None = None) -> None:
-        """Folds entries that follow the table's head, skipping those that it has. `also` writes further rows in the same batch.
+    def fold(self, table: Table, entries: Sequence[Entry], also: Also | None = None) -> None:
+        """Folds entries that follow the table's head, skipping those that it has. `also` writes the rows of the last one in the same batch.
 
         Raises:
             EmptiedError, TableError: try again.
@@ -189,7 +213,7 @@ class Follower:
                 tail = tail._replace(entries=tail.entries + 1, entry_bytes=tail.entry_bytes + entry.size_bytes)
             tail.write(batch)
             if also is not None:
-                also(batch)
+                also(batch, entries[-1].n)
 
     def _fold_apart(self, known: Head | None) -> tuple[Head, MemoryTable, dict[int, Digest]]:
         """The log's head, its fold, and hashes as in `_fold_all`. Fills a separate table, so that no reader sees a partial one."""
@@ -301,9 +325,9 @@ class Follower:
             return
         with suppress(StoreError):  # a checkpoint only saves time
             tail = Tail.read(table)
-            self._next_checkpoint_try = n + max(1, checkpoint.MIN_TAIL_ENTRIES - tail.entries)  # a shorter tail is never due
+            self._next_checkpoint_try = n + max(1, MIN_TAIL_ENTRIES - tail.entries)  # a shorter tail is never due
             if tail.is_due():
-                self._next_checkpoint_try = n + checkpoint.MIN_TAIL_ENTRIES
+                self._next_checkpoint_try = n + MIN_TAIL_ENTRIES
                 tail = self._written_by_others(tail, n)
                 if tail.is_due():
                     tail = self._write_checkpoint(table, make_durable) or tail

@@ -18,14 +18,13 @@ from tensorstore_ck.common.retry import JITTER
 from tensorstore_ck.common.threads import ProcessLock, shielded
 from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, CorruptObjectError, DamageError, StoreError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
-from tensorstore_ck.log.entry import Entry, seal_entry
-from tensorstore_ck.log.entry_reader import EntryReader
+from tensorstore_ck.log.entry import Entry, EntryReader, seal_entry
 from tensorstore_ck.log.entry_writer import Appended, EntryWriter, race_delay
-from tensorstore_ck.log.follow import EmptiedError, Follower
+from tensorstore_ck.log.field_checks import PREFIX
+from tensorstore_ck.log.follow import Also, EmptiedError, Follower
 from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log, warn_of_broken_log
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_table import HeadView, RefTable, RowsAtHead, SnapshotInfo
-from tensorstore_ck.log.row_kind import PREFIX
 from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.log.watermark import Watermark
 
@@ -34,7 +33,6 @@ T = TypeVar("T")
 Build = Callable[[RefTable], Sequence[Op]]
 """Checks its preconditions at a view of the log's head, raising `ConflictError` and the like, and returns the operations."""
 
-Also = Callable[[Batch, int], object]  # writes rows that belong to the entry of that number into this host's cache
 _logger: Final = logging.getLogger("tensorstore_ck.log")
 _CACHE_TRIES: Final = 4
 
@@ -318,7 +316,8 @@ class Log:
     def _append_until_first(self, build: Build, write_id: bytes | None, also: Also | None, at: RefTable | None) -> Appended:
         """Under the lock; see common/changes.py. Where `create` may overwrite, it does not find out that another process was faster."""
         if at is not None and (head := at.head()) is not None and self._shared and head.n == self._followed_n > 0:
-            appended = self._append_once(build, write_id, also, at) if self._follower.is_at(self.table, head) else None
+            now = self._usable_view()  # another process of this host may have seen an entry that the log does not have any more
+            appended = self._append_once(build, write_id, also, at) if now is not None and now.head() == head else None
             if appended is not None:
                 return appended
             write_id = None
@@ -347,11 +346,15 @@ class Log:
         Raises:
             StoreError: an earlier entry decided it, and the log could not be read.
         """
-        if (info := appended.published(snapshot)) is None:
-            return self.view().snapshot(snapshot)
-        with suppress(StoreError):  # of the cache, or of the log that replaces it: the notes are not worth an error
-            return RefTable(self.table).with_note(info)
-        return info
+        info = None
+        for op in appended.ops:
+            if op.name == "put" and op.fields["snapshot"] == snapshot:
+                info = SnapshotInfo.of_op(op.fields, appended.n, appended.time_ns)
+                with suppress(StoreError):  # of the cache, or of the log that replaces it: the notes are not worth an error
+                    info = appended.view.with_note(info)
+            elif op.name == "mark" and info is not None and op.fields["root"] == info.root:
+                info = info._replace(mark=op.fields["mark"], reason=op.fields["reason"])
+        return self.view().snapshot(snapshot) if info is None else info
 
     def _append_once(self, build: Build, write_id: bytes | None, also: Also | None, at: RefTable | None = None) -> Appended | None:
         """Checks and builds at `at`, by default at the newest entry, and creates the next entry; None if there is a newer one by then."""
@@ -367,7 +370,7 @@ class Log:
                 raise
             return None
         if not ops:
-            return Appended(head.n, ())
+            return Appended(head.n, (), view)
         if self._sign is not None:
             ops = [*ops, *self._sign(view, ops)]
         lost = None if head.n or self._may_begin else sign_of_lost_log(self._backend, self._prefix, self._watermark, ops)
@@ -382,14 +385,14 @@ class Log:
         if not self._writer.create(sealed, entry):
             return None
         self._remember(entry, also)
-        return Appended(entry.n, entry.ops, entry.time_ns)
+        return Appended(entry.n, entry.ops, view, entry.time_ns)
 
     def _remember(self, entry: Entry, also: Also | None) -> None:
         """Folds an appended entry. Errors of the cache, and warnings that are errors, do not change that it was appended."""
         with suppress(StoreError, Warning):
             self._watermark.appended(Head(entry.n, entry.hash))
             try:
-                self._follower.fold(self.table, [entry], None if also is None else lambda batch: also(batch, entry.n))
+                self._follower.fold(self.table, [entry], also)
                 self._followed_n = entry.n
             except (EmptiedError, TableError):
                 self.sync()

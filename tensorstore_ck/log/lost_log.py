@@ -16,7 +16,7 @@ from tensorstore_ck.errors import BrokenLogError, DamageError, FormatVersionErro
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sealed import FOLDERS, MAX_OBJECT_BYTES
 from tensorstore_ck.log.checkpoint import checkpoint_folder
-from tensorstore_ck.log.entry_reader import EntryReader
+from tensorstore_ck.log.entry import EntryReader
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_table import RefTable
 from tensorstore_ck.log.store_folders import logs_in

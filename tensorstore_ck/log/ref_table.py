@@ -8,10 +8,9 @@ from typing import Any, Final, NamedTuple
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.log import table_rows as rows
 from tensorstore_ck.log.cache import FailoverReader, Reader, TableError
-from tensorstore_ck.log.field_checks import MAX_INTEGER
+from tensorstore_ck.log.field_checks import MAX_INTEGER, PREFIX, Row, RowKind
 from tensorstore_ck.log.object_set import ObjectKey
 from tensorstore_ck.log.ref_names import is_ref_name
-from tensorstore_ck.log.row_kind import PREFIX, Row, RowKind
 from tensorstore_ck.log.table_rows import BranchHead, BranchMove, Head, Pin, SnapshotInfo, TxnOutcome, UndoWindow
 
 __all__ = ["BranchHead", "BranchMove", "Head", "Pin", "RefTable", "Relocation", "SnapshotInfo", "TxnOutcome", "UndoWindow"]

@@ -66,9 +66,9 @@ from tensorstore_ck.log.field_checks import (
     ULID,
     ULIDS,
     URL,
+    RowKind,
 )
 from tensorstore_ck.log.object_set import ObjectKey
-from tensorstore_ck.log.row_kind import RowKind
 
 FOLD_VERSION: Final = 9
 """Incremented whenever `fold` handles another operation or field: the fold of an older build lacks its effect."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal, NamedTuple, Self
 
-from tensorstore_ck.common.batches import batches
+from tensorstore_ck.common.buffers import batches
 from tensorstore_ck.common.ids import Digest, ulid_text
 from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.engine.engine import Engine

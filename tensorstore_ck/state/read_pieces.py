@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from tensorstore_ck.chunker import cut_box
-from tensorstore_ck.common.batches import batches
+from tensorstore_ck.common.buffers import batches
 from tensorstore_ck.common.host_memory import require_memory
 from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.format.block_assignment import row_boxes

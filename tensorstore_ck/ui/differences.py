@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from tensorstore_ck.common.batches import batches
+from tensorstore_ck.common.buffers import batches
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.maintenance.describe import SnapshotDiff, TensorChange

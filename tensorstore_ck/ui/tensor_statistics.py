@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tensorstore_ck.common.batches import batches
+from tensorstore_ck.common.buffers import batches
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.store.internals import open_content

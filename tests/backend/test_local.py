@@ -11,7 +11,7 @@ import pytest
 
 from tensorstore_ck.backend import local
 from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.backend.local_direct_writer import WINDOW_BYTES, DirectWriter
+from tensorstore_ck.backend.local_writer import WINDOW_BYTES, DirectWriter
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     CorruptObjectError,

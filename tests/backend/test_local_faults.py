@@ -14,7 +14,7 @@ import pytest
 
 from tensorstore_ck.backend import Created, local_io
 from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.backend.local_direct_writer import WINDOW_BYTES
+from tensorstore_ck.backend.local_writer import WINDOW_BYTES
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     MissingObjectError,

@@ -27,7 +27,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.integrations.dcp import Reader, Writer
 from tensorstore_ck.integrations.filesystem import SnapshotFileSystem
 from tensorstore_ck.log import Op
-from tensorstore_ck.log.checkpoint import Tail
+from tensorstore_ck.log.follow import Tail
 from tensorstore_ck.maintenance.copy_store import copy_refs
 from tests.end_to_end.test_fencing import run_in_child
 

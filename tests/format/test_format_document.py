@@ -14,8 +14,8 @@ from tensorstore_ck.format.part import EXTENT_DTYPE
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE
 from tensorstore_ck.format.sealed import FORMAT_VERSION, KINDS, MAGIC, MAX_DEPTH, MAX_ITEMS, MAX_OBJECT_BYTES
 from tensorstore_ck.format.store_config import BLOCK_BYTES, CONFIG_NAME, STORE_FORMAT
-from tensorstore_ck.log.checkpoint import MAX_TAIL_ENTRIES, MIN_TAIL_ENTRIES
 from tensorstore_ck.log.entry import MAX_ENTRY_BYTES
+from tensorstore_ck.log.follow import MAX_TAIL_ENTRIES, MIN_TAIL_ENTRIES
 from tensorstore_ck.log.operations import SCHEMA
 
 TEXT = (Path(tensorstore_ck.__file__).parent / "FORMAT.md").read_text()

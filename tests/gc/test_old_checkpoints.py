@@ -6,8 +6,8 @@ import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import BackendUnavailableError, GcRefusedError
-from tensorstore_ck.log import Log, checkpoint
-from tensorstore_ck.log.checkpoint import Tail
+from tensorstore_ck.log import Log, follow
+from tensorstore_ck.log.follow import Tail
 from tests.gc.stores import AT_ONCE, contents, open_store, require_sound, state
 
 
@@ -17,7 +17,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> MemoryBackend:
     backend = MemoryBackend()
     with monkeypatch.context() as patch:
         patch.setattr(Tail, "is_due", lambda tail: tail.entries > 0)
-        patch.setattr(checkpoint, "MIN_TAIL_ENTRIES", 1)
+        patch.setattr(follow, "MIN_TAIL_ENTRIES", 1)
         with open_store(backend) as store:
             for number in range(10):
                 store.put_snapshot(state(number), ref="r", step=number)

@@ -12,7 +12,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.errors import BackendUnavailableError, GcRefusedError, InvalidOptionError, InvalidUrlError, PlaceUnavailableError
-from tensorstore_ck.log.entry_reader import EntryReader
+from tensorstore_ck.log.entry import EntryReader
 from tensorstore_ck.maintenance.copy_store import copy
 from tensorstore_ck.maintenance.salvage import salvage
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend

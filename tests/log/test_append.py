@@ -67,6 +67,22 @@ def test_what_is_published_is_known_though_neither_cache_nor_log_can_be_read_the
     assert (info.root, info.step, info.n, info.arrived_ns) == (put.fields["root"], 7, 2, appended.time_ns)
 
 
+def test_what_is_published_has_what_was_noted_of_its_root_before_and_in_the_same_entry(backend: Tricky) -> None:
+    log = open_log(backend)
+    first, again, third = put_op("first", 7, loss=1.0), put_op("again", 7, loss=1.0), put_op("third", 7, loss=1.0)
+    root = first.fields["root"]
+    log.append(lambda _view: [first, Op.annotate(root, {"accuracy": 0.5}), Op.mark(root, "bad", "diverged")])
+    published = []
+    for put, marks in ((again, []), (third, [Op.mark(root, "drift", "of rank 1")])):
+        appended = log.append(lambda _view, ops=(put, *marks): ops)  # type: ignore[misc]
+        published.append(log.published(appended, put.fields["snapshot"]))
+        assert published[-1] == log.view().snapshot(put.fields["snapshot"])
+    assert [(info.metrics, info.mark, info.reason) for info in published if info is not None] == [
+        ({"loss": 1.0, "accuracy": 0.5}, "bad", "diverged"),
+        ({"loss": 1.0, "accuracy": 0.5}, "drift", "of rank 1"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("hows", "sent"),
     [

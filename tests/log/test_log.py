@@ -119,10 +119,10 @@ def test_views_at_one_head_share_the_rows_that_they_have_read() -> None:
         assert not policies
         return branch.step, faults.calls - before
 
-    assert look() == (1, 1)
+    assert look() == (1, 2), "a row and a page"
     assert look() == (1, 0)
     append_puts(log, 1, first=2)
-    assert look() == (2, 1)
+    assert look() == (2, 2)
 
 
 def test_rows_of_a_cache_that_is_filled_again_are_read_again() -> None:

@@ -45,6 +45,10 @@ class StepCounters:
     """The counters of one layout."""
 
     found: list[StepCounter] = field(default_factory=list)
+    tensors: set[int] = field(default_factory=set)
+    """The numbers of those that are tensors."""
+    has_values: bool = False
+    """Whether there are others."""
     may_skip: bool = False
     """Whether the state has a gradient scaler, which lets optimizers skip steps."""
 
@@ -105,10 +109,12 @@ class _CounterSearch:
     def _note(self, node: Node, optimizer: str) -> None:
         if node is None:
             self._counters.found.append(StepCounter(optimizer, "value", self._holes))
+            self._counters.has_values = True
             return
         number = node if type(node) is int else node[1] if node[0] == "t" else None
         if number is not None and set(self._tensors[number].shape) <= {1}:
             self._counters.found.append(StepCounter(optimizer, "tensor", number))
+            self._counters.tensors.add(number)
 
 
 LOOK_BACK: Final = 4
@@ -138,9 +144,7 @@ class ParentComparison:
         self._past = _snapshots_before(engine, view, written.part, claim)
         self._known: list[_Predecessor] = []
         self._counters = find_counters(captured)
-        self._has_values = "value" in {counter.kind for counter in self._counters.found}
-        self._counting = {counter.number for counter in self._counters.found if counter.kind == "tensor"}
-        self._places = self._find_places(self._counting)
+        self._places = self._find_places(self._counters.tensors)
 
     def examine(self) -> SaveFindings:
         """The findings. Reads no more snapshots than necessary."""
@@ -165,7 +169,7 @@ class ParentComparison:
     def _has_moved(self, before: Part) -> bool:
         blocks, specs = self._tensors.plan.blocks, self._captured.layout.tensors[:]
         moved = chain((blocks[row].tensor for row in self._moved_rows(before)), self._moved_inline(before))
-        return any(is_floating(specs[tensor].dtype, specs[tensor].item_bytes) for tensor in moved if tensor not in self._counting)
+        return any(is_floating(specs[tensor].dtype, specs[tensor].item_bytes) for tensor in moved if tensor not in self._counters.tensors)
 
     def _moved_rows(self, before: Part) -> list[int]:
         """The blocks of tensors that differ."""
@@ -205,16 +209,17 @@ class ParentComparison:
     def _find_places(self, counting: Set[int]) -> dict[int, tuple[struct.Struct, int]]:
         """The format and offset of counters that are small tensors inside the part."""
         specs, formats, inlined = self._captured.layout.tensors[:], {}, self._tensors.plan.inlined
+        starts = inlined.ends - inlined.ranges.sizes
         for position in np.flatnonzero(np.isin(inlined.ranges.tensors, [*counting])).tolist() if counting else ():
             tensor = int(inlined.ranges.tensors[position])
             if (number := _NUMBERS.get(specs[tensor].dtype)) is not None:
-                formats[tensor] = (number, inlined.place(position).start)
+                formats[tensor] = (number, int(starts[position]))
         return formats
 
     def _read_counters(self, part: Part) -> dict[str, list[float]]:
         """The counters in a part with the same tensors, by optimizer."""
         values: Sequence[Any] = ()
-        if self._has_values:
+        if self._counters.has_values:
             values = decode_values(part, "a part")
         counts: dict[str, list[float]] = {}
         for counter in self._counters.found:

@@ -131,15 +131,12 @@ class PackWriter:
         with self._lock:
             fresh = self._claim(ids)
         if fresh:
+            blocks = []
             with self._meter.timed("encode", sum([len(run[number]) for number in fresh])):
-                encoded = [encode(number) if encode else BlockEncoding(Encoded(Codec.RAW, (run[number],))) for number in fresh]
-            made = zip(fresh, encoded, strict=True)
-            self._append(
-                [
-                    EncodedBlock(ids[number], *encoding.encoded, len(run[number]), encoding.bases, encoding.flags)
-                    for number, encoding in made
-                ]
-            )
+                for number in fresh:
+                    encoding = encode(number) if encode else BlockEncoding(Encoded(Codec.RAW, (run[number],)))
+                    blocks.append(EncodedBlock(ids[number], *encoding.encoded, len(run[number]), encoding.bases, encoding.flags))
+            self._append(blocks)
         return ids
 
     def rely_on(self, ids: Sequence[Digest]) -> bool:
@@ -201,9 +198,12 @@ class PackWriter:
         return [number for block, number in first.items() if block not in known]
 
     def _append(self, blocks: list[EncodedBlock]) -> None:
-        sizes = [block.raw_bytes if block.codec == Codec.RAW else block.stored_bytes for block in blocks]
-        size = sum(sizes)
-        checks = [0 if block.codec == Codec.RAW else stored_check(*block.pieces) for block in blocks]
+        pieces, stored, size = list[Buffer](), list[tuple[int, int]](), 0
+        for block in blocks:
+            check, stored_bytes = (0, block.raw_bytes) if block.codec == Codec.RAW else (stored_check(*block.pieces), block.stored_bytes)
+            pieces += block.pieces
+            stored.append((check, stored_bytes))
+            size += stored_bytes
         with self._lock:
             pack = self._pack_to_append_to()
             pack.reserved_bytes += size
@@ -212,12 +212,13 @@ class PackWriter:
                 pack.full = True
                 self._open.remove(pack)
         with self._meter.timed("write", size):
-            offset = pack.writer.append([piece for block in blocks for piece in block.pieces])
-        rows = []
-        for block, check, stored in zip(blocks, checks, sizes, strict=True):
-            rows.append((block.id, offset, check, stored, block.raw_bytes, block.codec, 0, 0))
-            offset += stored
-        based: dict[bytes, EncodedBlock] = {block.id: block._replace(pieces=()) for block in blocks if block.bases}
+            offset = pack.writer.append(pieces)
+        rows, based = [], dict[bytes, EncodedBlock]()
+        for block, (check, stored_bytes) in zip(blocks, stored, strict=True):
+            rows.append((block.id, offset, check, stored_bytes, block.raw_bytes, block.codec, 0, 0))
+            offset += stored_bytes
+            if block.bases:
+                based[block.id] = block._replace(pieces=())
         with self._lock:
             pack.rows += rows
             pack.based |= based
@@ -246,9 +247,10 @@ class PackWriter:
         pack.rows.sort(key=itemgetter(1))
         entries = np.array(pack.rows, ENTRY_DTYPE)
         header, data_bytes = encode_header(), HEADER.size + int(entries["stored"].sum(dtype=np.int64))
-        bases = [
-            (number, 0, base.block) for number, row in enumerate(pack.rows) if row[0] in pack.based for base in pack.based[row[0]].bases
-        ]
+        bases = list[tuple[int, int, Digest]]()
+        for number, row in enumerate(pack.rows) if pack.based else ():
+            if (based := pack.based.get(row[0])) is not None:
+                bases += [(number, 0, base.block) for base in based.bases]
         footer = encode_footer(header, entries, np.array(bases, BASE_DTYPE))
         decode_footer(header, footer, data_bytes + len(footer), pack_name(pack.ulid))
         if pack.writer.append([footer]) != data_bytes:

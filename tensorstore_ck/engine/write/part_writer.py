@@ -12,8 +12,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 
 from tensorstore_ck.chunker import cut_opaque
-from tensorstore_ck.common.batches import batches
-from tensorstore_ck.common.buffers import Buffer
+from tensorstore_ck.common.buffers import Buffer, batches
 from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid
 from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.common.threads import cpu_threads, for_each
@@ -198,17 +197,22 @@ def write_tensors(
         unknown = [block for block in blocks if ids[block.row] is ZERO_DIGEST]
         computed = skip_unchanged(captured, blocks=unknown, ids=ids, packs=packs, sample=sample)
 
-    fresh = {block.tensor for block in blocks if ids[block.row] is ZERO_DIGEST}  # others are not read: they may stay on a device
-    masters = Fp32Masters(captured, [block for block in blocks if block.tensor in fresh]) if coding.mode != "raw" else None
+    unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST]
+    masters = None
+    if coding.mode != "raw":
+        fresh = {block.tensor for block in unread}  # others are not read: they may stay on a device
+        masters = Fp32Masters(captured, [block for block in blocks if block.tensor in fresh])
     writer = RunWriter(
         captured, packs, sample, ids, coding=coding, earlier=earlier, masters=masters, computed=computed, must_agree=must_agree
     )
     threads = cpu_threads() + 1
-    for later in (False, True):  # weights after their masters
-        unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in writer.weights) == later]
-        unread_bytes = sum([block.stop - block.start for block in unread])
-        run_bytes = min(max(unread_bytes // (RUNS_A_THREAD * threads), MIN_RUN_BYTES), MAX_RUN_BYTES)
-        runs = [*batches(unread, lambda block: block.stop - block.start, run_bytes, RUN_BLOCKS)]
+    first_and_last: tuple[list[TensorBlock], list[TensorBlock]] = ([], [])  # weights come after their masters
+    for block in unread:
+        first_and_last[block.tensor in writer.weights].append(block)
+    for several in filter(None, first_and_last):
+        run_bytes = sum([block.stop - block.start for block in several]) // (RUNS_A_THREAD * threads)
+        run_bytes = min(max(run_bytes, MIN_RUN_BYTES), MAX_RUN_BYTES)
+        runs = [*batches(several, lambda block: block.stop - block.start, run_bytes, RUN_BLOCKS)]
         for_each(runs, writer.store, min(threads, len(runs)))
     if frozen is not None:
         frozen.note(ids)
@@ -232,7 +236,11 @@ def store_part(
         UnsupportedValueError: too many objects take almost no bytes in the store.
     """
     ids = [*blobs.ids, *tensors.ids]
-    places = {block: place for writer in packs for known in (writer.found, writer.added) for block, place in known.items()}
+    places, added, new_bytes = dict[Digest, Location](), dict[Digest, Location](), 0
+    for writer in packs:
+        places |= writer.found | writer.added
+        added |= writer.added
+        new_bytes += writer.new_bytes
     extents = extents_of(ids, places)
     part = Part(
         layout_id=layout_id(captured.layout.encode()),
@@ -254,10 +262,11 @@ def store_part(
         require_readable(part, captured.layout.encode(), parsed, ranks=slot.world_size, ranks_of_layout=len(slot.layout_ranks))
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
-    new = [item for writer in packs for item in writer.added.items()]
-    added = {block: with_bases(place, places) if place.bases else place for block, place in new}
-    new_bytes = sum([writer.new_bytes for writer in packs]) + len(encoded)
-    _logger.debug("part %s of rank %d: %d of %d blocks are new, %d bytes", part_name(ulid), slot.rank, len(new), len(ids), new_bytes)
+    new_bytes += len(encoded)
+    _logger.debug("part %s of rank %d: %d of %d blocks are new, %d bytes", part_name(ulid), slot.rank, len(added), len(ids), new_bytes)
+    for block, place in added.items():
+        if place.bases:
+            added[block] = with_bases(place, places)
     return WrittenPart(ulid=ulid, part=part, added=added, new_bytes=new_bytes, tensors=tensors)
 
 

@@ -22,7 +22,7 @@ from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, SnapshotInfo
-from tensorstore_ck.log.log import Also
+from tensorstore_ck.log.follow import Also
 from tensorstore_ck.log.quota import Quota, check_quotas, warn_of_quotas
 from tensorstore_ck.log.retention import expire_at_save
 
@@ -222,14 +222,18 @@ def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, v
         SnapshotExpiredError: gc freed something that it relies on: it must be written again.
     """
     head = view.head()
-    checked = head.n if head is not None else 0
+    parts, part_ids, new_bytes = dict[Ulid, Part](), list[Digest](), 0
+    for one in written:
+        parts[one.ulid] = one.part
+        part_ids.append(one.part.part_id())
+        new_bytes += one.new_bytes
     return RankParts(
-        ulids=[one.ulid for one in written],
-        part_ids=[one.part.part_id() for one in written],
-        new_bytes=sum(one.new_bytes for one in written),
+        ulids=[*parts],
+        part_ids=part_ids,
+        new_bytes=new_bytes,
         anchor=anchor,
-        checked=checked,
-        condemned=condemned_of(engine, view, (), [(one.ulid, one.part) for one in written]),
+        checked=head.n if head is not None else 0,
+        condemned=condemned_of(engine, view, (), [*parts.items()]),
     )
 
 

@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.common.batches import batches
-from tensorstore_ck.common.buffers import Buffer
+from tensorstore_ck.common.buffers import Buffer, batches
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock

@@ -80,7 +80,8 @@ class WritePlan(NamedTuple):
 
 def plan_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> WritePlan:
     """The plan of a part; kept with what is derived from the layout."""
-    regions, kept = encode_regions(captured.explicit), captured.derived if captured.derived is not None else {}
+    regions = encode_regions(captured.explicit) if captured.explicit else b""
+    kept = captured.derived if captured.derived is not None else {}
     key = (slot.rank, slot.layout_ranks, block_bytes, regions, *captured.frozen)
     plan: WritePlan | None = kept.get(key)
     if plan is None:

@@ -9,21 +9,21 @@ import os
 import time
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.log.cache.memory_table import MemoryTable
-from tensorstore_ck.log.cache.protocol import Batch, CacheWarning, Item, Reader, Table, TableBusyError, TableError
+from tensorstore_ck.log.cache.protocol import Batch, CacheWarning, Item, Reader, Table, TableBusyError, TableError, View
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 _STUCK_SECONDS: Final = 5.0
 """After this long without the lock, a warning names the process that holds it."""
 
 
-class FailoverReader:
+class FailoverReader(Reader):
     """A `Reader` whose reads never raise `TableError`: another reader of the same rows replaces one that fails."""
 
     @abstractmethod
@@ -43,26 +43,17 @@ class FailoverReader:
             except TableError as exc:
                 self._leave(reader, exc)
 
-    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
-        """See `Reader.scan`. After a failure it continues after the last item."""
-        last: bytes | None = None
+    def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+        """See `Reader.page`."""
         while True:
             reader = self._current()
-            items = reader.scan(prefix, start=start if last is None else last, reverse=reverse)
-            while True:
-                try:
-                    item = next(items, None)
-                except TableError as exc:
-                    self._leave(reader, exc)
-                    break
-                if item is None:
-                    return
-                if item[0] != last:
-                    last = item[0]
-                    yield item
+            try:
+                return reader.page(low, high, reverse)
+            except TableError as exc:
+                self._leave(reader, exc)
 
 
-class FailoverTable(FailoverReader):
+class FailoverTable(FailoverReader, Table):
     """A `Table` whose reads never raise `TableError`; a batch raises it at most once, and works when it is tried again."""
 
     def __init__(self, disk: Table, fill: Callable[[Table], object], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,16 +68,7 @@ class FailoverTable(FailoverReader):
         self._warned = False
         self._pid = os.getpid()
 
-    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """See `Table.get_many`."""
-        while True:
-            table = self._current()
-            try:
-                return table.get_many(keys)
-            except TableError as exc:
-                self._leave(table, exc)
-
-    def view(self, prefix: bytes) -> Reader:
+    def view(self, prefix: bytes) -> View:
         """See `Table.view`. Its reads may raise `TableError`."""
         while True:
             table = self._current()

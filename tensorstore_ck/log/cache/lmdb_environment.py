@@ -13,19 +13,19 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 from zlib import crc32
 
 import lmdb
 
 from tensorstore_ck.common.descriptors import closing_fd
 from tensorstore_ck.log.cache.batch_lock import BatchLock
-from tensorstore_ck.log.cache.lmdb_rows import CRC_BYTES, LmdbView, get_row, get_rows, read_page
-from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, TableError, bad_key, scan_pages
+from tensorstore_ck.log.cache.lmdb_rows import CRC_BYTES, LmdbView, get_row, read_page
+from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, TableError, bad_key
 
 with suppress(ImportError):  # some versions import it at the first `lmdb.open`: a child forked during that would hang
     import_module("lmdb._envid")
@@ -83,18 +83,6 @@ class Environment:
             self._close_data_file()
             self.lock.close()
             raise
-
-    def get(self, key: bytes) -> bytes | None:
-        """The value of `key`."""
-        return self._read(get_row, key)
-
-    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """See `Table.get_many`."""
-        return self._read(get_rows, keys)
-
-    def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
-        """See `scan_pages`."""
-        return self._read(read_page, low, high, reverse)
 
     def view(self, prefix: bytes) -> LmdbView:
         """See `Table.view`."""
@@ -168,13 +156,6 @@ class Environment:
                 self._lmdb.close()
                 self._close_data_file()
                 self.lock.close()
-
-    def _read(self, read: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        def use(txn: Any) -> T:
-            with txn:
-                return read(txn, *args, **kwargs)
-
-        return self._in_map(use)
 
     def _in_map(self, use: Callable[[Any], T], *, write: bool = False) -> T:
         """The result of `use` with a new transaction, in a map as large as other processes made it; the map does not grow meanwhile.
@@ -295,7 +276,7 @@ class Environment:
             (self.folder / name).unlink(missing_ok=True)  # other processes continue with their open files
 
 
-class _LmdbBatch:
+class _LmdbBatch(Batch):
     """A write transaction that can begin again in a larger map."""
 
     def __init__(self, environment: Environment) -> None:
@@ -305,9 +286,6 @@ class _LmdbBatch:
 
     def get(self, key: bytes) -> bytes | None:
         return get_row(self._txn, key)
-
-    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
-        return scan_pages(self._page, prefix, start, reverse)
 
     def put(self, key: bytes, value: bytes | None) -> None:
         stored = None if value is None else value + crc32(value, crc32(key)).to_bytes(CRC_BYTES, "little")  # as `get_row` checks
@@ -344,7 +322,7 @@ class _LmdbBatch:
     def abort(self) -> None:
         self._txn.abort()
 
-    def _page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+    def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
         self._environment.lock.show_progress()
         return read_page(self._txn, low, high, reverse)
 

@@ -6,7 +6,6 @@ environments: in the child, an inherited table raises `TableDamagedError`.
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Final
@@ -14,8 +13,9 @@ from typing import Final
 import lmdb
 
 from tensorstore_ck.log.cache.lmdb_environment import INITIAL_MAP_BYTES, Environment
+from tensorstore_ck.log.cache.lmdb_rows import LmdbView
 from tensorstore_ck.log.cache.memory_table import MemoryTable
-from tensorstore_ck.log.cache.protocol import Batch, Item, Reader, Table, TableBusyError, TableDamagedError, scan_pages
+from tensorstore_ck.log.cache.protocol import Batch, Item, Table, TableBusyError, TableDamagedError
 
 DEFAULT_PATIENCE_SECONDS: Final = 1.0
 
@@ -59,7 +59,7 @@ def open_lmdb_table(folder: Path, *, map_bytes: int = INITIAL_MAP_BYTES, patienc
     return table
 
 
-class LmdbHandle:
+class LmdbHandle(Table):
     """A `Table` on local disk, shared with the other processes of this host."""
 
     def __init__(self, folder: Path, map_bytes: int, patience_seconds: float) -> None:
@@ -92,23 +92,20 @@ class LmdbHandle:
 
     def get(self, key: bytes) -> bytes | None:
         """See `Reader.get`."""
-        return (self._environment or self._opened(wait=False)).get(key)
+        return self.view(key).get(key)
 
-    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """See `Table.get_many`."""
-        return (self._environment or self._opened(wait=False)).get_many(keys)
+    def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+        """See `Reader.page`."""
+        prefix = os.path.commonprefix([low, high or b""]) or b""  # noqa: RUF071 - keys are no paths
+        return self.view(prefix).page(low, high, reverse)
 
-    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
-        """See `Reader.scan`."""
-        return scan_pages(lambda *page: self._opened(wait=False).page(*page), prefix, start, reverse)
-
-    def view(self, prefix: bytes) -> Reader:
+    def view(self, prefix: bytes) -> LmdbView:
         """See `Table.view`."""
         return (self._environment or self._opened(wait=False)).view(prefix)
 
     def batch(self, *, wait: bool = True) -> AbstractContextManager[Batch]:
         """See `Table.batch`."""
-        return self._opened(wait=wait).batch(wait=wait)
+        return (self._environment or self._opened(wait=wait)).batch(wait=wait)
 
     def close(self) -> None:
         """See `Table.close`."""

@@ -5,14 +5,14 @@ LMDB's map must not grow while a read transaction of this process is open: the e
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
 from zlib import crc32
 
 import lmdb
 
 from tensorstore_ck.log.cache.memory_table import MemoryTable
-from tensorstore_ck.log.cache.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Item, scan_pages
+from tensorstore_ck.log.cache.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Item, View
 
 CRC_BYTES: Final = 4
 """Of the checksum after each value."""
@@ -31,7 +31,7 @@ def get_row(txn: Any, key: bytes) -> bytes | None:
     return None if stored is None else _unprotect(key, stored)
 
 
-def get_rows(txn: Any, keys: Iterable[bytes]) -> list[bytes | None]:
+def _get_rows(txn: Any, keys: Iterable[bytes]) -> list[bytes | None]:
     """The value of each key: see `get_row`."""
     with txn.cursor() as cursor:
         stored = dict(cursor.getmulti(keys))
@@ -39,7 +39,7 @@ def get_rows(txn: Any, keys: Iterable[bytes]) -> list[bytes | None]:
 
 
 def read_page(txn: Any, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
-    """See `scan_pages`.
+    """See `Reader.page`.
 
     Raises:
         lmdb.Error: a row, or the file, is damaged.
@@ -75,7 +75,7 @@ class Guarded(Protocol):
         """The result of `use`."""
 
 
-class LmdbView:
+class LmdbView(View):
     """The rows whose keys begin with a prefix, as of the view's beginning. Thread-safe."""
 
     def __init__(self, txn: Any, prefix: bytes, guarded: Guarded, release: Callable[[Any], object]) -> None:
@@ -97,9 +97,12 @@ class LmdbView:
                 return self._copied.get(key)
             return self._guarded(get_row, self._txn, key)
 
-    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
-        """See `Reader.scan`."""
-        return scan_pages(self._page, prefix, start, reverse)
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """See `View.get_many`."""
+        with self._lock:
+            if self._copied is not None:
+                return self._copied.get_many(keys)
+            return self._guarded(_get_rows, self._txn, keys)
 
     def copy_into_memory(self) -> None:
         """Ends the transaction; the rows stay. If the rows cannot be read, each later read raises the error of a closed transaction."""
@@ -120,8 +123,9 @@ class LmdbView:
         with self._lock:
             self._txn.abort()
 
-    def _page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+    def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+        """See `Reader.page`."""
         with self._lock:
             if self._copied is not None:
-                return list(self._copied._page(low, high, reverse))
+                return self._copied.page(low, high, reverse)
             return self._guarded(read_page, self._txn, low, high, reverse)

@@ -8,10 +8,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tensorstore_ck.log.cache.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Batch, Item, bad_key, prefix_end, scan_pages
+from tensorstore_ck.log.cache.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Batch, Item, Table, View, bad_key, prefix_end
 
 
-class MemoryTable:
+class MemoryTable(Table, View):
     """A `Table` that lives as long as its process."""
 
     def __init__(self) -> None:
@@ -27,13 +27,17 @@ class MemoryTable:
             return self._values.get(key)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """See `Table.get_many`."""
+        """See `View.get_many`."""
         with self._lock:
             return [*map(self._values.get, keys)]
 
-    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
-        """See `Reader.scan`."""
-        return scan_pages(self._page, prefix, start, reverse)
+    def page(self, low: bytes, high: bytes | None, reverse: bool, limit: int = PAGE_ITEMS) -> list[Item]:
+        """See `Reader.page`."""
+        with self._lock:
+            first = bisect_left(self._keys, low)
+            last = len(self._keys) if high is None else bisect_left(self._keys, high)
+            keys = self._keys[max(first, last - limit) : last][::-1] if reverse else self._keys[first : min(last, first + limit)]
+            return [(key, self._values[key]) for key in keys]
 
     def view(self, prefix: bytes) -> "MemoryTable":
         """See `Table.view`."""
@@ -72,20 +76,17 @@ class MemoryTable:
             insort(self._keys, key)
         self._values[key] = value
 
-    def _page(self, low: bytes, high: bytes | None, reverse: bool, limit: int = PAGE_ITEMS) -> list[Item]:
-        with self._lock:
-            first = bisect_left(self._keys, low)
-            last = len(self._keys) if high is None else bisect_left(self._keys, high)
-            keys = self._keys[max(first, last - limit) : last][::-1] if reverse else self._keys[first : min(last, first + limit)]
-            return [(key, self._values[key]) for key in keys]
 
-
-class _MemoryBatch:
+class _MemoryBatch(Batch):
     def __init__(self, table: MemoryTable) -> None:
         self._table = table
         self._undo: list[tuple[bytes, bytes | None]] = []
-        self.get = table.get
-        self.scan = table.scan
+
+    def get(self, key: bytes) -> bytes | None:
+        return self._table.get(key)
+
+    def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+        return self._table.page(low, high, reverse)
 
     def put(self, key: bytes, value: bytes) -> None:
         if not 0 < len(key) <= MAX_KEY_BYTES:
@@ -98,7 +99,7 @@ class _MemoryBatch:
         self._table._set(key, None)
 
     def clear(self, prefix: bytes) -> None:
-        for key, _ in self._table._page(prefix, prefix_end(prefix), True, len(self._table._keys)):  # from the end, so that no key moves
+        for key, _ in self._table.page(prefix, prefix_end(prefix), True, len(self._table._keys)):  # from the end, so that no key moves
             self.delete(key)
 
     def undo(self) -> None:

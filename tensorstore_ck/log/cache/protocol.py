@@ -6,7 +6,7 @@ that readers of the log's fold get neither error. Methods may be called from sev
 a batch excludes all other batches.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Final, Protocol
 
@@ -44,11 +44,28 @@ class Reader(Protocol):
     def get(self, key: bytes) -> bytes | None:
         """The value of `key`."""
 
+    def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+        """The first `PAGE_ITEMS` of the items with low <= key < high, in order; with `reverse` the last ones, from the end."""
+
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
         """The items whose keys begin with `prefix`, in order: from `start` on, or in reverse from `start` down.
 
         Read in pages: items put meanwhile may or may not appear.
         """
+        low, high = prefix, prefix_end(prefix)
+        if start is not None and reverse:
+            after = start + b"\0"
+            high = after if high is None else min(high, after)
+        elif start is not None:
+            low = max(low, start)
+        while items := self.page(low, high, reverse):
+            yield from items
+            if len(items) < PAGE_ITEMS:
+                return
+            if reverse:
+                high = items[-1][0]
+            else:
+                low = items[-1][0] + b"\0"
 
 
 class Batch(Reader, Protocol):
@@ -64,13 +81,17 @@ class Batch(Reader, Protocol):
         """Removes every key that begins with `prefix`."""
 
 
+class View(Reader, Protocol):
+    """Reads of a table as it was at one moment."""
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The value of each key."""
+
+
 class Table(Reader, Protocol):
     """An ordered map of bytes."""
 
-    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The value of each key, all as of one moment."""
-
-    def view(self, prefix: bytes) -> Reader:
+    def view(self, prefix: bytes) -> View:
         """The rows whose keys begin with `prefix`, as they are now: batches do not change them. The caller drops it soon.
 
         Raises:
@@ -115,25 +136,3 @@ def prefix_end(prefix: bytes) -> bytes | None:
     """The first key after all that begin with `prefix`; None if there is none."""
     stripped = prefix.rstrip(b"\xff")
     return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else None
-
-
-Page = Callable[[bytes, bytes | None, bool], list[Item]]
-"""(low, high, reverse) -> up to `PAGE_ITEMS` of the items with low <= key < high, from the end if reverse."""
-
-
-def scan_pages(page: Page, prefix: bytes, start: bytes | None, reverse: bool) -> Iterator[Item]:
-    """`Reader.scan` from a function that reads one page."""
-    low, high = prefix, prefix_end(prefix)
-    if start is not None and reverse:
-        after = start + b"\0"
-        high = after if high is None else min(high, after)
-    elif start is not None:
-        low = max(low, start)
-    while items := page(low, high, reverse):
-        yield from items
-        if len(items) < PAGE_ITEMS:
-            return
-        if reverse:
-            high = items[-1][0]
-        else:
-            low = items[-1][0] + b"\0"

@@ -12,8 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.common.batches import batches
-from tensorstore_ck.common.buffers import Buffer
+from tensorstore_ck.common.buffers import Buffer, batches
 from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine

@@ -9,7 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.save_progress import Progress
@@ -183,7 +183,9 @@ class QueuedSave:
 
     def __init__(
         self,
-        status: SaveStatus,
+        ref: str,
+        step: int | None,
+        rank: int,
         called: float,
         *,
         number: int = 0,
@@ -191,7 +193,8 @@ class QueuedSave:
         staged: Publishable | None = None,
         is_background: bool,
     ) -> None:
-        self.status = status
+        """`called`: when its caller asked for it."""
+        self.status = SaveStatus(ref, step, rank)
         self.number = number
         self.save = save
         self.staged = staged
@@ -209,12 +212,6 @@ class QueuedSave:
         self.is_resumed = save is None
         """Whether an earlier process started it."""
         self.called = self.captured = self.begun = called
-
-    @classmethod
-    def of(cls, save: Runnable, called: float, *, is_background: bool) -> Self:
-        """A save of this process; `called`: when its caller asked for it."""
-        status = SaveStatus(save.ref, save.step, save.rank)
-        return cls(status, called, number=save.number, save=save, is_background=is_background)
 
     @property
     def has_memory(self) -> bool:

@@ -86,7 +86,7 @@ class SaveQueue:
         self._enter()
         self.require_no_worker()
         called, save = time.monotonic(), make()
-        queued = QueuedSave.of(save, called, is_background=True)
+        queued = QueuedSave(save.ref, save.step, save.rank, called, number=save.number, save=save, is_background=True)
         pending = PendingSnapshot(queued.status)
         try:
             admission = save.decide(lambda: self._admit(queued, save, on_full))
@@ -124,7 +124,7 @@ class SaveQueue:
         """Begins a save in the caller's thread, after the saves in progress; copies nothing. Without `finish`, nothing is written."""
         self.wait_idle()
         called, save = time.monotonic(), make()
-        queued = QueuedSave.of(save, called, is_background=False)
+        queued = QueuedSave(save.ref, save.step, save.rank, called, number=save.number, save=save, is_background=False)
         if (unraised := self._first_unraised()) is not None:
             error = pop_error(unraised)
             save.fail(error)
@@ -150,7 +150,7 @@ class SaveQueue:
     def resume(self, staged: Publishable, ref: str, step: int | None, rank: int) -> None:
         """Continues a save that an earlier process staged."""
         self._enter()
-        queued = QueuedSave(SaveStatus(ref, step, rank), time.monotonic(), staged=staged, is_background=True)
+        queued = QueuedSave(ref, step, rank, time.monotonic(), staged=staged, is_background=True)
         queued.status.is_raised = True
         queued.status.reach(SaveMilestone.STAGED)
         shielded(lambda: self._hand_over(queued, self._uploads, self._publish_staged), finish=True)

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from tensorstore_ck.common.batches import batches
+from tensorstore_ck.common.buffers import batches
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.interfaces import ByteSource, TensorBlock

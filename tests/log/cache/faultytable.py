@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Self
 
 from tensorstore_ck.log.cache import Batch, MemoryTable, TableBusyError, TableDamagedError
-from tensorstore_ck.log.cache.protocol import Item
+from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Item
 from tensorstore_ck.log.follow import empty
 
 
@@ -69,10 +69,9 @@ class FaultyTable(MemoryTable):
         self._call(is_batch=False)
         return super().get_many(keys)
 
-    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
-        for item in super().scan(prefix, start=start, reverse=reverse):
-            self._call(is_batch=False)
-            yield item
+    def page(self, low: bytes, high: bytes | None, reverse: bool, limit: int = PAGE_ITEMS) -> list[Item]:
+        self._call(is_batch=False)
+        return super().page(low, high, reverse, limit)
 
     @contextmanager
     def batch(self, *, wait: bool = True) -> Iterator[Batch]:

@@ -44,7 +44,7 @@ def write(table: Table) -> None:
 
 def test_what_is_read_is_the_same(recwarn: pytest.WarningsRecorder) -> None:
     for reverse in (False, True):
-        for at in [*range(0, 600, 50), 599]:
+        for at in range(4):  # three pages and one row
             place = Place()
             place.faults.reset(range(at, 1 << 30), is_busy=False)
             assert list(place.table.scan(b"k", reverse=reverse)) == sorted(ROWS.items(), reverse=reverse), at
