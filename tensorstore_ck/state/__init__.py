@@ -6,7 +6,6 @@ names is imported or called, and values that could not be restored exactly are r
 capture.py              takes a state apart: tree, tensors, values
 tensor_table.py         the tensors of a captured state, as columns; the layouts of a handle's last saves
 aliasing.py             plans how tensors that share memory are stored
-memory_moves.py         copies and compares many pieces of memory at once
 memory_extents.py       addresses of tensors and arrays
 memory_order.py         the order of dims in memory: channels_last, transposed
 plain_memory.py         checks that a tensor has memory of its own

@@ -19,9 +19,8 @@ from tensorstore_ck.state.arena import Arena, Slot
 from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, address_of
 from tensorstore_ck.state.device.capture_proofs import ArrivingSource, Overlap, start_copies
 from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopy, is_on_device
-from tensorstore_ck.state.memory_moves import differing, gather, move
 from tensorstore_ck.state.rank_shares import ChainedSource
-from tensorstore_ck.state.tensor_table import ByteSources
+from tensorstore_ck.state.tensor_table import ByteSources, differing, gather, move
 
 __all__ = ["Arena", "Slot", "copy_captured", "slot_bytes"]
 

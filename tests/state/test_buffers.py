@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError
 from tensorstore_ck.format.codec import compiled
-from tensorstore_ck.state import Box, Boxes, FlatShard, capture, capture_copy, memory_moves, restore
+from tensorstore_ck.state import Box, Boxes, FlatShard, capture, capture_copy, restore, tensor_table
 from tensorstore_ck.state.byte_sources import BytesSource, address_of, memory_at
 from tensorstore_ck.state.capture_copy import Arena, Slot, copy_captured, slot_bytes
 from tensorstore_ck.state.device.side_streams import DeviceCopy, SideStreams
@@ -162,7 +162,7 @@ def test_large_tensors_are_cut_and_small_ones_go_together(
 ) -> None:
     monkeypatch.setattr(capture_copy, "PIECE_BYTES", 1000)
     monkeypatch.setattr(capture_copy, "MAX_PIECE_BYTES", 3001)
-    monkeypatch.setattr(memory_moves, "SMALL_BYTES", 100)
+    monkeypatch.setattr(tensor_table, "SMALL_BYTES", 100)
     monkeypatch.setattr(compiled, "HAS_KERNEL", has_kernel)
     sizes = [5, 20_000, 999, 1000, 1001, 1, 0, 64, 3001, 3002, 12_345, *range(200)]
     assert_kept(arena, [tensor(torch.uint8, (size,), seed) for seed, size in enumerate(sizes)], threads)
