@@ -154,7 +154,7 @@ class _Structure:
         sources, tensors = ByteSources.of(captured.sources), list[torch.Tensor]()
         if captured.layout.storages or captured.layout.spreads or not np.all((sources.addresses != 0) | (sources.sizes == 0)):
             return None
-        root = _container_of(state, 0, tensors)
+        root = _container_of(state, 0, tensors, {})
         return None if root is None or len(tensors) != len(sources) else cls(root, tensors, captured, sources.sizes)
 
     def capture(self, state: object) -> CapturedState | None:
@@ -191,8 +191,11 @@ class _Structure:
         return ByteSources(addresses, sizes, storages, {})
 
 
-def _container_of(value: Any, at: int, tensors: list[torch.Tensor]) -> _Container | None:
-    """What a walk finds in a container; appends its tensors. None if it has none, or another kind of keys or container."""
+def _container_of(value: Any, at: int, tensors: list[torch.Tensor], known: dict[object, Any]) -> _Container | None:
+    """What a walk finds in a container; appends its tensors. None if it has none, or another kind of keys or container.
+
+    `known`: parts of other containers, which thousands of parameters have in common.
+    """
     kind = type(value)
     if kind not in _CONTAINERS:
         return None
@@ -207,14 +210,19 @@ def _container_of(value: Any, at: int, tensors: list[torch.Tensor]) -> _Containe
             tensors += items[first:stop]
             steps.append(_Run(first, stop))
         if stop < len(items):
-            inner = _container_of(items[stop], stop, tensors)
+            inner = _container_of(items[stop], stop, tensors, known)
             node = _ValueWalk().node_of(items[stop], "") if inner is None else None
             if inner is None and node is None:
                 return None
             steps.append(inner or _Values(stop, node or b""))
         first = stop + 1
     attributes = _ValueWalk().node_of(vars(value), "") if kind is OrderedDict else None
-    return _Container(at, kind, keys, [*map(type, keys)], steps=steps, attributes=attributes) if len(tensors) > before else None
+    if len(tensors) == before:
+        return None
+    key_kinds = [*map(type, keys)]
+    if steps == [_Run(0, len(items))]:
+        keys, key_kinds, steps = known.setdefault((kind, *keys, *key_kinds), (keys, key_kinds, steps))
+    return _Container(at, kind, keys, key_kinds, steps=steps, attributes=attributes)
 
 
 def _collect(container: _Container, value: Any, walk: _ValueWalk, tensors: list[torch.Tensor], path: str = "") -> bool:

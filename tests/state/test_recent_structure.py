@@ -25,6 +25,7 @@ def state_of() -> dict[str, Any]:
         "model": model,
         "optimizer": {"state": moments, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1, 2], "maximize": False}]},
         "more": [torch.zeros(0, 3), "text", torch.ones(3, dtype=torch.complex64), None, torch.zeros(4, 1), torch.zeros(0, 3)],
+        "alike": [[torch.zeros(2)], {0: torch.zeros(2)}, [torch.zeros(2)]],
         "steps": torch.zeros(2, 3, dtype=torch.int32),
     }
 
