@@ -188,7 +188,7 @@ class SnapshotContent(Protocol):
     def blob(self, index: int) -> bytes:
         """The verified bytes of a large value."""
 
-    def read(self, targets: dict[int, ByteTarget]) -> None:
+    def read(self, targets: Mapping[int, ByteTarget]) -> None:
         """Reads and verifies whole tensors, by their numbers in the layout."""
 
     def read_boxes(self, wanted: Iterable[WantedBox]) -> None:

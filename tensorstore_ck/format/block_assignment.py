@@ -15,7 +15,7 @@ import numpy as np
 
 from tensorstore_ck.chunker import cut_box, cut_interval
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, ExplicitRegions, Layout, Sharding, TensorSpec
+from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, ORIGINS, ExplicitRegions, Layout, Sharding, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds, Shard, boxes, holders_of, replicas
 
 MIN_RUN_BYTES: Final = 64 << 20
@@ -145,7 +145,7 @@ def regions_of_rank(
         if spread is None:
             if 0 not in spec.shape:
                 regions.append(
-                    Region(tensor=number, offsets=(0,) * len(spec.shape), sizes=spec.shape, is_flat=False, replicas=layout_ranks)
+                    Region(tensor=number, offsets=ORIGINS[len(spec.shape)], sizes=spec.shape, is_flat=False, replicas=layout_ranks)
                 )
         elif isinstance(spread, str):
             if number not in explicit_of:
@@ -178,7 +178,7 @@ def regions_of_tensor(
     spec, spread = layout.tensors[tensor], layout.spreads[tensor] if layout.spreads else None
     if spread is None:
         if 0 not in spec.shape:
-            yield Region(tensor=tensor, offsets=(0,) * len(spec.shape), sizes=spec.shape, is_flat=False, replicas=layout_ranks)
+            yield Region(tensor=tensor, offsets=ORIGINS[len(spec.shape)], sizes=spec.shape, is_flat=False, replicas=layout_ranks)
     elif isinstance(spread, str):
         for rank in layout_ranks if order is None else order:
             yield from (Region(tensor, *box, spread == "flat", (rank,)) for box in explicit_boxes(rank, tensor))
@@ -218,7 +218,7 @@ def bytes_of_replicas(layout: Layout, held: Sequence[Region]) -> dict[tuple[int,
     return totals
 
 
-def assign_blocks(layout: Layout, held: Sequence[Region], rank: int, target_bytes: int) -> list[BlockShare]:
+def assign_blocks(layout: Layout, held: Sequence[Region], rank: int, target_bytes: int) -> Iterator[BlockShare]:
     """Which blocks of each region the part of `rank` stores, in order.
 
     All regions of one set of n replicas, T bytes together, are divided into k = max(1, min(n, T // `MIN_RUN_BYTES`)) runs: a block
@@ -229,7 +229,7 @@ def assign_blocks(layout: Layout, held: Sequence[Region], rank: int, target_byte
     is_shared = any(map(len, [region.replicas[1:] for region in held]))
     totals = bytes_of_replicas(layout, held) if is_shared else {}
     begun = dict.fromkeys(totals, 0)
-    specs, shares = layout.tensors[:], []
+    specs = layout.tensors[:]
     for number, region in enumerate(held):
         spec = specs[region.tensor]
         size_bytes = prod(region.sizes) * spec.item_bytes
@@ -245,8 +245,7 @@ def assign_blocks(layout: Layout, held: Sequence[Region], rank: int, target_byte
             start = int(starts[first]) if first < last else 0
             begun[region.replicas] += size_bytes
         if first < last:
-            shares.append(BlockShare(number, start, lengths[first:last], is_inline))
-    return shares
+            yield BlockShare(number, start, lengths[first:last], is_inline)
 
 
 def writers_of(layout: Layout, held: Sequence[Region], tensor: int) -> set[int]:

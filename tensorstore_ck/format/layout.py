@@ -35,6 +35,8 @@ from tensorstore_ck.format.sealed import Body, ParseBudget, object_hash, seal, t
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 
 MAX_DIMS: Final = 64
+ORIGINS: Final = [(0,) * dims for dims in range(MAX_DIMS + 1)]
+"""The offsets of a whole tensor, by its dims: one tuple for all tensors of a layout."""
 MAX_NAME_BYTES: Final = 1024
 MAX_TENSOR_BYTES: Final = 1 << 48
 MAX_ITEM_BYTES: Final = 4096
@@ -91,7 +93,7 @@ class TensorSpec(NamedTuple):
     @property
     def whole(self) -> BoxBounds:
         """The box of all its elements."""
-        return BoxBounds((0,) * len(self.shape), self.shape)
+        return BoxBounds(ORIGINS[len(self.shape)], self.shape)
 
 
 class SharedStorage(NamedTuple):
@@ -218,17 +220,18 @@ def _checked(body: Body) -> Layout:
     if max(dims_of, default=0) > MAX_DIMS or min(extents, default=0) < 0 or len(set(names)) != len(names):
         raise ValueError("a shape is impossible, or two tensors have one name")
     orders = _orders(take(body, "orders", list), dims_of) if "orders" in body else {}
-    tensors = []
+    tensors, shapes = [], dict[tuple[int, ...], tuple[int, ...]]()
     position = 0
     for number, (tensor_name, dtype_number, dims) in enumerate(zip(names, dtype_of, dims_of, strict=True)):
         if type(tensor_name) is not str or len(tensor_name) > MAX_NAME_BYTES:
             raise ValueError("a tensor's name is malformed")
         dtype, item_bytes = dtypes[dtype_number]
+        shape = tuple(extents[position : position + dims])
         spec = TensorSpec(
             name=tensor_name,
             dtype=dtype,
             item_bytes=item_bytes,
-            shape=tuple(extents[position : position + dims]),
+            shape=shapes.setdefault(shape, shape),  # one tuple for all: the collector of garbage counts them
             order=orders.get(number, ()),
         )
         # Zero extents are left out: the strides of an empty tensor must be computable, too.

@@ -30,7 +30,79 @@ class RegionBytes(NamedTuple):
         return range(0) if self.is_inline else range(self.first, self.first + len(self.lengths))
 
 
-class PartIndex:
+class HeldRegions:
+    """The regions in the part of a rank, as columns: objects for tens of thousands of tensors would wake the collector of garbage."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        layout_ranks: tuple[int, ...],
+        block_bytes: int,
+        *,
+        name: str,
+        explicit: Sequence[ExplicitRegions],
+        rows: range,
+        inline_bytes: int,
+        max_bytes: int,
+    ) -> None:
+        """`rows`: the part's rows of tensor blocks; `max_bytes`: what these have together, at most. For the others see `PartIndex`.
+
+        Raises:
+            CorruptObjectError: the part does not fit the layout.
+        """
+        known = set(layout_ranks)
+        if not all(known.issuperset(mesh.ranks) for mesh in layout.meshes):
+            raise CorruptObjectError(f"{name}: a mesh of its layout has ranks outside its group", object_id=name)
+        all_regions = regions_of_rank(layout, rank, layout_ranks, explicit)
+        if _min_bytes(layout, all_regions) > max_bytes + inline_bytes:
+            raise CorruptObjectError(f"{name}: it has fewer bytes than its layout needs", object_id=name)
+        self.lengths: list[int] = []
+        """The length of each block in bytes, by row."""
+        self._first_row = rows.start
+        self._first_of: dict[int, int] = {}
+        """Tensor -> the position of its first region; its regions follow each other."""
+        self._regions: list[Region] = []
+        self._starts: list[int] = []
+        self._firsts: list[int] = []
+        """As `RegionBytes.first`."""
+        self._counts: list[int] = []
+        """The number of blocks; 0 for inline bytes."""
+        self._inline_sizes: list[int] = []
+        inline = 0
+        for share in assign_blocks(layout, all_regions, rank, block_bytes):
+            region = all_regions[share.region]
+            self._first_of.setdefault(region.tensor, len(self._regions))
+            self._regions.append(region)
+            self._starts.append(share.start)
+            self._firsts.append(inline if share.is_inline else rows.start + len(self.lengths))
+            self._counts.append(0 if share.is_inline else len(share.lengths))
+            self._inline_sizes.append(share.lengths[0] if share.is_inline else 0)
+            if share.is_inline:
+                inline += share.lengths[0]
+            else:
+                self.lengths += share.lengths
+        if len(self.lengths) != len(rows) or inline != inline_bytes:
+            raise CorruptObjectError(f"{name}: its blocks do not fit its layout", object_id=name)
+
+    def of(self, tensor: int) -> list[RegionBytes]:
+        """The bytes of a tensor, in order."""
+        found, regions = [], self._regions
+        for at in range(self._first_of.get(tensor, len(regions)), len(regions)):
+            if regions[at].tensor != tensor:
+                break
+            count, first, start = self._counts[at], self._firsts[at], self._starts[at]
+            lengths = self.lengths[first - self._first_row : first - self._first_row + count] if count else [self._inline_sizes[at]]
+            found.append(RegionBytes(regions[at], start, start + sum(lengths), first, lengths=lengths, is_inline=not count))
+        return found
+
+    def tensor_at(self, row: int) -> int | None:
+        """The number of the tensor whose block is in an extent row; None if there is none."""
+        numbers = range(len(self._regions))
+        return next((self._regions[at].tensor for at in numbers if 0 <= row - self._firsts[at] < self._counts[at]), None)
+
+
+class PartIndex(HeldRegions):
     """The tensor blocks of one part, by region."""
 
     def __init__(
@@ -50,7 +122,7 @@ class PartIndex:
         """
         first_row = int(part.blobs["blocks"].sum(dtype=np.int64))
         max_bytes = np.minimum(part.extents["raw"], max(block_bytes, MAX_ITEM_BYTES)).sum(dtype=np.int64)  # no tensor block is larger
-        self._held = held_regions(
+        super().__init__(
             layout,
             part.rank,
             layout_ranks,
@@ -61,71 +133,15 @@ class PartIndex:
             inline_bytes=len(part.inline),
             max_bytes=int(max_bytes),
         )
-        lengths = [length for several in self._held.values() for held in several if not held.is_inline for length in held.lengths]
-        wrong = np.flatnonzero(part.extents["raw"][first_row : part.block_count] != np.array(lengths, np.int64))
+        wrong = np.flatnonzero(part.extents["raw"][first_row : part.block_count] != np.array(self.lengths, np.int64))
         if len(wrong):
             tensor = self.tensor_at(first_row + int(wrong[0]))
             spec = layout.tensors[tensor if tensor is not None else 0]
             raise CorruptObjectError(f"{name}: the blocks of tensor {spec.name!r} do not fit its shape", object_id=spec.name)
 
-    def of(self, tensor: int) -> list[RegionBytes]:
-        """The part's bytes of a tensor, in order."""
-        return self._held.get(tensor, [])
-
     def of_region(self, region: Region) -> RegionBytes | None:
         """The part's bytes of a region; None if it stores none."""
         return next((held for held in self.of(region.tensor) if held.region[:4] == region[:4]), None)
-
-    def tensor_at(self, row: int) -> int | None:
-        """The number of the tensor whose block is in an extent row; None if there is none."""
-        return next((tensor for tensor, several in self._held.items() for held in several if row in held.rows), None)
-
-
-def held_regions(
-    layout: Layout,
-    rank: int,
-    layout_ranks: tuple[int, ...],
-    block_bytes: int,
-    *,
-    name: str,
-    explicit: Sequence[ExplicitRegions],
-    rows: range,
-    inline_bytes: int,
-    max_bytes: int,
-) -> dict[int, list[RegionBytes]]:
-    """Tensor -> its bytes in the part of a rank, in order.
-
-    `rows`: the part's rows of tensor blocks; `max_bytes`: what these have together, at most. For the others see `PartIndex`.
-
-    Raises:
-        CorruptObjectError: the part does not fit its layout.
-    """
-    known = set(layout_ranks)
-    if not all(known.issuperset(mesh.ranks) for mesh in layout.meshes):
-        raise CorruptObjectError(f"{name}: a mesh of its layout has ranks outside its group", object_id=name)
-    all_regions = regions_of_rank(layout, rank, layout_ranks, explicit)
-    if _min_bytes(layout, all_regions) > max_bytes + inline_bytes:
-        raise CorruptObjectError(f"{name}: it has fewer bytes than its layout needs", object_id=name)
-    found: dict[int, list[RegionBytes]] = {}
-    row, inline = rows.start, 0
-    for share in assign_blocks(layout, all_regions, rank, block_bytes):
-        region = all_regions[share.region]
-        held = RegionBytes(
-            region=region,
-            start=share.start,
-            stop=share.start + sum(share.lengths),
-            first=inline if share.is_inline else row,
-            lengths=share.lengths,
-            is_inline=share.is_inline,
-        )
-        found.setdefault(region.tensor, []).append(held)
-        if share.is_inline:
-            inline += share.lengths[0]
-        else:
-            row += len(share.lengths)
-    if row != rows.stop or inline != inline_bytes:
-        raise CorruptObjectError(f"{name}: its blocks do not fit its layout", object_id=name)
-    return found
 
 
 def _min_bytes(layout: Layout, held: list[Region]) -> int:

@@ -21,7 +21,7 @@ from tensorstore_ck.format.blake3_tree import Slice, take_slice
 from tensorstore_ck.format.block_assignment import decode_regions, ranks_with_layout, regions_of_rank, writers_of
 from tensorstore_ck.format.layout import MAX_ITEM_BYTES, MAX_NAME_BYTES, Layout, TensorSpec, decode_layout, layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, GROUP_HEADER, PART_HEADER, Part, group_problem
-from tensorstore_ck.format.part_index import RegionBytes, held_regions
+from tensorstore_ck.format.part_index import HeldRegions, RegionBytes
 from tensorstore_ck.format.record import MAX_STEP, ROOT_HEADER, Record
 from tensorstore_ck.format.ref_statement import LogName, RefStatement, SignedRef
 from tensorstore_ck.format.sealed import ParseBudget, seal, take, take_count, unseal
@@ -223,7 +223,7 @@ class _OpenPart:
 
     def blocks(self, layout: Layout, tensor: int, layout_ranks: tuple[int, ...], block_bytes: int) -> Iterator[ProvenBlock]:
         """The tensor's blocks in the part."""
-        held = held_regions(
+        held = HeldRegions(
             layout,
             self.rank,
             layout_ranks,
@@ -235,7 +235,7 @@ class _OpenPart:
             max_bytes=len(self._rows) * max(block_bytes, MAX_ITEM_BYTES),
         )
         item_bytes = layout.tensors[tensor].item_bytes
-        for region in held.get(tensor, ()):
+        for region in held.of(tensor):
             start = region.start
             at = self._inline_at + region.first if region.is_inline else self._ids_at + DIGEST_BYTES * region.first
             for length in region.lengths:

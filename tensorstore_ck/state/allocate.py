@@ -4,7 +4,7 @@ All sizes and strides come from a store, so they are checked here, before torch 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -114,7 +114,7 @@ WantedLeaf = tuple[Leaf, torch.dtype | None]
 """A leaf to allocate, and the dtype to convert it to if it holds floating-point numbers."""
 
 
-def require_memory_for(layout: Layout, wanted: Sequence[WantedLeaf], device: torch.device) -> None:
+def require_memory_for(layout: Layout, wanted: Collection[WantedLeaf], device: torch.device) -> None:
     """Checks that this host may have the memory for the tensors to allocate.
 
     Raises:
@@ -130,6 +130,26 @@ def require_memory_for(layout: Layout, wanted: Sequence[WantedLeaf], device: tor
     require_memory(needed_bytes, f"to make {len(numbers):,} tensors", advice)
 
 
+class Targets(Mapping[int, ByteSink]):
+    """The targets of new tensors by number, made when they are used: an object for each would wake the collector of garbage."""
+
+    def __init__(self, sinks: Mapping[int, ByteSink | None], bases: Mapping[int, TensorOrArray]) -> None:
+        self._sinks = sinks
+        self._bases = bases
+
+    def __getitem__(self, number: int) -> ByteSink:
+        sink, base = self._sinks[number], self._bases[number]
+        return (
+            MemoryTarget(base.data_ptr(), base.nbytes, base) if sink is None and isinstance(base, torch.Tensor) else sink or target_of(base)
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._sinks)
+
+    def __len__(self) -> int:
+        return len(self._sinks)
+
+
 class TensorAllocator:
     """Allocates tensors; the caller fills `targets` with bytes, and `get` then returns the tensors."""
 
@@ -143,18 +163,18 @@ class TensorAllocator:
         """Path -> the dtype that `get` converts to, for leaves whose base is read in its stored dtype."""
         self._bases: dict[int, TensorOrArray] = {}
         self._made: dict[tuple[int, int, torch.dtype | None], TensorOrArray] = {}
-        self.targets: dict[int, ByteSink] = {}
+        self._sinks: dict[int, ByteSink | None] = {}
+        """None: contiguous host memory."""
         in_storage = {number for storage in layout.storages for number in storage.tensors}
         shared: defaultdict[int, list[WantedLeaf]] = defaultdict(list)
-        alone: dict[int, WantedLeaf] = {}
-        for want in wanted:
-            leaf = want[0]
-            if leaf.kind == "view" or want[1] is not None or leaf.index in in_storage:
-                shared[leaf.index].append(want)
+        alone: dict[int, Leaf] = {}
+        for leaf, dtype in wanted:
+            if leaf.kind == "view" or dtype is not None or leaf.index in in_storage:
+                shared[leaf.index].append((leaf, dtype))
             else:
-                alone[leaf.index] = want
+                alone[leaf.index] = leaf
         for number in alone.keys() & shared.keys():
-            shared[number].append(alone.pop(number))
+            shared[number].append((alone.pop(number), None))
         for number in alone:  # nearly all, in nearly all states
             self._add_plain(number, ())
         for wants in shared.values():
@@ -223,13 +243,18 @@ class TensorAllocator:
         if not base.nbytes:
             return
         if stored is None and isinstance(base, torch.Tensor) and base.is_cpu and base.is_contiguous():
-            self.targets[number] = MemoryTarget(base.data_ptr(), base.nbytes, base)  # new here, so it is plain and has its memory
+            self._sinks[number] = None  # new here, so it is plain and has its memory
         else:
-            self.targets[number] = target_of(base, stored)
+            self._sinks[number] = target_of(base, stored)
+
+    @property
+    def targets(self) -> "Targets":
+        """Where the bytes of each tensor go."""
+        return Targets(self._sinks, self._bases)
 
     def addresses(self) -> dict[int, int]:
         """The host address of the first byte of each tensor in `targets`."""
-        bases = {number: self._bases[number] for number in self.targets}
+        bases = {number: self._bases[number] for number in self._sinks}
         return {number: base.data_ptr() if isinstance(base, torch.Tensor) else address_of(base) for number, base in bases.items()}
 
     def get(self, leaf: Leaf) -> TensorOrArray:

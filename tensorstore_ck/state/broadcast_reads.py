@@ -4,7 +4,7 @@ Before the first broadcast, the ranks agree on these tensors and on the success 
 in a collective.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -33,7 +33,7 @@ class BroadcastContent:
         self.blob = content.blob
         self.read_range = content.read_range
 
-    def read(self, targets: dict[int, ByteTarget]) -> None:
+    def read(self, targets: Mapping[int, ByteTarget]) -> None:
         """Reads and verifies whole tensors, by their numbers in the layout."""
         tensors = self.layout.tensors
         self.read_boxes(WantedBox(tensor, tensors[tensor].whole, target) for tensor, target in targets.items())

@@ -102,7 +102,7 @@ def read_in_place(content: SnapshotContent, fills: list[FillTask]) -> None:
             _copy(view_of(first.target, fill.form), fill.target)
     for members in indirect:
         temporary = TensorAllocator(content.layout, [(fill.leaf, None) for fill in members], torch.device("cpu"))
-        content.read(dict(temporary.targets))
+        content.read(temporary.targets)
         for fill in members:
             _copy(temporary.get(fill.leaf), fill.target)
     torch.autograd.graph.increment_version([target for target in written if isinstance(target, torch.Tensor)])

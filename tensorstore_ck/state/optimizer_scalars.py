@@ -1,5 +1,6 @@
 """Scalars of optimizers, such as step counters: ``dtype=`` of a restore does not convert them, since bfloat16 counts to 256."""
 
+from collections.abc import Collection
 from typing import Final
 
 from tensorstore_ck.engine.interfaces import SnapshotContent
@@ -10,7 +11,7 @@ _KEYS: Final = ("state", "param_groups")
 """Keys of the ``state_dict`` of every ``torch.optim`` optimizer."""
 
 
-def with_exact_scalars(content: SnapshotContent, wanted: list[WantedLeaf]) -> list[WantedLeaf]:
+def with_exact_scalars(content: SnapshotContent, wanted: Collection[WantedLeaf]) -> Collection[WantedLeaf]:
     """`wanted`, without a conversion of one-element tensors in the state of an optimizer."""
     if {dtype for _, dtype in wanted} <= {None}:
         return wanted

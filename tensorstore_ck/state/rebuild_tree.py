@@ -11,7 +11,6 @@ from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.hash_probes import reject_slow_keys
 from tensorstore_ck.format.tree import Container, Leaf, Tree
 from tensorstore_ck.format.values import PLAIN_TYPES, decode
-from tensorstore_ck.state.allocate import WantedLeaf
 from tensorstore_ck.state.registered_types import FACTORIES, decode_torch, namedtuple_class, registered_name
 
 UNSELECTED: Final = Leaf("", "value", -1, None)
@@ -30,25 +29,25 @@ def build(tree: Tree, content: SnapshotContent, tensor_of: Callable[[Leaf], Any]
     return encoded if type(encoded) in PLAIN_TYPES else decode(encoded, decode_other=decode_torch, blob=content.blob, name=tree.path)
 
 
-def require_buildable(tree: Tree, content: SnapshotContent, dtype: torch.dtype | None = None) -> list[WantedLeaf]:
+def require_buildable(tree: Tree, content: SnapshotContent, dtype: torch.dtype | None = None) -> dict[Leaf, torch.dtype | None]:
     """Checks that every type and value in the tree can be rebuilt, before tensors are read.
 
-    Returns the tensors of the tree. Those in a wrapper subclass keep their dtype; all others are to be converted to `dtype`.
+    Returns the tensors of the tree, each with the dtype to convert it to: `dtype`, or None within a wrapper subclass.
 
     Raises:
         UnsupportedValueError: a type is not loaded or not registered in this process.
         MismatchError: the ranks saved different values of a leaf.
     """
-    wanted: list[WantedLeaf] = []
+    wanted: dict[Leaf, torch.dtype | None] = {}
     _check([tree], content.values, dtype, wanted)
     return wanted
 
 
-def _check(trees: Iterable[Tree], values: Sequence[Any], dtype: torch.dtype | None, wanted: list[WantedLeaf]) -> None:
+def _check(trees: Iterable[Tree], values: Sequence[Any], dtype: torch.dtype | None, wanted: dict[Leaf, torch.dtype | None]) -> None:
     for tree in trees:
         if isinstance(tree, Leaf):
             if tree.kind != "value":
-                wanted.append((tree, dtype))
+                wanted[tree] = dtype
             elif tree is not UNSELECTED:
                 values[tree.index]
             continue

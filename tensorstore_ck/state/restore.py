@@ -3,6 +3,7 @@
 This file only validates and dispatches; `byte_sources` and `allocate` convert dtypes.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.tree import parse
-from tensorstore_ck.state.allocate import CONVERTIBLE, TensorAllocator, require_memory_for
+from tensorstore_ck.state.allocate import CONVERTIBLE, TensorAllocator, WantedLeaf, require_memory_for
 from tensorstore_ck.state.load_report import LoadReport, UnclaimedNames
 from tensorstore_ck.state.optimizer_scalars import with_exact_scalars
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
@@ -58,12 +59,12 @@ def restore(
         describer = None if group is None else describer_of(group)
         plan = RestorePlan(content=content, tree=tree, selection=selection, rename=rename, dtype=dtype, describer=describer)
         return restore_into(into, plan, target_device, strict=strict, report=report, unclaimed=unclaimed)
-    wanted = require_buildable(tree, content, dtype)
+    wanted: Collection[WantedLeaf] = require_buildable(tree, content, dtype).items()
     if dtype is not None:
         wanted = with_exact_scalars(content, wanted)
     require_memory_for(content.layout, wanted, target_device)
     fresh = TensorAllocator(content.layout, wanted, target_device)
-    content.read(dict(fresh.targets))
+    content.read(fresh.targets)
     return build(tree, content, fresh.get)
 
 

@@ -55,13 +55,13 @@ def restore_into(
     content = plan.content
     finish = plan.visit(into, "", 0)
     plan.check(strict=strict, report=report, unclaimed=unclaimed)
-    adopted = [leaf for tree in plan.adopted for leaf in require_buildable(tree, content, plan.dtype)]
+    adopted = [leaf for tree in plan.adopted for leaf in require_buildable(tree, content, plan.dtype).items()]
     plan.wanted += with_exact_scalars(content, adopted)
     require_memory_for(content.layout, plan.wanted, device)
     fresh = TensorAllocator(content.layout, plan.wanted, device)
     plan.tensor_of = fresh.get
     try:
-        content.read(dict(fresh.targets))
+        content.read(fresh.targets)
         read_in_place(content, plan.fills)
         content.read_boxes([box for task in plan.shares for box in task.share.wanted(task.tensor, task.stored)])
     except StoreError as exc:

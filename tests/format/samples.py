@@ -118,7 +118,7 @@ def spread_part(rank: int = 0) -> Part:
         ExplicitRegions(7, (BoxBounds((1500 * number,), (1500,)),)),
     ]
     held = regions_of_rank(layout, rank, others, explicit)
-    own = assign_blocks(layout, held, rank, 4 << 20)
+    own = list(assign_blocks(layout, held, rank, 4 << 20))
     raw = [len(layout.encode())] if number == 0 else []
     raw += [length for share in own if not share.is_inline for length in share.lengths]
     extents = np.zeros(len(raw), EXTENT_DTYPE)

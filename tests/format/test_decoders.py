@@ -60,9 +60,8 @@ def use(decoded: object) -> None:
             case Layout():
                 for rank in range(2):
                     held = regions_of_rank(decoded, rank, (0, 1), [ExplicitRegions(number, ()) for number in range(len(decoded.tensors))])
-                    assign_blocks(
-                        decoded, [region for region in held if region.size_bytes(decoded.tensors[region.tensor]) < 1 << 20], rank, 4096
-                    )
+                    small = [region for region in held if region.size_bytes(decoded.tensors[region.tensor]) < 1 << 20]
+                    list(assign_blocks(decoded, small, rank, 4096))
                 list(tree.leaves(tree.parse(decoded, 1 if decoded.spreads else 6)))
             case Entry():
                 with MemoryTable().batch() as batch:

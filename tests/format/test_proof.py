@@ -125,7 +125,7 @@ def test_a_tensor_of_many_blocks() -> None:
 
 def replicated_part(layout: Layout, rank: int, ranks: tuple[int, ...] = (0, 1), *, block_bytes: int = BLOCK_BYTES) -> Part:
     """What one of some replicas saves."""
-    shares = assign_blocks(layout, regions_of_rank(layout, rank, ranks), rank, block_bytes)
+    shares = list(assign_blocks(layout, regions_of_rank(layout, rank, ranks), rank, block_bytes))
     rows = sum(len(share.lengths) for share in shares)
     extents = np.zeros(rows, EXTENT_DTYPE)
     extents["raw"], extents["base"] = [length for share in shares for length in share.lengths], -1

@@ -3,7 +3,7 @@
 import math
 import struct
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ class FakeContent:
     def blob(self, index: int) -> bytes:
         return self.blobs[index]
 
-    def read(self, targets: dict[int, ByteTarget]) -> None:
+    def read(self, targets: Mapping[int, ByteTarget]) -> None:
         for number, target in targets.items():
             self.reads.append(number)
             data = memoryview(self.tensors[number])

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,7 +72,7 @@ def test_contiguous_memory_takes_the_bytes_directly() -> None:
     seen: list[bool] = []
     original = content.read
 
-    def read(targets: dict[int, Any]) -> None:
+    def read(targets: Mapping[int, Any]) -> None:
         seen.extend(target.memory() is not None for target in targets.values())
         original(targets)
 

@@ -1,5 +1,6 @@
 """Parsing a layout's tree: the same paths as capture, and nothing but our errors for anything else."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ class Content:
     def blob(self, index: int) -> bytes:
         return b""
 
-    def read(self, targets: dict[int, Any]) -> None:
+    def read(self, targets: Mapping[int, Any]) -> None:
         for number, target in targets.items():
             target.write(0, memoryview(bytes(SPECS[number].size_bytes)))
 

@@ -5,7 +5,7 @@ and a part is opened only when something of it is wanted. A snapshot whose ranks
 is read as one (see `merge_layout_parts`). The save has checked that a tensor of several layouts has the same bytes in all of them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -237,10 +237,10 @@ class SnapshotReader:
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 
-    def read(self, targets: dict[int, ByteTarget]) -> None:
+    def read(self, targets: Mapping[int, ByteTarget]) -> None:
         """Reads and verifies whole tensors, by their numbers in the layout."""
         tensors = self.layout.tensors
-        self.read_boxes([WantedBox(tensor, tensors[tensor].whole, target) for tensor, target in targets.items()])
+        self.read_boxes(WantedBox(tensor, tensors[tensor].whole, target) for tensor, target in targets.items())
 
     def read_boxes(self, wanted: Iterable[WantedBox]) -> None:
         """Reads and verifies boxes of tensors, each into its target; a block is fetched once."""
@@ -357,10 +357,10 @@ class MergedSnapshot:
         reader, number = self._blobs[index]
         return self.readers[reader].blob(number)
 
-    def read(self, targets: dict[int, ByteTarget]) -> None:
+    def read(self, targets: Mapping[int, ByteTarget]) -> None:
         """Reads and verifies whole tensors, by their numbers in the layout."""
         tensors = self.layout.tensors
-        self.read_boxes([WantedBox(tensor, tensors[tensor].whole, target) for tensor, target in targets.items()])
+        self.read_boxes(WantedBox(tensor, tensors[tensor].whole, target) for tensor, target in targets.items())
 
     def read_boxes(self, wanted: Iterable[WantedBox]) -> None:
         """Reads and verifies boxes of tensors."""

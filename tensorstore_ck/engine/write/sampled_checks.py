@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from tensorstore_ck.common.buffers import Buffer, batches
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
-from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
+from tensorstore_ck.engine.interfaces import CapturedState, Numbers, TensorBlock
 from tensorstore_ck.engine.write.write_plan import InlineTensors
 from tensorstore_ck.errors import CaptureChangedError
 from tensorstore_ck.format.codec import elements_of
@@ -84,8 +84,8 @@ def share_of(state_bytes: int, share: float) -> float:
 
 def pieces(tensor: int, start: int, stop: int, share: float, turn: int) -> list[tuple[int, int]]:
     """The sampled pieces of bytes [start, stop) of a tensor."""
-    length = -(-int(share * STRIDE_BYTES) // _ALIGN) * _ALIGN
-    offset = (((turn ^ tensor * 0x9E3779B1) & 0xFFFFFFFF) * 0x85EBCA6B >> 13) % STRIDE_BYTES // _ALIGN * _ALIGN  # of the first piece
+    length = _length(share)
+    offset = _offset(tensor, turn)
     at = offset + (start - offset) // STRIDE_BYTES * STRIDE_BYTES
     sampled = []
     while at < stop:
@@ -94,6 +94,28 @@ def pieces(tensor: int, start: int, stop: int, share: float, turn: int) -> list[
             sampled.append((first, last))
         at += STRIDE_BYTES
     return sampled
+
+
+def pieces_of_many(tensors: Numbers, sizes: Numbers, share: float, turn: int) -> Numbers:
+    """`pieces` of many whole tensors, of which most are small and have none: rows of a tensor, a start and a length."""
+    offsets, length = _offset(tensors.astype(np.uint64), turn).astype(np.int64), _length(share)
+    numbers = np.flatnonzero((offsets < sizes) | (offsets + length > STRIDE_BYTES))
+    found = [
+        (tensor, first, last - first)
+        for tensor, size in np.stack((tensors, sizes), axis=1)[numbers].tolist()
+        for first, last in pieces(tensor, start=0, stop=size, share=share, turn=turn)
+    ]
+    return np.array(found, np.int64).reshape(-1, 3)
+
+
+def _length(share: float) -> int:
+    """Bytes of a piece."""
+    return -(-int(share * STRIDE_BYTES) // _ALIGN) * _ALIGN
+
+
+def _offset(tensor: Any, turn: int) -> Any:
+    """Where the first piece of a tensor begins; `tensor`: its number, or many as uint64."""
+    return (((turn ^ tensor * 0x9E3779B1) & 0xFFFFFFFF) * 0x85EBCA6B >> 13) % STRIDE_BYTES // _ALIGN * _ALIGN
 
 
 def is_floating(dtype: str, item_bytes: int) -> bool:

@@ -284,6 +284,30 @@ static PyObject *copy_memory(PyObject *module, PyObject *args)
     return release(&buffers, Py_None);
 }
 
+static PyObject *compare_memory(PyObject *module, PyObject *args)
+{
+    PyObject *source, *into;
+    Buffers buffers = {.count = 0};
+    Move move;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OO", &source, &into))
+        return NULL;
+    if (!add_buffer(&buffers, source, PyBUF_SIMPLE) || !add_buffer(&buffers, into, PyBUF_WRITABLE))
+        return release(&buffers, NULL);
+    const Py_buffer *moves = &buffers.views[0];
+    char *differs = buffers.views[1].buf;
+    if (moves->len != buffers.views[1].len * (Py_ssize_t)sizeof(Move))
+        return release(&buffers, misfit("rows of two addresses and a size, each of 8 bytes, and a byte for each"));
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t row = 0; row < buffers.views[1].len; row++) {
+        memcpy(&move, (const char *)moves->buf + row * (Py_ssize_t)sizeof(Move), sizeof(Move));
+        differs[row] = memcmp((const void *)(intptr_t)move.target, (const void *)(intptr_t)move.source, (size_t)move.size) != 0;
+    }
+    Py_END_ALLOW_THREADS
+    Py_INCREF(Py_None);
+    return release(&buffers, Py_None);
+}
+
 static PyMethodDef methods[] = {
     {"take_differences", take_differences, METH_VARARGS, "(words, base, into, item_bytes): the zigzag differences, sorted."},
     {"add_differences", add_differences, METH_VARARGS, "(sorted, base, into, item_bytes): the words again."},
@@ -294,6 +318,7 @@ static PyMethodDef methods[] = {
      "(words, base, gaps, values, item_bytes, is_float, piece_bytes, visit): count, sum of words, sum of base."},
     {"apply_changes", apply_changes, METH_VARARGS, "(gaps, values, into, item_bytes, is_float): whether the gaps fit, and were applied."},
     {"copy_memory", copy_memory, METH_VARARGS, "(moves): copies; rows of a target address, a source address and a size, as int64."},
+    {"compare_memory", compare_memory, METH_VARARGS, "(moves, differs): sets a byte for each row: whether the bytes at both addresses differ."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -260,7 +260,7 @@ class Reader(StorageReader):
 
     def _read(self, wanted: Sequence[Leaf]) -> TensorAllocator:
         fresh = TensorAllocator(self._content.layout, ((leaf, None) for leaf in wanted), _CPU)
-        self._content.read(dict(fresh.targets))
+        self._content.read(fresh.targets)
         return fresh
 
 

@@ -91,7 +91,7 @@ def _children(tree: Container) -> Sequence[Tree]:
 
 
 def _value(job: ExportJob, tree: Tree) -> Any:
-    wanted = require_buildable(tree, job.content)
+    wanted = require_buildable(tree, job.content).items()
     fresh = TensorAllocator(job.content.layout, wanted, torch.device("cpu"))
-    job.content.read(dict(fresh.targets))
+    job.content.read(fresh.targets)
     return build(tree, job.content, fresh.get)

@@ -51,7 +51,7 @@ class MetaState:
             else:
                 unread.append(leaf)
         filled = TensorAllocator(layout, [(leaf, None) for leaf in read], cpu)
-        content.read(dict(filled.targets))
+        content.read(filled.targets)
         try:
             with untouched():
                 empty = TensorAllocator(layout, [(leaf, None) for leaf in unread], cpu)

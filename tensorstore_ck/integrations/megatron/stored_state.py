@@ -113,9 +113,9 @@ class StoredState:
 
     def _values(self, keys: Iterable[str]) -> Mapping[str, Any]:
         trees = {key: self._children[key] for key in keys}
-        wanted = [leaf for tree in trees.values() for leaf in require_buildable(tree, self._content)]
+        wanted = [leaf for tree in trees.values() for leaf in require_buildable(tree, self._content).items()]
         fresh = TensorAllocator(self._content.layout, wanted, _CPU)
-        self._content.read(dict(fresh.targets))
+        self._content.read(fresh.targets)
         return {key: build(tree, self._content, fresh.get) for key, tree in trees.items()}
 
 

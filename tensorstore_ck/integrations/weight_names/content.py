@@ -1,6 +1,6 @@
 """Converts a stored snapshot while it is read: the bytes of each new tensor are read where the old ones have them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -58,7 +58,7 @@ class ConvertedContent:
         """There are no values."""
         raise IndexError(index)
 
-    def read(self, targets: dict[int, ByteTarget]) -> None:
+    def read(self, targets: Mapping[int, ByteTarget]) -> None:
         """Reads and verifies whole tensors."""
         for number, target in targets.items():
             spec = self.layout.tensors[number]

@@ -184,6 +184,9 @@ def test_what_does_not_fit_is_refused() -> None:
         kernel.decode_groups([(1, RAW, bytes(4))], bytes(4), 1, False)
     with pytest.raises(ValueError, match="rows"):
         kernel.copy_memory(bytes(23))
+    for rows, found in ((23, 1), (24, 2), (48, 1)):
+        with pytest.raises(ValueError, match="rows"):
+            kernel.compare_memory(bytes(rows), bytearray(found))
     for words, base, into, item_bytes in ((8, 8, 4, 4), (8, 4, 8, 4), (6, 6, 6, 4), (8, 8, 8, 3), (8, 8, 8, 0), (8, 8, 8, 16)):
         with pytest.raises(ValueError, match="of one size"):
             kernel.add_differences(bytes(words), bytes(base), bytearray(into), item_bytes)

@@ -13,6 +13,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.engine.write import sampled_checks
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, STRIDE_BYTES, pieces
 from tensorstore_ck.errors import CaptureChangedError, InvalidOptionError
+from tensorstore_ck.format.codec import compiled
 from tensorstore_ck.state import capture_copy
 from tests.session.group.pool import Pool, make_store
 from tests.session.save import rank_side
@@ -89,11 +90,18 @@ def test_while_it_is_saved(place: Scene, during_put: Any, name: str, change: Cal
     assert place.steps() == [1, 2]
 
 
-@pytest.mark.parametrize(("name", "change"), CHANGES)
-def test_while_it_is_copied(place: Scene, during_capture: Any, name: str, change: Callable[[dict[str, Any]], object]) -> None:
+@pytest.mark.parametrize(("has_kernel", "name", "change"), [(compiled.HAS_KERNEL, *each) for each in CHANGES] + [(False, *CHANGES[1])])
+def test_while_it_is_copied(
+    place: Scene, during_capture: Any, has_kernel: bool, name: str, change: Callable[[dict[str, Any]], object]
+) -> None:
     state = state_of(1)
-    during_capture(lambda: change(state))
-    with pytest.raises(CaptureChangedError, match=f"^{name} changed while being captured"):
+
+    def work() -> None:
+        change(state)
+        patch.setattr(compiled, "HAS_KERNEL", has_kernel)
+
+    during_capture(work)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CaptureChangedError, match=f"^{name} changed while being captured"):
         place.store.put_snapshot_async(state, ref="job", step=1)
     assert place.in_use_bytes == 0
     place.store.put_snapshot_async(state, ref="job", step=1).wait()
@@ -183,6 +191,20 @@ def test_a_sample_is_a_piece_of_each_stride_however_a_tensor_is_cut(share: float
             for start, stop in pieces(tensor, begin, min(begin + (3 << 20), size), share, turn):
                 cut[start:stop] = True
         assert (cut == taken).all()
+
+
+@pytest.mark.parametrize("share", [SAMPLE_SHARE, 0.3, 1.0])
+def test_many_tensors_have_the_sample_that_each_has_alone(share: float) -> None:
+    tensors = np.concatenate((np.arange(3_000), [2**31 + 7]))
+    for turn in (0, 2**32 - 1):
+        sizes = np.random.default_rng(turn).integers(1, STRIDE_BYTES // 2, len(tensors))
+        sizes[:3] = 1, STRIDE_BYTES, 3 * STRIDE_BYTES + 5
+        each = [
+            (tensor, start, stop - start)
+            for tensor, size in zip(tensors.tolist(), sizes.tolist(), strict=True)
+            for start, stop in pieces(tensor, 0, size, share, turn)
+        ]
+        assert list(map(tuple, sampled_checks.pieces_of_many(tensors, sizes, share, turn).tolist())) == each
 
 
 def test_each_byte_has_its_turn() -> None:
