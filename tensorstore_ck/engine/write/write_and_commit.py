@@ -76,7 +76,7 @@ class Destination(Protocol):
     def wrote(self, request: SaveRequest, written: Sequence[WrittenPart]) -> None:
         """Called when this process has written its parts. Rank 0 must be able to read those of the others, and a crash must lose none."""
 
-    def commit(
+    def append_entry(
         self, request: SaveRequest, record: Record, reports: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
     ) -> SnapshotInfo:
         """Makes the record durable, and appends the entry for the parts in all `reports`, in the order of ranks.
@@ -154,7 +154,7 @@ class StoreDestination:
         """Notes the parts: all ranks can read what is in the store."""
         self._written, self._is_indexed = written, False
 
-    def commit(
+    def append_entry(
         self, request: SaveRequest, record: Record, reports: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
     ) -> SnapshotInfo:
         """See `Destination`."""
@@ -263,7 +263,7 @@ def commit(
         record = record_of(engine, request, reports, logical_bytes=logical_bytes, streams=streams)
         txn = txn or destination.txn or engine.put_id()
         try:
-            return destination.commit(request, record, reports, txn=txn, mark=mark, at=view)
+            return destination.append_entry(request, record, reports, txn=txn, mark=mark, at=view)
         except UndecidedError as exc:
             exc.txn = txn
             raise

@@ -143,7 +143,7 @@ class StagingDestination:
         self._tier.uploader.upload(self._small(), stop=self._stop)
         self._write_manifest(request, None)
 
-    def commit(
+    def append_entry(
         self, request: SaveRequest, record: Record, reports: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
     ) -> SnapshotInfo:
         """Appends to the log that it is staged, if it shares blocks with others or has several ranks.
