@@ -13,6 +13,7 @@ from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.common.save_progress import Stage
 from tensorstore_ck.engine.interfaces import CapturedState, SnapshotContent
 from tensorstore_ck.engine.opening import read_config
+from tensorstore_ck.engine.read.block_reader import ReadBlocks, read_blocks
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.engine.write.request import LAST_SEEN, AnyHead, LastSeen
 from tensorstore_ck.errors import InvalidOptionError
@@ -72,15 +73,18 @@ def require_location(store: ReadOnlyStore, url: str) -> None:
 # --- one snapshot by its row in the log --------------------------------------------------------------------------------
 
 
-def open_content(store: ReadOnlyStore, info: SnapshotInfo, ranks: tuple[int, int] | None = None) -> SnapshotContent:
+def open_content(
+    store: ReadOnlyStore, info: SnapshotInfo, ranks: tuple[int, int] | None = None, read: ReadBlocks = read_blocks
+) -> SnapshotContent:
     """The tables of a snapshot, and its blocks on demand.
 
     `ranks`: this rank, and how many read the snapshot: they share the rate of reads, and each begins with another part of it.
+    `read`: reads the blocks.
     """
     if ranks is None:
-        return open_snapshot(store.engine, info)
+        return open_snapshot(store.engine, info, read)
     store.engine.reads.share(ranks[1])
-    return open_snapshot(store.engine, info, position=(ranks[0] + 0.5) / ranks[1])
+    return open_snapshot(store.engine, info, read, position=(ranks[0] + 0.5) / ranks[1])
 
 
 def resolve(store: ReadOnlyStore, address: str, view: RefTable | None = None) -> Resolved:

@@ -12,6 +12,7 @@ megatron_folder.py      the format torch_dist of Megatron-core
 deepspeed_universal.py  a universal checkpoint of DeepSpeed
 strip_prefix.py         names without a prefix
 byte_routing.py         which bytes of which stored tensor go to which place in a file
+file_ranges.py          writes bytes of stored tensors to ranges of files, or copies whole blocks
 meta_state.py           a state whose tensors have no bytes
 torch_zip_template.py   torch's zip files with gaps for the bytes
 output_file.py          a file that is written in any order, and read back

@@ -1,7 +1,7 @@
 """Writes bytes of stored tensors to ranges of files.
 
-A tensor that is stored contiguously goes directly from verified blocks to the file, one block at a time per thread. Sharded tensors are
-assembled in windows of memory. Non-contiguous views are copied from a scratch file. So memory stays bounded for tensors of any size.
+A tensor that is stored contiguously goes directly from blocks to the file. Sharded tensors are assembled in windows of memory.
+Non-contiguous views are copied from a scratch file. So memory stays bounded for tensors of any size.
 """
 
 from collections import defaultdict
@@ -20,6 +20,7 @@ from tensorstore_ck.format.block_assignment import row_boxes
 from tensorstore_ck.format.layout import TensorSpec, dense_strides
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Leaf
+from tensorstore_ck.integrations.exporting.file_ranges import FileRange, RangesTarget
 from tensorstore_ck.integrations.exporting.output_file import OutputFile
 from tensorstore_ck.state.allocate import LeafForm, dtype_of, form_of, view_of
 from tensorstore_ck.state.byte_sources import CopySource
@@ -28,15 +29,6 @@ WINDOW_BYTES: Final = 32 << 20
 """The bytes of one sharded tensor that are in memory at once."""
 BATCH_BYTES: Final = 64 << 20
 """Windows that are read together."""
-
-
-class FileRange(NamedTuple):
-    """Bytes [start, stop) of a stored tensor go to `offset` of a file."""
-
-    start: int
-    stop: int
-    file: OutputFile
-    offset: int
 
 
 class ByteRouter:
@@ -79,6 +71,7 @@ class ByteRouter:
         with OutputFile(scratch, "a scratch file") as file:
             file.unlink()
             _write_ranges(self._content, {number: [FileRange(0, size, file, 0)]})
+            file.read_back([range(size)])
             base = torch.frombuffer(file.mapped(), dtype=torch.uint8)
             for form, target, offset in wanted:
                 source, total = CopySource(view_of(base, form)), size_bytes(form)
@@ -103,38 +96,22 @@ def size_bytes(form: LeafForm) -> int:
     return prod(form.shape) * form.dtype.itemsize
 
 
-class _FanOutTarget(ByteTarget):
-    """`ByteTarget` that writes the bytes of one tensor to several ranges."""
-
-    def __init__(self, ranges: Sequence[FileRange]) -> None:
-        self._ranges = ranges
-
-    def memory(self) -> None:
-        """None: bytes come through `write`."""
-
-    def write(self, start: int, data: memoryview) -> None:
-        for target in self._ranges:
-            first, last = max(start, target.start), min(start + len(data), target.stop)
-            if first < last:
-                target.file.write(target.offset + first - target.start, data[first - start : last - start])
-
-
 def _write_ranges(content: SnapshotContent, ranges: "dict[int, list[FileRange]]") -> None:
     spreads = content.layout.spreads
     whole: dict[int, ByteTarget] = {}
-    shared: dict[int, _FanOutTarget] = {}
+    shared: dict[int, RangesTarget] = {}
     for number, wanted in ranges.items():
         if isinstance(content, MergedSnapshot) or (spreads and spreads[number] is not None):
-            shared[number] = _FanOutTarget(wanted)
+            shared[number] = RangesTarget(wanted)
         else:
-            whole[number] = _FanOutTarget(wanted)
+            whole[number] = RangesTarget(wanted)
     content.read(whole)
     if shared:
         _write_windows(content, shared)
 
 
 class _FileWindow(NamedTuple):
-    fan: _FanOutTarget
+    fan: RangesTarget
     start: int
     memory: memoryview
 
@@ -142,7 +119,7 @@ class _FileWindow(NamedTuple):
         self.fan.write(self.start, self.memory)
 
 
-def _write_windows(content: SnapshotContent, fans: dict[int, _FanOutTarget]) -> None:
+def _write_windows(content: SnapshotContent, fans: dict[int, RangesTarget]) -> None:
     memory = memoryview(new_pages(BATCH_BYTES))
     batch: list[_FileWindow] = []
     boxes: list[WantedBox] = []

@@ -17,6 +17,7 @@ from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
 from tensorstore_ck.integrations.exporting import model_folder, safetensors_files, torch_file
 from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, atomic_folder, target_of
 from tensorstore_ck.integrations.exporting.deepspeed_universal import write_universal
+from tensorstore_ck.integrations.exporting.file_ranges import read_or_copy
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.strip_prefix import sole_prefix, without_prefix
 from tensorstore_ck.integrations.model_file_names import USUAL_FILE
@@ -135,7 +136,7 @@ def export_snapshot(
     snapshot = Snapshot.from_info(info)
     if not allow_marked:
         refuse_marked(snapshot, address, "pass allow_marked=True (--allow-marked)")
-    content: SnapshotContent = open_content(store, info)
+    content: SnapshotContent = open_content(store, info, read=read_or_copy)
     config = None if config_from is None else os.fspath(config_from)
     tree, write = _plan(content, format=format, select=select, exclude=exclude, prefix=strip_prefix, config_from=config)
     others: list[str] = []

@@ -1,7 +1,7 @@
 """A file that is written in any order, by several threads, and then read back.
 
-Records the hash of every write. `read_back` reads the file from the file system and compares; `finish` also checks that every byte was
-written exactly once. Knows no formats, tensors or stores.
+Records the hash of every write, or what the writer expects. `read_back` reads the file from the file system and compares; `finish` also
+checks that every byte was written. Knows no formats, tensors or stores.
 """
 
 import mmap
@@ -9,7 +9,7 @@ import os
 import threading
 import zlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Self
 
 from blake3 import blake3
@@ -19,14 +19,21 @@ from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.errors import CorruptObjectError
 
-PIECE_BYTES: Final = 8 << 20
-"""The largest piece of one write or read."""
+PIECE_BYTES: Final = 1 << 20
+"""The largest piece of one write or read: it stays in a core's cache while it is hashed and summed."""
+REGION_BYTES: Final = 8 << 20
+"""What a thread compares at a time."""
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
+    """Bytes of the file, and what they must be."""
+
     offset: int
     size: int
     digest: bytes
+    """Their BLAKE3 hash."""
+    require_sound: Callable[[], object] | None = None
+    """Raises an error if what differs is the source of the bytes, not the file; None: they were hashed before they were written."""
 
 
 class OutputFile:
@@ -39,8 +46,9 @@ class OutputFile:
         self._folder = os.path.dirname(path) or "."
         with os_errors("write", shown, self._folder):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        self._pieces: list[_Piece] = []
+        self._pieces: dict[int, Piece] = {}
         self._writing = threading.Lock()
+        self._buffers = threading.local()
 
     def __enter__(self) -> Self:
         return self
@@ -52,13 +60,21 @@ class OutputFile:
         """Writes `data` at `offset`, where nothing may have been written before."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), PIECE_BYTES):
-            piece = view[start : start + PIECE_BYTES]
-            digest = blake3(piece).digest()
-            # The kernel lets one thread at a time write to a file; the others would spin, for a third of the system time.
-            with self._writing, os_errors("write", self._shown, self._folder):
-                self._pieces.append(_Piece(offset + start, len(piece), digest))
-                write_at(self._fd, [piece], offset + start)
-            start_write_back(self._fd, offset + start, len(piece))
+            data = view[start : start + PIECE_BYTES]
+            piece = Piece(offset + start, len(data), blake3(data).digest())
+            self.write_unhashed(piece.offset, data)
+            self.expect(piece)
+
+    def write_unhashed(self, offset: int, data: memoryview) -> None:
+        """Writes a part of what `expect` will be called with."""
+        # The kernel lets one thread at a time write to a file; the others would spin, for a third of the system time.
+        with self._writing, os_errors("write", self._shown, self._folder):
+            write_at(self._fd, [data], offset)
+
+    def expect(self, piece: Piece) -> None:
+        """Says what a piece that was written must be."""
+        self._pieces[piece.offset] = piece
+        start_write_back(self._fd, piece.offset, piece.size)
 
     def unlink(self) -> None:
         """Removes its name; the file is deleted when it is closed."""
@@ -76,11 +92,11 @@ class OutputFile:
         Raises:
             CorruptObjectError: the file differs, or a region was not completely written.
         """
-        self._pieces.sort()
+        pieces = self._sorted_pieces()
         checksums = [0] * len(regions)
 
         def check(number: int) -> None:
-            checksums[number] = self._compare(regions[number], checksum=True)
+            checksums[number] = self._compare(regions[number], pieces, checksum=True)
 
         for_each(range(len(regions)), check, min(cpu_threads(), len(regions)))
         return checksums
@@ -91,46 +107,60 @@ class OutputFile:
         Raises:
             CorruptObjectError: see `read_back`; or the file does not have `size` bytes.
         """
-        self._pieces.sort()
+        pieces = self._sorted_pieces()
         bounds = sorted((region.start, region.stop) for region in checked if region)
         gaps, at = [], 0
         for start, stop in [*bounds, (size, size)]:
             gaps.append(range(at, start))
             at = stop
-        tasks = [piece for gap in gaps for piece in _cut(gap, self._pieces)]
+        tasks = [piece for gap in gaps for piece in _cut(gap, pieces)]
 
         def work(region: range | None) -> None:
             if region is None:
                 with os_errors("write", self._shown, self._folder):
                     os.fsync(self._fd)
             else:
-                self._compare(region)
+                self._compare(region, pieces)
 
         for_each([None, *tasks], work, min(cpu_threads() + 1, len(tasks) + 1))
         if os.fstat(self._fd).st_size != size:
             self._refuse(f"has {os.fstat(self._fd).st_size} bytes instead of {size}")
 
-    def _compare(self, region: range, *, checksum: bool = False) -> int:
+    def _sorted_pieces(self) -> list[Piece]:
+        return [self._pieces[offset] for offset in sorted(self._pieces)]
+
+    def _compare(self, region: range, pieces: Sequence[Piece], *, checksum: bool = False) -> int:
         """Compares a region; returns its CRC-32 if requested."""
-        buffer = bytearray(min(PIECE_BYTES, len(region)))
         crc, at = 0, region.start
-        for number in range(bisect_left(self._pieces, (region.start,)), len(self._pieces)):
-            piece = self._pieces[number]
+        for number in range(bisect_left(pieces, region.start, key=_offset), len(pieces)):
+            piece = pieces[number]
             if piece.offset >= region.stop:
                 break
-            view = memoryview(buffer)[: piece.size]
-            if piece.offset != at or len(view) != piece.size:
+            if piece.offset != at or at + piece.size > region.stop:
                 self._refuse(f"was not written correctly at byte {at}")
-            with os_errors("read back", self._shown):
-                count = read_at(self._fd, view, at)
-            if count != piece.size or blake3(view).digest() != piece.digest:
+            digest, crc = self._read(piece, crc if checksum else None)
+            if digest != piece.digest:
+                if piece.require_sound is not None:
+                    piece.require_sound()
                 self._refuse(f"does not hold at bytes {at} to {at + piece.size} what was written there")
-            if checksum:
-                crc = zlib.crc32(view, crc)
             at += piece.size
         if at < region.stop:
             self._refuse(f"was not written from byte {at} on")
         return crc
+
+    def _read(self, piece: Piece, crc: int | None) -> tuple[bytes, int]:
+        """The hash of what the file holds, and its CRC-32 after bytes of the sum `crc`; None: no sum."""
+        if not hasattr(self._buffers, "memory"):
+            self._buffers.memory = memoryview(bytearray(PIECE_BYTES))
+        hasher = blake3()
+        for at in range(0, piece.size, PIECE_BYTES):
+            view = self._buffers.memory[: min(PIECE_BYTES, piece.size - at)]
+            with os_errors("read back", self._shown):
+                count = read_at(self._fd, view, piece.offset + at)
+            hasher.update(view[:count])
+            if crc is not None:
+                crc = zlib.crc32(view[:count], crc)
+        return hasher.digest(), crc or 0
 
     def _refuse(self, what: str) -> None:
         raise CorruptObjectError(
@@ -138,12 +168,16 @@ class OutputFile:
         )
 
 
-def _cut(gap: range, pieces: Sequence[_Piece]) -> list[range]:
-    """Regions of about `PIECE_BYTES`, cut between writes."""
+def _offset(piece: Piece) -> int:
+    return piece.offset
+
+
+def _cut(gap: range, pieces: Sequence[Piece]) -> list[range]:
+    """Regions of about `REGION_BYTES`, cut between pieces."""
     cuts, start = [], gap.start
-    for number in range(bisect_left(pieces, (gap.start,)), bisect_left(pieces, (gap.stop,))):
+    for number in range(bisect_left(pieces, gap.start, key=_offset), bisect_left(pieces, gap.stop, key=_offset)):
         stop = pieces[number].offset + pieces[number].size
-        if stop - start >= PIECE_BYTES:
+        if stop - start >= REGION_BYTES:
             cuts.append(range(start, stop))
             start = stop
     return [*cuts, range(start, gap.stop)] if start < gap.stop else cuts

@@ -25,7 +25,7 @@ from tensorstore_ck.errors import (
     PermissionDeniedError,
     SnapshotMarkedBadError,
 )
-from tensorstore_ck.integrations.exporting import FORMATS, byte_routing, export_snapshot, output_file
+from tensorstore_ck.integrations.exporting import FORMATS, byte_routing, export_snapshot, file_ranges, output_file
 from tests.gc.stores import open_store
 from tests.integrations.exporting.states import small_blocks
 
@@ -124,15 +124,29 @@ def test_a_disk_that_keeps_something_else(store: tsck.Store, kind: Any, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_damaged_block_of_a_tensor_that_is_not_row_major(backend: MemoryBackend, tmp_path: Path) -> None:
+    with open_store(backend) as store:
+        base = torch.randn(40, 300)
+        store.put_snapshot({"base": base, "turned": base.t()}, ref="run")
+        (pack,) = [info.name for info in backend.list("packs/")]
+        data = bytearray(backend.get(pack, max_bytes=1 << 30))
+        data[len(data) // 2] ^= 1
+        backend.replace(pack, data)
+        with pytest.raises(DamageError, match="tensor 'base'"):
+            export_snapshot(store, "run", tmp_path / "out", format="safetensors", select=["turned"])
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("lost", ["all", "one"])
 def test_bytes_that_never_came(store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
-    write = byte_routing._FanOutTarget.write
+    write = file_ranges.RangesTarget.write
 
     def lose(self: Any, start: int, data: memoryview) -> None:
         if lost == "one" and start != 4096:
             write(self, start, data)
 
-    monkeypatch.setattr(byte_routing._FanOutTarget, "write", lose)
+    monkeypatch.setattr(file_ranges, "MIN_BYTES", 1 << 20)  # all blocks are read
+    monkeypatch.setattr(file_ranges.RangesTarget, "write", lose)
     with pytest.raises(CorruptObjectError, match="was not written"):
         export_snapshot(store, "run", tmp_path / "out", format=kind, exclude=["b.turned"])
     assert list(tmp_path.iterdir()) == []
