@@ -20,6 +20,7 @@ from tensorstore_ck.format.codec.entropy import (
     NOISE_BITS,
     REPEATING_BITS,
     SMALL_SHARE,
+    CodedBytes,
     EntropyCoder,
     GroupCoding,
     check_group,
@@ -87,11 +88,13 @@ def encode_few_words(words: Words, coder: EntropyCoder) -> list[bytes | memoryvi
     into = np.empty(_coded_bytes(words, item_bytes), np.uint8)
     codings = bytes([1] * item_bytes), bytes([GroupCoding.ZSTD] * item_bytes)
     frames = [into[start:stop] for start, stop in compiled.kernel.encode_groups(raw, bytes_of(into), item_bytes, False, *codings)]
-    coded: list[tuple[GroupCoding, bytes | memoryview]] = [(GroupCoding.ZSTD, bytes_of(frame)) for frame in frames]
+    coded: list[CodedBytes] = [(GroupCoding.ZSTD, bytes_of(frame)) for frame in frames]
+    block_bytes = sum(len(frame) for _, frame in coded)
     for number, (_, frame) in enumerate(coded):
         if SMALL_SHARE * count < len(frame) < SKEWED_BITS / 8 * count:
             plane = words.view("u1")[item_bytes - 1 - number :: item_bytes].copy()
-            coded[number] = min(coded[number], coder.encode(plane, SKEWED_BITS), key=lambda group: len(group[1]))
+            runs = min(coded[number], coder.encode(plane, SKEWED_BITS), key=lambda group: len(group[1]))
+            coded[number] = coder.with_matches(plane, runs, block_bytes)
     return (
         _joined([1] * item_bytes, coded, item_bytes, 0) if sum(len(data) for _, data in coded) < len(raw) else _not_coded(raw, item_bytes)
     )
@@ -101,9 +104,7 @@ def _not_coded(raw: memoryview, item_bytes: int) -> list[bytes | memoryview]:
     return [_HEADER.pack(item_bytes, 0, 1), _GROUP.pack(item_bytes, GroupCoding.RAW, len(raw)), raw]
 
 
-def _joined(
-    widths: Sequence[int], coded: Sequence[tuple[GroupCoding, bytes | memoryview]], item_bytes: int, flags: int
-) -> list[bytes | memoryview]:
+def _joined(widths: Sequence[int], coded: Sequence[CodedBytes], item_bytes: int, flags: int) -> list[bytes | memoryview]:
     header = [_HEADER.pack(item_bytes, flags, len(coded))]
     header += [_GROUP.pack(width, how, len(data)) for width, (how, data) in zip(widths, coded, strict=True)]
     return [b"".join(header), *(data for _, data in coded)]
@@ -131,10 +132,15 @@ def encode_planes(raw: memoryview, elements: Elements, coder: EntropyCoder) -> l
     if compiled.HAS_KERNEL and len(words) >= COMPILED_WORDS:
         planes = split(sampled, [1] * elements.item_bytes, rotated=elements.is_float)
         firsts = [planes[at - width] for at, width in zip(accumulate(widths), widths, strict=True)]
-        coded = _split_and_encode(words, list(zip(widths, heads, firsts, strict=True)), coder, rotated=elements.is_float)
+        groups, coded = _split_and_encode(words, list(zip(widths, heads, firsts, strict=True)), coder, rotated=elements.is_float)
     else:
         groups = split(words, widths, rotated=elements.is_float)
         coded = [coder.encode(group, entropy) for group, entropy in zip(groups, heads, strict=True)]
+    coded_bytes = sum(len(data) for _, data in coded)
+    coded = [
+        coder.with_matches(group, found, coded_bytes) if entropy < REPEATING_BITS else found
+        for group, found, entropy in zip(groups, coded, heads, strict=True)
+    ]
     if sum(len(data) for _, data in coded) >= len(raw):
         return None
     return _joined(widths, coded, elements.item_bytes, ROTATED if elements.is_float else 0)
@@ -142,8 +148,11 @@ def encode_planes(raw: memoryview, elements: Elements, coder: EntropyCoder) -> l
 
 def _split_and_encode(
     words: Words, groups: Sequence[tuple[int, float, Words]], coder: EntropyCoder, *, rotated: bool
-) -> list[tuple[GroupCoding, bytes | memoryview]]:
-    """Splits words and codes the groups, each of a width, an entropy, and a sample: Huffman codes in one pass, others in a second one."""
+) -> tuple[list[Words], list[CodedBytes]]:
+    """Splits words and codes the groups, each of a width, an entropy, and a sample: Huffman codes in one pass, others in a second one.
+
+    Returns the groups of that second pass as they were split, and all as they are coded.
+    """
     hows = [
         GroupCoding.ZSTD if REPEATING_BITS <= entropy <= NOISE_BITS and not has_runs(some) else GroupCoding.RAW
         for _, entropy, some in groups
@@ -151,13 +160,12 @@ def _split_and_encode(
     codings = bytes(width for width, _, _ in groups), bytes(hows)
     into = np.empty(_coded_bytes(words, len(groups)), np.uint8)
     places = compiled.kernel.encode_groups(bytes_of(words), bytes_of(into), words.itemsize, rotated, *codings)
-    coded: list[tuple[GroupCoding, bytes | memoryview]] = []
+    found, coded = list[Words](), list[CodedBytes]()
     for how, (width, entropy, _), (start, stop) in zip(hows, groups, places, strict=True):
-        if how == GroupCoding.ZSTD:
-            coded.append((how, bytes_of(into[start:stop])))
-        else:
-            coded.append(coder.encode(into[start:stop].view(f"<u{width}"), entropy))
-    return coded
+        data = into[start:stop]
+        found.append(data if how == GroupCoding.ZSTD else data.view(f"<u{width}"))
+        coded.append((how, bytes_of(data)) if how == GroupCoding.ZSTD else coder.encode(found[-1], entropy))
+    return found, coded
 
 
 def decode_planes(stored: memoryview, into: memoryview, name: str) -> None:

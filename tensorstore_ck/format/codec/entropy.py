@@ -19,10 +19,15 @@ REPEATING_BITS: Final = 1.5
 RUNS_SHARE: Final = 0.1
 """How many more of all bytes than by chance are equal to the one before, where they have runs."""
 SMALL_SHARE: Final = 1 / 64
-"""Matches are searched for only if they save more than this share of the bytes: the search takes ten times as long as the rest."""
-PROBED_FROM_BYTES: Final = 1 << 17
+SEARCHED_SHARE: Final = 1 / 32
+"""Matches are searched for in groups that are coded in more than this share of their bytes, and of the coded block: the search takes ten
+times as long as the rest."""
+WORTH_SHARE: Final = 1 / 100
+"""A trial must save at least this share of the coded block."""
+PROBED_FROM_BYTES: Final = 1 << 16
 PROBES: Final = 4
 PROBES_SHARE: Final = 1 / 16
+LEAST_PROBE_BYTES: Final = 1 << 12
 """A trial on so many pieces, together this share of the bytes, decides. Smaller groups are searched without a trial."""
 SAMPLE_PIECES: Final = 16
 SAMPLE_WORDS: Final = 512
@@ -54,6 +59,10 @@ def has_runs(values: Words) -> bool:
     return bool(np.count_nonzero(values[1:] == values[:-1]) > by_chance + RUNS_SHARE * len(values))
 
 
+CodedBytes = tuple[GroupCoding, bytes | memoryview]
+"""How a group is coded, and its stored bytes."""
+
+
 class EntropyCoder:
     """Encodes groups of bytes. Not thread-safe."""
 
@@ -66,27 +75,31 @@ class EntropyCoder:
         self._level = level
         self._matching: zstandard.ZstdCompressor | None = None
 
-    def encode(self, group: Words, bits: float) -> tuple[GroupCoding, bytes | memoryview]:
+    def encode(self, group: Words, bits: float) -> CodedBytes:
         """The coding of a group and its stored bytes. `bits` is the entropy of a sample, in bits per byte."""
         if len(group) and bits == 0 and bool((group == group[0]).all()):
             return GroupCoding.CONSTANT, bytes_of(group[:1])
         if bits > NOISE_BITS:
             return GroupCoding.RAW, bytes_of(group)
         coded = self._pure.compress(bytes_of(group))
-        if bits < REPEATING_BITS and len(coded) > SMALL_SHARE * group.nbytes and self._has_matches(group):
-            coded = min(coded, self._encode_with_matches(group), key=len)
         return (GroupCoding.ZSTD, coded) if len(coded) < WORTH * group.nbytes else (GroupCoding.RAW, bytes_of(group))
 
-    def _has_matches(self, group: Words) -> bool:
-        """Whether a search for matches makes one of some pieces clearly smaller."""
+    def with_matches(self, group: Words, coded: CodedBytes, block_bytes: int) -> CodedBytes:
+        """A `coded` group of repeating bytes, smaller if matches make it so; all groups of its block are coded in `block_bytes`."""
+        least_bytes = max(SMALL_SHARE * group.nbytes, SEARCHED_SHARE * block_bytes)
+        if coded[0] == GroupCoding.CONSTANT or len(coded[1]) <= least_bytes or not self._has_matches(group, block_bytes):
+            return coded
+        matched = self._encode_with_matches(group)
+        return (GroupCoding.ZSTD, matched) if len(matched) < min(len(coded[1]), WORTH * group.nbytes) else coded
+
+    def _has_matches(self, group: Words, block_bytes: int) -> bool:
+        """Whether a search for matches makes one of some pieces so small that the block gains from it."""
         if group.nbytes < PROBED_FROM_BYTES:
             return True
-        size, step = int(len(group) * PROBES_SHARE / PROBES), len(group) // PROBES
+        size, step = max(LEAST_PROBE_BYTES, int(len(group) * PROBES_SHARE / PROBES)), len(group) // PROBES
         pieces = (group[start : start + size] for start in range(step // 2, len(group), step))
-        return any(
-            len(self._pure.compress(bytes_of(piece))) - len(self._encode_with_matches(piece)) > SMALL_SHARE * piece.nbytes
-            for piece in pieces
-        )
+        needed = size * max(SMALL_SHARE, WORTH_SHARE * block_bytes / group.nbytes)
+        return any(len(self._pure.compress(bytes_of(piece))) - len(self._encode_with_matches(piece)) > needed for piece in pieces)
 
     def _encode_with_matches(self, group: Words) -> bytes:
         if self._matching is None:
