@@ -130,19 +130,27 @@ void encode_groups(const char *words, size_t count, int item_bytes, int rotated,
     }
 }
 
-void count_planes(const char *words, size_t count, int item_bytes, int rotated, uint32_t (*occurrences)[256])
+void survey_planes(const char *words, size_t count, int item_bytes, int rotated, Plane *planes)
 {
-    memset(occurrences, 0, (size_t)item_bytes * sizeof *occurrences);
-    for (size_t at = 0, words_here; at < count; at += words_here) {
-        words_here = count - at < PIECE ? count - at : PIECE;
-        for (int place = 0; place < item_bytes; place++) {
-            uint8_t plane[PIECE];
+    memset(planes, 0, (size_t)item_bytes * sizeof *planes);
+    for (int place = 0; place < item_bytes; place++) {
+        uint8_t plane[1 + SURVEY_PIECE]; /* after the last byte of the piece before */
+        for (size_t at = 0, words_here; at < count; at += words_here) {
             uint32_t of_streams[STREAMS][256], all[256];
             size_t counts[STREAMS];
-            split(words + at * (size_t)item_bytes, words_here, item_bytes, 8 * (item_bytes - 1 - place), rotated, 1, (char *)plane);
-            count_bytes(plane, words_here, counts, of_streams, all);
-            for (int symbol = 0; symbol < 256; symbol++)
-                occurrences[place][symbol] += all[symbol];
+            uint64_t repeats = 0, squares = 0;
+            words_here = count - at < SURVEY_PIECE ? count - at : SURVEY_PIECE;
+            split(words + at * (size_t)item_bytes, words_here, item_bytes, 8 * (item_bytes - 1 - place), rotated, 1, (char *)plane + 1);
+            count_bytes(plane + 1, words_here, counts, of_streams, all);
+            for (int symbol = 0; symbol < 256; symbol++) {
+                planes[place].occurrences[symbol] += all[symbol];
+                squares += (uint64_t)all[symbol] * all[symbol];
+            }
+            for (size_t i = at ? 0 : 1; i < words_here; i++)
+                repeats += plane[i] == plane[i + 1];
+            planes[place].repeats += repeats;
+            planes[place].squares += squares;
+            plane[0] = plane[words_here];
         }
     }
 }

@@ -8,7 +8,6 @@ Source: ZipNN (arXiv:2411.05239): in weights only the exponents repeat. A sample
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -23,10 +22,11 @@ from tensorstore_ck.format.codec.entropy import (
     CodedBytes,
     EntropyCoder,
     GroupCoding,
+    Plane,
     check_group,
     decode_group,
-    has_runs,
     sample,
+    survey,
 )
 
 COMPILED_WORDS: Final = 1024
@@ -71,7 +71,9 @@ def elements_of(dtype: str, item_bytes: int) -> Elements:
 def guess_elements(raw: memoryview) -> Elements:
     """The elements whose planes are estimated to be smallest."""
     fitting = [Elements(size, is_float) for size in (1, 2, 4, 8) if len(raw) % size == 0 for is_float in (False, True)[: min(size, 2)]]
-    return min(fitting, key=lambda elements: estimate_planes_bytes(raw, elements)) if len(raw) else BYTES
+    if not len(raw):
+        return BYTES
+    return min(fitting, key=lambda each: estimate_planes_share(sample(words_of(raw, each.item_bytes)), rotated=each.is_float))
 
 
 def planes_or_raw(raw: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview]:
@@ -115,57 +117,51 @@ def _coded_bytes(words: Words, groups: int) -> int:
     return words.nbytes + groups * (FRAME_BYTES + BLOCK_BYTES * (len(words) // FRAME_BLOCK + 1))
 
 
-def estimate_planes_bytes(raw: memoryview, elements: Elements) -> float:
-    """The estimated size of a block's planes in bytes."""
-    bits = _bits(sample(words_of(raw, elements.item_bytes)), rotated=elements.is_float)
-    return sum(bits) / 8 * (len(raw) / elements.item_bytes)
+def estimate_planes_share(some: Words, *, rotated: bool) -> float:
+    """The estimated size of a block's planes as a share of the block's, by a sample of it."""
+    return sum(plane.bits for plane in survey(some, rotated=rotated)) / 8 / some.itemsize
 
 
 def encode_planes(raw: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview] | None:
     """The pieces of the stored bytes; None if nothing is worth coding."""
-    words = words_of(raw, elements.item_bytes)
-    sampled = sample(words)
-    bits = _bits(sampled, rotated=elements.is_float)
-    if min(bits) > NOISE_BITS:
+    words, rotated = words_of(raw, elements.item_bytes), elements.is_float
+    planes = survey(sample(words), rotated=rotated)
+    if min(plane.bits for plane in planes) > NOISE_BITS:
         return None
-    widths, heads = _group(bits)
+    widths, heads = _group(planes)
     if compiled.HAS_KERNEL and len(words) >= COMPILED_WORDS:
-        planes = split(sampled, [1] * elements.item_bytes, rotated=elements.is_float)
-        firsts = [planes[at - width] for at, width in zip(accumulate(widths), widths, strict=True)]
-        groups, coded = _split_and_encode(words, list(zip(widths, heads, firsts, strict=True)), coder, rotated=elements.is_float)
+        groups, coded = _split_and_encode(words, widths, heads, coder, rotated=rotated)
     else:
-        groups = split(words, widths, rotated=elements.is_float)
-        coded = [coder.encode(group, entropy) for group, entropy in zip(groups, heads, strict=True)]
+        groups = split(words, widths, rotated=rotated)
+        coded = [coder.encode(group, head.bits) for group, head in zip(groups, heads, strict=True)]
     coded_bytes = sum(len(data) for _, data in coded)
-    coded = [
-        coder.with_matches(group, found, coded_bytes) if entropy < REPEATING_BITS else found
-        for group, found, entropy in zip(groups, coded, heads, strict=True)
-    ]
+    for number, head in enumerate(heads):
+        if head.bits < REPEATING_BITS:
+            coded[number] = coder.with_matches(groups[number], coded[number], coded_bytes)
     if sum(len(data) for _, data in coded) >= len(raw):
         return None
-    return _joined(widths, coded, elements.item_bytes, ROTATED if elements.is_float else 0)
+    return _joined(widths, coded, elements.item_bytes, ROTATED if rotated else 0)
 
 
 def _split_and_encode(
-    words: Words, groups: Sequence[tuple[int, float, Words]], coder: EntropyCoder, *, rotated: bool
+    words: Words, widths: Sequence[int], heads: Sequence[Plane], coder: EntropyCoder, *, rotated: bool
 ) -> tuple[list[Words], list[CodedBytes]]:
-    """Splits words and codes the groups, each of a width, an entropy, and a sample: Huffman codes in one pass, others in a second one.
+    """Splits words and codes the groups: Huffman codes in one pass, others in a second one.
 
-    Returns the groups of that second pass as they were split, and all as they are coded.
+    Returns the groups as they are after the first pass: split, or coded; and all as they are coded.
     """
-    hows = [
-        GroupCoding.ZSTD if REPEATING_BITS <= entropy <= NOISE_BITS and not has_runs(some) else GroupCoding.RAW
-        for _, entropy, some in groups
-    ]
-    codings = bytes(width for width, _, _ in groups), bytes(hows)
-    into = np.empty(_coded_bytes(words, len(groups)), np.uint8)
-    places = compiled.kernel.encode_groups(bytes_of(words), bytes_of(into), words.itemsize, rotated, *codings)
-    found, coded = list[Words](), list[CodedBytes]()
-    for how, (width, entropy, _), (start, stop) in zip(hows, groups, places, strict=True):
-        data = into[start:stop]
-        found.append(data if how == GroupCoding.ZSTD else data.view(f"<u{width}"))
-        coded.append((how, bytes_of(data)) if how == GroupCoding.ZSTD else coder.encode(found[-1], entropy))
-    return found, coded
+    hows = [GroupCoding.ZSTD if REPEATING_BITS <= head.bits <= NOISE_BITS and not head.has_runs else GroupCoding.RAW for head in heads]
+    into = np.empty(_coded_bytes(words, len(widths)), np.uint8)
+    places = compiled.kernel.encode_groups(bytes_of(words), bytes_of(into), words.itemsize, rotated, bytes(widths), bytes(hows))
+    groups = [into[start:stop] for start, stop in places]
+    coded = list[CodedBytes]()
+    for number, (how, width, head) in enumerate(zip(hows, widths, heads, strict=True)):
+        if how == GroupCoding.ZSTD:
+            coded.append((how, bytes_of(groups[number])))
+        else:
+            groups[number] = groups[number].view(f"<u{width}")
+            coded.append(coder.encode(groups[number], head.bits))
+    return groups, coded
 
 
 def decode_planes(stored: memoryview, into: memoryview, name: str) -> None:
@@ -208,28 +204,15 @@ def _decode_and_merge(groups: list[CodedGroup], into: Words, name: str, *, rotat
         unknown = compiled.kernel.decode_groups(groups, bytes_of(into), into.itemsize, rotated)
 
 
-def _bits(words: Words, *, rotated: bool) -> list[float]:
-    """The order-0 entropy of the bytes at each place of the words in bits, the most significant first."""
-    item_bytes = words.itemsize
-    if compiled.HAS_KERNEL:
-        counts = np.frombuffer(compiled.kernel.count_planes(bytes_of(words), item_bytes, rotated), np.uint32).reshape(item_bytes, 256)
-    else:
-        planes = split(words, [1] * item_bytes, rotated=rotated)
-        counts = np.array([np.bincount(plane, minlength=256) for plane in planes], np.uint32)
-    shares = counts / max(1, len(words))
-    bits: Words = -(shares * np.log2(np.maximum(counts, 1) / max(1, len(words)))).sum(axis=1)
-    return list(map(float, bits))
-
-
-def _group(bits: list[float]) -> tuple[list[int], list[float]]:
-    """The width of each group in bytes, and its entropy; adjacent bytes of noise form one group, of a machine word's width."""
+def _group(planes: Sequence[Plane]) -> tuple[list[int], list[Plane]]:
+    """The width of each group in bytes, and its first plane; adjacent bytes of noise form one group, of a machine word's width."""
     widths: list[int] = []
-    heads: list[float] = []
+    heads: list[Plane] = []
     at = 0
-    while at < len(bits):
-        run = next((number for number, entropy in enumerate(bits[at:]) if entropy <= NOISE_BITS), len(bits) - at)
+    while at < len(planes):
+        run = next((number for number, plane in enumerate(planes[at:]) if plane.bits <= NOISE_BITS), len(planes) - at)
         width = 1 if run < 2 or run == 3 else 1 << (min(run, 4).bit_length() - 1)
         widths.append(width)
-        heads.append(bits[at])
+        heads.append(planes[at])
         at += width
     return widths, heads

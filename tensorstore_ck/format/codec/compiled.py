@@ -12,7 +12,8 @@ try:
         raise ImportError("the kernel needs little-endian words")
     from tensorstore_ck.format.codec import _kernel as kernel
 
-    if not all(hasattr(kernel, name) for name in ("take_differences", "count_planes", "compare_words", "apply_changes", "copy_memory")):
+    names = ("take_differences", "survey_planes", "round_words", "compare_words", "apply_changes", "copy_memory")
+    if not all(hasattr(kernel, name) for name in names):
         raise ImportError("the kernel was compiled from older sources")
 except ImportError:
     HAS_KERNEL = False
