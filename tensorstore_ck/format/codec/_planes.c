@@ -39,6 +39,25 @@
         }                                                                                                                                  \
     }
 
+/* What most numbers are cut into: each word is written once. */
+#define MERGE(BITS, WORD)                                                                                                                  \
+    HOT static void merge##BITS(const char *restrict a, const char *restrict b, const char *restrict c, size_t count, int rotated,         \
+                                char *restrict to)                                                                                         \
+    {                                                                                                                                      \
+        (void)c;                                                                                                                           \
+        if (rotated)                                                                                                                       \
+            for (size_t i = 0; i < count; i++) {                                                                                           \
+                uint##BITS##_t word = (uint##BITS##_t)(WORD);                                                                              \
+                store##BITS(to, i, (uint##BITS##_t)((word >> 1) | (word << (BITS - 1))));                                                  \
+            }                                                                                                                              \
+        else                                                                                                                               \
+            for (size_t i = 0; i < count; i++)                                                                                             \
+                store##BITS(to, i, (uint##BITS##_t)(WORD));                                                                                \
+    }
+
+MERGE(16, (unsigned)load8(a, i) << 8 | load8(b, i))
+MERGE(32, (uint32_t)load8(a, i) << 24 | (uint32_t)load8(b, i) << 16 | load16(c, i))
+
 #define BOTH(BITS, WIDTH) SPLIT(BITS, WIDTH) JOIN(BITS, WIDTH)
 BOTH(8, 8)
 BOTH(16, 8) BOTH(16, 16)
@@ -174,7 +193,12 @@ static int open_source(Source *source, const Group *group, size_t count)
 static int decode_into(const Group *groups, int group_count, char *into, size_t count, int item_bytes, int rotated)
 {
     static const RotateLoop rotations[4] = {rotate8, rotate16, rotate32, rotate64};
+    enum { PAIRS, TRIPLES, OTHER } form = OTHER;
     uint64_t merged[PIECE];
+    if (group_count == 2 && item_bytes == 2)
+        form = PAIRS;
+    else if (group_count == 3 && item_bytes == 4 && groups[2].width == 2)
+        form = TRIPLES;
     for (size_t at = 0, words_here; at < count; at += words_here) {
         words_here = count - at < PIECE ? count - at : PIECE;
         for (int g = 0; g < group_count; g++) {
@@ -187,16 +211,21 @@ static int decode_into(const Group *groups, int group_count, char *into, size_t 
             }
             words_here = source->left < words_here ? source->left : words_here;
         }
+        char *to = into + at * (size_t)item_bytes;
+        if (form == PAIRS)
+            merge16(scratch[0].at, scratch[1].at, NULL, words_here, rotated, to);
+        else if (form == TRIPLES)
+            merge32(scratch[0].at, scratch[1].at, scratch[2].at, words_here, rotated, to);
         for (int g = 0, shift = 8 * item_bytes; g < group_count; g++) {
             shift -= 8 * groups[g].width;
-            join(scratch[g].at, words_here, item_bytes, shift, !g, groups[g].width, (char *)merged);
+            if (form == OTHER)
+                join(scratch[g].at, words_here, item_bytes, shift, !g, groups[g].width, (char *)merged);
             scratch[g].left -= words_here;
             scratch[g].at += groups[g].how == CONSTANT ? 0 : words_here * (size_t)groups[g].width;
         }
-        char *to = into + at * (size_t)item_bytes;
-        if (rotated)
+        if (form == OTHER && rotated)
             rotations[log_of(item_bytes)]((const char *)merged, words_here, to);
-        else
+        else if (form == OTHER)
             memcpy(to, merged, words_here * (size_t)item_bytes);
     }
     return DECODED;

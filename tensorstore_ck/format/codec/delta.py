@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from tensorstore_ck.common.buffers import Buffer
+from tensorstore_ck.common.threads import Scratch
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import compiled
 from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, encode_few_words, estimate_planes_share, planes_or_raw
@@ -102,8 +103,10 @@ def elements_of_delta(stored: Buffer) -> Elements:
     return Elements(item_bytes, order == FLOATS) if item_bytes in (1, 2, 4, 8) else BYTES
 
 
-def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: str) -> None:
+def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: str, scratch: Scratch | None = None) -> None:
     """Decodes the raw bytes into `into`, which may be `base` itself: the sparse form then writes only the words that differ.
+
+    The differences are decoded in `scratch`, or in new memory.
 
     Raises:
         CorruptObjectError: `stored` is malformed, or does not fit `base` or `into`.
@@ -127,7 +130,7 @@ def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: s
         raise _misfit(name)
     dtype, is_float = np.dtype(f"<u{item_bytes}"), order == FLOATS
     if form != SPARSE:
-        differences = np.empty(whole // item_bytes, dtype)
+        differences: Words = np.frombuffer((scratch or Scratch()).take("differences", whole), dtype)
         decode_planes(rest, bytes_of(differences), name)
         if form == SORTED:
             add_sorted(words_of(base, item_bytes), differences, words_of(into, item_bytes))
