@@ -65,6 +65,22 @@ def test_a_base_that_was_harmed_in_memory_is_read_again() -> None:
         state["model"]["weights"] += torch.randn(400, 128, generator=generator) * 1e-4
 
 
+def test_a_base_that_became_the_block_in_memory_is_no_base_any_more() -> None:
+    """Few changes are applied in the memory of the base; if they are so random that the difference is large, the next base is not there."""
+    generator = torch.Generator().manual_seed(0)
+    bytes_of_noise = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8, generator=generator)
+    store = follower(MemoryBackend())
+    sizes = list[int]()
+    for share in (0.0, 0.01, 0.09, 0.09, 0.3, 0.01):
+        chosen = torch.rand(bytes_of_noise.shape, generator=generator) < share
+        noise = torch.randint(1, 256, bytes_of_noise.shape, dtype=torch.uint8, generator=generator)
+        bytes_of_noise = torch.where(chosen, bytes_of_noise + noise, bytes_of_noise)
+        state = {"model": {"noise": bytes_of_noise}}
+        sizes.append(save(store, state, len(sizes)).new_bytes)
+        assert equal(store.checkout(REF), state)
+    assert sizes[1] < 0.1 * len(bytes_of_noise) < sizes[2] < 0.2 * len(bytes_of_noise)
+
+
 def test_blocks_of_a_branch_that_is_not_saved_any_more_are_forgotten() -> None:
     store, state = follower(MemoryBackend()), first_state()
     for step, ref in enumerate(["runs/a"] * 2 + ["runs/b"] * 5):
@@ -110,6 +126,16 @@ def test_a_base_that_was_stored_as_opaque_bytes(tmp_path: Path) -> None:
             store.put_snapshot({"tensor": tensor, "value": value}, ref=REF, step=step)
             assert torch.equal(store.checkout(REF)["tensor"], tensor)
             tensor[step] += 1
+
+
+def test_a_base_that_was_stored_as_opaque_bytes_is_the_block_before_again(tmp_path: Path) -> None:
+    tensor = torch.arange(20_000) // 100
+    value = tensor.numpy().tobytes()
+    with tsck.open(tmp_path / "store", create=True, delta=True, cache_dir=tmp_path / "cache") as store:
+        store.put_snapshot({"value": value}, ref="first", step=0)
+        for step, more in enumerate((0, 1, 0, 1, 0, 2)):
+            store.put_snapshot({"tensor": tensor + more * (1 + tensor % 3)}, ref=REF, step=step)
+            assert torch.equal(store.checkout(REF)["tensor"], tensor + more * (1 + tensor % 3))
 
 
 def test_blocks_stay_in_memory_when_chains_of_differences_begin_again() -> None:

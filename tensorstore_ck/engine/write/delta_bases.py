@@ -58,8 +58,12 @@ class DeltaBase(NamedTuple):
     base: Base
     age: int
     raw: memoryview
-    changes: Changes | None
+    """The base, if it `is_intact`; else the block is there now."""
+    sum: bytes
+    """Of the base, when it was verified."""
+    changes: Changes | None = None
     """What of it the block changes, if that is known."""
+    is_intact: bool = True
 
     def patched(self, changes: Changes) -> Comparison:
         """The block, which differs by few `changes`, in the memory of this base, which it overwrites."""
@@ -117,15 +121,16 @@ class ParentBlocks:
         base, age = found
         assert base.location is not None
         if compared is not None and compared.before == base.block:
-            return DeltaBase(base, age, compared.memory, compared.changes)
+            changes = compared.changes
+            return DeltaBase(base, age, raw=compared.memory, sum=changes.base_sum, changes=changes, is_intact=not compared.is_few)
         kept = self._kept.take(base.block)
         if kept is not None and len(kept.raw) == len(raw) and sum_of(kept.raw) == kept.sum:
-            return DeltaBase(base, age, kept.raw, None)
+            return DeltaBase(base, age, kept.raw, kept.sum)
         sampled = self._samples.take(base.block)
         if sampled is not None and not may_be_worth_reading(raw, sampled, elements):
             return None
         read = self._read(base.block, base.location, len(raw))
-        return None if read is None else DeltaBase(base, age, read, None)
+        return None if read is None else DeltaBase(base, age, read, sum_of(read))
 
     def _base_of(self, row: int, raw_bytes: int) -> tuple[Base, int] | None:
         """The base and its age, by a row of the part."""
@@ -157,9 +162,13 @@ class ParentBlocks:
             self._offered.append(block)
 
     def keep_base(self, base: DeltaBase) -> None:
-        """Keeps the base of a difference that changes much: it is the base of the next one, too. Nobody may write into its memory."""
-        self._kept.offer(base.base.block, KeptBlock(base.raw, sum_of(base.raw)))
-        self._offered.append(base.base.block)
+        """Keeps the base of a difference that changes much, if it is there: it is the base of the next one, too.
+
+        Not immutable bytes: few changes are applied in what is kept.
+        """
+        if base.is_intact and not base.raw.readonly:
+            self._kept.offer(base.base.block, KeptBlock(base.raw, base.sum))
+            self._offered.append(base.base.block)
 
     def keep_sample(self, block: Digest, sampled: bytes) -> None:
         """Keeps a sample of a block that was stored in full: it is the base of the next difference, if one is worth it."""
