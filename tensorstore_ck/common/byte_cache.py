@@ -18,6 +18,9 @@ class ByteCache(Generic[K, V]):
         self._size_bytes = size_bytes
         self._kept: OrderedDict[K, V] = OrderedDict()
         self._kept_bytes = 0
+        self._turn = 0
+        self._turns: dict[K, int] = {}
+        """In which turn each was offered."""
         self._lock = threading.Lock()
 
     def get(self, key: K) -> V | None:
@@ -31,6 +34,7 @@ class ByteCache(Generic[K, V]):
             if key not in self._kept and self._kept_bytes + self._size_bytes(value) <= self._max_bytes:
                 self._kept[key] = value
                 self._kept_bytes += self._size_bytes(value)
+                self._turns[key] = self._turn
 
     def take(self, key: K) -> V | None:
         """The object, if it is kept, which then is the caller's: it may change."""
@@ -38,7 +42,16 @@ class ByteCache(Generic[K, V]):
             value = self._kept.pop(key, None)
             if value is not None:
                 self._kept_bytes -= self._size_bytes(value)
+                self._turns.pop(key, None)
             return value
+
+    def end_turn(self) -> None:
+        """Ends a turn of takes and offers, and drops what was offered neither in it nor in the one before: nobody asks for it."""
+        with self._lock:
+            for key in [key for key, turn in self._turns.items() if turn < self._turn - 1]:
+                del self._turns[key]
+                self._kept_bytes -= self._size_bytes(self._kept.pop(key))
+            self._turn += 1
 
     def put(self, key: K, value: V) -> None:
         """Keeps an object, and drops the oldest ones that exceed the limit. Objects never change, so one that is kept stays."""

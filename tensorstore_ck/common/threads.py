@@ -1,5 +1,5 @@
 """Threads: a start that cannot hang, a bounded number of threads over a stream of tasks (hashing, copying and I/O release the GIL), work
-that Ctrl-C does not interrupt, and a lock that survives a fork.
+that Ctrl-C does not interrupt, a lock that survives a fork, and memory of each thread.
 """
 
 import contextvars
@@ -21,6 +21,8 @@ REMOTE_THREADS: Final = 8
 """Requests to a remote backend at the same time."""
 BEGIN_SECONDS: Final = 30.0
 """How long a new thread may take to begin."""
+SCRATCH_BYTES: Final = 1 << 16
+"""Scratch memory has a multiple of it, so that what is a little larger than before still fits."""
 _LOOK_SECONDS: Final = 0.5
 """How long it may take to notice that a thread died of too little memory."""
 _RUNS_HERE: Final = contextvars.ContextVar("runs_here", default=False)
@@ -263,3 +265,21 @@ class ProcessLock:
         if self._pid != os.getpid():
             self._pid, self._lock = os.getpid(), threading.RLock()
         return self._lock
+
+
+class Scratch(threading.local):
+    """Memory for one block after another: fresh pages take longer than the work that is done in them.
+
+    Each thread has its own, which lives as long as the thread, or this object.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, bytearray] = {}
+
+    def take(self, use: str, size_bytes: int) -> memoryview:
+        """Memory for a use, with any content. What this thread got for the same use before must not be needed any more."""
+        memory = self._memory.get(use)
+        if memory is None or len(memory) < size_bytes:
+            self._memory.pop(use, None)  # freed before there is more
+            memory = self._memory[use] = bytearray(-(-size_bytes // SCRATCH_BYTES) * SCRATCH_BYTES)
+        return memoryview(memory)[:size_bytes]

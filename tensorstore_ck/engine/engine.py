@@ -48,6 +48,8 @@ MAX_MOVED_BYTES: Final = 64 << 20
 """The memory for relocation maps: enough for thousands, unless blocks are tiny. All parts of all snapshots need the same maps."""
 KEPT_SHARE: Final = 1 / 8
 """Of the host memory that is free when the store is opened, at most, for blocks of the last save, by each rank of a host."""
+SAMPLES_SHARE: Final = 1 / 128
+"""Of that memory, for samples of blocks of the last save."""
 MOVED_OVERHEAD_BYTES: Final = 1 << 10
 """The memory of a relocation map without its rows."""
 
@@ -110,7 +112,10 @@ class Engine:
     kept_blocks: ByteCache[Digest, KeptBlock] = field(
         default_factory=lambda: ByteCache(int(free_bytes() * KEPT_SHARE), lambda kept: len(kept.raw))
     )
-    """Blocks of the last save that changed little, the bases of the next one's differences: else each is read from the store, by links."""
+    """The bases of the last save's differences, and blocks that changed little, which are the bases of the next one's: else each is read
+    from the store, and decoded."""
+    base_samples: ByteCache[Digest, bytes] = field(default_factory=lambda: ByteCache(int(free_bytes() * SAMPLES_SHARE), len))
+    """Samples of blocks that the last save stored in full: by them the next one knows whether a difference is worth reading them."""
     _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
     _records: "OrderedDict[Ulid, Record]" = field(default_factory=OrderedDict)
     _moved: ByteCache[Ulid, RelocationMap] = field(

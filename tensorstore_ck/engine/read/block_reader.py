@@ -6,7 +6,6 @@ memory where a block is stored raw. A block that is wanted several times is fetc
 
 import logging
 import shlex
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -16,7 +15,7 @@ from typing import Final, NamedTuple, Protocol
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
-from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.threads import Scratch, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import raise_if_expired
 from tensorstore_ck.engine.interfaces import ByteTarget
@@ -159,17 +158,17 @@ def read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
     runs = list(_merge(whole, direct=local, merge_bytes=merge_bytes, run_bytes=run_bytes))
     runs += [[block] for block in wanted if block.codec == Codec.DELTA]
     roundings = [[block] for block in wanted if block.codec == Codec.CAST]
-    buffers = threading.local()
+    scratch = Scratch()
     at_hand: dict[Digest, memoryview] = {}
 
     def fetch(run: list[WantedBlock]) -> None:
-        read = partial(_fetch_based, at_hand=at_hand) if run[0].codec in CODECS_WITH_BASES else partial(_fetch, buffers=buffers)
+        read = partial(_fetch_based, at_hand=at_hand) if run[0].codec in CODECS_WITH_BASES else _fetch
         try:
-            read(engine, run)
+            read(engine, run, scratch)
         except CorruptObjectError:
             for pack in _packs_of(run[0]):
                 engine.distrust(pack_name(pack))
-            read(engine, run)  # once more: the bytes that came may be wrong although the stored ones are right
+            read(engine, run, scratch)  # once more: the bytes that came may be wrong although the stored ones are right
         if engine.on_read is not None:
             engine.on_read(sum(block.raw for block in run))
 
@@ -179,17 +178,14 @@ def read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
         for_each(roundings, fetch, min(threads, len(roundings)))
 
 
-def _fetch(engine: Engine, run: list[WantedBlock], buffers: threading.local) -> None:
+def _fetch(engine: Engine, run: list[WantedBlock], scratch: Scratch) -> None:
     """Reads one merged range, verifies each block in it, and delivers it."""
     first, last = run[0], run[-1]
     name = pack_name(first.pack)
     size = last.offset + last.stored - first.offset
     if _is_straight(run) and _fetch_straight(engine, run, name):
         return
-    buffer = getattr(buffers, "buffer", None)
-    if buffer is None or len(buffer) < size:
-        buffer = buffers.buffer = bytearray(max(size, DIRECT_BYTES if len(run) > 1 else size))
-    fetched = memoryview(buffer)[:size]
+    fetched = scratch.take("stored", size)
     engine.backend.read_into(name, first.offset, fetched)
     for _, same in groupby(run, key=attrgetter("offset")):
         blocks = list(same)
@@ -283,42 +279,72 @@ def _in_place(wanted: list[WantedBlock]) -> dict[Digest, memoryview]:
     return restored
 
 
-def _fetch_based(engine: Engine, run: list[WantedBlock], at_hand: Mapping[Digest, memoryview]) -> None:
+def _fetch_based(engine: Engine, run: list[WantedBlock], scratch: Scratch, at_hand: Mapping[Digest, memoryview]) -> None:
     """Reads a block that is encoded against others, and delivers it."""
     (block,) = run
     place = _location(block)
     whole = block.target.memory()
     into = None if whole is None else whole[block.start : block.start + block.raw]
-    raw = decode_at(engine.backend, place, into, at_hand)
-    if at_hand and block_id(raw) != block.source.part.block_id(block.row):
-        raw = decode_at(engine.backend, place, into)  # the caller's memory may have changed since
-    _verify(engine, block, raw, pack_name(place.pack))
+    raw = decode_at(engine.backend, place, into, at_hand=at_hand, scratch=scratch)
+    if not at_hand or block_id(raw) != block.source.part.block_id(block.row):
+        if at_hand:  # the caller's memory may have changed since
+            raw = decode_at(engine.backend, place, into, scratch=scratch)
+        _verify(engine, block, raw, pack_name(place.pack))
     if raw is not into:
         deliver(block.target, block.start, raw)
 
 
 def decode_at(
-    backend: Backend, place: Location, into: memoryview | None = None, at_hand: Mapping[Digest, memoryview] = MappingProxyType({})
+    backend: Backend,
+    place: Location,
+    into: memoryview | None = None,
+    *,
+    at_hand: Mapping[Digest, memoryview] = MappingProxyType({}),
+    scratch: Scratch | None = None,
 ) -> memoryview:
-    """The raw bytes of a block, `into` that memory if possible; not compared with its id. Bases that are `at_hand` are not read.
+    """The raw bytes of a block, in `into` or in new memory; not compared with its id. Bases that are `at_hand` are not read.
 
     Raises:
         DamageError: it, or one that it is encoded against, is missing or damaged.
     """
-    name = pack_name(place.pack)
+    scratch, links = scratch or Scratch(), [place]
+    while links[-1].codec == Codec.DELTA and len(links[-1].bases) == 1 and links[-1].bases[0].block not in at_hand:
+        below = links[-1].bases[0].location
+        if below is None:
+            break
+        links.append(below)
+    for link in links:
+        _require_right_bases(link)
+    # With `into` the bases lie in this thread's memory, else all of the chain in the memory that is returned.
+    memory = scratch.take("base", links[1].raw) if into is not None and len(links) > 1 else None
+    raw: memoryview | None = None
+    for link in reversed(links):
+        target = into if link is place and into is not None else memory
+        bases = [raw] if raw is not None else []
+        for base in link.bases if raw is None else ():
+            if base.block in at_hand:
+                bases.append(at_hand[base.block])
+            elif base.location is not None:
+                bases.append(decode_at(backend, base.location, scratch=scratch))
+        if link.codec != Codec.RAW:
+            stored = scratch.take("stored", link.stored)
+        else:
+            stored = target if target is not None and len(target) == link.stored else memoryview(bytearray(link.stored))
+        name = pack_name(link.pack)
+        backend.read_into(name, link.offset, stored)
+        raw = decode(link.codec, stored, link.raw, name, target, bases=bases, scratch=scratch)
+        if memory is None and not raw.readonly:
+            memory = raw
+    assert raw is not None
+    return raw
+
+
+def _require_right_bases(place: Location) -> None:
+    """Checked before any base is decoded: a block needs at most the fp32 masters of 16-bit weights."""
     base_bytes = sum(base.location.raw for base in place.bases if base.location is not None)
-    if base_bytes > 2 * place.raw:  # at most fp32 masters of 16-bit weights; checked before any of them is decoded
+    if base_bytes > 2 * place.raw:
+        name = pack_name(place.pack)
         raise CorruptObjectError(f"{name}: a block of {place.raw:,} bytes is said to need {base_bytes:,} bytes of others", object_id=name)
-    stored = memoryview(bytearray(place.stored))
-    backend.read_into(name, place.offset, stored)
-    bases = [
-        at_hand[base.block] if base.block in at_hand else decode_at(backend, base.location)
-        for base in place.bases
-        if base.location is not None
-    ]
-    if into is None and place.codec == Codec.DELTA and len(bases) == 1 and place.bases[0].block not in at_hand and not bases[0].readonly:
-        into = bases[0]  # nothing else needs the base: a long chain is decoded in one piece of memory
-    return decode(place.codec, stored, place.raw, name, into, bases=bases)
 
 
 def _location(block: WantedBlock) -> Location:
@@ -364,18 +390,3 @@ def _merge(wanted: list[WantedBlock], *, direct: bool, merge_bytes: int, run_byt
         run.append(block)
     if run:
         yield run
-
-
-class BufferTarget(ByteTarget):
-    """`ByteTarget` over plain memory."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-
-    def memory(self) -> memoryview:
-        """All of it."""
-        return self._view
-
-    def write(self, start: int, data: memoryview) -> None:
-        """Copies."""
-        self._view[start : start + len(data)] = data

@@ -10,13 +10,25 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, block_hasher, block_id
 from tensorstore_ck.engine.engine import Engine, KeptBlock
 from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
 from tensorstore_ck.engine.reachability import BlockLocations, chain_of, location_of
 from tensorstore_ck.engine.read.block_reader import decode_at
 from tensorstore_ck.errors import DamageError
-from tensorstore_ck.format.codec import KINDS, Changes, Codec, Elements, apply_changes, cast_sample, max_changes, patch_changes
+from tensorstore_ck.format.codec import (
+    KINDS,
+    Changes,
+    Codec,
+    Elements,
+    apply_changes,
+    cast_sample,
+    max_changes,
+    may_be_worth_reading,
+    patch_changes,
+    sum_of,
+)
 from tensorstore_ck.format.pack import MAX_BASES
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.log.block_index import Base, Location
@@ -46,8 +58,12 @@ class DeltaBase(NamedTuple):
     base: Base
     age: int
     raw: memoryview
-    changes: Changes | None
+    """The base, if it `is_intact`; else the block is there now."""
+    sum: bytes
+    """Of the base, when it was verified."""
+    changes: Changes | None = None
     """What of it the block changes, if that is known."""
+    is_intact: bool = True
 
     def patched(self, changes: Changes) -> Comparison:
         """The block, which differs by few `changes`, in the memory of this base, which it overwrites."""
@@ -72,6 +88,7 @@ class ParentBlocks:
     def __init__(self, engine: Engine, part: Part, places: BlockLocations, anchor_every: int) -> None:
         self._backend = engine.backend
         self._kept = engine.kept_blocks
+        self._samples = engine.base_samples
         self._part = part
         self._places = places
         self._first = int(part.blobs["blocks"].sum(dtype=int))
@@ -96,17 +113,24 @@ class ParentBlocks:
         compared = Comparison(before, kept.raw, changes, changes.changed <= limit) if changes.base_sum == kept.sum else None
         return Digest(hasher.digest()), compared
 
-    def candidate(self, row: int, raw_bytes: int, compared: Comparison | None) -> DeltaBase | None:
+    def candidate(self, row: int, raw: Buffer, elements: Elements, compared: Comparison | None) -> DeltaBase | None:
         """The base for a delta of the block in `row` of the tensors; None if a delta is not worth a try."""
-        found = self._base_of(row + self._first, raw_bytes)
+        found = self._base_of(row + self._first, len(raw))
         if found is None:
             return None
         base, age = found
         assert base.location is not None
         if compared is not None and compared.before == base.block:
-            return DeltaBase(base, age, compared.memory, compared.changes)
-        raw = self._read(base.block, base.location, raw_bytes)
-        return None if raw is None else DeltaBase(base, age, raw, None)
+            changes = compared.changes
+            return DeltaBase(base, age, raw=compared.memory, sum=changes.base_sum, changes=changes, is_intact=not compared.is_few)
+        kept = self._kept.take(base.block)
+        if kept is not None and len(kept.raw) == len(raw) and sum_of(kept.raw) == kept.sum:
+            return DeltaBase(base, age, kept.raw, kept.sum)
+        sampled = self._samples.take(base.block)
+        if sampled is not None and not may_be_worth_reading(raw, sampled, elements):
+            return None
+        read = self._read(base.block, base.location, len(raw))
+        return None if read is None else DeltaBase(base, age, read, sum_of(read))
 
     def _base_of(self, row: int, raw_bytes: int) -> tuple[Base, int] | None:
         """The base and its age, by a row of the part."""
@@ -125,6 +149,7 @@ class ParentBlocks:
                 if len(links) >= MAX_CHAIN or sum(link.stored for link in links) + place.stored > CHAIN_SHARE * raw_bytes:
                     return None
             elif place.flags >= self._anchor_every - 1:
+                self._kept.take(place.bases[0].block)  # no later save asks for it
                 return None
             else:
                 return place.bases[0], place.flags + 1
@@ -135,6 +160,24 @@ class ParentBlocks:
         if compared.is_few:
             self._kept.offer(block, KeptBlock(compared.memory, compared.changes.sum))
             self._offered.append(block)
+
+    def keep_base(self, base: DeltaBase) -> None:
+        """Keeps the base of a difference that changes much, if it is there: it is the base of the next one, too.
+
+        Not immutable bytes: few changes are applied in what is kept.
+        """
+        if base.is_intact and not base.raw.readonly:
+            self._kept.offer(base.base.block, KeptBlock(base.raw, base.sum))
+            self._offered.append(base.base.block)
+
+    def keep_sample(self, block: Digest, sampled: bytes) -> None:
+        """Keeps a sample of a block that was stored in full: it is the base of the next difference, if one is worth it."""
+        self._samples.offer(block, sampled)
+
+    def end_turn(self) -> None:
+        """After a save: forgets what was kept by saves before the last one, and not used since."""
+        self._kept.end_turn()
+        self._samples.end_turn()
 
     def drop_kept(self) -> None:
         """After a save that failed: no later one asks for its blocks."""

@@ -24,7 +24,7 @@ from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, Comparison, Fp
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Sampling, require_unchanged
 from tensorstore_ck.engine.write.write_plan import SINGLE, PartSlot, WritePlan, plan_of
-from tensorstore_ck.format.codec import Coding, Encoder, elements_of
+from tensorstore_ck.format.codec import Coding, Encoder, elements_of, sample_of
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name, require_readable
 from tensorstore_ck.format.values import msgpack_blobs
@@ -132,11 +132,14 @@ def write_part(
             with open_packs(engine, known, meter) as second:
                 packs, tensors = [first, second], write(second)
         tensors.sample.verify(tensors.plan.inlined, tensors.inline)
-        return store_part(engine, captured=captured, blobs=blobs, tensors=tensors, packs=packs, anchor=anchor, slot=slot)
+        written = store_part(engine, captured=captured, blobs=blobs, tensors=tensors, packs=packs, anchor=anchor, slot=slot)
     except BaseException:
         if earlier is not None:
             earlier.drop_kept()
         raise
+    if earlier is not None:
+        earlier.end_turn()
+    return written
 
 
 @contextmanager
@@ -304,9 +307,11 @@ class RunWriter:
             buffers.append(bytes(data) if block.tensor in captured.frozen else data)
         self._sample.note(run, buffers)
         little_changed: dict[int, Comparison] = {}
+        sampled: dict[int, bytes] = {}
         encode = None
         if self._coding.mode != "raw" or earlier is not None:
-            encode = partial(self._encode, encoder=Encoder(self._coding.mode), run=run, buffers=buffers, little_changed=little_changed)
+            encoder = Encoder(self._coding.mode)
+            encode = partial(self._encode, encoder=encoder, run=run, buffers=buffers, little_changed=little_changed, sampled=sampled)
         identify = partial(self._identify, earlier=earlier, run=run, buffers=buffers, little_changed=little_changed) if earlier else None
         for block, block_id in zip(run, self._packs.add(buffers, encode, identify), strict=True):
             self._ids[block.row] = block_id
@@ -315,6 +320,8 @@ class RunWriter:
         if earlier is not None:
             for number, compared in little_changed.items():
                 earlier.keep(self._ids[run[number].row], compared)
+            for number, some in sampled.items():
+                earlier.keep_sample(self._ids[run[number].row], some)
 
     def _identify(
         self,
@@ -341,6 +348,7 @@ class RunWriter:
         run: Sequence[TensorBlock],
         buffers: Sequence[Buffer],
         little_changed: dict[int, Comparison],
+        sampled: dict[int, bytes],
     ) -> BlockEncoding:
         """The stored form of a block of a run: a cast of its master, a difference to its base, or its own bytes."""
         block, raw, masters, earlier = run[number], buffers[number], self._masters, self._earlier
@@ -351,12 +359,15 @@ class RunWriter:
             if cast is not None:
                 little_changed.pop(number, None)
                 return BlockEncoding(cast, tuple(Base(self._ids[base.row], None) for base in bases), len(bases))
-        candidate = earlier.candidate(block.row, len(raw), little_changed.get(number)) if earlier is not None else None
+        candidate = earlier.candidate(block.row, raw, elements, little_changed.get(number)) if earlier is not None else None
         delta = encoder.encode_delta(raw, candidate.raw, elements, candidate.changes) if candidate is not None else None
-        if candidate is not None and delta is not None:
+        if earlier is not None and candidate is not None and delta is not None:
             if delta.changes is None or sum(map(len, delta.encoded.pieces)) > SPARSE_SHARE * len(raw):
                 little_changed.pop(number, None)  # the base of the next difference is another block
+                earlier.keep_base(candidate)
             elif number not in little_changed:
                 little_changed[number] = candidate.patched(delta.changes)
             return BlockEncoding(delta.encoded, (candidate.base,), candidate.age)
+        if earlier is not None:
+            sampled[number] = sample_of(raw, elements)
         return BlockEncoding(encoder.encode_tensor(raw, elements))

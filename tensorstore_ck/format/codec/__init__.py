@@ -11,13 +11,13 @@ cast.py            the codec `cast`: 16-bit weights as the rounding of fp32 mast
 byte_split.py      splits words into groups of bytes and merges them; zigzag differences
 entropy.py         entropy-codes a group of bytes with zstd
 
-The kernel is in C: `_kernel.c` (the module), `_planes.c`, `_differences.c`, `_changes.c`, and zstd frames that are a Huffman code and
-nothing else: `_huffman_code.c`, `_huffman_encode.c`, `_huffman_decode.c`.
+The kernel is in C: `_kernel.c` (the module), `_planes.c`, `_differences.c`, `_changes.c`, `_roundings.c`, and zstd frames that are a
+Huffman code and nothing else: `_huffman_code.c`, `_huffman_encode.c`, `_huffman_decode.c`.
 """
 
 from tensorstore_ck.format.codec.byte_planes import Elements, elements_of
 from tensorstore_ck.format.codec.cast import KINDS, cast_sample
-from tensorstore_ck.format.codec.changed_words import Changes, apply_changes, find_changes, patch_changes
+from tensorstore_ck.format.codec.changed_words import Changes, apply_changes, find_changes, patch_changes, sum_of
 from tensorstore_ck.format.codec.codec_policy import (
     CodecName,
     CodecOption,
@@ -30,7 +30,7 @@ from tensorstore_ck.format.codec.codec_policy import (
     check_recode_mode,
 )
 from tensorstore_ck.format.codec.delta import HEAD_BYTES, max_changes
-from tensorstore_ck.format.codec.encoder import Encoded, Encoder, Mode
+from tensorstore_ck.format.codec.encoder import Encoded, Encoder, Mode, may_be_worth_reading, sample_of
 from tensorstore_ck.format.codec.registry import CODECS_WITH_BASES, Codec, StoredBlock, base_count, codec_name, decode, elements_in
 
 __all__ = [
@@ -62,5 +62,8 @@ __all__ = [
     "elements_of",
     "find_changes",
     "max_changes",
+    "may_be_worth_reading",
     "patch_changes",
+    "sample_of",
+    "sum_of",
 ]

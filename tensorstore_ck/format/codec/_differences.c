@@ -5,6 +5,8 @@
 
 #include "_kernel.h"
 
+#define TURNS 8
+
 #define WORD(BITS)                                                                                                                         \
     INLINE unsigned exponent##BITS(uint##BITS##_t word)                                                                                    \
     {                                                                                                                                      \
@@ -32,23 +34,38 @@
                                                                                                                                            \
     static void starts##BITS(const char *base, size_t count, uint32_t starts[256])                                                         \
     {                                                                                                                                      \
-        uint32_t counts[4][256]; /* several, as neighbours are often alike, and a count waits for the one before */                        \
+        uint32_t counts[TURNS][256]; /* several, as neighbours are often alike, and a count waits for the one before */                    \
+        size_t i = 0;                                                                                                                      \
         memset(counts, 0, sizeof counts);                                                                                                  \
-        for (size_t i = 0; i < count; i++)                                                                                                 \
-            counts[i & 3][exponent##BITS(load##BITS(base, i))]++;                                                                          \
+        for (; i + TURNS <= count; i += TURNS)                                                                                             \
+            for (size_t turn = 0; turn < TURNS; turn++)                                                                                    \
+                counts[turn][exponent##BITS(load##BITS(base, i + turn))]++;                                                                \
+        for (; i < count; i++)                                                                                                             \
+            counts[0][exponent##BITS(load##BITS(base, i))]++;                                                                              \
         for (uint32_t e = 0, start = 0; e < 256; e++) {                                                                                    \
             starts[e] = start;                                                                                                             \
-            start += counts[0][e] + counts[1][e] + counts[2][e] + counts[3][e];                                                            \
+            for (size_t turn = 0; turn < TURNS; turn++)                                                                                    \
+                start += counts[turn][e];                                                                                                  \
         }                                                                                                                                  \
     }                                                                                                                                      \
                                                                                                                                            \
     static void take##BITS(const char *words, const char *base, char *into, size_t count)                                                  \
     {                                                                                                                                      \
         uint32_t at[256];                                                                                                                  \
+        size_t i = 0;                                                                                                                      \
         starts##BITS(base, count, at);                                                                                                     \
-        for (size_t i = 0; i < count; i++) {                                                                                               \
+        for (; i + 2 <= count; i += 2) { /* two at a time: a place is read after the one before was written */                             \
+            uint##BITS##_t one = load##BITS(base, i), other = load##BITS(base, i + 1);                                                     \
+            unsigned first = exponent##BITS(one), second = exponent##BITS(other);                                                          \
+            uint32_t place = at[first], next = at[second] + (first == second);                                                             \
+            at[first] = place + 1;                                                                                                         \
+            at[second] = next + 1;                                                                                                         \
+            store##BITS(into, place, zigzag##BITS(load##BITS(words, i), one));                                                             \
+            store##BITS(into, next, zigzag##BITS(load##BITS(words, i + 1), other));                                                        \
+        }                                                                                                                                  \
+        if (i < count) {                                                                                                                   \
             uint##BITS##_t other = load##BITS(base, i);                                                                                    \
-            store##BITS(into, at[exponent##BITS(other)]++, zigzag##BITS(load##BITS(words, i), other));                                     \
+            store##BITS(into, at[exponent##BITS(other)], zigzag##BITS(load##BITS(words, i), other));                                       \
         }                                                                                                                                  \
     }                                                                                                                                      \
                                                                                                                                            \
@@ -57,7 +74,7 @@
         uint32_t at[256];                                                                                                                  \
         size_t i = 0;                                                                                                                      \
         starts##BITS(base, count, at);                                                                                                     \
-        for (; i + 2 <= count; i += 2) { /* two at a time: a place is read after the one before was written */                             \
+        for (; i + 2 <= count; i += 2) {                                                                                                   \
             uint##BITS##_t one = load##BITS(base, i), other = load##BITS(base, i + 1);                                                     \
             unsigned first = exponent##BITS(one), second = exponent##BITS(other);                                                          \
             uint32_t place = at[first], next = at[second] + (first == second);                                                             \

@@ -168,14 +168,22 @@ static size_t read_code(Frame *frame, const uint8_t *from, size_t size)
     if (longest > MAX_BITS || rest & (rest - 1))
         return 0;
     weights[count] = (uint8_t)(highest_bit(rest) + 1);
-    uint16_t *to = frame->symbols;
+    size_t starts[MAX_BITS + 2] = {0};
+    for (size_t symbol = 0; symbol <= count; symbol++)
+        if (weights[symbol]) {
+            rarest += weights[symbol] == 1;
+            starts[weights[symbol] + 1] += (size_t)1 << (weights[symbol] - 1 + MAX_BITS - longest);
+        }
     for (unsigned weight = 1; weight <= longest; weight++)
-        for (size_t symbol = 0; symbol <= count; symbol++)
-            if (weights[symbol] == weight) {
-                rarest += weight == 1;
-                for (size_t i = (size_t)1 << (weight - 1 + MAX_BITS - longest); i > 0; i--)
-                    *to++ = (uint16_t)(symbol << 8 | (longest + 1 - weight));
-            }
+        starts[weight + 1] += starts[weight];
+    for (size_t symbol = 0; symbol <= count; symbol++)
+        if (weights[symbol]) {
+            uint16_t *to = frame->symbols + starts[weights[symbol]], entry = (uint16_t)(symbol << 8 | (longest + 1 - weights[symbol]));
+            size_t entries = (size_t)1 << (weights[symbol] - 1 + MAX_BITS - longest);
+            starts[weights[symbol]] += entries;
+            for (size_t i = 0; i < entries; i++)
+                to[i] = entry;
+        }
     return rarest >= 2 ? described : 0;
 }
 

@@ -122,11 +122,11 @@ static PyObject *encode(PyObject *module, PyObject *args)
     return release(&buffers, places_of(groups, (int)group_count, into->buf));
 }
 
-static PyObject *count(PyObject *module, PyObject *args)
+static PyObject *survey(PyObject *module, PyObject *args)
 {
     PyObject *source;
     int item_bytes, rotated;
-    uint32_t occurrences[MAX_GROUPS][256];
+    Plane planes[MAX_GROUPS];
     Buffers buffers = {.count = 0};
     (void)module;
     if (!PyArg_ParseTuple(args, "Oip", &source, &item_bytes, &rotated) || !add_buffer(&buffers, source, PyBUF_SIMPLE))
@@ -135,9 +135,9 @@ static PyObject *count(PyObject *module, PyObject *args)
     if (width_of(item_bytes) == 4 || words->len % item_bytes || words->len / item_bytes > UINT32_MAX)
         return release(&buffers, misfit("whole words of 1, 2, 4 or 8 bytes"));
     Py_BEGIN_ALLOW_THREADS
-    count_planes(words->buf, (size_t)(words->len / item_bytes), item_bytes, rotated, occurrences);
+    survey_planes(words->buf, (size_t)(words->len / item_bytes), item_bytes, rotated, planes);
     Py_END_ALLOW_THREADS
-    return release(&buffers, PyBytes_FromStringAndSize((const char *)occurrences, (Py_ssize_t)sizeof *occurrences * item_bytes));
+    return release(&buffers, PyBytes_FromStringAndSize((const char *)planes, (Py_ssize_t)sizeof *planes * item_bytes));
 }
 
 static int take_group(Buffers *buffers, PyObject *row, Group *group)
@@ -259,6 +259,45 @@ static PyObject *apply_changes(PyObject *module, PyObject *args)
     return release(&buffers, PyBool_FromLong(fits));
 }
 
+/* Masters and words: false after an error. */
+static int take_roundings(PyObject *args, Buffers *buffers, int flags)
+{
+    PyObject *sources[2];
+    if (!PyArg_ParseTuple(args, "OO", &sources[0], &sources[1]) || !add_buffer(buffers, sources[0], PyBUF_SIMPLE) ||
+        !add_buffer(buffers, sources[1], flags))
+        return 0;
+    if (buffers->views[0].len % 4 == 0 && buffers->views[0].len == 2 * buffers->views[1].len)
+        return 1;
+    misfit("as many words of 2 bytes as of 4");
+    return 0;
+}
+
+static PyObject *rounding(PyObject *module, PyObject *args)
+{
+    Buffers buffers = {.count = 0};
+    (void)module;
+    if (!take_roundings(args, &buffers, PyBUF_WRITABLE))
+        return release(&buffers, NULL);
+    Py_BEGIN_ALLOW_THREADS
+    round_words(buffers.views[0].buf, (size_t)(buffers.views[0].len / 4), buffers.views[1].buf);
+    Py_END_ALLOW_THREADS
+    Py_INCREF(Py_None);
+    return release(&buffers, Py_None);
+}
+
+static PyObject *compare_roundings(PyObject *module, PyObject *args)
+{
+    Buffers buffers = {.count = 0};
+    int fits;
+    (void)module;
+    if (!take_roundings(args, &buffers, PyBUF_SIMPLE))
+        return release(&buffers, NULL);
+    Py_BEGIN_ALLOW_THREADS
+    fits = are_roundings(buffers.views[0].buf, (size_t)(buffers.views[0].len / 4), buffers.views[1].buf);
+    Py_END_ALLOW_THREADS
+    return release(&buffers, PyBool_FromLong(fits));
+}
+
 typedef struct {
     int64_t target, source, size;
 } Move;
@@ -311,7 +350,10 @@ static PyObject *compare_memory(PyObject *module, PyObject *args)
 static PyMethodDef methods[] = {
     {"take_differences", take_differences, METH_VARARGS, "(words, base, into, item_bytes): the zigzag differences, sorted."},
     {"add_differences", add_differences, METH_VARARGS, "(sorted, base, into, item_bytes): the words again."},
-    {"count_planes", count, METH_VARARGS, "(words, item_bytes, rotated): how often each byte occurs at each place of the words, as uint32."},
+    {"survey_planes", survey, METH_VARARGS,
+     "(words, item_bytes, rotated): of each place of the words 256 uint32, how often each byte occurs, and two uint64, see `Plane`."},
+    {"round_words", rounding, METH_VARARGS, "(masters, into): fp32 numbers as bfloat16."},
+    {"are_roundings", compare_roundings, METH_VARARGS, "(masters, words): whether `round_words` would make these words."},
     {"encode_groups", encode, METH_VARARGS, "(words, into, item_bytes, rotated, widths, hows): where in `into` each group of bytes is."},
     {"decode_groups", decode, METH_VARARGS, "(groups, into, item_bytes, rotated): None, or the number of a group that only zstd itself can decode."},
     {"compare_words", compare_words, METH_VARARGS,

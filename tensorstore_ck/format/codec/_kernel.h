@@ -63,6 +63,7 @@ ACCESS(64)
 #define FRAME_HEADER 10
 #define BLOCK_HEADER 3
 #define MAX_GROUPS 8
+#define SURVEY_PIECE ((size_t)512) /* words: what is in a row in a sample, see entropy.py */
 
 #define MAX_BITS 11 /* of a code word, the most that zstd admits */
 #define STREAMS 4   /* into which a block is cut */
@@ -109,8 +110,15 @@ int are_groups_of(const Group *groups, int group_count, int item_bytes);
 size_t huffman_bound(size_t raw_size);
 /* Encodes into `bytes` of each group, and sets `size`. The first group has the highest bytes. */
 void encode_groups(const char *words, size_t count, int item_bytes, int rotated, Group *groups, int group_count);
-/* How often each byte occurs at each place of the words, from the highest place on. */
-void count_planes(const char *words, size_t count, int item_bytes, int rotated, uint32_t (*occurrences)[256]);
+/* Of the bytes at one place of the words. */
+typedef struct {
+    uint32_t occurrences[256];
+    uint64_t repeats; /* how many are equal to the one before */
+    uint64_t squares; /* of the occurrences in each piece, in sum: as many repeats as by chance, times the words of a piece */
+} Plane;
+
+/* Of each place, from the highest on. */
+void survey_planes(const char *words, size_t count, int item_bytes, int rotated, Plane *planes);
 /* Writes each word once. Returns DECODED, or the number of a group that is no frame that this kernel decodes. */
 enum { DECODED = -1 };
 int decode_groups(const Group *groups, int group_count, char *into, size_t count, int item_bytes, int rotated);
@@ -118,6 +126,10 @@ int decode_groups(const Group *groups, int group_count, char *into, size_t count
 /* _differences.c: see delta.py; by the binary logarithm of a word's bytes. For at most 2^32 - 1 words; `base` may be where the words go. */
 typedef void (*DifferenceLoop)(const char *from, const char *base, char *into, size_t count);
 extern const DifferenceLoop take_loops[4], add_loops[4];
+
+/* _roundings.c: see cast.py. `into` is no part of `masters`. */
+void round_words(const char *masters, size_t count, char *into);
+int are_roundings(const char *masters, size_t count, const char *words);
 
 /* _changes.c. Sums of words, and of those sums, in two lanes: the order counts, and no single bit can change
    unnoticed; of several changes at once most are noticed. Never stored: they watch over memory of this process alone. */

@@ -39,6 +39,25 @@
         }                                                                                                                                  \
     }
 
+/* What most numbers are cut into: each word is written once. */
+#define MERGE(BITS, WORD)                                                                                                                  \
+    HOT static void merge##BITS(const char *restrict a, const char *restrict b, const char *restrict c, size_t count, int rotated,         \
+                                char *restrict to)                                                                                         \
+    {                                                                                                                                      \
+        (void)c;                                                                                                                           \
+        if (rotated)                                                                                                                       \
+            for (size_t i = 0; i < count; i++) {                                                                                           \
+                uint##BITS##_t word = (uint##BITS##_t)(WORD);                                                                              \
+                store##BITS(to, i, (uint##BITS##_t)((word >> 1) | (word << (BITS - 1))));                                                  \
+            }                                                                                                                              \
+        else                                                                                                                               \
+            for (size_t i = 0; i < count; i++)                                                                                             \
+                store##BITS(to, i, (uint##BITS##_t)(WORD));                                                                                \
+    }
+
+MERGE(16, (unsigned)load8(a, i) << 8 | load8(b, i))
+MERGE(32, (uint32_t)load8(a, i) << 24 | (uint32_t)load8(b, i) << 16 | load16(c, i))
+
 #define BOTH(BITS, WIDTH) SPLIT(BITS, WIDTH) JOIN(BITS, WIDTH)
 BOTH(8, 8)
 BOTH(16, 8) BOTH(16, 16)
@@ -130,19 +149,27 @@ void encode_groups(const char *words, size_t count, int item_bytes, int rotated,
     }
 }
 
-void count_planes(const char *words, size_t count, int item_bytes, int rotated, uint32_t (*occurrences)[256])
+void survey_planes(const char *words, size_t count, int item_bytes, int rotated, Plane *planes)
 {
-    memset(occurrences, 0, (size_t)item_bytes * sizeof *occurrences);
-    for (size_t at = 0, words_here; at < count; at += words_here) {
-        words_here = count - at < PIECE ? count - at : PIECE;
-        for (int place = 0; place < item_bytes; place++) {
-            uint8_t plane[PIECE];
+    memset(planes, 0, (size_t)item_bytes * sizeof *planes);
+    for (int place = 0; place < item_bytes; place++) {
+        uint8_t plane[1 + SURVEY_PIECE]; /* after the last byte of the piece before */
+        for (size_t at = 0, words_here; at < count; at += words_here) {
             uint32_t of_streams[STREAMS][256], all[256];
             size_t counts[STREAMS];
-            split(words + at * (size_t)item_bytes, words_here, item_bytes, 8 * (item_bytes - 1 - place), rotated, 1, (char *)plane);
-            count_bytes(plane, words_here, counts, of_streams, all);
-            for (int symbol = 0; symbol < 256; symbol++)
-                occurrences[place][symbol] += all[symbol];
+            uint64_t repeats = 0, squares = 0;
+            words_here = count - at < SURVEY_PIECE ? count - at : SURVEY_PIECE;
+            split(words + at * (size_t)item_bytes, words_here, item_bytes, 8 * (item_bytes - 1 - place), rotated, 1, (char *)plane + 1);
+            count_bytes(plane + 1, words_here, counts, of_streams, all);
+            for (int symbol = 0; symbol < 256; symbol++) {
+                planes[place].occurrences[symbol] += all[symbol];
+                squares += (uint64_t)all[symbol] * all[symbol];
+            }
+            for (size_t i = at ? 0 : 1; i < words_here; i++)
+                repeats += plane[i] == plane[i + 1];
+            planes[place].repeats += repeats;
+            planes[place].squares += squares;
+            plane[0] = plane[words_here];
         }
     }
 }
@@ -166,7 +193,12 @@ static int open_source(Source *source, const Group *group, size_t count)
 static int decode_into(const Group *groups, int group_count, char *into, size_t count, int item_bytes, int rotated)
 {
     static const RotateLoop rotations[4] = {rotate8, rotate16, rotate32, rotate64};
+    enum { PAIRS, TRIPLES, OTHER } form = OTHER;
     uint64_t merged[PIECE];
+    if (group_count == 2 && item_bytes == 2)
+        form = PAIRS;
+    else if (group_count == 3 && item_bytes == 4 && groups[2].width == 2)
+        form = TRIPLES;
     for (size_t at = 0, words_here; at < count; at += words_here) {
         words_here = count - at < PIECE ? count - at : PIECE;
         for (int g = 0; g < group_count; g++) {
@@ -179,16 +211,21 @@ static int decode_into(const Group *groups, int group_count, char *into, size_t 
             }
             words_here = source->left < words_here ? source->left : words_here;
         }
+        char *to = into + at * (size_t)item_bytes;
+        if (form == PAIRS)
+            merge16(scratch[0].at, scratch[1].at, NULL, words_here, rotated, to);
+        else if (form == TRIPLES)
+            merge32(scratch[0].at, scratch[1].at, scratch[2].at, words_here, rotated, to);
         for (int g = 0, shift = 8 * item_bytes; g < group_count; g++) {
             shift -= 8 * groups[g].width;
-            join(scratch[g].at, words_here, item_bytes, shift, !g, groups[g].width, (char *)merged);
+            if (form == OTHER)
+                join(scratch[g].at, words_here, item_bytes, shift, !g, groups[g].width, (char *)merged);
             scratch[g].left -= words_here;
             scratch[g].at += groups[g].how == CONSTANT ? 0 : words_here * (size_t)groups[g].width;
         }
-        char *to = into + at * (size_t)item_bytes;
-        if (rotated)
+        if (form == OTHER && rotated)
             rotations[log_of(item_bytes)]((const char *)merged, words_here, to);
-        else
+        else if (form == OTHER)
             memcpy(to, merged, words_here * (size_t)item_bytes);
     }
     return DECODED;

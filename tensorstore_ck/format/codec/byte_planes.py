@@ -8,7 +8,6 @@ Source: ZipNN (arXiv:2411.05239): in weights only the exponents repeat. A sample
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -20,12 +19,14 @@ from tensorstore_ck.format.codec.entropy import (
     NOISE_BITS,
     REPEATING_BITS,
     SMALL_SHARE,
+    CodedBytes,
     EntropyCoder,
     GroupCoding,
+    Plane,
     check_group,
     decode_group,
-    has_runs,
     sample,
+    survey,
 )
 
 COMPILED_WORDS: Final = 1024
@@ -70,7 +71,9 @@ def elements_of(dtype: str, item_bytes: int) -> Elements:
 def guess_elements(raw: memoryview) -> Elements:
     """The elements whose planes are estimated to be smallest."""
     fitting = [Elements(size, is_float) for size in (1, 2, 4, 8) if len(raw) % size == 0 for is_float in (False, True)[: min(size, 2)]]
-    return min(fitting, key=lambda elements: estimate_planes_bytes(raw, elements)) if len(raw) else BYTES
+    if not len(raw):
+        return BYTES
+    return min(fitting, key=lambda each: estimate_planes_share(sample(words_of(raw, each.item_bytes)), rotated=each.is_float))
 
 
 def planes_or_raw(raw: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview]:
@@ -87,11 +90,13 @@ def encode_few_words(words: Words, coder: EntropyCoder) -> list[bytes | memoryvi
     into = np.empty(_coded_bytes(words, item_bytes), np.uint8)
     codings = bytes([1] * item_bytes), bytes([GroupCoding.ZSTD] * item_bytes)
     frames = [into[start:stop] for start, stop in compiled.kernel.encode_groups(raw, bytes_of(into), item_bytes, False, *codings)]
-    coded: list[tuple[GroupCoding, bytes | memoryview]] = [(GroupCoding.ZSTD, bytes_of(frame)) for frame in frames]
+    coded: list[CodedBytes] = [(GroupCoding.ZSTD, bytes_of(frame)) for frame in frames]
+    block_bytes = sum(len(frame) for _, frame in coded)
     for number, (_, frame) in enumerate(coded):
         if SMALL_SHARE * count < len(frame) < SKEWED_BITS / 8 * count:
             plane = words.view("u1")[item_bytes - 1 - number :: item_bytes].copy()
-            coded[number] = min(coded[number], coder.encode(plane, SKEWED_BITS), key=lambda group: len(group[1]))
+            runs = min(coded[number], coder.encode(plane, SKEWED_BITS), key=lambda group: len(group[1]))
+            coded[number] = coder.with_matches(plane, runs, block_bytes)
     return (
         _joined([1] * item_bytes, coded, item_bytes, 0) if sum(len(data) for _, data in coded) < len(raw) else _not_coded(raw, item_bytes)
     )
@@ -101,9 +106,7 @@ def _not_coded(raw: memoryview, item_bytes: int) -> list[bytes | memoryview]:
     return [_HEADER.pack(item_bytes, 0, 1), _GROUP.pack(item_bytes, GroupCoding.RAW, len(raw)), raw]
 
 
-def _joined(
-    widths: Sequence[int], coded: Sequence[tuple[GroupCoding, bytes | memoryview]], item_bytes: int, flags: int
-) -> list[bytes | memoryview]:
+def _joined(widths: Sequence[int], coded: Sequence[CodedBytes], item_bytes: int, flags: int) -> list[bytes | memoryview]:
     header = [_HEADER.pack(item_bytes, flags, len(coded))]
     header += [_GROUP.pack(width, how, len(data)) for width, (how, data) in zip(widths, coded, strict=True)]
     return [b"".join(header), *(data for _, data in coded)]
@@ -114,50 +117,51 @@ def _coded_bytes(words: Words, groups: int) -> int:
     return words.nbytes + groups * (FRAME_BYTES + BLOCK_BYTES * (len(words) // FRAME_BLOCK + 1))
 
 
-def estimate_planes_bytes(raw: memoryview, elements: Elements) -> float:
-    """The estimated size of a block's planes in bytes."""
-    bits = _bits(sample(words_of(raw, elements.item_bytes)), rotated=elements.is_float)
-    return sum(bits) / 8 * (len(raw) / elements.item_bytes)
+def estimate_planes_share(some: Words, *, rotated: bool) -> float:
+    """The estimated size of a block's planes as a share of the block's, by a sample of it."""
+    return sum(plane.bits for plane in survey(some, rotated=rotated)) / 8 / some.itemsize
 
 
 def encode_planes(raw: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview] | None:
     """The pieces of the stored bytes; None if nothing is worth coding."""
-    words = words_of(raw, elements.item_bytes)
-    sampled = sample(words)
-    bits = _bits(sampled, rotated=elements.is_float)
-    if min(bits) > NOISE_BITS:
+    words, rotated = words_of(raw, elements.item_bytes), elements.is_float
+    planes = survey(sample(words), rotated=rotated)
+    if min(plane.bits for plane in planes) > NOISE_BITS:
         return None
-    widths, heads = _group(bits)
+    widths, heads = _group(planes)
     if compiled.HAS_KERNEL and len(words) >= COMPILED_WORDS:
-        planes = split(sampled, [1] * elements.item_bytes, rotated=elements.is_float)
-        firsts = [planes[at - width] for at, width in zip(accumulate(widths), widths, strict=True)]
-        coded = _split_and_encode(words, list(zip(widths, heads, firsts, strict=True)), coder, rotated=elements.is_float)
+        groups, coded = _split_and_encode(words, widths, heads, coder, rotated=rotated)
     else:
-        groups = split(words, widths, rotated=elements.is_float)
-        coded = [coder.encode(group, entropy) for group, entropy in zip(groups, heads, strict=True)]
+        groups = split(words, widths, rotated=rotated)
+        coded = [coder.encode(group, head.bits) for group, head in zip(groups, heads, strict=True)]
+    coded_bytes = sum(len(data) for _, data in coded)
+    for number, head in enumerate(heads):
+        if head.bits < REPEATING_BITS:
+            coded[number] = coder.with_matches(groups[number], coded[number], coded_bytes)
     if sum(len(data) for _, data in coded) >= len(raw):
         return None
-    return _joined(widths, coded, elements.item_bytes, ROTATED if elements.is_float else 0)
+    return _joined(widths, coded, elements.item_bytes, ROTATED if rotated else 0)
 
 
 def _split_and_encode(
-    words: Words, groups: Sequence[tuple[int, float, Words]], coder: EntropyCoder, *, rotated: bool
-) -> list[tuple[GroupCoding, bytes | memoryview]]:
-    """Splits words and codes the groups, each of a width, an entropy, and a sample: Huffman codes in one pass, others in a second one."""
-    hows = [
-        GroupCoding.ZSTD if REPEATING_BITS <= entropy <= NOISE_BITS and not has_runs(some) else GroupCoding.RAW
-        for _, entropy, some in groups
-    ]
-    codings = bytes(width for width, _, _ in groups), bytes(hows)
-    into = np.empty(_coded_bytes(words, len(groups)), np.uint8)
-    places = compiled.kernel.encode_groups(bytes_of(words), bytes_of(into), words.itemsize, rotated, *codings)
-    coded: list[tuple[GroupCoding, bytes | memoryview]] = []
-    for how, (width, entropy, _), (start, stop) in zip(hows, groups, places, strict=True):
+    words: Words, widths: Sequence[int], heads: Sequence[Plane], coder: EntropyCoder, *, rotated: bool
+) -> tuple[list[Words], list[CodedBytes]]:
+    """Splits words and codes the groups: Huffman codes in one pass, others in a second one.
+
+    Returns the groups as they are after the first pass: split, or coded; and all as they are coded.
+    """
+    hows = [GroupCoding.ZSTD if REPEATING_BITS <= head.bits <= NOISE_BITS and not head.has_runs else GroupCoding.RAW for head in heads]
+    into = np.empty(_coded_bytes(words, len(widths)), np.uint8)
+    places = compiled.kernel.encode_groups(bytes_of(words), bytes_of(into), words.itemsize, rotated, bytes(widths), bytes(hows))
+    groups = [into[start:stop] for start, stop in places]
+    coded = list[CodedBytes]()
+    for number, (how, width, head) in enumerate(zip(hows, widths, heads, strict=True)):
         if how == GroupCoding.ZSTD:
-            coded.append((how, bytes_of(into[start:stop])))
+            coded.append((how, bytes_of(groups[number])))
         else:
-            coded.append(coder.encode(into[start:stop].view(f"<u{width}"), entropy))
-    return coded
+            groups[number] = groups[number].view(f"<u{width}")
+            coded.append(coder.encode(groups[number], head.bits))
+    return groups, coded
 
 
 def decode_planes(stored: memoryview, into: memoryview, name: str) -> None:
@@ -200,28 +204,15 @@ def _decode_and_merge(groups: list[CodedGroup], into: Words, name: str, *, rotat
         unknown = compiled.kernel.decode_groups(groups, bytes_of(into), into.itemsize, rotated)
 
 
-def _bits(words: Words, *, rotated: bool) -> list[float]:
-    """The order-0 entropy of the bytes at each place of the words in bits, the most significant first."""
-    item_bytes = words.itemsize
-    if compiled.HAS_KERNEL:
-        counts = np.frombuffer(compiled.kernel.count_planes(bytes_of(words), item_bytes, rotated), np.uint32).reshape(item_bytes, 256)
-    else:
-        planes = split(words, [1] * item_bytes, rotated=rotated)
-        counts = np.array([np.bincount(plane, minlength=256) for plane in planes], np.uint32)
-    shares = counts / max(1, len(words))
-    bits: Words = -(shares * np.log2(np.maximum(counts, 1) / max(1, len(words)))).sum(axis=1)
-    return list(map(float, bits))
-
-
-def _group(bits: list[float]) -> tuple[list[int], list[float]]:
-    """The width of each group in bytes, and its entropy; adjacent bytes of noise form one group, of a machine word's width."""
+def _group(planes: Sequence[Plane]) -> tuple[list[int], list[Plane]]:
+    """The width of each group in bytes, and its first plane; adjacent bytes of noise form one group, of a machine word's width."""
     widths: list[int] = []
-    heads: list[float] = []
+    heads: list[Plane] = []
     at = 0
-    while at < len(bits):
-        run = next((number for number, entropy in enumerate(bits[at:]) if entropy <= NOISE_BITS), len(bits) - at)
+    while at < len(planes):
+        run = next((number for number, plane in enumerate(planes[at:]) if plane.bits <= NOISE_BITS), len(planes) - at)
         width = 1 if run < 2 or run == 3 else 1 << (min(run, 4).bit_length() - 1)
         widths.append(width)
-        heads.append(bits[at])
+        heads.append(planes[at])
         at += width
     return widths, heads

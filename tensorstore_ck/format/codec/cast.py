@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.codec import compiled
 from tensorstore_ck.format.codec.byte_split import words_of
 
 KINDS: Final = {"bfloat16": 1, "float16": 2}
@@ -41,6 +42,12 @@ def encode_cast(raw: memoryview, masters: Iterable[memoryview], kind: int) -> by
     """The stored bytes if `raw` is the rounding of the concatenated masters, else None."""
     words, start = words_of(raw, 2), 0
     for block in masters:
+        if kind == KINDS["bfloat16"] and compiled.HAS_KERNEL:
+            end = start + len(block) // 4
+            if end > len(words) or not compiled.kernel.are_roundings(block, raw[2 * start : 2 * end]):
+                return None
+            start = end
+            continue
         for piece in _pieces(words_of(block, 4)):
             if kind == KINDS["float16"] and _is_nan(piece).any():
                 return None  # machines round its bits differently
@@ -63,6 +70,11 @@ def decode_cast(stored: memoryview, into: memoryview, bases: Iterable[memoryview
         if len(block) % 4 or 2 * start + len(block) // 2 > len(into):
             problem = True
             break
+        if kind == KINDS["bfloat16"] and compiled.HAS_KERNEL:
+            end = start + len(block) // 4
+            compiled.kernel.round_words(block, into[2 * start : 2 * end])
+            start = end
+            continue
         words: npt.NDArray[Any] = words_of(into, 2)
         for piece in _pieces(words_of(block, 4)):
             words[start : start + len(piece)] = rounded(piece, kind)

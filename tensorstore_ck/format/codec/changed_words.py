@@ -72,6 +72,11 @@ def _compare(
     return Changes(count, gaps=gaps[:count], values=values[:count], is_float=is_float, sum=block_sum, base_sum=base_sum)
 
 
+def sum_of(block: memoryview) -> bytes:
+    """The `sum` of a block."""
+    return _compare(block, block, 1, is_float=False, limit=0).sum
+
+
 def _crc(data: memoryview) -> bytes:
     return zlib.crc32(data).to_bytes(4, "little")
 

@@ -12,7 +12,7 @@ try:
         raise ImportError("the kernel needs little-endian words")
     from tensorstore_ck.format.codec import _kernel as kernel
 
-    newest = ("take_differences", "count_planes", "compare_words", "apply_changes", "copy_memory", "compare_memory")
+    newest = ("take_differences", "survey_planes", "round_words", "compare_words", "apply_changes", "copy_memory", "compare_memory")
     if not all(hasattr(kernel, name) for name in newest):
         raise ImportError("the kernel was compiled from older sources")
 except ImportError:

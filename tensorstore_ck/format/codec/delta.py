@@ -15,12 +15,13 @@ from typing import Final
 import numpy as np
 
 from tensorstore_ck.common.buffers import Buffer
+from tensorstore_ck.common.threads import Scratch
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import compiled
-from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, encode_few_words, estimate_planes_bytes, planes_or_raw
+from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, encode_few_words, estimate_planes_share, planes_or_raw
 from tensorstore_ck.format.codec.byte_split import Words, add_differences, bytes_of, words_of, zigzag_differences
 from tensorstore_ck.format.codec.changed_words import Changes, apply_changes
-from tensorstore_ck.format.codec.entropy import EntropyCoder, sample
+from tensorstore_ck.format.codec.entropy import EntropyCoder
 
 
 def sorted_differences(words: Words, base: Words) -> Words:
@@ -57,14 +58,17 @@ _HEADER: Final = struct.Struct("<BBBxII")
 HEAD_BYTES: Final = _HEADER.size
 
 
-def estimate_delta_bytes(raw: memoryview, base: memoryview, elements: Elements) -> float:
-    """The estimated size in bytes of a block as a difference to `base`."""
-    some, other = (sample(words_of(data, elements.item_bytes)) for data in (raw, base))
-    differences = zigzag_differences(some, other, is_float=elements.is_float)
+def sample_differences(some: Words, other: Words, *, is_float: bool) -> Words:
+    """Zigzag differences of samples, in any order."""
+    return sorted_differences(some, other) if is_float else zigzag_differences(some, other, is_float=False)
+
+
+def estimate_delta_share(differences: Words) -> float:
+    """The estimated size of a block as a difference to its base, as a share of the block's, by `sample_differences`."""
     changed = np.count_nonzero(differences) / max(1, len(differences))
     if changed <= SPARSE_TO:
-        return len(raw) * changed * (1 + 1 / elements.item_bytes)
-    return estimate_planes_bytes(bytes_of(differences), elements._replace(is_float=False)) * len(raw) / differences.nbytes
+        return changed * (1 + 1 / differences.itemsize)
+    return estimate_planes_share(differences, rotated=False)
 
 
 def max_changes(size_bytes: int, item_bytes: int) -> int:
@@ -72,10 +76,9 @@ def max_changes(size_bytes: int, item_bytes: int) -> int:
     return int(SPARSE_TO * (size_bytes // item_bytes))
 
 
-def is_dense(raw: memoryview, base: memoryview, item_bytes: int) -> bool:
+def is_dense(differences: Words) -> bool:
     """Whether so many words of a sample differ that a comparison of all is not worth it."""
-    differs = sample(words_of(raw, item_bytes)) != sample(words_of(base, item_bytes))
-    return bool(np.count_nonzero(differs) > 2 * SPARSE_TO * len(differs))
+    return bool(np.count_nonzero(differences) > 2 * SPARSE_TO * len(differences))
 
 
 def encode_few(changes: Changes, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview]:
@@ -100,8 +103,10 @@ def elements_of_delta(stored: Buffer) -> Elements:
     return Elements(item_bytes, order == FLOATS) if item_bytes in (1, 2, 4, 8) else BYTES
 
 
-def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: str) -> None:
+def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: str, scratch: Scratch | None = None) -> None:
     """Decodes the raw bytes into `into`, which may be `base` itself: the sparse form then writes only the words that differ.
+
+    The differences are decoded in `scratch`, or in new memory.
 
     Raises:
         CorruptObjectError: `stored` is malformed, or does not fit `base` or `into`.
@@ -125,7 +130,7 @@ def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: s
         raise _misfit(name)
     dtype, is_float = np.dtype(f"<u{item_bytes}"), order == FLOATS
     if form != SPARSE:
-        differences = np.empty(whole // item_bytes, dtype)
+        differences: Words = np.frombuffer((scratch or Scratch()).take("differences", whole), dtype)
         decode_planes(rest, bytes_of(differences), name)
         if form == SORTED:
             add_sorted(words_of(base, item_bytes), differences, words_of(into, item_bytes))

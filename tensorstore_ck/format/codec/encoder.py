@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
 from tensorstore_ck.common.buffers import Buffer
-from tensorstore_ck.format.codec.byte_planes import Elements, encode_planes, estimate_planes_bytes, guess_elements
+from tensorstore_ck.format.codec.byte_planes import Elements, encode_planes, estimate_planes_share, guess_elements
+from tensorstore_ck.format.codec.byte_split import Words, words_of
 from tensorstore_ck.format.codec.cast import KINDS, encode_cast
 from tensorstore_ck.format.codec.changed_words import Changes, find_changes
-from tensorstore_ck.format.codec.delta import encode_all, encode_few, estimate_delta_bytes, is_dense, max_changes
-from tensorstore_ck.format.codec.entropy import EntropyCoder
+from tensorstore_ck.format.codec.delta import encode_all, encode_few, estimate_delta_share, is_dense, max_changes, sample_differences
+from tensorstore_ck.format.codec.entropy import EntropyCoder, sample
 from tensorstore_ck.format.codec.registry import Codec, encode_lz4, encode_zstd
 
 Mode = Literal["raw", "fast", "small"]
@@ -67,21 +68,21 @@ class Encoder:
         `changes`: what is known to differ. If these are few, `base` is not read.
         """
         view, coder = memoryview(raw).cast("B"), self._coder_of_mode()
-        limit = max_changes(len(view), elements.item_bytes)
-        if changes is None and not is_dense(view, base, elements.item_bytes):
-            changes = find_changes(view, base, elements.item_bytes, is_float=elements.is_float, limit=limit)
+        some, limit = sample(words_of(view, elements.item_bytes)), max_changes(len(view), elements.item_bytes)
+        if changes is None or changes.changed > limit:
+            differences = sample_differences(some, sample(words_of(base, elements.item_bytes)), is_float=elements.is_float)
+            if changes is None and not is_dense(differences):
+                changes = find_changes(view, base, elements.item_bytes, is_float=elements.is_float, limit=limit)
         if changes is not None and changes.changed > limit:
             changes = None
-        worth_bytes: float | None = None
         if changes is not None:
             pieces = encode_few(changes, elements, coder)
-        else:
-            worth_bytes = WORTH * estimate_planes_bytes(view, elements)
-            if estimate_delta_bytes(view, base, elements) > worth_bytes:
-                return None
+        elif _may_be_worth(differences, some, is_float=elements.is_float):
             pieces = encode_all(view, base, elements, coder)
+        else:
+            return None
         size_bytes = sum(map(len, pieces))
-        if size_bytes > SMALL * len(view) and size_bytes > (worth_bytes or WORTH * estimate_planes_bytes(view, elements)):
+        if size_bytes > SMALL * len(view) and size_bytes > WORTH * len(view) * estimate_planes_share(some, rotated=elements.is_float):
             return None
         return EncodedDelta(Encoded(Codec.DELTA, tuple(pieces)), changes)
 
@@ -94,3 +95,21 @@ class Encoder:
         if self._coder is None:
             self._coder = EntropyCoder(LEVELS[self._mode])
         return self._coder
+
+
+def sample_of(raw: Buffer, elements: Elements) -> bytes:
+    """What `may_be_worth_reading` needs of a block."""
+    return sample(words_of(memoryview(raw).cast("B"), elements.item_bytes)).tobytes()
+
+
+def may_be_worth_reading(raw: Buffer, base_sample: bytes, elements: Elements) -> bool:
+    """Whether a difference to a base, of which only a sample is known, may be clearly smaller than the block by itself."""
+    some, other = sample(words_of(memoryview(raw).cast("B"), elements.item_bytes)), words_of(base_sample, elements.item_bytes)
+    if len(some) != len(other):
+        return True
+    differences = sample_differences(some, other, is_float=elements.is_float)
+    return not is_dense(differences) or _may_be_worth(differences, some, is_float=elements.is_float)
+
+
+def _may_be_worth(differences: Words, some: Words, *, is_float: bool) -> bool:
+    return estimate_delta_share(differences) <= WORTH * estimate_planes_share(some, rotated=is_float)

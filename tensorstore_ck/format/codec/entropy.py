@@ -3,14 +3,18 @@
 The pure coder's parameters: docs/decisions/008-zstd-as-entropy-coder.md. Its match search finds next to nothing and costs next to nothing.
 """
 
+import math
 from enum import IntEnum
-from typing import Final
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import zstandard
 
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.codec.byte_split import Words, bytes_of
+from tensorstore_ck.format.codec import compiled
+from tensorstore_ck.format.codec.byte_split import Words, bytes_of, split
 
 NOISE_BITS: Final = 7.8
 """Bytes with a higher entropy are stored unencoded."""
@@ -19,15 +23,26 @@ REPEATING_BITS: Final = 1.5
 RUNS_SHARE: Final = 0.1
 """How many more of all bytes than by chance are equal to the one before, where they have runs."""
 SMALL_SHARE: Final = 1 / 64
-"""Matches are searched for only if they save more than this share of the bytes: the search takes ten times as long as the rest."""
-PROBED_FROM_BYTES: Final = 1 << 17
+SEARCHED_SHARE: Final = 1 / 32
+"""Matches are searched for in groups that are coded in more than this share of their bytes, and of the coded block: the search takes ten
+times as long as the rest."""
+WORTH_SHARE: Final = 1 / 100
+"""A trial must save at least this share of the coded block."""
+PROBED_FROM_BYTES: Final = 1 << 16
 PROBES: Final = 4
 PROBES_SHARE: Final = 1 / 16
+LEAST_PROBE_BYTES: Final = 1 << 12
 """A trial on so many pieces, together this share of the bytes, decides. Smaller groups are searched without a trial."""
 SAMPLE_PIECES: Final = 16
 SAMPLE_WORDS: Final = 512
 """Words in each piece of a sample."""
+MAX_SAMPLE_WORDS: Final = 2 * SAMPLE_PIECES * SAMPLE_WORDS
+ENTROPY_DIGITS: Final = 9
+"""Behind the point: the entropy of equal bytes is zero."""
 WORTH: Final = 0.98
+
+
+_PLANE: Final = np.dtype([("occurrences", "<u4", 256), ("repeats", "<u8"), ("squares", "<u8")])
 
 
 class GroupCoding(IntEnum):
@@ -40,18 +55,48 @@ class GroupCoding(IntEnum):
 
 def sample(words: Words) -> Words:
     """Evenly spaced pieces of the words; all words if they are few."""
-    if len(words) <= 2 * SAMPLE_PIECES * SAMPLE_WORDS:
+    if len(words) <= MAX_SAMPLE_WORDS:
         return words
     step = (len(words) - SAMPLE_WORDS) // (SAMPLE_PIECES - 1)
-    return np.concatenate([words[start : start + SAMPLE_WORDS] for start in range(0, step * SAMPLE_PIECES, step)])
+    pieces: Words = np.ndarray((SAMPLE_PIECES, SAMPLE_WORDS), words.dtype, words, strides=(step * words.itemsize, words.itemsize))
+    return pieces.reshape(-1)
 
 
-def has_runs(values: Words) -> bool:
-    """Whether bytes of a `sample` are followed by equal ones clearly more often than by chance: then a search for matches pays."""
-    pieces = np.arange(len(values)) // SAMPLE_WORDS * 256  # chance differs from piece to piece
-    counts = np.bincount(values + pieces).astype(np.float64)
-    by_chance = (counts * counts).sum() / SAMPLE_WORDS
-    return bool(np.count_nonzero(values[1:] == values[:-1]) > by_chance + RUNS_SHARE * len(values))
+class Plane(NamedTuple):
+    """The bytes at one place of the words of a sample."""
+
+    bits: float
+    """Their order-0 entropy, per byte."""
+    has_runs: bool
+    """Whether they are followed by equal ones clearly more often than by chance: then a search for matches pays. Only with the kernel."""
+
+
+def survey(some: Words, *, rotated: bool) -> list[Plane]:
+    """The planes of a sample, the most significant first."""
+    count, item_bytes = len(some), some.itemsize
+    if compiled.HAS_KERNEL:
+        found = np.frombuffer(compiled.kernel.survey_planes(bytes_of(some), item_bytes, rotated), _PLANE)
+        occurrences, repeats, by_chance = found["occurrences"], found["repeats"].tolist(), (found["squares"] / SAMPLE_WORDS).tolist()
+    else:
+        planes = split(some, [1] * item_bytes, rotated=rotated)
+        occurrences, repeats = np.array([np.bincount(plane, minlength=256) for plane in planes]), [0] * item_bytes
+        by_chance = repeats
+    bits = math.log2(max(1, count)) - _bits_of_counts()[occurrences].sum(axis=1) / max(1, count)
+    return [
+        Plane(round(entropy, ENTROPY_DIGITS), equal > chance + RUNS_SHARE * count)
+        for entropy, equal, chance in zip(bits.tolist(), repeats, by_chance, strict=True)
+    ]
+
+
+@lru_cache(1)
+def _bits_of_counts() -> npt.NDArray[np.float64]:
+    """Each number that a byte may have in a sample, times its binary logarithm."""
+    numbers = np.arange(MAX_SAMPLE_WORDS + 1, dtype=np.float64)
+    return numbers * np.log2(np.maximum(numbers, 1))
+
+
+CodedBytes = tuple[GroupCoding, bytes | memoryview]
+"""How a group is coded, and its stored bytes."""
 
 
 class EntropyCoder:
@@ -66,27 +111,31 @@ class EntropyCoder:
         self._level = level
         self._matching: zstandard.ZstdCompressor | None = None
 
-    def encode(self, group: Words, bits: float) -> tuple[GroupCoding, bytes | memoryview]:
+    def encode(self, group: Words, bits: float) -> CodedBytes:
         """The coding of a group and its stored bytes. `bits` is the entropy of a sample, in bits per byte."""
         if len(group) and bits == 0 and bool((group == group[0]).all()):
             return GroupCoding.CONSTANT, bytes_of(group[:1])
         if bits > NOISE_BITS:
             return GroupCoding.RAW, bytes_of(group)
         coded = self._pure.compress(bytes_of(group))
-        if bits < REPEATING_BITS and len(coded) > SMALL_SHARE * group.nbytes and self._has_matches(group):
-            coded = min(coded, self._encode_with_matches(group), key=len)
         return (GroupCoding.ZSTD, coded) if len(coded) < WORTH * group.nbytes else (GroupCoding.RAW, bytes_of(group))
 
-    def _has_matches(self, group: Words) -> bool:
-        """Whether a search for matches makes one of some pieces clearly smaller."""
+    def with_matches(self, group: Words, coded: CodedBytes, block_bytes: int) -> CodedBytes:
+        """A `coded` group of repeating bytes, smaller if matches make it so; all groups of its block are coded in `block_bytes`."""
+        least_bytes = max(SMALL_SHARE * group.nbytes, SEARCHED_SHARE * block_bytes)
+        if coded[0] == GroupCoding.CONSTANT or len(coded[1]) <= least_bytes or not self._has_matches(group, block_bytes):
+            return coded
+        matched = self._encode_with_matches(group)
+        return (GroupCoding.ZSTD, matched) if len(matched) < min(len(coded[1]), WORTH * group.nbytes) else coded
+
+    def _has_matches(self, group: Words, block_bytes: int) -> bool:
+        """Whether a search for matches makes one of some pieces so small that the block gains from it."""
         if group.nbytes < PROBED_FROM_BYTES:
             return True
-        size, step = int(len(group) * PROBES_SHARE / PROBES), len(group) // PROBES
+        size, step = max(LEAST_PROBE_BYTES, int(len(group) * PROBES_SHARE / PROBES)), len(group) // PROBES
         pieces = (group[start : start + size] for start in range(step // 2, len(group), step))
-        return any(
-            len(self._pure.compress(bytes_of(piece))) - len(self._encode_with_matches(piece)) > SMALL_SHARE * piece.nbytes
-            for piece in pieces
-        )
+        needed = size * max(SMALL_SHARE, WORTH_SHARE * block_bytes / group.nbytes)
+        return any(len(self._pure.compress(bytes_of(piece))) - len(self._encode_with_matches(piece)) > needed for piece in pieces)
 
     def _encode_with_matches(self, group: Words) -> bytes:
         if self._matching is None:

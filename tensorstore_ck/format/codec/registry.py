@@ -13,6 +13,7 @@ import numpy as np
 import zstandard
 
 from tensorstore_ck.common.buffers import Buffer
+from tensorstore_ck.common.threads import Scratch
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
 from tensorstore_ck.format.codec.byte_planes import Elements, decode_planes
 from tensorstore_ck.format.codec.cast import decode_cast
@@ -63,11 +64,18 @@ def elements_in(codec: int, stored: Buffer) -> Elements:
 
 
 def decode(
-    codec: int, stored: memoryview, raw_bytes: int, name: str, into: memoryview | None = None, *, bases: Sequence[memoryview] = ()
+    codec: int,
+    stored: memoryview,
+    raw_bytes: int,
+    name: str,
+    into: memoryview | None = None,
+    *,
+    bases: Sequence[memoryview] = (),
+    scratch: Scratch | None = None,
 ) -> memoryview:
     """The raw bytes of a block, in `into` (memory of `raw_bytes` bytes) or elsewhere. The caller checks the block's id.
 
-    `bases` are the raw bytes of the blocks that this one is encoded against.
+    `bases` are the raw bytes of the blocks that this one is encoded against; `scratch` is memory to work in.
 
     Raises:
         CorruptObjectError: the stored bytes do not decode to `raw_bytes` bytes.
@@ -89,7 +97,7 @@ def decode(
         elif len(bases) != 1:
             raise CorruptObjectError(f"{name}: the delta base of a block is missing", object_id=name)
         else:
-            decode_delta(stored, raw, bases[0], name)
+            decode_delta(stored, raw, bases[0], name, scratch=scratch)
     elif codec == Codec.ZSTD:
         raw = memoryview(decompress(stored, raw_bytes, name))
     else:

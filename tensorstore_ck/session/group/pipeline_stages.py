@@ -9,8 +9,9 @@ from typing import Any, Final
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import BufferTarget
 from tensorstore_ck.engine.reachability import locate_blocks
-from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, read_unpublished, wanted_blocks
+from tensorstore_ck.engine.read.block_reader import OpenPart, read_unpublished, wanted_blocks
 from tensorstore_ck.engine.write.publish import read_part
 from tensorstore_ck.format.layout import Layout, decode_layout
 from tensorstore_ck.format.merge_layout_parts import LayoutConflictError, MergedLayout

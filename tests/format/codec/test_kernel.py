@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 import zstandard
 
-from tensorstore_ck.format.codec import compiled, delta
+from tensorstore_ck.format.codec import cast, compiled, delta, entropy
 from tensorstore_ck.format.codec.byte_split import split, words_of
 from tests.effort import in_turns
 
@@ -52,13 +52,34 @@ def test_words_are_split_and_merged_as_by_numpy() -> None:
 
 
 def test_bytes_are_counted_at_each_place_as_by_numpy() -> None:
+    """How often each occurs, how often one repeats, and how often by chance: from the occurrences in each piece."""
     rng = np.random.default_rng(0)
     for length, (item_bytes, rotated) in in_turns([*LENGTHS, 9000], [(size, rotated) for size in WIDTHS for rotated in (True, False)][:-1]):
         raw = numbers(length, item_bytes, rng)
         planes = split(words_of(raw, item_bytes), [1] * item_bytes, rotated=rotated)
-        wanted = [np.bincount(plane, minlength=256).tolist() for plane in planes]
-        found = np.frombuffer(compiled.kernel.count_planes(raw, item_bytes, rotated), np.uint32)
-        assert found.reshape(item_bytes, 256).tolist() == wanted, (length, item_bytes, rotated)
+        found = np.frombuffer(compiled.kernel.survey_planes(raw, item_bytes, rotated), entropy._PLANE)
+        assert found["occurrences"].tolist() == [np.bincount(plane, minlength=256).tolist() for plane in planes], (
+            length,
+            item_bytes,
+            rotated,
+        )
+        assert found["repeats"].tolist() == [np.count_nonzero(plane[1:] == plane[:-1]) for plane in planes], (length, item_bytes, rotated)
+        pieces = [[plane[at : at + 512] for at in range(0, length, 512)] for plane in planes]
+        squares = [sum(int((np.bincount(piece) ** 2).sum()) for piece in each) for each in pieces]
+        assert found["squares"].tolist() == squares, (length, item_bytes, rotated)
+
+
+def test_masters_are_rounded_as_by_numpy() -> None:
+    rng = np.random.default_rng(0)
+    for length in [*LENGTHS, 9000]:
+        masters = numbers(length, 4, rng)
+        into = memoryview(bytearray(1 + 2 * length))[1:]
+        compiled.kernel.round_words(masters, into)
+        assert into == cast.rounded(words_of(masters, 4), cast.KINDS["bfloat16"]).tobytes(), length
+        assert compiled.kernel.are_roundings(masters, into)
+        if length:
+            into[int(rng.integers(0, len(into)))] ^= 1
+            assert not compiled.kernel.are_roundings(masters, into), length
 
 
 def test_differences_are_sorted_as_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
