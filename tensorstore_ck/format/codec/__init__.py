@@ -17,7 +17,7 @@ nothing else: `_huffman_code.c`, `_huffman_encode.c`, `_huffman_decode.c`.
 
 from tensorstore_ck.format.codec.byte_planes import Elements, elements_of
 from tensorstore_ck.format.codec.cast import KINDS, cast_sample
-from tensorstore_ck.format.codec.changed_words import Changes, apply_changes, find_changes, patch_changes
+from tensorstore_ck.format.codec.changed_words import Changes, apply_changes, find_changes, patch_changes, visit_changed
 from tensorstore_ck.format.codec.codec_policy import (
     CodecName,
     CodecOption,
@@ -29,7 +29,7 @@ from tensorstore_ck.format.codec.codec_policy import (
     check_delta,
     check_recode_mode,
 )
-from tensorstore_ck.format.codec.delta import HEAD_BYTES, max_changes
+from tensorstore_ck.format.codec.delta import HEAD_BYTES, decode_changes, max_changes
 from tensorstore_ck.format.codec.encoder import Encoded, Encoder, Mode
 from tensorstore_ck.format.codec.registry import CODECS_WITH_BASES, Codec, StoredBlock, base_count, codec_name, decode, elements_in
 
@@ -58,9 +58,11 @@ __all__ = [
     "check_recode_mode",
     "codec_name",
     "decode",
+    "decode_changes",
     "elements_in",
     "elements_of",
     "find_changes",
     "max_changes",
     "patch_changes",
+    "visit_changed",
 ]
