@@ -65,6 +65,10 @@ def test_they_read_what_one_of_them_would_read(trainer: Callable[[], Any], tmp_p
         assert 0 < shared <= reads / COUNT
         assert all(equal(mine, state) for mine in together.tensors)
         trainer()
+    for number, feed in enumerate(together.feeds):
+        together.faults[number].noted.clear()
+        update(feed)
+        assert number == 0 or {what.partition("/")[0] for what in together.faults[number].noted} == {"get log"}
     assert oct(os.stat(tmp_path / "shared").st_mode & 0o777) == "0o700"
 
 
