@@ -113,6 +113,8 @@ class FollowedTensor(ByteTarget):
         self.identity: tuple[object, ...] = name, stored
         """What the bytes of a block depend on besides their place: the tensor, and the dtype in which it is stored."""
         self.tensor = tensor.detach()
+        self.item_bytes = stored.itemsize
+        """Of a stored element."""
         self._stored = stored
         self._lock = threading.Lock()
         self._changes: dict[int, Sequence[Change]] = {}
@@ -137,15 +139,20 @@ class FollowedTensor(ByteTarget):
         new = _words(data if self._stored == self.tensor.dtype else self._converted(data), item_bytes)
         old = _words(source_of(self.tensor).read(first * item_bytes, (first + len(new)) * item_bytes), item_bytes)
         changed = _changed(new, old)
-        on_device = is_on_device(self.tensor)
-        staged: list[Change] = []
         if changed is None or (
-            len(changed) and on_device and item_bytes not in _WORDS
+            len(changed) and is_on_device(self.tensor) and item_bytes not in _WORDS
         ):  # a device writes integers, and complex128 has none of its size
-            staged = [ChangedRange(self.tensor, first * item_bytes, new.tobytes())]
-        elif len(changed):
-            kind = ChangedDeviceElements if on_device else ChangedElements
-            staged = [kind(self.tensor, self._in_memory(first + changed), new[changed], old[changed])]
+            with self._lock:
+                self._changes[start] = [ChangedRange(self.tensor, first * item_bytes, new.tobytes())]
+        else:
+            self.change(start, changed, new=new[changed], old=old[changed])
+
+    def change(self, start: int, positions: Array, *, new: Array, old: Array) -> None:
+        """Stages few elements; `positions` count from the stored byte `start`, `old` is what the tensor has there."""
+        staged: list[Change] = []
+        if len(positions):
+            kind = ChangedDeviceElements if is_on_device(self.tensor) else ChangedElements
+            staged = [kind(self.tensor, self._in_memory(start // self._stored.itemsize + positions), new, old)]
         with self._lock:
             self._changes[start] = staged
 
@@ -167,6 +174,7 @@ class SeveralTensors(ByteTarget):
     def __init__(self, tensors: Sequence[FollowedTensor]) -> None:
         self.identity = tuple(tensor.identity for tensor in tensors)
         """Of all: a block that one of them has is not in the others if they were several stored tensors before."""
+        self.item_bytes = tensors[0].item_bytes
         self._tensors = tensors
 
     def holds(self, start: int, stop: int) -> memoryview | None:
@@ -181,6 +189,11 @@ class SeveralTensors(ByteTarget):
         """Stages what `data` changes in each."""
         for tensor in self._tensors:
             tensor.write(start, data)
+
+    def change(self, start: int, positions: Array, *, new: Array, old: Array) -> None:
+        """As `FollowedTensor.change`, in each."""
+        for tensor in self._tensors:
+            tensor.change(start, positions, new=new, old=old)
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:

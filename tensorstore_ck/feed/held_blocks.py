@@ -44,6 +44,10 @@ class HeldBlocks:
     def __contains__(self, block: Digest) -> bool:
         return block in self._of
 
+    def read_in_place(self, block: WantedBlock, base: Digest) -> memoryview | None:
+        """The bytes that the tensors have in the place of a block, which may have changed since they were `base`; None if they were not."""
+        return _bytes_at(block) if self._at.get(place_of(block)) == base else None
+
     def read(self, block: Digest) -> memoryview | None:
         """The bytes of a held block, which may have changed since; None if they are in another dtype."""
         return _bytes_at(self._of[block])

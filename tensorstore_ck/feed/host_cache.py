@@ -1,8 +1,8 @@
-"""Followers on one host read each range of a pack from the store once: the first one writes it to a file, where the others find it.
+"""Followers on one host read each record, part and range of a pack from the store once: the first one writes it to a file for the others.
 
-A file has the bytes of one range, then their hash. While it is read from the store, its reader holds a lock on it, which ends with the
-process; the others wait. The folder is this user's alone. It never makes a read fail: what cannot be locked, written or read there comes
-from the store.
+A file has the bytes of one object or range, then their hash. While it is read from the store, its reader holds a lock on it, which ends
+with the process; the others wait. The folder is this user's alone. It never makes a read fail: what cannot be locked, written or read
+there comes from the store.
 """
 
 import fcntl
@@ -28,11 +28,13 @@ WAIT_SECONDS: Final = 60.0
 """How long a follower waits for another one's read."""
 PAUSE_SECONDS: Final = 0.005
 _PACKS: Final = "packs/"
+_WHOLE: Final = ("snapshots/", "parts/")
+"""Objects that are read whole. Those who read them compare them with a root or an id."""
 _SUFFIX: Final = ".range"
 
 
 class HostCache:
-    """A backend that reads ranges of packs by way of a folder. All other attributes are the inner backend's."""
+    """A backend that reads records, parts and ranges of packs by way of a folder. All other attributes are the inner backend's."""
 
     def __init__(self, inner: Backend, folder: str) -> None:
         """Makes the folder if it is missing.
@@ -57,12 +59,21 @@ class HostCache:
                     return
         self._inner.read_into(name, offset, target)
 
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        """See `Backend.get`."""
+        if name.startswith(_WHOLE):
+            with self._locked(f"{name.rpartition('/')[2]}-whole{_SUFFIX}") as file:
+                if file is not None:
+                    data = file.read_whole(max_bytes)
+                    return self._fill_whole(file, name, max_bytes) if data is None else data
+        return self._inner.get(name, max_bytes=max_bytes)
+
     def distrust(self, name: str) -> bool:
-        """The bytes read for a pack were wrong: its files are removed. Returns whether there were any."""
-        found, pack = False, name.rpartition("/")[2]
+        """The bytes read for an object were wrong: its files are removed. Returns whether there were any."""
+        found, ulid = False, name.rpartition("/")[2]
         with suppress(OSError, StoreError):
             for path, _ in self._folder.files("."):
-                if os.path.basename(path).startswith(f"{pack}-"):
+                if os.path.basename(path).startswith(f"{ulid}-"):
                     self._unlink(path)
                     found = True
         return found
@@ -80,6 +91,17 @@ class HostCache:
         if not file.write(target):
             self._unlink(file.name)
         return True
+
+    def _fill_whole(self, file: "_LockedFile", name: str, max_bytes: int) -> bytes:
+        """Reads an object from the store, and writes the file if it has space."""
+        try:
+            data = self._inner.get(name, max_bytes=max_bytes)
+        except BaseException:
+            self._unlink(file.name)
+            raise
+        if not (self._has_space(len(data) + DIGEST_BYTES) and file.write(memoryview(data))):
+            self._unlink(file.name)
+        return data
 
     def _has_space(self, size_bytes: int) -> bool:
         """Whether a file of that size fits; removes what nobody uses, and the oldest ones for it."""
@@ -120,7 +142,7 @@ class HostCache:
 
 
 class _LockedFile:
-    """The bytes of a range, and their hash."""
+    """The bytes of an object or a range, and their hash."""
 
     def __init__(self, fd: int, name: str) -> None:
         self._fd = fd
@@ -135,6 +157,14 @@ class _LockedFile:
                 os.utime(self._fd)
                 return bytes(digest) == block_id(target)
         return False
+
+    def read_whole(self, max_bytes: int) -> bytes | None:
+        """The bytes; None if the file does not have them, whole."""
+        with suppress(OSError):
+            size_bytes = os.fstat(self._fd).st_size - DIGEST_BYTES
+            if 0 < size_bytes <= max_bytes and self.read(data := memoryview(bytearray(size_bytes))):
+                return bytes(data)
+        return None
 
     def write(self, data: memoryview) -> bool:
         """Writes the file, if it can be written."""

@@ -6,19 +6,20 @@ came wrong, is left to `read_at_places`, which takes everything from the store.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.buffers import batches
-from tensorstore_ck.common.ids import Digest, Ulid, block_id
+from tensorstore_ck.common.ids import Digest, Ulid, block_hasher, block_id
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import location_of
 from tensorstore_ck.engine.read.block_reader import MAX_GAP_BYTES, MERGE_BYTES, WantedBlock, deliver, read_at_places, read_blocks
 from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.feed.followed_tensor import FEW, FollowedTensor, SeveralTensors
 from tensorstore_ck.feed.held_blocks import HeldBlocks
-from tensorstore_ck.format.codec import Codec, decode
+from tensorstore_ck.format.codec import Codec, decode, decode_changes, visit_changed
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.block_index import Location
@@ -88,6 +89,8 @@ class ChangesReader:
         failed: list[WantedBlock] = []
 
         def build(chain: Chain) -> None:
+            if self._patch(chain, stored):
+                return
             raw = self._decoded(chain, stored)
             if raw is None:
                 failed.append(chain.block)
@@ -96,6 +99,31 @@ class ChangesReader:
 
         for_each(chains, build, min(cpu_threads(), len(chains)))
         return failed
+
+    def _patch(self, chain: Chain, stored: Mapping[tuple[Ulid, int], memoryview]) -> bool:
+        """Stages the elements that one difference changes in the place of its block, without a comparison; returns whether it did.
+
+        The block is copied, changed and hashed piece by piece, in the core's cache.
+        """
+        block, target, (link, *others) = chain.block, chain.block.target, chain.links
+        if chain.base is None or others or not isinstance(target, FollowedTensor | SeveralTensors):
+            return False
+        held = self._held.read_in_place(block, chain.base)
+        if held is None or len(held) != block.raw:
+            return False
+        try:
+            changes = decode_changes(stored[link.pack, link.offset], block.raw, pack_name(link.pack))
+        except CorruptObjectError:
+            return False
+        if changes is None or changes.values.itemsize != target.item_bytes or changes.values.nbytes > FEW * block.raw:
+            return False
+        hasher = block_hasher()
+        changed = visit_changed(changes, held, hasher.update)
+        if changed is None or hasher.digest() != block.source.part.block_id(block.row):
+            return False
+        positions, old, new = changed
+        target.change(block.start, positions, new=new, old=old)
+        return True
 
     def _decoded(self, chain: Chain, stored: dict[tuple[Ulid, int], memoryview]) -> memoryview | None:
         """The verified bytes of a block; None if they are not what its id says."""

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -34,13 +35,14 @@ def made() -> Made:
 class Following:
     """A trainer that has saved version 1, and a follower that is at version 0."""
 
-    def __init__(self, made: Made) -> None:
+    def __init__(self, made: Made, host_cache: Path | None = None) -> None:
         backend, self.old, self.new = made
         self.backend, self.faults = copied(backend), NotedFaults()
+        self.backend.is_local = host_cache is None
         self.trainer = open_store(self.backend)
         self.trainer.checkout(REF)
         self.mine = zeros(self.old)
-        self.feed = follower(self.backend, self.faults).follow(REF, into=self.mine)
+        self.feed = follower(self.backend, self.faults).follow(REF, into=self.mine, host_cache=host_cache)
         update(self.feed)
         save(self.trainer, self.new, 1)
         self.faults.calls, self.faults.noted[:] = 0, []
@@ -51,8 +53,8 @@ class Following:
         assert step_of(self.feed) == step
 
 
-def calls_of_poll(made: Made) -> int:
-    following = Following(made)
+def calls_of_poll(made: Made, host_cache: Path | None = None) -> int:
+    following = Following(made, host_cache)
     following.feed.poll()
     calls = following.faults.calls
     following.feed.swap()
@@ -61,18 +63,24 @@ def calls_of_poll(made: Made) -> int:
 
 
 @pytest.mark.race
+@pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("mode", ["unavailable", "die-before"])
-def test_every_call_of_a_poll_fails_or_is_the_last(made: Made, mode: str) -> None:
-    calls = calls_of_poll(made)
+def test_every_call_of_a_poll_fails_or_is_the_last(made: Made, mode: str, cached: bool, tmp_path: Path) -> None:
+    calls = calls_of_poll(made, tmp_path / "counted" if cached else None)
     assert calls >= 4
     for at in range(1, calls + 1):
-        following = Following(made)
+        folder = tmp_path / str(at) if cached else None
+        following = Following(made, folder)
         following.faults.mode, following.faults.at = mode, at
         with pytest.raises((tsck.StoreError, Death)):
             following.feed.poll()
         assert following.feed.swap() is None
         following.require(0)
         following.faults.mode, following.faults.dead = "", False
+        if cached:  # another engine of the host, which finds what the first one left
+            others = zeros(following.old)
+            update(follower(following.backend).follow(REF, into=others, host_cache=folder))
+            assert equal(others, following.new)
         update(following.feed)
         following.require(1)
 

@@ -20,7 +20,7 @@ COUNT = 4
 
 
 class Host:
-    """Several followers with one folder, and what they read of packs."""
+    """Several followers with one folder, and what they read."""
 
     def __init__(self, backend: MemoryBackend, state: State, folder: Path | None) -> None:
         backend.is_local = False
@@ -32,12 +32,13 @@ class Host:
         ]
 
     def update(self) -> int:
-        """All at the same time; returns how often they read a pack."""
+        """All at the same time; returns how often they read a record, a part or a pack."""
         for faults in self.faults:
             faults.noted.clear()
         with ThreadPoolExecutor(COUNT) as pool:
             list(pool.map(update, self.feeds))
-        return sum(what.startswith("read packs/") for faults in self.faults for what in faults.noted)
+        noted = [what for faults in self.faults for what in faults.noted]
+        return sum(what.startswith(("get snapshots/", "get parts/", "read packs/")) for what in noted)
 
 
 @pytest.fixture
@@ -64,6 +65,10 @@ def test_they_read_what_one_of_them_would_read(trainer: Callable[[], Any], tmp_p
         assert 0 < shared <= reads / COUNT
         assert all(equal(mine, state) for mine in together.tensors)
         trainer()
+    for number, feed in enumerate(together.feeds):
+        together.faults[number].noted.clear()
+        update(feed)
+        assert number == 0 or {what.partition("/")[0] for what in together.faults[number].noted} == {"get log"}
     assert oct(os.stat(tmp_path / "shared").st_mode & 0o777) == "0o700"
 
 
@@ -166,7 +171,7 @@ def test_errors_of_the_store_reach_the_caller(trainer: Callable[[], Any], tmp_pa
     read, backend.read_into = backend.read_into, missing
     with pytest.raises(tsck.errors.BackendUnavailableError):
         host.feeds[0].poll()
-    assert [*tmp_path.iterdir()] == []
+    assert [path.name for path in tmp_path.iterdir() if not path.match("*-whole.range")] == []  # the record and the part came
     backend.read_into = read
     host.update()
     assert all(equal(mine, state) for mine in host.tensors)
@@ -184,6 +189,37 @@ def test_bytes_that_came_wrong_are_read_again(trainer: Callable[[], Any], tmp_pa
             target[0] ^= 1
 
     backend.read_into = flip_one_bit
+    host.update()
+    assert len(wrong) == 1
+    assert all(equal(mine, state) for mine in host.tensors)
+
+
+@pytest.mark.parametrize("kind", ["snapshots/", "parts/"])
+def test_an_object_that_does_not_come_leaves_no_file(trainer: Callable[[], Any], tmp_path: Path, kind: str) -> None:
+    backend, state = trainer()
+    host, get = Host(backend, state, tmp_path), backend.get
+    backend.get = lambda name, *, max_bytes: missing(name) if name.startswith(kind) else get(name, max_bytes=max_bytes)
+    with pytest.raises(tsck.errors.BackendUnavailableError):
+        host.feeds[0].poll()
+    assert len([*tmp_path.iterdir()]) == (kind == "parts/")  # the record
+    backend.get = get
+    host.update()
+    assert all(equal(mine, state) for mine in host.tensors)
+
+
+@pytest.mark.parametrize("kind", ["snapshots/", "parts/"])
+def test_an_object_that_came_wrong_is_read_again(trainer: Callable[[], Any], tmp_path: Path, kind: str) -> None:
+    backend, state = trainer()
+    host, wrong, get = Host(backend, state, tmp_path), list[str](), backend.get
+
+    def flip_one_bit(name: str, *, max_bytes: int) -> bytes:
+        data = bytearray(get(name, max_bytes=max_bytes))
+        if name.startswith(kind) and not wrong:
+            wrong.append(name)
+            data[-1] ^= 1
+        return bytes(data)
+
+    backend.get = flip_one_bit
     host.update()
     assert len(wrong) == 1
     assert all(equal(mine, state) for mine in host.tensors)

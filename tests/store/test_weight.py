@@ -50,7 +50,7 @@ MOST_LINES = {
     "engine": 5300,
     "errors": 400,
     "events": 300,
-    "feed": 1100,
+    "feed": 1200,
     "format": 5100,
     "gc": 3500,
     "integrations": 20300,

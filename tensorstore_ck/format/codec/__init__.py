@@ -17,7 +17,7 @@ Huffman code and nothing else: `_huffman_code.c`, `_huffman_encode.c`, `_huffman
 
 from tensorstore_ck.format.codec.byte_planes import Elements, elements_of
 from tensorstore_ck.format.codec.cast import KINDS, cast_sample
-from tensorstore_ck.format.codec.changed_words import Changes, apply_changes, find_changes, patch_changes, sum_of
+from tensorstore_ck.format.codec.changed_words import Changes, apply_changes, find_changes, patch_changes, sum_of, visit_changed
 from tensorstore_ck.format.codec.codec_policy import (
     CodecName,
     CodecOption,
@@ -29,7 +29,7 @@ from tensorstore_ck.format.codec.codec_policy import (
     check_delta,
     check_recode_mode,
 )
-from tensorstore_ck.format.codec.delta import HEAD_BYTES, max_changes
+from tensorstore_ck.format.codec.delta import HEAD_BYTES, decode_changes, max_changes
 from tensorstore_ck.format.codec.encoder import Encoded, Encoder, Mode, may_be_worth_reading, sample_of
 from tensorstore_ck.format.codec.registry import CODECS_WITH_BASES, Codec, StoredBlock, base_count, codec_name, decode, elements_in
 
@@ -58,6 +58,7 @@ __all__ = [
     "check_recode_mode",
     "codec_name",
     "decode",
+    "decode_changes",
     "elements_in",
     "elements_of",
     "find_changes",
@@ -66,4 +67,5 @@ __all__ = [
     "patch_changes",
     "sample_of",
     "sum_of",
+    "visit_changed",
 ]

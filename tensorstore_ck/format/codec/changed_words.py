@@ -5,16 +5,29 @@ The same pass sums up both, so that a base that was kept in memory is not hashed
 
 import zlib
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from tensorstore_ck.format.codec import compiled
 from tensorstore_ck.format.codec.byte_split import Words, add_differences, bytes_of, words_of, zigzag_differences
 
 PIECE_BYTES: Final = 1 << 19
 """Bytes of a block, and of its base, that are compared at a time: they stay in a core's cache."""
+
+
+class FewChanges(NamedTuple):
+    """The words that differ, as they are stored: see `Changes`."""
+
+    gaps: Words
+    values: Words
+    is_float: bool
+
+    def positions(self, count: int) -> Words | None:
+        """Where the words are in a block of `count` words; None if they do not fit it."""
+        positions: Words = np.cumsum(self.gaps, dtype=np.int64) - 1
+        is_misfit = len(positions) and (int(self.gaps.min()) == 0 or int(positions[-1]) >= count)
+        return None if is_misfit else positions
 
 
 class Changes(NamedTuple):
@@ -77,6 +90,31 @@ def sum_of(block: memoryview) -> bytes:
     return _compare(block, block, 1, is_float=False, limit=0).sum
 
 
+def visit_changed(changes: FewChanges, base: memoryview, visit: Callable[[memoryview], object]) -> tuple[Words, Words, Words] | None:
+    """The positions of the changed words, the words of `base` there, and those of the block; None if they do not fit.
+
+    `visit` gets the block piece by piece, each in a copy that the next piece overwrites: it stays in the core's cache.
+    """
+    dtype = changes.values.dtype
+    words = words_of(base, dtype.itemsize)
+    positions = changes.positions(len(words))
+    if positions is None:
+        return None
+    old, new, step = np.empty_like(changes.values), np.empty_like(changes.values), PIECE_BYTES // dtype.itemsize
+    memory, begin = np.empty(min(step, len(words)), dtype), 0
+    for start in range(0, len(words), step):
+        piece = memory[: len(words) - start]
+        piece[:] = words[start : start + step]
+        end = int(np.searchsorted(positions, start + step))
+        at, few = positions[begin:end] - start, slice(begin, end)
+        old[few] = piece[at]
+        add_differences(old[few], changes.values[few], new[few], is_float=changes.is_float)
+        piece[at] = new[few]
+        visit(bytes_of(piece))
+        begin = end
+    return positions, old, new
+
+
 def _crc(data: memoryview) -> bytes:
     return zlib.crc32(data).to_bytes(4, "little")
 
@@ -91,9 +129,9 @@ def apply_changes(gaps: Words, values: Words, base: memoryview, *, is_float: boo
     """Makes `base` the block in place; False, and `base` as it was, if the gaps do not fit it."""
     if compiled.HAS_KERNEL:
         return compiled.kernel.apply_changes(bytes_of(gaps), bytes_of(values), base, values.dtype.itemsize, is_float)
-    positions: npt.NDArray[Any] = np.cumsum(gaps, dtype=np.int64) - 1
     words = words_of(base, values.dtype.itemsize)
-    if len(gaps) and (int(gaps.min()) == 0 or int(positions[-1]) >= len(words)):
+    positions = FewChanges(gaps, values, is_float).positions(len(words))
+    if positions is None:
         return False
     picked = np.empty_like(values)
     add_differences(words[positions], values, picked, is_float=is_float)

@@ -10,7 +10,7 @@ exponent, and zstd makes a new Huffman code for each 128 KiB.
 """
 
 import struct
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import compiled
 from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, encode_few_words, estimate_planes_share, planes_or_raw
 from tensorstore_ck.format.codec.byte_split import Words, add_differences, bytes_of, words_of, zigzag_differences
-from tensorstore_ck.format.codec.changed_words import Changes, apply_changes
+from tensorstore_ck.format.codec.changed_words import Changes, FewChanges, apply_changes
 from tensorstore_ck.format.codec.entropy import EntropyCoder
 
 
@@ -61,6 +61,16 @@ HEAD_BYTES: Final = _HEADER.size
 def sample_differences(some: Words, other: Words, *, is_float: bool) -> Words:
     """Zigzag differences of samples, in any order."""
     return sorted_differences(some, other) if is_float else zigzag_differences(some, other, is_float=False)
+
+
+class _Header(NamedTuple):
+    """See the top of this file."""
+
+    form: int
+    order: int
+    item_bytes: int
+    changed: int
+    first: int
 
 
 def estimate_delta_share(differences: Words) -> float:
@@ -111,44 +121,73 @@ def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: s
     Raises:
         CorruptObjectError: `stored` is malformed, or does not fit `base` or `into`.
     """
+    header = _header_of(stored, len(into), name)
+    if len(base) != len(into):
+        raise _misfit(name)
+    if header.form == SPARSE:
+        _decode_few(stored, header, into, base, name)
+        return
+    item_bytes = header.item_bytes
+    differences: Words = np.frombuffer((scratch or Scratch()).take("differences", len(into)), f"<u{item_bytes}")
+    decode_planes(stored[_HEADER.size :], bytes_of(differences), name)
+    if header.form == SORTED:
+        add_sorted(words_of(base, item_bytes), differences, words_of(into, item_bytes))
+    else:
+        is_float = header.order == FLOATS
+        add_differences(words_of(base, item_bytes), differences, words_of(into, item_bytes), is_float=is_float)
+
+
+def decode_changes(stored: memoryview, raw_bytes: int, name: str) -> FewChanges | None:
+    """The words that a difference of the sparse form changes; None for the other forms.
+
+    Raises:
+        CorruptObjectError: `stored` is malformed.
+    """
+    header = _header_of(stored, raw_bytes, name)
+    return _few_changes(stored, header, name) if header.form == SPARSE else None
+
+
+def _decode_few(stored: memoryview, header: _Header, into: memoryview, base: memoryview, name: str) -> None:
+    if not header.changed:
+        if into is not base:
+            into[:] = base
+        return
+    changes = _few_changes(stored, header, name)
+    patched = base if into is base else memoryview(bytearray(base))
+    if not apply_changes(changes.gaps, changes.values, patched, is_float=changes.is_float):
+        raise _misfit(name)
+    if into is not base:
+        into[:] = patched  # each word once: see `merge`
+
+
+def _few_changes(stored: memoryview, header: _Header, name: str) -> FewChanges:
+    rest = stored[_HEADER.size :]
+    gaps, values = np.empty(header.changed, "<u4"), np.empty(header.changed, f"<u{header.item_bytes}")
+    if header.changed:
+        decode_planes(rest[: header.first], bytes_of(gaps), name)
+        decode_planes(rest[header.first :], bytes_of(values), name)
+    return FewChanges(gaps, values, header.order == FLOATS)
+
+
+def _header_of(stored: memoryview, raw_bytes: int, name: str) -> _Header:
+    """The header of a block of `raw_bytes`."""
     try:
-        form, order, item_bytes, changed, first = _HEADER.unpack_from(stored)
+        header = _Header(*_HEADER.unpack_from(stored))
     except struct.error as exc:
         raise CorruptObjectError(f"{name}: a block is truncated", object_id=name) from exc
-    rest, whole = stored[_HEADER.size :], len(into)
+    form, order, item_bytes, changed, first = header
     if (
         form not in (DENSE, SPARSE, SORTED)
         or order not in (INTEGERS, FLOATS)
         or item_bytes not in (1, 2, 4, 8)
-        or whole % item_bytes
-        or len(base) != whole
+        or raw_bytes % item_bytes
         or (form != SPARSE and (changed or first))
         or (form == SORTED and order != FLOATS)
-        or first > len(rest)
-        or changed > whole // item_bytes
+        or first > len(stored) - _HEADER.size
+        or changed > raw_bytes // item_bytes
     ):
         raise _misfit(name)
-    dtype, is_float = np.dtype(f"<u{item_bytes}"), order == FLOATS
-    if form != SPARSE:
-        differences: Words = np.frombuffer((scratch or Scratch()).take("differences", whole), dtype)
-        decode_planes(rest, bytes_of(differences), name)
-        if form == SORTED:
-            add_sorted(words_of(base, item_bytes), differences, words_of(into, item_bytes))
-        else:
-            add_differences(words_of(base, item_bytes), differences, words_of(into, item_bytes), is_float=is_float)
-        return
-    if not changed:
-        if into is not base:
-            into[:] = base
-        return
-    gaps, values = np.empty(changed, "<u4"), np.empty(changed, dtype)
-    decode_planes(rest[:first], bytes_of(gaps), name)
-    decode_planes(rest[first:], bytes_of(values), name)
-    patched = base if into is base else memoryview(bytearray(base))
-    if not apply_changes(gaps, values, patched, is_float=is_float):
-        raise _misfit(name)
-    if into is not base:
-        into[:] = patched  # each word once: see `merge`
+    return header
 
 
 def _misfit(name: str) -> CorruptObjectError:
