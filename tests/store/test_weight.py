@@ -51,7 +51,7 @@ MOST_LINES = {
     "errors": 400,
     "events": 300,
     "feed": 1200,
-    "format": 5100,
+    "format": 5200,
     "gc": 3500,
     "integrations": 20300,
     "log": 7200,

@@ -125,7 +125,7 @@ def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: s
     if len(base) != len(into):
         raise _misfit(name)
     if header.form == SPARSE:
-        _decode_few(stored, header, into, base, name)
+        _decode_few(stored, header, into=into, base=base, name=name)
         return
     item_bytes = header.item_bytes
     differences: Words = np.frombuffer((scratch or Scratch()).take("differences", len(into)), f"<u{item_bytes}")
