@@ -16,7 +16,7 @@ from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid
 from tensorstore_ck.common.threads import Helper, ProcessLock, shielded
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.log import ObjectKey, RefTable
-from tensorstore_ck.log.cache import Batch, Table, TableBusyError, TableError
+from tensorstore_ck.log.cache import Batch, Table, TableBusyError
 
 _KEY: Final = b"b/"
 _PACK_KEY: Final = b"p/"
@@ -64,12 +64,8 @@ class BlockIndex:
 
     def find(self, blocks: Sequence[Digest]) -> dict[Digest, Location]:
         """The locations of those `blocks` that the index knows."""
-        try:
-            values = self._table.view(_KEY).get_many([_KEY + block for block in blocks])
-        except TableError:  # the next read of the table uses another one, which knows no blocks yet
-            return {}
-        known = zip(blocks, values, strict=True)
-        return {block: Location(*_VALUE.unpack(value)) for block, value in known if value is not None and len(value) == _VALUE.size}
+        values = zip(blocks, self._table.get_many([_KEY + block for block in blocks]), strict=True)
+        return {block: Location(*_VALUE.unpack(value)) for block, value in values if value is not None and len(value) == _VALUE.size}
 
     def add(self, blocks: Iterable[tuple[Digest, Location]], *, published_at: int) -> None:
         """Adds blocks of a snapshot that log entry `published_at` published, or that is not published yet and had durable packs at that

@@ -9,14 +9,14 @@ import os
 import time
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
 from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.log.cache.memory_table import MemoryTable
-from tensorstore_ck.log.cache.protocol import Batch, CacheWarning, Item, Reader, Table, TableBusyError, TableError, View
+from tensorstore_ck.log.cache.protocol import Batch, CacheWarning, Item, Reader, Table, TableBusyError, TableError
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 _STUCK_SECONDS: Final = 5.0
@@ -68,7 +68,16 @@ class FailoverTable(FailoverReader, Table):
         self._warned = False
         self._pid = os.getpid()
 
-    def view(self, prefix: bytes) -> View:
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """See `Table.get_many`."""
+        while True:
+            table = self._current()
+            try:
+                return table.get_many(keys)
+            except TableError as exc:
+                self._leave(table, exc)
+
+    def view(self, prefix: bytes) -> Reader:
         """See `Table.view`. Its reads may raise `TableError`."""
         while True:
             table = self._current()

@@ -6,6 +6,7 @@ environments: in the child, an inherited table raises `TableDamagedError`.
 
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Final
@@ -96,8 +97,11 @@ class LmdbHandle(Table):
 
     def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
         """See `Reader.page`."""
-        prefix = os.path.commonprefix([low, high or b""]) or b""  # noqa: RUF071 - keys are no paths
-        return self.view(prefix).page(low, high, reverse)
+        return self.view(_common_prefix([low, high or b""])).page(low, high, reverse)
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """See `Table.get_many`."""
+        return self.view(_common_prefix(keys)).get_many(keys)
 
     def view(self, prefix: bytes) -> LmdbView:
         """See `Table.view`."""
@@ -124,3 +128,7 @@ class LmdbHandle(Table):
             return self.open(wait=wait)
         except (OSError, lmdb.Error) as exc:
             raise TableDamagedError(f"{self._folder}: {exc}", object_id=str(self._folder)) from exc
+
+
+def _common_prefix(keys: Sequence[bytes]) -> bytes:
+    return os.path.commonprefix([*keys]) or b""  # noqa: RUF071 - keys are no paths

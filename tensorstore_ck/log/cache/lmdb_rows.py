@@ -12,7 +12,7 @@ from zlib import crc32
 import lmdb
 
 from tensorstore_ck.log.cache.memory_table import MemoryTable
-from tensorstore_ck.log.cache.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Item, View
+from tensorstore_ck.log.cache.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Item, Reader
 
 CRC_BYTES: Final = 4
 """Of the checksum after each value."""
@@ -75,7 +75,7 @@ class Guarded(Protocol):
         """The result of `use`."""
 
 
-class LmdbView(View):
+class LmdbView(Reader):
     """The rows whose keys begin with a prefix, as of the view's beginning. Thread-safe."""
 
     def __init__(self, txn: Any, prefix: bytes, guarded: Guarded, release: Callable[[Any], object]) -> None:
@@ -98,7 +98,7 @@ class LmdbView(View):
             return self._guarded(get_row, self._txn, key)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """See `View.get_many`."""
+        """See `Table.get_many`."""
         with self._lock:
             if self._copied is not None:
                 return self._copied.get_many(keys)

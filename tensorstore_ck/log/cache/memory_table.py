@@ -8,10 +8,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tensorstore_ck.log.cache.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Batch, Item, Table, View, bad_key, prefix_end
+from tensorstore_ck.log.cache.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Batch, Item, Table, bad_key, prefix_end
 
 
-class MemoryTable(Table, View):
+class MemoryTable(Table):
     """A `Table` that lives as long as its process."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class MemoryTable(Table, View):
             return self._values.get(key)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """See `View.get_many`."""
+        """See `Table.get_many`."""
         with self._lock:
             return [*map(self._values.get, keys)]
 

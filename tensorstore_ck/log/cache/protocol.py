@@ -81,17 +81,13 @@ class Batch(Reader, Protocol):
         """Removes every key that begins with `prefix`."""
 
 
-class View(Reader, Protocol):
-    """Reads of a table as it was at one moment."""
-
-    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The value of each key."""
-
-
 class Table(Reader, Protocol):
     """An ordered map of bytes."""
 
-    def view(self, prefix: bytes) -> View:
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The value of each key, all as of one moment."""
+
+    def view(self, prefix: bytes) -> Reader:
         """The rows whose keys begin with `prefix`, as they are now: batches do not change them. The caller drops it soon.
 
         Raises:
