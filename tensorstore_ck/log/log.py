@@ -316,8 +316,7 @@ class Log:
     def _append_until_first(self, build: Build, write_id: bytes | None, also: Also | None, at: RefTable | None) -> Appended:
         """Under the lock; see common/changes.py. Where `create` may overwrite, it does not find out that another process was faster."""
         if at is not None and (head := at.head()) is not None and self._shared and head.n == self._followed_n > 0:
-            now = self._usable_view()  # another process of this host may have seen an entry that the log does not have any more
-            appended = self._append_once(build, write_id, also, at) if now is not None and now.head() == head else None
+            appended = self._append_once(build, write_id, also, at) if self._follower.is_at(self.table, head) else None
             if appended is not None:
                 return appended
             write_id = None
@@ -346,15 +345,11 @@ class Log:
         Raises:
             StoreError: an earlier entry decided it, and the log could not be read.
         """
-        info = None
-        for op in appended.ops:
-            if op.name == "put" and op.fields["snapshot"] == snapshot:
-                info = SnapshotInfo.of_op(op.fields, appended.n, appended.time_ns)
-                with suppress(StoreError):  # of the cache, or of the log that replaces it: the notes are not worth an error
-                    info = appended.view.with_note(info)
-            elif op.name == "mark" and info is not None and op.fields["root"] == info.root:
-                info = info._replace(mark=op.fields["mark"], reason=op.fields["reason"])
-        return self.view().snapshot(snapshot) if info is None else info
+        if (info := appended.published(snapshot)) is None:
+            return self.view().snapshot(snapshot)
+        with suppress(StoreError):  # of the cache, or of the log that replaces it: the notes are not worth an error
+            return RefTable(self.table).with_note(info)
+        return info
 
     def _append_once(self, build: Build, write_id: bytes | None, also: Also | None, at: RefTable | None = None) -> Appended | None:
         """Checks and builds at `at`, by default at the newest entry, and creates the next entry; None if there is a newer one by then."""
@@ -370,7 +365,7 @@ class Log:
                 raise
             return None
         if not ops:
-            return Appended(head.n, (), view)
+            return Appended(head.n, ())
         if self._sign is not None:
             ops = [*ops, *self._sign(view, ops)]
         lost = None if head.n or self._may_begin else sign_of_lost_log(self._backend, self._prefix, self._watermark, ops)
@@ -385,7 +380,7 @@ class Log:
         if not self._writer.create(sealed, entry):
             return None
         self._remember(entry, also)
-        return Appended(entry.n, entry.ops, view, entry.time_ns)
+        return Appended(entry.n, entry.ops, entry.time_ns)
 
     def _remember(self, entry: Entry, also: Also | None) -> None:
         """Folds an appended entry. Errors of the cache, and warnings that are errors, do not change that it was appended."""

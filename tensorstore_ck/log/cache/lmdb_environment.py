@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 from zlib import crc32
 
 import lmdb
@@ -83,6 +83,15 @@ class Environment:
             self._close_data_file()
             self.lock.close()
             raise
+
+    def read(self, read: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of `read` with a transaction that ends with it: unlike a view, it is not copied when the map grows."""
+
+        def use(txn: Any) -> T:
+            with txn:
+                return read(txn, *args, **kwargs)
+
+        return self._in_map(use)
 
     def view(self, prefix: bytes) -> LmdbView:
         """See `Table.view`."""

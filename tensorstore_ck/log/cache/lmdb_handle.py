@@ -14,7 +14,7 @@ from typing import Final
 import lmdb
 
 from tensorstore_ck.log.cache.lmdb_environment import INITIAL_MAP_BYTES, Environment
-from tensorstore_ck.log.cache.lmdb_rows import LmdbView
+from tensorstore_ck.log.cache.lmdb_rows import LmdbView, get_row, get_rows, read_page
 from tensorstore_ck.log.cache.memory_table import MemoryTable
 from tensorstore_ck.log.cache.protocol import Batch, Item, Table, TableBusyError, TableDamagedError
 
@@ -93,15 +93,15 @@ class LmdbHandle(Table):
 
     def get(self, key: bytes) -> bytes | None:
         """See `Reader.get`."""
-        return self.view(key).get(key)
+        return (self._environment or self._opened(wait=False)).read(get_row, key)
 
     def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
         """See `Reader.page`."""
-        return self.view(_common_prefix([low, high or b""])).page(low, high, reverse)
+        return (self._environment or self._opened(wait=False)).read(read_page, low, high, reverse)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """See `Table.get_many`."""
-        return self.view(_common_prefix(keys)).get_many(keys)
+        return (self._environment or self._opened(wait=False)).read(get_rows, keys)
 
     def view(self, prefix: bytes) -> LmdbView:
         """See `Table.view`."""
@@ -128,7 +128,3 @@ class LmdbHandle(Table):
             return self.open(wait=wait)
         except (OSError, lmdb.Error) as exc:
             raise TableDamagedError(f"{self._folder}: {exc}", object_id=str(self._folder)) from exc
-
-
-def _common_prefix(keys: Sequence[bytes]) -> bytes:
-    return os.path.commonprefix([*keys]) or b""  # noqa: RUF071 - keys are no paths

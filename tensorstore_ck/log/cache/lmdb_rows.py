@@ -5,7 +5,7 @@ LMDB's map must not grow while a read transaction of this process is open: the e
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
 from zlib import crc32
 
@@ -31,7 +31,7 @@ def get_row(txn: Any, key: bytes) -> bytes | None:
     return None if stored is None else _unprotect(key, stored)
 
 
-def _get_rows(txn: Any, keys: Iterable[bytes]) -> list[bytes | None]:
+def get_rows(txn: Any, keys: Iterable[bytes]) -> list[bytes | None]:
     """The value of each key: see `get_row`."""
     with txn.cursor() as cursor:
         stored = dict(cursor.getmulti(keys))
@@ -96,13 +96,6 @@ class LmdbView(Reader):
             if self._copied is not None:
                 return self._copied.get(key)
             return self._guarded(get_row, self._txn, key)
-
-    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """See `Table.get_many`."""
-        with self._lock:
-            if self._copied is not None:
-                return self._copied.get_many(keys)
-            return self._guarded(_get_rows, self._txn, keys)
 
     def copy_into_memory(self) -> None:
         """Ends the transaction; the rows stay. If the rows cannot be read, each later read raises the error of a closed transaction."""
