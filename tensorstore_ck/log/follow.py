@@ -148,12 +148,6 @@ class Follower:
         self._fold_while_readable(apart, self._start_readable(apart))
         return RefTable(apart)
 
-    def is_at(self, table: Table, head: Head) -> bool:
-        """Whether no process of this host has folded a later entry into the table: it may have seen what the log does not have any more."""
-        with suppress(StoreError):
-            return RefTable(table).head() == head
-        return False
-
     def is_entry(self, head: Head) -> bool:
         """Whether the log has this entry."""
         with suppress(BrokenLogError):

@@ -316,7 +316,10 @@ class Log:
     def _append_until_first(self, build: Build, write_id: bytes | None, also: Also | None, at: RefTable | None) -> Appended:
         """Under the lock; see common/changes.py. Where `create` may overwrite, it does not find out that another process was faster."""
         if at is not None and (head := at.head()) is not None and self._shared and head.n == self._followed_n > 0:
-            appended = self._append_once(build, write_id, also, at) if self._follower.is_at(self.table, head) else None
+            now = None
+            with suppress(StoreError):  # another process of this host may have seen an entry that the log does not have any more
+                now = RefTable(self.table).head()
+            appended = self._append_once(build, write_id, also, at) if now == head else None
             if appended is not None:
                 return appended
             write_id = None

@@ -116,11 +116,11 @@ def find_alias_candidates(areas: MemoryAreas) -> list[int]:
     has_bytes = starts < stops
     suspects = set(areas.repeating)
     for leaves in (np.delete(np.arange(len(starts)), list(areas.devices)), *map(np.array, leaves_on.values())):
-        suspects.update(touching(leaves[has_bytes[leaves]], starts, stops))
+        suspects.update(_touching(leaves[has_bytes[leaves]], starts, stops))
     return sorted(suspects)
 
 
-def touching(leaves: Numbers, starts: Addresses, stops: Addresses) -> list[int]:
+def _touching(leaves: Numbers, starts: Addresses, stops: Addresses) -> list[int]:
     """The `leaves`, of one address space, whose allocation overlaps another's."""
     leaves = leaves[np.argsort(starts[leaves], kind="stable")]
     reach = np.maximum.accumulate(stops[leaves])

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from tensorstore_ck.session.peers import Replicator
     from tensorstore_ck.state.device.kept_tensors import StoredTensors
     from tensorstore_ck.state.device.optimizer_step_gates import StepGate, StepGates
-    from tensorstore_ck.state.recent_structure import RecentStructure
-    from tensorstore_ck.state.sharded_tensors import SpreadDescriber
     from tensorstore_ck.state.tensor_table import RecentLayouts
 
 T = TypeVar("T")
@@ -71,8 +69,6 @@ class SaveContext:
     """Tensors on devices that the next save need not copy; made at the first asynchronous save of such tensors."""
     recent_layouts: "RecentLayouts | None" = None
     """The layouts of the last saves; made at the first save."""
-    recent_structure: "RecentStructure | None" = None
-    """The structure of the last save of one process; made at the first such save."""
 
     def is_store_gone(self) -> bool:
         """Whether the store answers nothing or takes no upload, and all saves that wait for it are safe on the staging disk."""
@@ -93,17 +89,6 @@ class SaveContext:
         if self.known_tensors is None:
             self.known_tensors = StoredTensors()
         return self.known_tensors
-
-    def capture(self, state: object, describer: "SpreadDescriber | None") -> CapturedState:
-        """The state taken apart; see `state.capture`."""
-        from tensorstore_ck.state.capture import capture  # noqa: PLC0415 - loads torch
-        from tensorstore_ck.state.recent_structure import RecentStructure  # noqa: PLC0415 - loads torch
-
-        if describer is not None:
-            return capture(state, describer)
-        if self.recent_structure is None:
-            self.recent_structure = RecentStructure()
-        return self.recent_structure.capture(state)
 
     def with_known_layouts(self, captured: CapturedState) -> CapturedState:
         """The same state; where the structure is that of a recent save, with the layout of that one."""

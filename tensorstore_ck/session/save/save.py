@@ -188,7 +188,7 @@ class Save:
             if isinstance(state, CapturedState):
                 captured = state
             else:
-                captured = self._context.capture(state, self._coordination.describer())
+                captured = capture(state, self._coordination.describer())
                 if frozen or self._context.frozen.known:
                     captured = self._context.frozen.mark(captured, frozen, self._coordination.scope)
             self._captured = captured if rank_state is None else captured._replace(own=capture(rank_state))

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import lmdb
 import pytest
 
-from tensorstore_ck.log.cache import Table, TableBusyError, TableDamagedError, batch_lock
+from tensorstore_ck.log.cache import Table, TableBusyError, TableDamagedError, batch_lock, lmdb_handle
 from tensorstore_ck.log.cache import lmdb_environment as environment_module
 from tensorstore_ck.log.cache.lmdb_handle import open_lmdb_table
 from tests.effort import PATIENCE_SECONDS
@@ -312,7 +312,7 @@ def test_an_environment_that_failed_is_not_used_again(tmp_path: Path, monkeypatc
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(environment_module, "get_row", broken)
+        patched.setattr(lmdb_handle, "get_row", broken)
         with pytest.raises(TableDamagedError):
             table.get(b"k000000")
     with pytest.raises(TableDamagedError):
