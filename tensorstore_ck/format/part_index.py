@@ -1,6 +1,7 @@
 """Finds the blocks of each tensor region in a part. Pure: computed from the layout (`block_assignment`), and checked against the part."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -87,14 +88,17 @@ class HeldRegions:
 
     def of(self, tensor: int) -> list[RegionBytes]:
         """The bytes of a tensor, in order."""
-        found, regions = [], self._regions
-        for at in range(self._first_of.get(tensor, len(regions)), len(regions)):
-            if regions[at].tensor != tensor:
-                break
-            count, first, start = self._counts[at], self._firsts[at], self._starts[at]
-            lengths = self.lengths[first - self._first_row : first - self._first_row + count] if count else [self._inline_sizes[at]]
-            found.append(RegionBytes(regions[at], start, start + sum(lengths), first, lengths=lengths, is_inline=not count))
-        return found
+        return [self._held(at) for at in self._places_of(tensor)]
+
+    def _places_of(self, tensor: int) -> Iterator[int]:
+        """The positions of a tensor's regions."""
+        places = range(self._first_of.get(tensor, len(self._regions)), len(self._regions))
+        return takewhile(lambda at: self._regions[at].tensor == tensor, places)
+
+    def _held(self, at: int) -> RegionBytes:
+        count, first, start = self._counts[at], self._firsts[at], self._starts[at]
+        lengths = self.lengths[first - self._first_row : first - self._first_row + count] if count else [self._inline_sizes[at]]
+        return RegionBytes(self._regions[at], start, start + sum(lengths), first, lengths=lengths, is_inline=not count)
 
     def tensor_at(self, row: int) -> int | None:
         """The number of the tensor whose block is in an extent row; None if there is none."""
@@ -141,7 +145,8 @@ class PartIndex(HeldRegions):
 
     def of_region(self, region: Region) -> RegionBytes | None:
         """The part's bytes of a region; None if it stores none."""
-        return next((held for held in self.of(region.tensor) if held.region[:4] == region[:4]), None)
+        at = next((at for at in self._places_of(region.tensor) if self._regions[at][:4] == region[:4]), None)
+        return None if at is None else self._held(at)
 
 
 def _min_bytes(layout: Layout, held: list[Region]) -> int:
