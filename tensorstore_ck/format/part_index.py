@@ -1,7 +1,6 @@
 """Finds the blocks of each tensor region in a part. Pure: computed from the layout (`block_assignment`), and checked against the part."""
 
-from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -88,12 +87,12 @@ class HeldRegions:
 
     def of(self, tensor: int) -> list[RegionBytes]:
         """The bytes of a tensor, in order."""
-        return [self._held(at) for at in self._places_of(tensor)]
-
-    def _places_of(self, tensor: int) -> Iterator[int]:
-        """The positions of a tensor's regions."""
-        places = range(self._first_of.get(tensor, len(self._regions)), len(self._regions))
-        return takewhile(lambda at: self._regions[at].tensor == tensor, places)
+        found = []
+        for at in range(self._first_of.get(tensor, len(self._regions)), len(self._regions)):
+            if self._regions[at].tensor != tensor:
+                break
+            found.append(self._held(at))
+        return found
 
     def _held(self, at: int) -> RegionBytes:
         count, first, start = self._counts[at], self._firsts[at], self._starts[at]
@@ -145,8 +144,12 @@ class PartIndex(HeldRegions):
 
     def of_region(self, region: Region) -> RegionBytes | None:
         """The part's bytes of a region; None if it stores none."""
-        at = next((at for at in self._places_of(region.tensor) if self._regions[at][:4] == region[:4]), None)
-        return None if at is None else self._held(at)
+        for at in range(self._first_of.get(region.tensor, len(self._regions)), len(self._regions)):
+            if self._regions[at][:4] == region[:4]:
+                return self._held(at)
+            if self._regions[at].tensor != region.tensor:
+                break
+        return None
 
 
 def _min_bytes(layout: Layout, held: list[Region]) -> int:

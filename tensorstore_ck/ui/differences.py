@@ -59,6 +59,7 @@ class Differences:
         return sorted(tensors, key=lambda tensor: -tensor.changed_bytes)
 
 
+@dataclass(frozen=True, slots=True)
 class Changes(TensorNumbers):
     """By how much tensors changed: those with NaN or infinity first, then by relative change."""
 

@@ -137,6 +137,31 @@ def test_workers_that_begin_early_leave_no_trace_below_the_sampler_of_lightning(
     assert torch.equal(drawn_from.get_state(), before)
 
 
+class Balanced(RandomSampler):
+    """A sampler that its dataset knows, too."""
+
+    def __init__(self, dataset: "KnowsItsSampler") -> None:
+        super().__init__(dataset)
+        self.dataset = dataset
+
+
+class KnowsItsSampler:
+    def __init__(self) -> None:
+        self._sampler = Balanced(self)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, at: int) -> int:
+        return at
+
+
+def test_a_dataset_may_know_its_sampler() -> None:
+    dataset = KnowsItsSampler()
+    loader: DataLoader[int] = DataLoader(dataset, sampler=dataset._sampler)  # type: ignore[arg-type]
+    assert [*persistent_workers.samplers_of(loader)].count(dataset._sampler) == 1
+
+
 def test_a_class_is_changed_back_where_the_start_fails() -> None:
     target, refused = Native(), InvalidOptionError("no", object_id="x")
 

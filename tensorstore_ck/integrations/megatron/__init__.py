@@ -13,12 +13,13 @@ version.py         the versions of Megatron-core that are supported
 compatibility.py   the names of Megatron-core that are used
 """
 
-from tensorstore_ck.common.extras import extra
+from tensorstore_ck.common.extras import missing_extra
 
-with extra("megatron", "Megatron-core's dist_checkpointing over a store"):
+try:
     import megatron.core  # noqa: F401
-
-    # before the imports below, which fail with other versions
+except ImportError as exc:
+    raise missing_extra("megatron", "Megatron-core's dist_checkpointing over a store") from exc
+else:  # before the imports below, which fail with other versions
     from tensorstore_ck.integrations.megatron.version import require_supported_version
 
     require_supported_version()

@@ -288,9 +288,11 @@ class CheckpointManager:
         """The address of the newest checkpoint with this id; through the ref, if possible, so that the next save may follow it."""
         number = _NUMBER.search(checkpoint_id)
         steps = (None,) if number is None else (int(number[1]), None)
+        address = newest_noted(self._store, self._ref, NOTE, ("id", checkpoint_id), steps)
+        if address is not None:
+            return address
         try:
-            address = newest_noted(self._store, self._ref, NOTE, ("id", checkpoint_id), steps)
-            return self._store.resolve(checkpoint_id).root if address is None else address
+            return self._store.resolve(checkpoint_id).root
         except StoreError as exc:
             raise NoSuchCheckpointError(
                 f"{self._ref!r} in {self._store.url} has no checkpoint {checkpoint_id!r}, and it is no address: "

@@ -48,12 +48,15 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 def samplers_of(loader: Any) -> Iterator[Any]:
     """The loader, and what its order comes from."""
-    inner: list[Any] = [loader]
+    inner, seen = [loader], set[int]()
     while inner:
         sampler = inner.pop()
+        if id(sampler) in seen:  # a dataset may keep its sampler, and the sampler its dataset
+            continue
+        seen.add(id(sampler))
         yield sampler
         inner += [below for name in INNER if (below := getattr(sampler, name, None)) is not None]
-        if is_wrapper(sampler):
+        if sampler is not loader and is_wrapper(sampler):  # the dataset of the loader itself is the user's
             inner.append(sampler.dataset)
 
 

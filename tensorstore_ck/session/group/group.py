@@ -208,6 +208,7 @@ class Group:
 
         Raises:
             SnapshotAbortedError: a rank did not come, or failed.
+            StoreError: `compare` found different input, on all ranks.
         """
 
         def answered(go: Body) -> Body:

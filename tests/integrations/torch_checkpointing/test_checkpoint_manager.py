@@ -322,3 +322,17 @@ def test_prewarm_staging_prepares_memory_and_watches_the_optimizer(store: tsck.S
         assert optimizer._optimizer_step_pre_hooks
     store.close()
     assert prepared == [300 * 300 * 4 + 19 * 64]
+
+
+def test_a_damaged_checkpoint_is_not_called_missing(store: tsck.Store) -> None:
+    with tsck.CheckpointManager(config(sync=True), store=store, ref=REF) as manager:
+        manager.save("step_1", payload(1))
+    (record,) = Path(store.url).glob("snapshots/*/*")
+    record.chmod(0o600)
+    record.write_bytes(record.read_bytes()[:-5])
+    with (
+        tsck.open(store.url) as other,
+        tsck.CheckpointManager(config(sync=True), store=other, ref=REF) as manager,
+        pytest.raises(tsck.CorruptObjectError),
+    ):
+        manager.load("step_1", into=payload(1))
