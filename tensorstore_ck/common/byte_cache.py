@@ -29,12 +29,19 @@ class ByteCache(Generic[K, V]):
             return self._kept.get(key)
 
     def offer(self, key: K, value: V) -> None:
-        """Keeps an object if it fits, and drops none for it: of more objects than fit, used in turns, those that are kept are found."""
+        """Keeps an object if it fits, and drops none of this turn or the last one for it: of more than fit, used in turns, some are found.
+
+        What was offered earlier goes first. It stays only while there is room: several users take turns.
+        """
         with self._lock:
-            if key not in self._kept and self._kept_bytes + self._size_bytes(value) <= self._max_bytes:
-                self._kept[key] = value
-                self._kept_bytes += self._size_bytes(value)
-                self._turns[key] = self._turn
+            size_bytes = self._size_bytes(value)
+            if key not in self._kept:
+                if self._kept_bytes + size_bytes > self._max_bytes:
+                    self._drop_unused()
+                if self._kept_bytes + size_bytes <= self._max_bytes:
+                    self._kept[key] = value
+                    self._kept_bytes += size_bytes
+                    self._turns[key] = self._turn
 
     def take(self, key: K) -> V | None:
         """The object, if it is kept, which then is the caller's: it may change."""
@@ -45,13 +52,13 @@ class ByteCache(Generic[K, V]):
                 self._turns.pop(key, None)
             return value
 
-    def end_turn(self) -> None:
-        """Ends a turn of takes and offers, and drops what was offered neither in it nor in the one before: nobody asks for it."""
+    def end_turn(self, free_bytes: int, share: float) -> None:
+        """Ends a turn of takes and offers; drops the oldest objects beyond a `share` of what would be free without them."""
         with self._lock:
-            for key in [key for key, turn in self._turns.items() if turn < self._turn - 1]:
-                del self._turns[key]
-                self._kept_bytes -= self._size_bytes(self._kept.pop(key))
             self._turn += 1
+            max_bytes = share * (free_bytes + self._kept_bytes)
+            while self._kept_bytes > max_bytes:
+                self._drop_first()
 
     def put(self, key: K, value: V) -> None:
         """Keeps an object, and drops the oldest ones that exceed the limit. Objects never change, so one that is kept stays."""
@@ -65,4 +72,14 @@ class ByteCache(Generic[K, V]):
     def _drop_oldest(self) -> None:
         """Under the lock. A function of its own: see common/changes.py."""
         while self._kept_bytes > self._max_bytes and len(self._kept) > 1:
-            self._kept_bytes -= self._size_bytes(self._kept.popitem(last=False)[1])
+            self._drop_first()
+
+    def _drop_unused(self) -> None:
+        """Drops what was offered before the last turn. Offers come in order, so the oldest are the first."""
+        while self._kept and self._turns.get(next(iter(self._kept)), self._turn) < self._turn - 1:
+            self._drop_first()
+
+    def _drop_first(self) -> None:
+        key, value = self._kept.popitem(last=False)
+        self._kept_bytes -= self._size_bytes(value)
+        self._turns.pop(key, None)

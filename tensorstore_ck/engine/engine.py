@@ -47,9 +47,12 @@ MAX_CACHED_RECORDS: Final = 8
 MAX_MOVED_BYTES: Final = 64 << 20
 """The memory for relocation maps: enough for thousands, unless blocks are tiny. All parts of all snapshots need the same maps."""
 KEPT_SHARE: Final = 1 / 8
-"""Of the host memory that is free when the store is opened, at most, for blocks of the last save, by each rank of a host."""
+"""Of the host memory that is free when the store is opened, and again after each save: for blocks of the last saves. Ranks of a host that
+each keep as much share what is free: eight of them keep about half of it together."""
 SAMPLES_SHARE: Final = 1 / 128
-"""Of that memory, for samples of blocks of the last save."""
+"""Of that memory, for samples of blocks of the last saves."""
+KEPT_OVERHEAD_BYTES: Final = 512
+"""The memory of a kept block or sample without its bytes."""
 MOVED_OVERHEAD_BYTES: Final = 1 << 10
 """The memory of a relocation map without its rows."""
 
@@ -110,12 +113,14 @@ class Engine:
     warned_quotas: set[tuple[str, str]] = field(default_factory=set)
     """(branch, glob) of each quota about which a save of this process has warned."""
     kept_blocks: ByteCache[Digest, KeptBlock] = field(
-        default_factory=lambda: ByteCache(int(free_bytes() * KEPT_SHARE), lambda kept: len(kept.raw))
+        default_factory=lambda: ByteCache(int(free_bytes() * KEPT_SHARE), lambda kept: len(kept.raw) + KEPT_OVERHEAD_BYTES)
     )
-    """The bases of the last save's differences, and blocks that changed little, which are the bases of the next one's: else each is read
+    """The bases of the last saves' differences, and blocks that changed little, which are the bases of the next ones: else each is read
     from the store, and decoded."""
-    base_samples: ByteCache[Digest, bytes] = field(default_factory=lambda: ByteCache(int(free_bytes() * SAMPLES_SHARE), len))
-    """Samples of blocks that the last save stored in full: by them the next one knows whether a difference is worth reading them."""
+    base_samples: ByteCache[Digest, bytes] = field(
+        default_factory=lambda: ByteCache(int(free_bytes() * SAMPLES_SHARE), lambda sampled: len(sampled) + KEPT_OVERHEAD_BYTES)
+    )
+    """Samples of blocks that the last saves stored in full: by them the next one knows whether a difference is worth reading them."""
     _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
     _records: "OrderedDict[Ulid, Record]" = field(default_factory=OrderedDict)
     _moved: ByteCache[Ulid, RelocationMap] = field(

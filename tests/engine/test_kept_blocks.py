@@ -81,13 +81,39 @@ def test_a_base_that_became_the_block_in_memory_is_no_base_any_more() -> None:
     assert sizes[1] < 0.1 * len(bytes_of_noise) < sizes[2] < 0.2 * len(bytes_of_noise)
 
 
-def test_blocks_of_a_branch_that_is_not_saved_any_more_are_forgotten() -> None:
-    store, state = follower(MemoryBackend()), first_state()
-    for step, ref in enumerate(["runs/a"] * 2 + ["runs/b"] * 5):
+def test_a_branch_that_is_not_saved_any_more_makes_room() -> None:
+    faults, state = NotedFaults(), first_state()
+    store = follower(MemoryBackend(), faults)
+    size_bytes = sum(tensor.nbytes for tensor in state["model"].values())
+    store.engine.kept_blocks = ByteCache(size_bytes * 3 // 2, lambda kept: len(kept.raw))
+    for step, ref in enumerate(["runs/a"] * 3 + ["runs/b"] * 5):
+        faults.noted.clear()
         store.put_snapshot(state, ref=ref, step=step, delta=True)
         train(state, step)
-    kept = store.engine.kept_blocks._kept
-    assert sum(len(block.raw) for block in kept.values()) <= store.log("runs/b")[0].logical_bytes
+    assert not [what for what in faults.noted if what.startswith("read packs/")]
+
+
+@pytest.mark.parametrize("share", [0.01, 1.0])
+def test_branches_that_are_saved_in_turns_keep_their_bases(share: float) -> None:
+    faults, generator = NotedFaults(), torch.Generator().manual_seed(0)
+    store = follower(MemoryBackend(), faults)
+    weights = [torch.randn(400, 128, generator=generator) for _ in range(4)]
+    for step in range(5):
+        faults.noted.clear()
+        for number, held in enumerate(weights):
+            store.put_snapshot({"model": {"weights": held}}, ref=f"runs/{number}", step=step, delta=8)
+            chosen = torch.rand(held.shape, generator=generator) < share
+            held += chosen * torch.randn(held.shape, generator=generator) * 1e-4
+        assert len([what for what in faults.noted if what.startswith("read packs/")]) == (4 if step == 1 else 0)
+
+
+def test_less_is_kept_where_less_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, state = follower(MemoryBackend()), first_state()
+    monkeypatch.setattr("tensorstore_ck.engine.write.delta_bases.free_bytes", lambda: 0)
+    for step in range(3):
+        save(store, state, step)
+        train(state, step)
+    assert not store.engine.kept_blocks._kept
 
 
 def test_what_is_kept_is_bounded_and_verified_before_it_is_used() -> None:

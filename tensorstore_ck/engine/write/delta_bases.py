@@ -1,7 +1,8 @@
 """Which blocks of a save may be encoded against others: weights against their fp32 masters, and any block against the snapshot before.
 
 Bases are verified before a block is encoded: a block against its id, one that was kept in memory against its sum, weights against the
-rounded masters. An unreadable base is not used.
+rounded masters. A base that is read and is damaged is not used. One that is in memory is not read: if the store's copy was damaged since,
+the differences to it are lost, too, until the next block that is stored in full.
 """
 
 from bisect import bisect_left
@@ -11,8 +12,9 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.buffers import Buffer
+from tensorstore_ck.common.host_memory import free_bytes
 from tensorstore_ck.common.ids import Digest, block_hasher, block_id
-from tensorstore_ck.engine.engine import Engine, KeptBlock
+from tensorstore_ck.engine.engine import KEPT_SHARE, SAMPLES_SHARE, Engine, KeptBlock
 from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
 from tensorstore_ck.engine.reachability import BlockLocations, chain_of, location_of
 from tensorstore_ck.engine.read.block_reader import decode_at
@@ -168,19 +170,19 @@ class ParentBlocks:
         """
         if base.is_intact and not base.raw.readonly:
             self._kept.offer(base.base.block, KeptBlock(base.raw, base.sum))
-            self._offered.append(base.base.block)
 
     def keep_sample(self, block: Digest, sampled: bytes) -> None:
         """Keeps a sample of a block that was stored in full: it is the base of the next difference, if one is worth it."""
         self._samples.offer(block, sampled)
 
     def end_turn(self) -> None:
-        """After a save: forgets what was kept by saves before the last one, and not used since."""
-        self._kept.end_turn()
-        self._samples.end_turn()
+        """After a save: keeps less where less memory is free than when the store was opened."""
+        free = free_bytes()
+        self._kept.end_turn(free, KEPT_SHARE)
+        self._samples.end_turn(free, SAMPLES_SHARE)
 
     def drop_kept(self) -> None:
-        """After a save that failed: no later one asks for its blocks."""
+        """After a save that failed: no later one asks for its blocks. Bases stay: the next try asks for them."""
         for block in self._offered:
             self._kept.take(block)
 

@@ -24,7 +24,7 @@ from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, Comparison, Fp
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Sampling, require_unchanged
 from tensorstore_ck.engine.write.write_plan import SINGLE, PartSlot, WritePlan, plan_of
-from tensorstore_ck.format.codec import Coding, Encoder, elements_of, sample_of
+from tensorstore_ck.format.codec import Coding, Elements, Encoder, elements_of, sample_of
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name, require_readable
 from tensorstore_ck.format.values import msgpack_blobs
@@ -290,84 +290,87 @@ class RunWriter:
         must_agree: bool,
     ) -> None:
         """`computed`: the ids that devices computed, by row; if they `must_agree`, another id is an error."""
-        self._captured, self._packs, self._sample, self._ids = captured, packs, sample, ids
-        self._coding, self._earlier, self._masters = coding, earlier, masters
+        self._captured, self._packs, self._sample, self.ids = captured, packs, sample, ids
+        self.coding, self.earlier, self.masters = coding, earlier, masters
         self._computed, self._must_agree = computed, must_agree
-        self._specs, self._read = captured.layout.tensors[:], captured.read
+        self.specs, self._read = captured.layout.tensors[:], captured.read
         self.weights: Mapping[int, int] = masters.of if masters is not None else {}
         """The tensors that are stored as casts of others, which must be written first."""
 
-    def store(self, run: Sequence[TensorBlock]) -> None:
+    def store(self, blocks: Sequence[TensorBlock]) -> None:
         """Stores the blocks of a run, in order."""
-        captured, earlier = self._captured, self._earlier
         buffers: list[Buffer] = []
-        for block in run:
+        for block in blocks:
             data = self._read(block.tensor, block.start, block.stop)
             # A frozen tensor is read from its owner's memory: even if it changes now, a block's bytes must match its id.
-            buffers.append(bytes(data) if block.tensor in captured.frozen else data)
-        self._sample.note(run, buffers)
-        little_changed: dict[int, Comparison] = {}
-        sampled: dict[int, bytes] = {}
-        encode = None
-        if self._coding.mode != "raw" or earlier is not None:
-            encoder = Encoder(self._coding.mode)
-            encode = partial(self._encode, encoder=encoder, run=run, buffers=buffers, little_changed=little_changed, sampled=sampled)
-        identify = partial(self._identify, earlier=earlier, run=run, buffers=buffers, little_changed=little_changed) if earlier else None
-        for block, block_id in zip(run, self._packs.add(buffers, encode, identify), strict=True):
-            self._ids[block.row] = block_id
-            if self._computed.get(block.row, block_id) != block_id and self._must_agree:
-                require_unchanged(captured, {block.tensor})
-        if earlier is not None:
-            for number, compared in little_changed.items():
-                earlier.keep(self._ids[run[number].row], compared)
-            for number, some in sampled.items():
-                earlier.keep_sample(self._ids[run[number].row], some)
+            buffers.append(bytes(data) if block.tensor in self._captured.frozen else data)
+        self._sample.note(blocks, buffers)
+        if self.coding.mode == "raw" and self.earlier is None:
+            self._note_ids(blocks, self._packs.add(buffers))
+            return
+        run = _EncodedRun(self, blocks, buffers)
+        self._note_ids(blocks, self._packs.add(buffers, run.encode, run.identify if self.earlier is not None else None))
+        run.keep_for_next_save()
 
-    def _identify(
-        self,
-        number: int,
-        *,
-        earlier: ParentBlocks,
-        run: Sequence[TensorBlock],
-        buffers: Sequence[Buffer],
-        little_changed: dict[int, Comparison],
-    ) -> Digest:
-        """The id of a block of a run; compares it with the one before if that is in memory."""
-        spec = self._specs[run[number].tensor]
-        raw, elements = memoryview(buffers[number]).cast("B"), elements_of(spec.dtype, spec.item_bytes)
-        digest, compared = earlier.identify(run[number].row, raw, elements)
+    def _note_ids(self, blocks: Sequence[TensorBlock], ids: Sequence[Digest]) -> None:
+        for block, block_id in zip(blocks, ids, strict=True):
+            self.ids[block.row] = block_id
+            if self._computed.get(block.row, block_id) != block_id and self._must_agree:
+                require_unchanged(self._captured, {block.tensor})
+
+
+class _EncodedRun:
+    """A run whose blocks may be stored as something other than their bytes. Used by one thread; first `identify`, then `encode`."""
+
+    def __init__(self, writer: RunWriter, blocks: Sequence[TensorBlock], buffers: Sequence[Buffer]) -> None:
+        self._writer, self._blocks, self._buffers = writer, blocks, buffers
+        self._encoder = Encoder(writer.coding.mode)
+        self._little_changed: dict[int, Comparison] = {}
+        """Number in the run -> the block, compared with the one before."""
+        self._sampled: dict[int, bytes] = {}
+        """Number in the run -> the sample of a block that is stored in full."""
+
+    def identify(self, number: int) -> Digest:
+        """The id of a block; compares it with the one before if that is in memory."""
+        assert self._writer.earlier is not None
+        block, raw = self._blocks[number], memoryview(self._buffers[number]).cast("B")
+        digest, compared = self._writer.earlier.identify(block.row, raw, self._elements_of(block))
         if compared is not None:
-            little_changed[number] = compared
+            self._little_changed[number] = compared
         return digest
 
-    def _encode(
-        self,
-        number: int,
-        *,
-        encoder: Encoder,
-        run: Sequence[TensorBlock],
-        buffers: Sequence[Buffer],
-        little_changed: dict[int, Comparison],
-        sampled: dict[int, bytes],
-    ) -> BlockEncoding:
-        """The stored form of a block of a run: a cast of its master, a difference to its base, or its own bytes."""
-        block, raw, masters, earlier = run[number], buffers[number], self._masters, self._earlier
-        spec = self._specs[block.tensor]
-        elements = elements_of(spec.dtype, spec.item_bytes)
-        if masters is not None and block.tensor in self.weights and (bases := masters.blocks(block)):
-            cast = encoder.encode_cast(raw, [masters.read(base) for base in bases], spec.dtype)
+    def encode(self, number: int) -> BlockEncoding:
+        """The stored form of a block: a cast of its master, a difference to its base, or its own bytes."""
+        block, raw, masters, earlier = self._blocks[number], self._buffers[number], self._writer.masters, self._writer.earlier
+        elements = self._elements_of(block)
+        if masters is not None and block.tensor in self._writer.weights and (bases := masters.blocks(block)):
+            cast = self._encoder.encode_cast(raw, [masters.read(base) for base in bases], self._writer.specs[block.tensor].dtype)
             if cast is not None:
-                little_changed.pop(number, None)
-                return BlockEncoding(cast, tuple(Base(self._ids[base.row], None) for base in bases), len(bases))
-        candidate = earlier.candidate(block.row, raw, elements, little_changed.get(number)) if earlier is not None else None
-        delta = encoder.encode_delta(raw, candidate.raw, elements, candidate.changes) if candidate is not None else None
-        if earlier is not None and candidate is not None and delta is not None:
-            if delta.changes is None or sum(map(len, delta.encoded.pieces)) > SPARSE_SHARE * len(raw):
-                little_changed.pop(number, None)  # the base of the next difference is another block
-                earlier.keep_base(candidate)
-            elif number not in little_changed:
-                little_changed[number] = candidate.patched(delta.changes)
-            return BlockEncoding(delta.encoded, (candidate.base,), candidate.age)
+                self._little_changed.pop(number, None)
+                return BlockEncoding(cast, tuple(Base(self._writer.ids[base.row], None) for base in bases), len(bases))
+        if earlier is None:
+            return BlockEncoding(self._encoder.encode_tensor(raw, elements))
+        candidate = earlier.candidate(block.row, raw, elements, self._little_changed.get(number))
+        delta = None if candidate is None else self._encoder.encode_delta(raw, candidate.raw, elements, candidate.changes)
+        if candidate is None or delta is None:
+            self._sampled[number] = sample_of(raw, elements)
+            return BlockEncoding(self._encoder.encode_tensor(raw, elements))
+        if delta.changes is None or sum(map(len, delta.encoded.pieces)) > SPARSE_SHARE * len(raw):
+            self._little_changed.pop(number, None)  # the base of the next difference is another block
+            earlier.keep_base(candidate)
+        elif number not in self._little_changed:
+            self._little_changed[number] = candidate.patched(delta.changes)
+        return BlockEncoding(delta.encoded, (candidate.base,), candidate.age)
+
+    def keep_for_next_save(self) -> None:
+        """Keeps what the next save compares its blocks with; the ids of the run are known."""
+        earlier, ids = self._writer.earlier, self._writer.ids
         if earlier is not None:
-            sampled[number] = sample_of(raw, elements)
-        return BlockEncoding(encoder.encode_tensor(raw, elements))
+            for number, compared in self._little_changed.items():
+                earlier.keep(ids[self._blocks[number].row], compared)
+            for number, some in self._sampled.items():
+                earlier.keep_sample(ids[self._blocks[number].row], some)
+
+    def _elements_of(self, block: TensorBlock) -> Elements:
+        spec = self._writer.specs[block.tensor]
+        return elements_of(spec.dtype, spec.item_bytes)

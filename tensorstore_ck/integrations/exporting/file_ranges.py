@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import BufferTarget, ByteTarget
-from tensorstore_ck.engine.read.block_reader import DISK_QUEUE, WantedBlock, read_blocks
+from tensorstore_ck.engine.read.block_reader import DISK_QUEUE, WantedBlock, read_at_places, read_blocks
 from tensorstore_ck.format.codec import Codec
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.integrations.exporting.output_file import OutputFile, Piece
@@ -79,6 +79,9 @@ def _can_be_copied(block: WantedBlock) -> bool:
 
 
 def _copy_blocks(engine: Engine, wanted: Sequence[WantedBlock], *, info: SnapshotInfo) -> None:
+    if moved := [block for block in wanted if not _can_be_copied(block)]:  # and encoded by that, since the snapshot was opened
+        read_at_places(engine, moved)
+        wanted = [block for block in wanted if _can_be_copied(block)]
     buffers = threading.local()
 
     def copy(block: WantedBlock) -> None:
@@ -93,13 +96,14 @@ def _copy_blocks(engine: Engine, wanted: Sequence[WantedBlock], *, info: Snapsho
                 file.write_unhashed(offset + at, piece)
         expected = block.source.part.block_id(block.row)
         for file, offset in places:
-            file.expect(Piece(offset, block.raw, expected, partial(_require_sound, engine, info, block)))
+            file.expect(Piece(offset, block.raw, expected, partial(_read_verified, engine, info, block)))
         if engine.on_read is not None:
             engine.on_read(block.raw)
 
     for_each(wanted, copy, min(cpu_threads() + DISK_QUEUE, len(wanted)))
 
 
-def _require_sound(engine: Engine, info: SnapshotInfo, block: WantedBlock) -> None:
-    """Raises `DamageError` if the store does not have the block as its id says."""
-    read_blocks(engine, info, [block._replace(start=0, target=BufferTarget(memoryview(bytearray(block.raw))))])
+def _read_verified(engine: Engine, info: SnapshotInfo, block: WantedBlock) -> memoryview:
+    memory = memoryview(bytearray(block.raw))
+    read_blocks(engine, info, [block._replace(start=0, target=BufferTarget(memory))])
+    return memory

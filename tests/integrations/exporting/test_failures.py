@@ -26,7 +26,7 @@ from tensorstore_ck.errors import (
     SnapshotMarkedBadError,
 )
 from tensorstore_ck.integrations.exporting import FORMATS, byte_routing, export_snapshot, file_ranges, output_file
-from tests.gc.stores import open_store
+from tests.gc.stores import AT_ONCE, open_store
 from tests.integrations.exporting.states import small_blocks
 
 STATE = {"a": torch.arange(20_000.0), "b": {"turned": torch.arange(600.0).view(20, 30).t(), "c": torch.ones(3)}, "n": 1}
@@ -135,6 +135,48 @@ def test_a_damaged_block_of_a_tensor_that_is_not_row_major(backend: MemoryBacken
         with pytest.raises(DamageError, match="tensor 'base'"):
             export_snapshot(store, "run", tmp_path / "out", format="safetensors", select=["turned"])
     assert list(tmp_path.iterdir()) == []
+
+
+@every_kind
+def test_bytes_that_come_wrong_once_are_written_again(
+    store: tsck.Store, backend: MemoryBackend, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_into, harmed = backend.read_into, list[str]()
+
+    def read(name: str, offset: int, target: memoryview) -> None:
+        read_into(name, offset, target)
+        if name.startswith("packs/") and len(target) == file_ranges.COPY_BYTES and not harmed:
+            harmed.append(name)
+            target[5] ^= 1
+
+    export_snapshot(store, "run", tmp_path / "right", format=kind)
+    monkeypatch.setattr(backend, "read_into", read)
+    export_snapshot(store, "run", tmp_path / "out", format=kind)
+    assert harmed
+    for path in (tmp_path / "right").rglob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "out" / path.relative_to(tmp_path / "right")).read_bytes()
+
+
+def test_blocks_that_are_encoded_and_moved_meanwhile(
+    backend: MemoryBackend, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compressible = {"a": torch.arange(20_000.0) // 1000}
+    with open_store(backend) as store, open_store(backend) as other:
+        store.put_snapshot(compressible, ref="run", codec="raw")
+        read_into, moved = backend.read_into, list[str]()
+
+        def read(name: str, offset: int, target: memoryview) -> None:
+            if name.startswith("packs/") and len(target) == file_ranges.COPY_BYTES and not moved:
+                moved.append(name)
+                other.recode("run", codec="small")
+                other.gc(AT_ONCE)
+            read_into(name, offset, target)
+
+        monkeypatch.setattr(backend, "read_into", read)
+        export_snapshot(store, "run", tmp_path / "out", format=kind)
+        assert not [info for info in backend.list("packs/") if info.name in moved]
+    (path,) = [tmp_path / "out"] if (tmp_path / "out").is_file() else (tmp_path / "out").rglob("*.safetensors")
+    assert torch.equal(load_file(path)["a"], compressible["a"])
 
 
 @pytest.mark.parametrize("lost", ["all", "one"])
