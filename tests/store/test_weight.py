@@ -33,7 +33,7 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(79, 550, 1380),
+    "put_snapshot": Weight(79, 560, 1380),
     "put_snapshot_async": Weight(82, 620, 1540),
     "checkout": Weight(52, 280, 1470),
 }
