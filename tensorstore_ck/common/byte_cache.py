@@ -56,9 +56,7 @@ class ByteCache(Generic[K, V]):
         """Ends a turn of takes and offers; drops the oldest objects beyond a `share` of what would be free without them."""
         with self._lock:
             self._turn += 1
-            max_bytes = share * (free_bytes + self._kept_bytes)
-            while self._kept_bytes > max_bytes:
-                self._drop_first()
+            self._drop_oldest(share * (free_bytes + self._kept_bytes), least=0)
 
     def put(self, key: K, value: V) -> None:
         """Keeps an object, and drops the oldest ones that exceed the limit. Objects never change, so one that is kept stays."""
@@ -67,11 +65,11 @@ class ByteCache(Generic[K, V]):
                 return
             self._kept[key] = value
             self._kept_bytes += self._size_bytes(value)
-            self._drop_oldest()
+            self._drop_oldest(self._max_bytes, least=1)
 
-    def _drop_oldest(self) -> None:
-        """Under the lock. A function of its own: see common/changes.py."""
-        while self._kept_bytes > self._max_bytes and len(self._kept) > 1:
+    def _drop_oldest(self, max_bytes: float, least: int) -> None:
+        """Under the lock, as the next ones. Functions of their own: see common/changes.py."""
+        while self._kept_bytes > max_bytes and len(self._kept) > least:
             self._drop_first()
 
     def _drop_unused(self) -> None:

@@ -114,7 +114,7 @@ def test_a_disk_that_keeps_something_else(store: tsck.Store, kind: Any, tmp_path
     calls = iter(range(1000))
 
     def write(fd: int, views: list[memoryview], offset: int) -> None:
-        if next(calls) == 4:
+        if next(calls) >= 4:  # a piece that is wrong once is written again
             views = [memoryview(bytes(len(views[0]) - 1) + b"\1")]
         write_at(fd, views, offset)
 
