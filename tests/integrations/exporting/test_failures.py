@@ -119,7 +119,7 @@ def test_a_disk_that_keeps_something_else(store: tsck.Store, kind: Any, tmp_path
         write_at(fd, views, offset)
 
     monkeypatch.setattr(output_file, "write_at", write)
-    with pytest.raises(CorruptObjectError, match=f"{tmp_path / 'out'} does not hold at bytes"):
+    with pytest.raises(CorruptObjectError, match=f"({tmp_path / 'out'}|a scratch file) does not hold at bytes"):
         export_snapshot(store, "run", tmp_path / "out", format=kind)
     assert list(tmp_path.iterdir()) == []
 
