@@ -40,8 +40,13 @@ def enumerate_calls(path: Path, which: str, faults_at: Iterable[Faults], *, is_p
 
 
 def test_a_death_at_every_call_of_the_store(tmp_path: Path) -> None:
-    struck = enumerate_calls(tmp_path, "store_faults", (Faults("die-after", at) for at in MANY))
-    assert {"get", "create", "put_object", "create_multipart_upload", "upload_part", "complete_multipart_upload"} <= struck
+    """The first save is uploaded while the second is staged, so calls come in another order each time: none may be missed every time."""
+    missed = {"get", "create", "put_object", "create_multipart_upload", "upload_part", "complete_multipart_upload"}
+    for again in range(3):
+        missed -= enumerate_calls(tmp_path / str(again), "store_faults", (Faults("die-after", at) for at in MANY))
+        if not missed:
+            return
+    raise AssertionError(f"never struck: {missed}")
 
 
 def test_a_passing_fault_at_every_call_of_the_store(tmp_path: Path) -> None:
