@@ -41,10 +41,16 @@ class Helper(threading.Thread):
     locked that the new thread needs.
     """
 
-    def __init__(self, work: Callable[[], object], name: str, *, begin_seconds: float = BEGIN_SECONDS) -> None:
-        """`begin_seconds`: how long `start` waits for the thread."""
+    def __init__(
+        self, work: Callable[[], object], name: str, *, begin_seconds: float = BEGIN_SECONDS, is_restartable: bool = False
+    ) -> None:
+        """`begin_seconds`: how long `start` waits for the thread. `is_restartable`: `work` raises `MemoryError` only where it did nothing.
+
+        It then is begun again until there is memory: somebody waits for it.
+        """
         super().__init__(name=name, daemon=True)
         self._work: Callable[[], object] = work
+        self._is_restartable = is_restartable
         self._given_up = False
         self._begin_seconds = begin_seconds
         self._claim = threading.Lock()
@@ -85,7 +91,14 @@ class Helper(threading.Thread):
             self._begun.release()
             work = self._work
             del self._work  # a thread and its event refer to each other: what the work holds must not wait for garbage collection
-            work()
+            while True:
+                try:
+                    work()
+                    return
+                except MemoryError:
+                    if not self._is_restartable:
+                        raise
+                    time.sleep(_LOOK_SECONDS)
 
     def _wait_until_begun(self) -> None:
         deadline = time.monotonic() + self._begin_seconds

@@ -12,6 +12,7 @@ import pytest
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.staging.unsent_file import UnsentFile
 from tensorstore_ck.common.threads import Helper, for_each, shielded
+from tensorstore_ck.session.save.queued_save import Worker
 from tests.effort import PATIENCE_SECONDS, effort
 from tests.end_to_end.interrupting import PACKAGE
 from tests.end_to_end.test_interrupts import Job
@@ -73,6 +74,22 @@ def test_no_memory_at_any_call(tmp_path: Path, call: Callable[[Job], object], *,
         except Exception as exc:
             exc.add_note(f"after call {at} had no memory, {struck.where}: {error!r}")
             raise
+    job.close()
+
+
+def test_a_thread_of_the_queue_has_no_memory_for_its_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, run, failed = Job(tmp_path, is_staged=True), Worker._run, list[str]()
+
+    def run_the_second_time(self: Worker[object]) -> None:
+        if self._name not in failed:
+            failed.append(self._name)
+            raise MemoryError
+        run(self)
+
+    monkeypatch.setattr(Worker, "_run", run_the_second_time)
+    job.wait()
+    job.require_sound()
+    assert failed
     job.close()
 
 

@@ -52,7 +52,7 @@ class Worker(Generic[Item]):
             self._waiting.append(item)
             if self.thread is None:
                 # A daemon: a backend that hangs must not keep the process alive; see `process_end`.
-                thread = Helper(self._run, self._name)
+                thread = Helper(self._run, self._name, is_restartable=True)
                 try:
                     thread.start()
                 except (RuntimeError, MemoryError):
