@@ -44,9 +44,9 @@ class Helper(threading.Thread):
     def __init__(
         self, work: Callable[[], object], name: str, *, begin_seconds: float = BEGIN_SECONDS, is_restartable: bool = False
     ) -> None:
-        """`begin_seconds`: how long `start` waits for the thread. `is_restartable`: `work` raises `MemoryError` only where it did nothing.
+        """`begin_seconds`: how long `start` waits for the thread. `is_restartable`: `work` can begin again after a `MemoryError`.
 
-        It then is begun again until there is memory: somebody waits for it.
+        It does so until there is memory: somebody waits for it.
         """
         super().__init__(name=name, daemon=True)
         self._work: Callable[[], object] = work

@@ -11,6 +11,7 @@ import pytest
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.staging.unsent_file import UnsentFile
+from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.threads import Helper, for_each, shielded
 from tensorstore_ck.session.save.queued_save import Worker
 from tests.effort import PATIENCE_SECONDS, effort
@@ -91,6 +92,28 @@ def test_a_thread_of_the_queue_has_no_memory_for_its_first_call(tmp_path: Path, 
     job.require_sound()
     assert failed
     job.close()
+
+
+def test_a_thread_of_the_queue_has_no_memory_to_note_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it worked on ends with an error, and the next item is worked on."""
+    ended, note = list[str](), Worker._note_broken
+    changed = Changes()
+
+    def work(item: str) -> None:
+        if item == "first":
+            monkeypatch.setattr(Worker, "_note_broken", no_memory)
+            raise MemoryError
+        ended.append(item)
+
+    def no_memory(self: Worker[str], exc: BaseException) -> None:
+        monkeypatch.setattr(Worker, "_note_broken", note)
+        raise MemoryError
+
+    worker = Worker("queue", changed, work, lambda item, exc: ended.append(f"{item}: {type(exc).__name__}"))
+    for item in ("first", "second"):
+        worker.put(item)
+    assert changed.wait_for(lambda: worker.thread is None, PATIENCE_SECONDS)
+    assert ended == ["first: MemoryError", "second"]
 
 
 @contextmanager

@@ -70,6 +70,8 @@ class Worker(Generic[Item]):
         return iter(self._waiting)
 
     def _run(self) -> None:
+        if self._working is not None:  # it ran before, and had no memory even to note an error
+            self._note_broken(MemoryError("no memory for a call"))
         while True:
             try:
                 item = self._next()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors.torch import load_file
 
 import tensorstore_ck as tsck
@@ -155,6 +156,37 @@ def test_bytes_that_come_wrong_once_are_written_again(
     assert harmed
     for path in (tmp_path / "right").rglob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "out" / path.relative_to(tmp_path / "right")).read_bytes()
+
+
+def test_what_is_written_again_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, events = bytes(range(200)), list[str]()
+    fsync = os.fsync
+
+    def write(fd: int, views: list[memoryview], offset: int) -> None:
+        events.append("write")
+        write_at(fd, views, offset)
+
+    def sync(fd: int) -> None:
+        fsync(fd)
+        events.append("fsync")
+
+    monkeypatch.setattr(output_file, "write_at", write)
+    monkeypatch.setattr(os, "fsync", sync)
+    with output_file.OutputFile(str(tmp_path / "file"), "file") as file:
+        file.write_unhashed(0, memoryview(bytes(200)))
+        file.expect(output_file.Piece(0, 200, blake3(right).digest(), lambda: memoryview(right)))
+        file.finish(200)
+    assert (tmp_path / "file").read_bytes() == right
+    assert events.count("write") == 2
+    assert events[-1] == "fsync"
+
+
+def test_two_tensors_are_not_written_to_one_place(tmp_path: Path) -> None:
+    with output_file.OutputFile(str(tmp_path / "file"), "file") as file:
+        file.write(0, b"one")
+        file.write(0, b"one")
+        with pytest.raises(CorruptObjectError, match="file was written twice at byte 0"):
+            file.write(0, b"two")
 
 
 def test_blocks_that_are_encoded_and_moved_meanwhile(
