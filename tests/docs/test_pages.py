@@ -29,6 +29,9 @@ QUESTIONS = {
 """Each with the page and the heading that answers it."""
 LONG_WORDS = 1500
 """A page of more words takes four screens and more."""
+FOLD = re.compile(r"<details.*?</details>", re.DOTALL)
+VISIBLE_WORDS = {"trainers/*.md": 5000, "security.md": 2950, "guides/ui.md": 917}
+"""The most words outside folds, of all pages that a pattern names together."""
 PACKAGE = REPOSITORY / "tensorstore_ck"
 
 
@@ -73,6 +76,13 @@ def test_a_long_page_begins_with_links_to_its_sections() -> None:
             missing[page.name] = [title for title in sections[::2] if f"(#{anchor(title)})" not in start]
     assert {"FORMAT.md", "troubleshooting.md", "security.md"} <= missing.keys()
     assert not any(missing.values()), missing
+
+
+@pytest.mark.parametrize("pattern", VISIBLE_WORDS)
+def test_pages_say_what_a_reader_needs_and_fold_the_evidence(pattern: str) -> None:
+    words = {page.name: len(FOLD.sub("", text(page)).split()) for page in DOCS.glob(pattern)}
+    assert words
+    assert sum(words.values()) <= VISIBLE_WORDS[pattern], words
 
 
 def test_the_readme_stays_short_and_every_page_is_in_the_navigation() -> None:
