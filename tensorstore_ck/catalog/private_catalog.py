@@ -1,4 +1,4 @@
-"""The place of a server's own catalog: in the user's cache, so that the next start reads only what is new."""
+"""The location of a server's own catalog: the user's cache, so that the next start reads only new entries."""
 
 import hashlib
 import os

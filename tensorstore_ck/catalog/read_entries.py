@@ -80,7 +80,7 @@ class EntryEvents:
 
     store_id: int
     counts: Callable[[int, bytes], bool]
-    """Whether the put of entry n with this transaction is the transaction's outcome."""
+    """Whether the put in entry n is the outcome of this transaction."""
     is_known: Callable[[Ulid], bool]
     """Whether the fold has a snapshot at its head."""
     events: list[Row] = field(default_factory=list)

@@ -70,7 +70,7 @@ class CatalogStore:
     quotas: Mapping[str, Quota]
     """Glob -> quota."""
     last_runs: Mapping[str, RunOutcome]
-    """``gc``, ``fsck`` -> the last run that the log has."""
+    """``gc``, ``fsck`` -> the last run that the log records."""
 
 
 @dataclass(frozen=True, slots=True)

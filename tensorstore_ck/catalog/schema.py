@@ -8,7 +8,7 @@ from typing import Any, Final
 from sqlalchemy import BigInteger, Column, Double, Index, Integer, MetaData, Table, Text
 
 VERSION: Final = 5
-"""Raised with each change; a catalog of another version must be rebuilt."""
+"""Incremented with each change of the tables; a catalog of another version must be rebuilt."""
 
 PUT_BITS: Final = 13
 """The most puts of an entry: one of 1 MiB has fewer."""

@@ -11,8 +11,8 @@ model_files.py        model files as states, for `tsck put` and `tsck get`
 output.py             prints tables, facts and JSON
 pager.py              prints long results through a pager
 progress.py           progress bars
-complete_names.py     completes refs, steps and metrics; which cache belongs to a remote store, for that
-shell_completion.py   what shells ask when Tab is pressed, and their scripts
+complete_names.py     completes refs, steps and metrics; notes which cache belongs to a remote store
+shell_completion.py   candidates for a shell when Tab is pressed, and the shells' scripts
 run_program.py        runs the user's program for a snapshot
 plot.py               curves, as text and as PNG
 hints.py              completes the commands in messages

@@ -83,7 +83,7 @@ class Program(click.Group):
         return self.commands.get(name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Lists what to begin with, and the names of all others."""
+        """Lists the commands to begin with, and the names of all others."""
         write_commands(self, formatter)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
@@ -152,14 +152,14 @@ def _lost_output(exc: OSError) -> int:
     from tensorstore_ck.backend.os_errors import store_error  # noqa: PLC0415 - what prints help needs no backend
 
     error = store_error(exc, "write", "the output")
-    # Nobody need run it again, unless for the output.
+    # A second run would only repeat the output.
     what = f"the command has done its work, but its output is lost: {exc.strerror}"
     _fail(error.kind, what, "", as_json=False)
     return error.exit_code
 
 
 def _store_among(arguments: list[str]) -> str:
-    """The command to type instead, if a store stands where no command takes one: each takes it as ``-s``. Repeats no other argument."""
+    """The command to type instead, if a store was given as an argument where the command takes it as ``-s``. Repeats no other argument."""
     if not arguments or arguments[0] not in TAKE_STORE:
         return ""
     for at, word in enumerate(arguments[1:], 1):
@@ -170,7 +170,7 @@ def _store_among(arguments: list[str]) -> str:
 
 
 def _stores_near(path: str) -> str:
-    """Names the stores in a folder that is none, or next to it."""
+    """Names the stores in, or next to, a folder that is not a store."""
     for folder in (path, os.path.dirname(path)):
         with suppress(OSError):
             there = [os.path.relpath(each.path) for each in os.scandir(folder) if os.path.isfile(os.path.join(each.path, "store.json"))]
@@ -180,7 +180,7 @@ def _stores_near(path: str) -> str:
 
 
 def _one_sentence(message: str) -> str:
-    """What click says, as a line, with its guess as a part of it."""
+    """Click's message on one line, including its guess."""
     message = re.sub(r"\.? \(?Did you mean (.*)\?\)?$", r": did you mean \1?", " ".join(message.split()))
     return message if message.endswith("?") else f"{message.removesuffix('.')}."
 

@@ -76,7 +76,7 @@ def _versions(names: Iterable[str]) -> list[str]:
 
 
 def _folder(folder: str | Path) -> str:
-    """A folder, or the nearest one above it that exists: its filesystem, and what is free there."""
+    """The filesystem and the free space of a folder, or of the nearest existing folder above it."""
     path = there = Path(folder)
     while not there.exists():
         there = there.parent

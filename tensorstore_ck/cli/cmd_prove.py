@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SUFFIX: Final = ".proof"
 MODES: Final = "give ADDRESS and TENSOR, or ADDRESS and --contains BASE, or --check FILE alone"
 _UNSAFE: Final = re.compile(r"[^\w.-]+|^\.+", re.ASCII)
-"""What a store may have in a tensor's name, and no file gets into its own."""
+"""The characters of a tensor's name that a file's name does not get."""
 
 
 @command(

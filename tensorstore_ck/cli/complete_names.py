@@ -3,7 +3,7 @@
 A local store's log is followed; of a remote store this host's cache is read, and the store is not asked. Takes `DEADLINE_SECONDS` at most,
 and offers nothing when anything goes wrong. Only names that mean nothing to a shell are offered.
 
-Which cache belongs to a remote store is in a small file in the cache's folder, named by a hash of the URL and its options. A command writes
+A small file in the cache's folder, named by a hash of the URL and its options, says which cache belongs to a remote store. A command writes
 it when it opens the store. It may be lost or wrong: it is used for completion alone. The folder is this user's alone, since the cache's
 folder may be one where others can write.
 """
@@ -137,7 +137,7 @@ _KEY: Final = re.compile(f"[0-9A-Za-z-]{{1,{_MAX_KEY_BYTES}}}")
 
 
 def note_store(url: str, options: Mapping[str, Any], cache_dir: str | None, key: str) -> None:
-    """Notes the key of the cache of a store; for a local store nothing, as its own configuration has it."""
+    """Notes the key of a remote store's cache. A local store needs no note, since its configuration has the key."""
     if not is_remote(url) or find_key(url, options, cache_dir) == key:
         return
     with suppress(OSError, PermissionDeniedError), closing(_folder(cache_dir)) as folder:

@@ -119,7 +119,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def none_text(what: str, made_by: str, forgotten: "Sequence[Forgotten]", kind: str) -> str:
-    """The line for an empty list: what makes a first item, or what brings removed refs of that kind back."""
+    """The line for an empty list: which command makes a first item, or restores removed refs of that kind."""
     removed = len({removal.ref for removal in forgotten if removal.kind == kind})
     if not removed:
         return f"no {what} yet: {made_by} makes one"
@@ -137,8 +137,8 @@ def printable(text: object) -> str:
 
 
 def metrics_text(metrics: Mapping[str, float | str], width: int | None = None) -> str:
-    """``name=number``, sorted by name. Where they do not fit into `width`, in fewer digits; those that do not fit then are counted, and
-    losses come first.
+    """``name=number``, sorted by name. If they do not fit into `width`, numbers get fewer digits, losses come first, and the rest is
+    counted.
     """
     texts = (" ".join(_metric_words(metrics, digits).values()) for digits in (6, 3, 2))
     if width is None:
@@ -275,7 +275,7 @@ def stdout_is_terminal() -> bool:
 
 
 def _states(snapshots: "Sequence[Snapshot]") -> dict[str, str]:
-    """Id -> the role of a snapshot for branches, in a history. What heads only the branch that it was saved to is ``head``."""
+    """Id -> the role of a snapshot for branches, in a history. A snapshot that heads only the branch that it was saved to is ``head``."""
     from tensorstore_ck.log.snapshot_log import SnapshotLog  # noqa: PLC0415 - as above
 
     if not isinstance(snapshots, SnapshotLog):

@@ -22,7 +22,7 @@ from tensorstore_ck.cli.standard_streams import shows_colours
 PAGER_VARIABLES: Final = ("TSCK_PAGER", "PAGER")
 DEFAULT_PAGER: Final = "less -FRX"
 _LESS: Final = {"LESS": "FRX", "LV": "-c"}
-"""For a pager without options: as git sets them where they are not set."""
+"""The environment of a pager without options: git's values, where they are not set."""
 _NO_PAGER: Final = "tensorstore_ck.no_pager"
 
 

@@ -72,7 +72,9 @@ def _text(writer: _Writer, stream: TextIO | None) -> TextIO:
 
 
 def _reserve_descriptors() -> None:
-    """Opens the closed ones of the first three. Otherwise a file of a store could get such a number, and a library print into it."""
+    """Opens those of the first three descriptors that are closed. Otherwise a store's file could get such a number, and a library could
+    print into it.
+    """
     fd = os.open(os.devnull, os.O_RDWR)
     while fd <= 2:
         os.set_inheritable(fd, True)

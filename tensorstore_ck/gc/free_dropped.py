@@ -39,7 +39,7 @@ class FreedSnapshots(NamedTuple):
 
 
 class _Dropped(NamedTuple):
-    """Snapshots of a branch that nothing holds, at one entry, and that this process released, or others before the undo window."""
+    """The snapshots of a branch, at one entry, that nothing holds, and that this process released, or others before the undo window."""
 
     snapshots: int
     closure: LiveSet
@@ -49,7 +49,7 @@ class _Dropped(NamedTuple):
 
 
 def free_dropped(engine: Engine, ref: str) -> FreedSnapshots:
-    """Ends the undo windows of what saves to a branch dropped by its policy, and frees what only these snapshots needed.
+    """Ends the undo windows of snapshots that a branch's policy dropped at saves, and frees the objects that only these snapshots needed.
 
     Reads, on this host's first call, the records and parts of all live snapshots, and later those of new ones.
 
@@ -85,8 +85,8 @@ def free_dropped(engine: Engine, ref: str) -> FreedSnapshots:
 
 
 def _end_undo_windows(engine: Engine, ref: str, releases: Releases) -> None:
-    """Ends the undo windows that saves of this process opened, or others long ago: the entry of such a window publishes a snapshot on the
-    branch. A window that another one has just opened stays, because anybody can append such an entry.
+    """Ends the undo windows that saves of this process opened, and those that other saves opened long ago. The entry of such a window
+    publishes a snapshot on the branch. A window that another one has just opened stays, because anybody can append such an entry.
     """
     engine.log.sync()
     entries = {window.n for window in engine.log.view().windows() if window.name == ref and window.kind == "snapshots"}
@@ -120,7 +120,7 @@ def _look(engine: Engine, ref: str, releases: Releases, _anchor: int, view: RefT
 
 
 def _sparse_packs(engine: Engine, dropped: _Dropped) -> list[SparsePack]:
-    """The packs that are less than half needed now, and of which the dropped snapshots needed more entries."""
+    """The packs of which less than half is needed now, and of which the dropped snapshots needed more."""
     locations = engine.placed.locations()
     sparse: dict[Ulid, SparsePack] = {}
 

@@ -109,7 +109,7 @@ class LiveSet(RootNeeds):
         self.summaries.flush()
 
     def packs_of(self, view: RefTable, info: SnapshotInfo) -> set[Ulid]:
-        """The packs that hold the blocks of a snapshot now. Reads only parts without a cached summary.
+        """The packs that hold the blocks of a snapshot now. Reads only parts that have no cached summary.
 
         Raises:
             DamageError: its record, a part or a relocation map cannot be read.

@@ -53,7 +53,7 @@ class GcPlan(NamedTuple):
     useless_records: list[str]
     """Writer records to delete."""
     unnamed: list[ChildRecord]
-    """Records whose parents no log entry names: the log was lost, and may be of more use than what gc would free."""
+    """Records whose parents no log entry names: the log was lost, and may be worth more than the space that gc would free."""
     freeable: Freeable
     options: GcOptions
 
@@ -201,7 +201,9 @@ class Planner:
         return self._is_younger(self._listed[key].modified_ns, self._options.min_age_seconds)
 
     def _find_sparse(self, states: Mapping[ObjectKey, ObjectRow]) -> tuple[list[_Sparse], int]:
-        """The packs worth rewriting at each level, and last now; and the bytes that rewriting all other packs in use would free."""
+        """The packs worth rewriting at each level, the last entry for now; and the bytes that rewriting all other packs in use would
+        free.
+        """
         stages = [*(level.needs for level in self._levels), self.live]
         sparse: list[list[SparsePack]] = [[] for _ in stages]
         rewritable: list[int] = []
@@ -255,7 +257,7 @@ class Planner:
         sparse: Sequence[list[SparsePack]],
         rewritable_bytes: int,
     ) -> Freeable:
-        """What is freed now and later; `sparse` has the packs of each level, and last those of now."""
+        """The bytes that are freed now and later. `sparse` has the packs of each level; the last entry has those of now."""
         if not self._engine.config.exclusive_create:
             return Freeable(0, "", ())  # gc never runs there
         total = sum(listed.size_bytes for listed in self._listed.values())

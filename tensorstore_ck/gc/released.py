@@ -35,7 +35,7 @@ class Released(NamedTuple):
     ended: tuple[Relocation, ...] = ()
     """Relocations whose map was swept. It may never have been in force."""
     doubted: frozenset[Ulid] = frozenset()
-    """Relocation maps that may be wrong: what they lead away from stays, too."""
+    """Relocation maps that may be wrong: the packs that they lead away from stay, too."""
 
     def restored(self, view: RefTable) -> RefTable:
         """`view` with the relocations that ended, older than all others."""
@@ -116,7 +116,7 @@ class Releases:
         return old
 
     def _swept(self, view: RefTable) -> Iterator[tuple[ObjectKey, int]]:
-        """(object, entry) of what was swept, and of what young entries swept before others made the log forget it."""
+        """(object, entry) of each swept object, also if a later entry made the log forget that a young entry swept it."""
         yield from ((key, state.n) for key, state in view.objects() if state.swept)
         head = view.head()
         if head is None or not view.horizon() or view.horizon() <= self._last_old():

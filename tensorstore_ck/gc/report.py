@@ -16,7 +16,7 @@ _LOSSES: Final = {
     "undo window": ": then it can no longer be undone",
     "pins": ": then the pin is gone, and it can no longer be undone",
 }
-"""Why something is protected -> what its commands give up."""
+"""Reason of a protection -> what the commands that end it give up."""
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
 
@@ -38,7 +38,7 @@ class FreedLater:
 
     @property
     def is_protected(self) -> bool:
-        """Whether its `commands` free what may be needed: by a running save, an undo, or whoever pinned it."""
+        """Whether its `commands` free objects that a running save, an undo or the owner of a pin may need."""
         return self.why in _LOSSES
 
     def describe(self, *, early: bool = False) -> str:

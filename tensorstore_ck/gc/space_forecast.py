@@ -24,9 +24,9 @@ class SpaceForecast:
     free_inodes: int | None
     """None: it has no limit of files, or does not report it."""
     growth_bytes_per_day: int | None
-    """What saves of the last 7 days added and something still holds, a day; None: the store is less than an hour old."""
+    """The bytes per day that saves of the last 7 days added and that something still holds; None: the store is less than an hour old."""
     full_in_days: float | None
-    """At that pace, by bytes or inodes, whichever ends first; None: unknown, or it does not grow."""
+    """The days until bytes or inodes run out at that pace; None: unknown, or the store does not grow."""
 
     def describe(self) -> str:
         """One line; empty if nothing is known."""
@@ -44,7 +44,7 @@ class SpaceForecast:
 
 
 def forecast(held: Iterable[SnapshotInfo], *, space: Space | None, objects: int, objects_bytes: int, now_ns: int) -> SpaceForecast:
-    """The forecast for a store with `objects`, of whose snapshots something holds those in `held`."""
+    """The forecast for a store with this number of `objects`; something holds the snapshots in `held`."""
     infos = list(held)
     start_ns = max(now_ns - int(WINDOW_DAYS * _DAY_NS), min((info.arrived_ns for info in infos), default=now_ns))
     days = (now_ns - start_ns) / _DAY_NS

@@ -146,11 +146,11 @@ class Usage(HeldBytes):
     url: str
     """The store's own location."""
     space: SpaceForecast
-    """What is left there, and for how long."""
+    """The free space there, and how long it will last."""
 
     @property
     def is_full(self) -> bool:
-        """Whether a snapshot of the mean size of some ref does not fit into what is free at the store's own location."""
+        """Whether a snapshot of the mean size of some ref is larger than the free space at the store's own location."""
         free = self.space.free_bytes
         return free is not None and any(ref.logical_bytes > free * ref.snapshots for ref in self.refs)
 

@@ -12,7 +12,7 @@ class UsageCosts(NamedTuple):
 
     locations: Mapping[str, float]
     refs: Mapping[str, float]
-    """Each stored byte costs the mean of all locations: in which of them a ref's blocks are is not counted."""
+    """Each stored byte costs the mean of all locations: the locations of a ref's blocks are not looked up."""
     jobs: Mapping[str, float]
 
     @property

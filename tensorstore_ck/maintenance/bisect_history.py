@@ -1,4 +1,6 @@
-"""Finds the first bad snapshot of a branch by a binary search; what may be the answer is pinned, so that nothing frees it meanwhile."""
+"""Finds the first bad snapshot of a branch by a binary search; snapshots that may be the answer are pinned, so that nothing frees them
+meanwhile.
+"""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -41,7 +43,7 @@ def first_bad(good: int, bad: int, verdict: Callable[[int], Verdict]) -> tuple[i
 
 
 def _fraction(missed: int) -> float:
-    """1/2, 1/4, 3/4, 1/8, 7/8, ...: after skips away from the middle, since what cannot be tested often lies together."""
+    """1/2, 1/4, 3/4, 1/8, 7/8, ...: after skips the search moves away from the middle, since untestable snapshots often lie together."""
     share = 0.5 ** ((missed + 1) // 2 + 1)
     return share if missed % 2 or not missed else 1 - share
 
@@ -104,7 +106,7 @@ def bisect(
             snapshot = Snapshot.from_info(line[at])
             answer = is_bad(snapshot) if pins.is_live(line[at]) else None
             if not pins.is_live(line[at]):
-                answer = None  # what was freed during the test may have looked like anything
+                answer = None  # a snapshot that was freed during its test proves nothing
             outcome: Verdict = "skip" if answer is None else "bad" if answer else "good"
             first, last = (at if outcome == "good" else first), (at if outcome == "bad" else last)
             done.append(Tested(snapshot, outcome))

@@ -79,6 +79,8 @@ def tags(engine: Engine) -> SnapshotsByName:
 
 
 def _by_name(view: RefTable, ulids: Mapping[str, Ulid]) -> SnapshotsByName:
-    """The snapshots; one for all names that lead to it, as anybody can make thousands of branches of one with a thousand metrics."""
+    """The snapshots, with one object for all names of a snapshot: anybody can make thousands of branches at one that has a thousand
+    metrics.
+    """
     made = {ulid: Snapshot.from_info(info) for ulid in {*ulids.values()} if (info := view.snapshot(ulid)) is not None}
     return SnapshotsByName({name: made[ulid] for name, ulid in ulids.items() if ulid in made})

@@ -31,11 +31,12 @@ RESTART_SECONDS: Final = 300.0
 COPY_BYTES_PER_SECOND: Final = 10e9
 """From a device to pinned memory, of each rank: assumed."""
 SMALL_SHARE: Final = 0.67
-"""Bytes of a snapshot with ``codec="small"`` and deltas against raw: AdamW, 10 steps between saves (benches/RESULTS.md, "Codecs")."""
+"""The size of a snapshot with ``codec="small"`` and deltas, as a share of the raw size: AdamW, 10 steps between saves (benches/RESULTS.md,
+"Codecs")."""
 PACK_BYTES: Final = 64 << 20
 MAX_SAVES: Final = 100_000
 LEAST_INTERVAL_SECONDS: Final = 60.0
-"""Of a plan without an interval: small models would save each second."""
+"""The shortest interval that a plan chooses: small models would otherwise save each second."""
 GB: Final = 10**9
 DAYS_PER_MONTH: Final = 365 / 12
 _NS: Final = 10**9
@@ -74,31 +75,31 @@ class PlannedSaves:
     parameters: int
     bytes_per_parameter: float
     parts: Mapping[str, float]
-    """What the bytes of a parameter are."""
+    """The parts of the bytes of a parameter."""
     bytes_per_snapshot: int
     files_per_snapshot: int
     save_seconds: float
     restore_seconds: float
     costs: SaveCosts
     assumed: tuple[str, ...]
-    """The costs that nobody gave or measured."""
+    """The costs that were assumed, since nobody gave or measured them."""
     interval: float
-    """Of training between two saves."""
+    """The time of training between two saves."""
     training_share: float
-    """Of wall time, with that interval; see `optimal_interval.ettr`."""
+    """The share of wall time that is training, with that interval; see `optimal_interval.ettr`."""
     stall_share: float
-    """Of wall time in which saves hold up the training."""
+    """The share of wall time in which saves hold up the training."""
     best_interval: float
     best_training_share: float
     young_interval: float
     daly_interval: float
     saves: int
-    """In the whole run."""
+    """The number of saves in the whole run."""
     kept: int
-    """At its end, under the policy."""
+    """The number of snapshots that the policy keeps at the end of the run."""
     written_bytes: int
     kept_bytes: int
-    """At its end, if no two snapshots share a block."""
+    """The bytes of the kept snapshots, if no two share a block."""
     kept_bytes_small: int
     """The same with ``codec="small"`` and deltas."""
     usd_per_month: float | None

@@ -128,8 +128,8 @@ def check_proof(
     """Checks, without a store, that a tensor belongs to a snapshot.
 
     A proof shows that its tensor belongs to a root, whoever made it. So the root must be one that the caller trusts: `root`, or one that a
-    key of the trust file has signed. A signature shows that the ref was at the snapshot, and not that it still is. One of any store
-    counts: compare `CheckedProof.store` where a key signs refs of one name in several.
+    key of the trust file has signed. A signature shows that the ref was at the snapshot, and not that it still is. A signature of any store
+    counts: if a key signs refs of one name in several stores, compare `CheckedProof.store`.
 
     Args:
         proof: What `ReadOnlyStore.prove` returned, or the path of such a file.

@@ -1,6 +1,6 @@
 """Runs gc, fsck or repair, and notes the outcome in the log: one entry for each run, so that others see when it ran and what it found.
 
-A run that cannot note it has the same result, which says why it is not in the log. Nothing is appended to a log that is damaged: the
+If the note fails, the run has the same result, which says why the log lacks it. Nothing is appended to a log that is damaged: the
 entry would take a number that a lost entry had. Nothing begins a log either: an empty one may be a lost one, at which gc refuses.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 GC: Final = "gc"
 FSCK: Final = "fsck"
 UNREFERENCED: Final = ("grace", "age", "packs in use")
-"""Why gc frees only later what nothing holds."""
+"""The reasons for which gc frees unheld objects only later."""
 
 
 def recorded_gc(

@@ -33,7 +33,7 @@ def watch(
     until: Callable[[], bool] = lambda: False,
 ) -> Generator[SnapshotInfo]:
     """See `Store.watch`. `sleep` is for tests."""
-    validate_ref_name(ref)  # it need not exist, so that a name that cannot be would be waited for
+    validate_ref_name(ref)  # the branch need not exist yet: without this, an invalid name would be waited for
     if pin_for is not None:
         engine.require_writable("watch() with pins (pin_for=None has none)")
     owner = owner or f"watch {ulid_text(engine.new_id())}"

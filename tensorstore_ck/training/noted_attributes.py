@@ -1,4 +1,6 @@
-"""What a `TrainingState` notes of each save without being asked, to search snapshots by. Waits for no device and runs no program."""
+"""The attributes that a `TrainingState` adds to each save by itself, so that snapshots can be searched by them. Waits for no device and
+runs no program.
+"""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,7 +14,7 @@ from tensorstore_ck.format.attributes import MAX_ATTRIBUTES, MAX_TEXT_CHARS, Att
 from tensorstore_ck.training.sample_cursor import SampleCursor
 
 MAX_NOTED: Final = 32
-"""Half of what a snapshot may have: the rest is for metadata."""
+"""Half of the attributes that a snapshot may have. The other half is for metadata."""
 
 
 def noted_attributes(
@@ -32,7 +34,7 @@ def noted_attributes(
 
 
 def with_noted(given: Attributes, noted: Attributes) -> dict[str, float | str]:
-    """The attributes that the caller of a save gives, and as many of the others as fit beside them."""
+    """The attributes that the caller of a save gives, and as many of the noted ones as fit."""
     others = [(name, value) for name, value in noted.items() if name not in given]
     return {**dict(others[: max(0, MAX_ATTRIBUTES - len(given))]), **given}
 
@@ -82,9 +84,8 @@ def _version() -> Iterator[tuple[str, str]]:
 
 @cache
 def code_version() -> str | None:
-    """The commit that is checked out where the program lies, or in the working folder without a file; None without git.
-
-    As of the first call; changes that are not committed are not seen.
+    """The commit that is checked out in the program's folder, or in the working folder if the program has no file; None without git. It is
+    read at the first call; uncommitted changes are not seen.
     """
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     try:

@@ -4,7 +4,8 @@ Does not call that module: it makes an optimizer that has not stepped take a ste
 such an optimizer has no state. Tensors are the optimizer's own, never copies. Knows no store.
 
 Each rank of a ZeroRedundancyOptimizer steps an ordinary optimizer of some of the parameters, and then all ranks exchange parameters. Its
-`state_dict` needs a collective first, and returns all states on one rank; what each rank holds is saved as it is for a pipeline's stages.
+`state_dict` needs a collective first, and returns all states on one rank. So each rank's own states are saved, as for the stages of a
+pipeline.
 """
 
 import inspect

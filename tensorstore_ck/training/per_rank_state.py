@@ -1,4 +1,4 @@
-"""What each rank has for itself: generators, loader positions, buffers that differ by rank, and values that the user names.
+"""The state that belongs to one rank: generators, loader positions, buffers that differ by rank, and values that the user names.
 
 With an equal number of ranks each rank gets its own state back, bit by bit. With another number, generators are seeded again, and all
 ranks take the rest from the first rank, or from the user's merge function. Knows no store.
@@ -63,7 +63,7 @@ class PerRankState:
         return {f"{module.path}.{name}": buffers.digest(buffer) for module in self._modules() for name, buffer in module.buffers.items()}
 
     def only(self, parts: Collection[str]) -> "PerRankState":
-        """The same objects; a restore fills only `parts`."""
+        """A copy with the same objects, whose restore fills only `parts`."""
         extra, values = (self._extra if "extra" in parts else {}), (self._values if VALUES in parts else {})
         return PerRankState(model=self._model.only(parts), loaders=self._loaders.only(parts), extra=extra, values=values, merge=self.merge)
 

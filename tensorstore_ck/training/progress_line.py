@@ -1,4 +1,5 @@
-"""`ProgressLine`: one line on a terminal that shows the current save, and a line for each save that ended. Nothing elsewhere.
+"""`ProgressLine`: one line on a terminal that shows the current save, and a line for each save that ended. Prints nothing if the stream is
+not a terminal.
 
 Polls the saves in flight, and subscribes to events. One daemon thread writes, so that a terminal that is stopped (Ctrl-S) or gone never
 holds up a save.

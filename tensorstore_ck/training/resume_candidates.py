@@ -24,7 +24,7 @@ class ResumeCandidate(NamedTuple):
     """The snapshot to resume from."""
 
     address: str = ""
-    """Empty: no snapshot is usable. The head is ``ref~0``, so that a restore finds the snapshot which the branch has by then."""
+    """Empty: no snapshot is usable. The head is named ``ref~0``, so that a restore takes the head at that time."""
     name: str = ""
     """Its address for messages, with the step."""
     is_new: bool = False

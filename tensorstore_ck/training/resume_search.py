@@ -166,7 +166,9 @@ class ResumeSearch:
         return choose(self._store, self._address, self._skipped, drift=self._drift, allow_marked=self._allow_marked)
 
     def _announce(self, text: str) -> None:
-        """Once, on the first rank. A warning, as for a new store: it says whether a job does what its user expects, in most jobs' logs."""
+        """Logs the text once, on the first rank. It is a warning, as for a new store, so that most jobs' logs show whether the job does
+        what its user expects.
+        """
         if text != self._announced and (self._group is None or self._group.rank() == 0):
             _logger.warning("%s in %s", text, redacted(self._store.url))
         self._announced = text

@@ -39,7 +39,7 @@ class SharedState:
         self._restores_gradients = True
 
     def only(self, parts: Collection[str]) -> "SharedState":
-        """The same objects; a restore fills only `parts`."""
+        """A copy with the same objects, whose restore fills only `parts`."""
         limited = copy.copy(self)
         limited._models, limited._optimizers = self._models.only(parts), self._optimizers.only(parts)
         limited._others = [part.only(parts) for part in self._others]
@@ -48,7 +48,7 @@ class SharedState:
         return limited
 
     def leaving_out(self, names: Collection[str]) -> "SharedState":
-        """The same objects; snapshots do not contain these tensors of the only model."""
+        """A copy with the same objects, whose snapshots omit these tensors of the only model."""
         limited = copy.copy(self)
         limited._left_out = names
         return limited

@@ -73,13 +73,13 @@ class StateSides:
             return UnpreparedState(exc), None
 
     def leaving_out(self, names: Collection[str]) -> Self:
-        """The same objects; snapshots do not contain these tensors of the only model."""
+        """A copy with the same objects, whose snapshots omit these tensors of the only model."""
         limited = copy.copy(self)
         limited.shared = self.shared.leaving_out(names)
         return limited
 
     def only(self, parts: Collection[str]) -> Self:
-        """The same objects; a restore fills only `parts`."""
+        """A copy with the same objects, whose restore fills only `parts`."""
         unknown = [parts] if isinstance(parts, str) else [part for part in parts if part not in PARTS]
         if unknown:
             raise InvalidOptionError(f"parts= takes any of {', '.join(PARTS)}, not {unknown[0]!r}", object_id="parts")

@@ -1,6 +1,6 @@
 """Checks that a job resumes bit for bit: runs a few steps twice from one snapshot, and compares the states.
 
-Compares everything that `TrainingState` captures, in that order. Keeps a copy of the state after each step in memory.
+Compares everything that `TrainingState` captures, in the order of capture. Keeps a copy of the state after each step in memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping

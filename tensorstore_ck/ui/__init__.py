@@ -1,11 +1,11 @@
 """Pages in a browser, for one user on this host: `tsck ui`. They show a catalog and its stores, and change what `--allow` names.
 
 app.py                the application: which path has which page
-pages.py              what all pages share: templates, links, numbers as text, what an error looks like, what an action did
-actions.py            what pages may change, if that is allowed
-security.py           who may ask: host, token, cookie, methods; headers of every answer
+pages.py              common parts of all pages: templates, links, numbers as text, error pages, outcomes of actions
+actions.py            the changes that pages may make, if allowed
+security.py           access control: host, token, cookie, methods; headers of every answer
 sources.py            the stores and their catalog; threads that read new entries of their logs
-background.py         reads that take long, each in a thread of its own
+background.py         long reads, each in its own thread
 overview.py           the page of all stores and branches
 compare_runs.py       the page of several branches: their metrics over each other
 find.py               snapshots of all stores for which a condition holds

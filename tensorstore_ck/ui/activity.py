@@ -1,4 +1,4 @@
-"""The page of what happened: the operations in the logs of all stores, newest first."""
+"""The activity page: the operations in the logs of all stores, newest first."""
 
 import re
 from collections.abc import Mapping, Sequence

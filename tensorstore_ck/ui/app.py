@@ -1,4 +1,4 @@
-"""The application: all pages, and what an error looks like."""
+"""The application: the routes of all pages, and error pages."""
 
 import socket
 from collections.abc import Callable

@@ -114,11 +114,11 @@ class Kept:
     goes: bool
     """Policies remove it with the next save."""
     error: str = ""
-    """Why that is not known."""
+    """Why the reasons are unknown; empty if they are known."""
     signatures: tuple[str, ...] = ()
-    """Of each ref that the trust file names and that is here: who signed it."""
+    """For each ref at this snapshot that the trust file names: its signer."""
     distrust: tuple[str, ...] = ()
-    """Of those without a valid signature: why not."""
+    """For each such ref without a valid signature: the reason."""
 
 
 def kept_page(pages: Pages, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Pieces of a snapshot's page that are long: the tensors of a group, or with a name; the values. Each is also a page of its own."""
+"""The long pieces of a snapshot's page: the tensors of a group, or with a name, and the values. Each is also a page of its own."""
 
 import hashlib
 from collections.abc import Sequence

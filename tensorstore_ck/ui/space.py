@@ -64,9 +64,9 @@ class Growth:
     seconds: tuple[float, ...]
     """Since 1970, strictly ascending."""
     total_bytes: tuple[int, ...]
-    """Put until then, in all."""
+    """The bytes put up to each of these times."""
     recent: tuple[tuple[str, int], ...]
-    """The last day, week and month, and the bytes put in it."""
+    """For the last day, week and month: its name, and the bytes put in it."""
 
     @property
     def data(self) -> list[list[float]]:
@@ -118,7 +118,7 @@ class Trial:
         return tuple(sorted(branches, key=lambda branch: -sum(not snapshot.stays for snapshot in branch.snapshots)))
 
     def verdicts(self, *, stays: bool) -> list[tuple[str, SnapshotVerdict]]:
-        """Branch and verdict of what stays or goes, the newest of each branch first."""
+        """The branch and the verdict of each snapshot that stays, or that goes; the newest of a branch first."""
         return [(branch.ref, verdict) for branch in self.branches for verdict in reversed(branch.snapshots) if verdict.stays is stays]
 
 

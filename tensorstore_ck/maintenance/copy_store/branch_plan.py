@@ -59,7 +59,7 @@ def plan_branch(source: Engine, target: Engine, name: str, refs: RefTable) -> Br
 
 
 def _moves_done(source: Engine, name: str, moves: list[BranchMove], root: Digest, times: int) -> int | None:
-    """How many of the source's moves the target has made, which is at `root` for the `times`-th time; None: it diverged."""
+    """How many of the source's moves the target has made; None: it diverged. The target is at `root` for the `times`-th time."""
     at = [number for number, move in enumerate(moves) if move.root == root]
     if at:
         return at[min(times, len(at)) - 1] + 1

@@ -2,7 +2,7 @@
 
 show.py         `show`: metadata, tensors, values and stored size
 diff.py         `diff`: changed tensors and values
-contained.py    which part of a snapshot is its base, by block ids
+contained.py    the part of a snapshot that comes from its base, by block ids
 contents.py     tensors and values by name, of all layouts and rank states
 """
 

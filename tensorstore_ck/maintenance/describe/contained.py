@@ -1,4 +1,4 @@
-"""Which part of a snapshot is another one, its base: compares block ids, and reads no data of tensors."""
+"""Finds the part of a snapshot that comes from another one, its base. Compares block ids, and reads no data of tensors."""
 
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, Tensor
 from tensorstore_ck.maintenance.describe.diff import blocks_of
 
 MAX_CANDIDATES: Final = 8
-"""Tensors of the base, for each block, among which one of another name is sought: many may have a block of zeros."""
+"""The most tensors of the base, for each block, that are compared with a tensor of another name: many may have a block of zeros."""
 
 Share = Literal["equal", "partly", "none"]
 
@@ -93,7 +93,7 @@ def compare_with_base(
 
 
 def _keys(tensor: Tensor) -> Iterator[tuple[_Key, int]]:
-    """Each block of a tensor, and its bytes. The key has all that must be equal but the name."""
+    """The key and the bytes of each block of a tensor. The key has everything that must be equal, except the name."""
     form = tensor.spec[1:4]
     for block in blocks_of(tensor):
         yield (form, block.boxes, block.content, block.is_inline), block.size_bytes
@@ -105,7 +105,7 @@ def _equal_bytes(tensor: Tensor, base: Tensor) -> int:
 
 
 def _take_most_alike(tensor: Tensor, index: dict[_Key, deque[str]], taken: set[str]) -> tuple[str | None, int]:
-    """The tensor of the base that has the most bytes of one, and how many; no other tensor is compared with it after that."""
+    """The tensor of the base that has the most bytes of `tensor`, and their number. It is compared with no other tensor after that."""
     equal = Counter[str]()
     for key, size in _keys(tensor):
         for name in _candidates(index.get(key, deque()), taken):
@@ -118,7 +118,7 @@ def _take_most_alike(tensor: Tensor, index: dict[_Key, deque[str]], taken: set[s
 
 
 def _candidates(names: deque[str], taken: set[str]) -> list[str]:
-    """The first names that are not taken. Drops the taken ones among them, so that no call meets these again."""
+    """The first names that are not taken. Drops taken names before them, so that no later call meets these again."""
     found: list[str] = []
     while names and len(found) < MAX_CANDIDATES:
         name = names.popleft()

@@ -45,7 +45,7 @@ class LogProblem(NamedTuple):
     is_repairable: bool = False
     """From the log and this host alone."""
     advice: str = ""
-    """What to do about it, where nobody does it yet."""
+    """What to do about it, appended to the message."""
 
 
 @dataclass(slots=True)

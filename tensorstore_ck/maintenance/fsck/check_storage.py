@@ -1,4 +1,4 @@
-"""Checks and repairs what is around the objects: modes of files, markers of cold locations, unfinished uploads.
+"""Checks and repairs everything around the objects: modes of files, markers of cold locations, unfinished uploads.
 
 Also says when gc frees the objects that nothing refers to, by gc's own plan.
 """

@@ -104,7 +104,7 @@ class _Repair:
         self._bad: dict[Ulid, BadBlocks] = {}
         """Blocks that were found bad; packs are never rewritten in place, so they stay bad."""
         self._made: set[Ulid] = set()
-        """New packs. What a part names and one of them does not hold, no further copy holds: the part is wrong."""
+        """New packs. If a part names a block that one of them lacks, no further copy has it: the part is wrong."""
         self._read: Collection[Ulid] = ()
         """Packs whose blocks were all read."""
 

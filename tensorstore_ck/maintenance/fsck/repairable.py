@@ -85,7 +85,7 @@ def relocations_in_force(view: RefTable) -> dict[Ulid, Relocation]:
 
 
 def is_moved_intact(backend: Backend, relocation: Relocation) -> bool:
-    """Whether the map of a relocation is the one that the log names, or unreadable. If it is useless then, the log entry is false."""
+    """Whether the map of a relocation is the one that the log names, or unreadable. If the named map is useless, the log entry is false."""
     name = ObjectKey("moved", relocation.moved).name
     try:
         decode_relocation(backend.get(name, max_bytes=MAX_OBJECT_BYTES), name, relocation.hash)

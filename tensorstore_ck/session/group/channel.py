@@ -30,7 +30,7 @@ PAUSE_SHARE: Final = 1 / 32
 """A pause is this share of the time waited so far."""
 SHORTEST_PAUSE: Final = 0.001
 PAUSE_PER_RANK: Final = 20e-6
-"""The least pause, by which all ranks together do not overload the process that serves the store."""
+"""The shortest pause. With it all ranks together do not overload the process that serves the store."""
 
 
 class ChannelError(Exception):

@@ -40,7 +40,7 @@ class RegionSum(NamedTuple):
     """Its number in the common layout."""
     cut: int
     replica: int
-    """Which of the replicas of the region this is."""
+    """The number of this replica of the region."""
     total: int
 
 

@@ -229,7 +229,7 @@ class Group:
         return self._agreed
 
     def _note_dead(self, rank: int, counter: bytes, seconds: float) -> None:
-        """A rank that goes on and dies later has another counter then."""
+        """Reports a dead rank once. If the rank goes on and dies later, it then has another counter."""
         if self._dead.get(rank) != counter:
             self._dead[rank] = counter
             host = counter.partition(b" ")[2].decode("ascii", "replace")

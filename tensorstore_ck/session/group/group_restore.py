@@ -23,19 +23,19 @@ T = TypeVar("T")
 
 
 class RestoreSources(Protocol):
-    """What the ranks read from each other while they restore a staged snapshot, as `peers.SharedDisks` does."""
+    """The reads of a staged snapshot from other ranks' disks during a restore. `peers.SharedDisks` is one."""
 
     def propose(self) -> Body:
-        """What this rank has."""
+        """Returns what this rank can serve."""
 
     def plan(self, proposals: Sequence[Body], /) -> Body:
-        """On rank 0: who has what."""
+        """On rank 0: plans which rank serves what."""
 
     def begin(self, planned: Body, /) -> None:
-        """Reads so from now on."""
+        """Starts to read by the plan."""
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends serving and reading."""
 
 
 class GroupReading:

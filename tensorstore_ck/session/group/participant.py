@@ -17,15 +17,16 @@ class Participant(NamedTuple):
     execute: Callable[[Body], Body]
     """Does this rank's part, durably; gets the record of `compare`, returns the result."""
     resolve: Callable[[str], Body | None] | None
-    """Appends "abort" to the log, with a reason for people, unless it says "put" already; the outcome's record if put, None if aborted.
-    None for rounds that leave nothing in the log."""
+    """Appends "abort" to the log, with a reason for people, unless the log says "put" already. Returns the outcome's record if put, None if
+    aborted. The field is None for rounds that leave nothing in the log."""
     compare: Callable[[list[Body]], Body | str]
     """On rank 0, with the proposals of all ranks in order: the answer to all; or, as text, why their states do not fit together. All ranks
     raise an input error that it raises."""
     commit: Callable[[list[Body]], Body]
     """On rank 0, with the results of all ranks, in order: appends the save to the log; returns the outcome's record."""
     begins_rounds: bool = False
-    """`execute` begins rounds: a rank that sees answer and outcome at once executes too, to count rounds as the others do."""
+    """Whether `execute` begins rounds. If it does, a rank that sees answer and outcome at once executes, too, so that all count the same
+    rounds."""
 
     @classmethod
     def failed(cls, error: BaseException, resolve: Callable[[str], Body | None] | None) -> Self:

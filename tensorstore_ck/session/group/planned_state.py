@@ -138,7 +138,7 @@ class SourcePieces:
     """`ByteSource` of some pieces of other sources."""
 
     def __init__(self, pieces: Sequence[tuple[ByteSource, int, int]]) -> None:
-        """`pieces`: of which source each is, where it begins there, and its bytes."""
+        """`pieces`: for each piece its source, its start there, and its size in bytes."""
         self._pieces = pieces
         self.size_bytes = sum(size for _, _, size in pieces)
 

@@ -6,7 +6,7 @@
     <name>/<rank>    what some ranks report to rank 0 during that work; <name> is rank 0's answer: see `Round.ask`, `Round.answer`
     result/<rank>    what a rank did; rank 0 waits for all of them and commits, which decides the outcome
     failed           a rank failed: rank 0 stops waiting
-    late             rank 0 has logged for whom it waits
+    late             rank 0 has logged for which ranks it waits
     outcome          what the log says: {put: record}, {abort: reason}, or {ask: text} when rank 0 could not find out
 
 The log decides, through `Participant.resolve`: a rank that gives up appends "abort" to the log unless it says "put" already. The channel

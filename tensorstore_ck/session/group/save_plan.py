@@ -39,8 +39,8 @@ class SavePlan(NamedTuple):
     """The number of values of the common layout."""
     compared: Sequence[ComparedTensor] = ()
     sets: Sequence[bytes] = ()
-    """For each rank, if any reported region is held by several: a u4 for each of its regions, in the order of the layout: `SOLE`, or twice
-    the number of the set of ranks that hold it, plus `KEEPS`."""
+    """For each rank, a u4 for each of its regions, in the order of the layout: `SOLE`, or twice the number of the set of ranks that hold
+    the region, plus `KEEPS`. Empty if no reported region is held by several ranks."""
 
     def regions_of(self, rank: int) -> Sequence[int] | None:
         """The plan's entries for the regions that `rank` reports; None: no other rank holds any of them."""

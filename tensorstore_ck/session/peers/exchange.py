@@ -10,7 +10,7 @@ from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.session.peers.piece_stream import piece_lengths
 
 SLOWEST_BYTES_PER_SECOND: Final = 16 << 20
-"""The slowest copy that is not given up, since publishing waits for it: a tenth of a rank's share of a slow network."""
+"""Slower copies are given up, since publishing waits for them. This is a tenth of a rank's share of a slow network."""
 
 
 class CancelledError(Exception):

@@ -45,7 +45,7 @@ class PackReader:
         return None
 
     def has(self, name: str) -> bool:
-        """Whether a rank that is not lost is said to have an object."""
+        """Whether any rank that is not lost should have the object."""
         return self._server_of(name) is not None
 
     def close(self) -> None:

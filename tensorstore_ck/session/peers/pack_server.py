@@ -33,7 +33,7 @@ class PackServer:
     """One rank's server, from its construction to `close`."""
 
     def __init__(self, folder: StagingFolder) -> None:
-        """Listens on all interfaces: only who has `secret` is served.
+        """Listens on all interfaces. Serves only readers that know `secret`.
 
         Raises:
             OSError: no port is free.
@@ -145,7 +145,7 @@ class PackServer:
             connection.sendall(part)
 
     def _read(self, name: str, offset: int, target: memoryview) -> bool:
-        """An object is not published yet, or a copy since."""
+        """Reads the unpublished object, or its copy if it was published meanwhile."""
         try:
             self._folder.unsent.read_into(name, offset, target)
         except StoreError:

@@ -56,7 +56,7 @@ class SharedDisks:
         return {"servers": [[rank, proposals[rank]["server"], b"".join(packs)] for rank, packs in sorted(served.items())]}
 
     def begin(self, planned: Body) -> None:
-        """Reads packs that are on other hosts from there, from now on: from the nearest rank above this one first."""
+        """From now on, reads packs from the hosts that have them, first from the nearest rank above this one."""
         holders: dict[Ulid, list[ServerAddress]] = {}
         servers = take(planned, "servers", list)
         for rank, (hosts, port, secret), packs in sorted(servers, key=lambda server: server[0] < self._rank):

@@ -41,7 +41,7 @@ class StagedSaveInfo:
     size_bytes: int = 0
     """The bytes of their objects, some of which may belong to other staged saves, too."""
     sent_bytes: int = 0
-    """Those of these bytes that the store has."""
+    """The part of `size_bytes` that is in the store already."""
     time_ns: int = 0
     """When it was staged, since 1970."""
     problems: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class StagedSaveInfo:
     is_here: bool = True
     """Whether any manifest of it, even a damaged one, is on this disk."""
     host: str = ""
-    """Where it was staged, as far as it is known."""
+    """The host that staged it; empty if unknown."""
     folder: str = ""
     """The folder of this host that has it."""
 
@@ -99,7 +99,7 @@ def list_disk(folder: StagingFolder) -> list[StagedSaveInfo]:
 
 
 def _host_of(engine: Engine, info: SnapshotInfo) -> str:
-    """The host that wrote the log entry, of many ranks that of rank 0."""
+    """The host that wrote the log entry. Of a save of many ranks, it is the host of rank 0."""
     with suppress(StoreError):
         entry = engine.log.chain.read(info.n)
         return entry.actor.rpartition(":")[0].rpartition("@")[2] if entry is not None else ""

@@ -1,6 +1,6 @@
 """Manifests of staged objects, one per rank, by which any process can upload and publish them.
 
-That of the rank that commits (rank 0) has a `PublishingLead`: everything that the publishing log entry needs.
+The manifest of rank 0, which commits, has a `PublishingLead`: everything that the publishing log entry needs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from tensorstore_ck.format.record import decode_record
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, unpack_body
 
 Accepts = tuple[Digest | None, ...] | AnyHead
-"""The roots at which the ref may be when a staged save is published; None among them: it may not exist."""
+"""The roots at which the ref may be when a staged save is published. None among them means that the ref may not exist."""
 
 STAGED_FOLDERS: Final = ("packs/", "parts/", "snapshots/")
 """The folders of staged objects."""

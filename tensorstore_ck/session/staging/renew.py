@@ -1,9 +1,9 @@
 """New names for staged objects whose old names cannot be used: gc freed what had been uploaded, or the store has other bytes there.
 
-A pack does not contain its name: its file is uploaded under another one, which the upload journal keeps. A part says in which packs its
-blocks are, and a record which parts there are: both are written again, straight to the store. Content, block ids, part ids and the root
-stay the same, so the branch gets the snapshot that was saved. Its log entry ends the staging and aborts the old transaction, whose record
-is never published.
+A pack does not contain its name: its file is uploaded under another one, which the upload journal keeps. A part names the packs of its
+blocks, and a record names its parts: both are written again, directly to the store. Content, block ids, part ids and the root stay the
+same, so the branch gets the snapshot that was saved. Its log entry ends the staging and aborts the old transaction, whose record is never
+published.
 """
 
 from collections.abc import Collection, Mapping, Sequence

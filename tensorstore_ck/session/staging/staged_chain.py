@@ -70,7 +70,7 @@ class UnpublishedSave(Protocol):
 
     @property
     def is_alone(self) -> bool:
-        """Whether this process can publish it without others."""
+        """Whether this process can publish it without other ranks."""
 
     def publish_before(self, later: Any, /) -> None:
         """Publishes it, so that the `later` save can go on."""
@@ -93,12 +93,14 @@ class StagedChain:
             self._unpublished.append(save)
 
     def leave(self, save: UnpublishedSave) -> None:
-        """Removes a save that is published or given up from the line. Idempotent."""
+        """Removes a save from the line, once it is published or given up. Idempotent."""
         with self._lock:
             self._unpublished = list(filter(lambda each: each is not save, self._unpublished))
 
     def unpublished(self, before: UnpublishedSave | None = None) -> list[UnpublishedSave]:
-        """The saves that are neither published nor given up, oldest first; only those `before` one, or none if that is not among them."""
+        """The saves that are neither published nor given up, oldest first. With `before`, only those before that save; none if it is not
+        among them.
+        """
         with self._lock:
             at = next((number for number, each in enumerate(self._unpublished) if each is before), 0 if before is not None else None)
             return self._unpublished[:at]

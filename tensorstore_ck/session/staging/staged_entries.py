@@ -146,10 +146,10 @@ def give_up(engine: Engine, txn: Ulid) -> SnapshotInfo | None:
 
 
 def clean_up(tier: StagingTier, manifest: Manifest, *, published: bool, needed: Iterable[str] = ()) -> None:
-    """Frees a staging disk of a save that is published, or given up in the log, and of nothing else.
+    """Frees the space of one save on a staging disk, once it is published, or given up in the log.
 
-    Published objects become copies; unneeded ones and the manifest are deleted. What other staged saves need stays: their manifests, or
-    `needed`, name it. The store has a published object for them, but not under the name that they know if it was renewed.
+    Published objects become copies; unneeded ones and the manifest are deleted. Objects that other staged saves need stay: their manifests,
+    or `needed`, name them. The store has the objects of a published save, too, but under other names if that save was renewed.
     """
     renewed = {name for name in manifest.names if (entry := tier.folder.journal.read(name)) is not None and entry.stored_as}
     kept: set[str] = set()

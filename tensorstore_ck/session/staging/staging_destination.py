@@ -99,7 +99,9 @@ class StagingDestination:
         return call() if self._contact is None else self._contact.ask(call)
 
     def go_offline(self) -> bool:
-        """Continues without the store, if it does not answer. False: a rank cannot, nor can a save that does so already."""
+        """Continues without the store, if the store does not answer. Returns False for a rank of a group, which cannot, and for a save that
+        already does.
+        """
         if self._stop is not None or self.is_offline:
             return False
         self.is_offline = True

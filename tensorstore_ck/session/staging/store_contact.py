@@ -39,7 +39,7 @@ class StoreContact:
         """Whether an upload has failed since."""
 
     def ask(self, call: Callable[[], T]) -> T:
-        """The result of `call`, which goes on in the background if this raises that it takes too long.
+        """The result of `call`. If the call takes too long, this raises, and the call goes on in the background.
 
         Raises:
             BackendUnavailableError: the store did not answer in time, or has not answered an earlier call yet.

@@ -58,7 +58,7 @@ class PendingSaves:
         self._pace = pace
         self._pending: list[tuple[PendingSnapshot, float]] = []
         self.lag_seconds = 0.0
-        """From the begin of the newest published save until it was published; 0 if not measured yet."""
+        """The time from the start of the newest published save to its publication; 0 if not measured yet."""
         self._ends_at: int | None = None
         """The step, announced by rank 0, after which all ranks check whether the training must end."""
         self._round = 0
@@ -186,7 +186,7 @@ class PendingSaves:
         self.begin_round()
         if continues:
             return
-        was_given_up = isinstance(unsaved.failure, SnapshotDroppedError)  # by the drain: no reason, but a consequence
+        was_given_up = isinstance(unsaved.failure, SnapshotDroppedError)  # by the drain: a consequence, not the cause
         error = error or unsaved.refusal or (None if was_given_up else unsaved.failure)
         self._pending = []
         unsaved.begin()

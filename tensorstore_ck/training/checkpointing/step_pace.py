@@ -94,7 +94,7 @@ class StepPace:
         """`seconds`: of the step that has just ended."""
         running = [(pending, began) for pending, began in saves if not pending.done()]
         left_seconds = running[0][1] + END_BY * min(self._intervals) - now if running and self._intervals else 0.0
-        if self._rate == math.inf or left_seconds <= 0:  # so it is while a second save waits: the shortest interval has passed
+        if self._rate == math.inf or left_seconds <= 0:  # also while a second save waits: then the shortest interval has passed
             self.release()
             return
         progress = running[0][0].progress()

@@ -32,7 +32,7 @@ class TriggerContext(NamedTuple):
     total_steps: int | None = None
     metrics: Mapping[str, float] = {}
     is_first: bool = False
-    """No step came before it, in this run or the ones that it resumes."""
+    """Whether no step came before it, in this run and the runs that it resumes."""
     is_last: bool = False
     previous_step: int | None = None
     """The step of the previous call, or of the resume."""
