@@ -10,7 +10,7 @@ from tensorstore_ck.log.quota import Quota
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What a sync did."""
+    """The result of a sync."""
 
     store: str
     """The store's uuid."""

@@ -35,7 +35,7 @@ _CHOICES: Final = {"state": STATES, "mark": MARKS}
 
 
 class Known(NamedTuple):
-    """What a query knows of a catalog before it is built."""
+    """The facts about a catalog that a query needs before it is built."""
 
     is_rare: Callable[[Select[Any]], bool] = lambda _: True
     """Whether a statement finds so few snapshots that a lookup by id is faster than a test of each snapshot."""

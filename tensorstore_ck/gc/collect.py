@@ -28,7 +28,7 @@ ENDINGS_AN_ENTRY: Final = 500
 """Together with the objects of the same entry, well below the limit of 1 MB."""
 COMPACT_BATCH_BYTES: Final = 4 << 30
 CLUSTER_BATCH_BYTES: Final = 64 << 30
-"""Where the store cannot be full: a batch that fails leaves its copies for a later gc."""
+"""The size of a batch where the store cannot be full. A batch that fails leaves its copies for a later gc."""
 SPARE_BYTES: Final = 1 << 20
 """Rewriting packs leaves this much free for entries of the log, where there is no reserve. A disk with less counts as full."""
 MAX_CLOCK_SECONDS: Final = 300

@@ -34,7 +34,7 @@ MAX_GAP_BYTES: Final = RUN_BYTES // 64
 MAX_OPEN_PACKS: Final = 4
 MOVES_AN_ENTRY: Final = 500
 PIECE_BYTES: Final = 256 << 20
-"""What a worker of a cluster copies at a time, so that its new packs are full."""
+"""The bytes that a worker of a cluster copies at a time, so that its new packs are full."""
 
 ReadRun = Callable[[Ulid, Footer, list[int]], list[StoredBlock]]
 """Returns verified blocks of neighbouring entries of a pack."""
@@ -49,9 +49,9 @@ class CompactedPack(NamedTuple):
     hash: Digest
     targets: tuple[Ulid, ...]
     entries: Entries
-    """The copied ones, in order."""
+    """The copied entries, in order."""
     size_bytes: int
-    """Of the relocation map."""
+    """The size of the relocation map."""
     url: str | None = None
     """The location of the targets; None: the store's own location."""
 
@@ -76,7 +76,7 @@ class CompactedPack(NamedTuple):
 
 
 class Compacted(NamedTuple):
-    """What `compact` wrote."""
+    """The result of `compact`."""
 
     moves: list[CompactedPack]
     written_bytes: int

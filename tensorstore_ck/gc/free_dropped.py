@@ -29,7 +29,7 @@ DEFAULTS: Final = GcOptions()
 
 
 class FreedSnapshots(NamedTuple):
-    """What was freed."""
+    """The result of `free_dropped`."""
 
     snapshots: int
     objects: int
@@ -43,9 +43,9 @@ class _Dropped(NamedTuple):
 
     snapshots: int
     closure: LiveSet
-    """What they needed."""
+    """The objects that they needed."""
     live: LiveSet
-    """What the roots need."""
+    """The objects that the roots need."""
 
 
 def free_dropped(engine: Engine, ref: str) -> FreedSnapshots:

@@ -35,7 +35,7 @@ _NS: Final = 1_000_000_000
 
 
 class GcPlan(NamedTuple):
-    """What gc would do at `view`."""
+    """The plan of one run of gc at `view`."""
 
     view: RefTable
     ending: list[Op]
@@ -47,7 +47,7 @@ class GcPlan(NamedTuple):
     """Unreferenced, and too young to be judged."""
     sparse: list[SparsePack]
     doomed: frozenset[ObjectKey]
-    """What this run deletes."""
+    """The objects that this run deletes."""
     expired: list[SnapshotInfo]
     """Snapshots that nothing holds."""
     useless_records: list[str]

@@ -19,13 +19,13 @@ from tensorstore_ck.log.address import resolve
 
 @dataclass(frozen=True, slots=True)
 class RecodeReport:
-    """What was re-encoded; in a dry run, what would be."""
+    """The result of a re-encoding; in a dry run, the result that it would have."""
 
     dry_run: bool
     snapshots: int
     """Snapshots that were chosen."""
     kept: int
-    """Their packs that would not get smaller."""
+    """The number of their packs that would not get smaller."""
     rewritten: tuple[RewrittenPack, ...]
     before_bytes: int
     """Stored bytes of the live blocks of the rewritten packs, before."""

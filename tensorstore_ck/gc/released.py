@@ -69,7 +69,7 @@ class Releases:
         return not self._window_ns or self._engine.log.is_own(n) or n <= self._last_old()
 
     def at(self, view: RefTable) -> Released:
-        """What was released, at `view`."""
+        """The objects that are released at `view`, within the undo window."""
         if not self._window_ns:
             return Released()
         expired = ((info, view.expired_at(info.ulid)) for info in view.snapshots(live=False))
@@ -106,7 +106,7 @@ class Releases:
         return 0
 
     def _last_seen(self, head_n: int, before_ns: int) -> int:
-        """The same where the backend has no times: by what this host saw."""
+        """The same entry for a backend without times: by what this host saw."""
         table = self._engine.table
         seen = {int.from_bytes(key[len(_SEEN) :], "big"): int.from_bytes(value, "big") for key, value in table.scan(_SEEN)}
         old = max((n for n, at_ns in seen.items() if at_ns <= before_ns and n <= head_n), default=0)

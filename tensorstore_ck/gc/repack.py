@@ -29,7 +29,8 @@ from tensorstore_ck.log import ObjectKey, RefTable
 
 BATCH_BYTES: Final = 16 << 30
 CLUSTER_BATCH_BYTES: Final = 256 << 30
-"""Where the store cannot be full. A batch ends when its last piece is done: in a large one few workers wait for that."""
+"""The size of a batch where the store cannot be full. A batch ends when its last piece is done: in a large batch few workers wait for
+that."""
 SAMPLE_BLOCKS: Final = 8
 """Blocks of a pack that are encoded to estimate its new size."""
 WORTH: Final = 0.97

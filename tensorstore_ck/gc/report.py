@@ -103,7 +103,7 @@ class RewrittenPack:
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What gc did; in a dry run, what it would do."""
+    """The result of a run of gc; in a dry run, the result that it would have."""
 
     dry_run: bool
     snapshots: tuple[GoneSnapshot, ...]
@@ -119,7 +119,7 @@ class GcReport:
     young: int
     """Unreferenced objects that are too young to be judged."""
     total_bytes: int
-    """Of all listed objects, before."""
+    """The bytes of all listed objects, before the run."""
     requests: int
     """Requests to the backend after marking: lists, reads of what is rewritten, writes and deletes."""
     notes: tuple[str, ...]
@@ -129,7 +129,7 @@ class GcReport:
     command: str = ""
     """The shell command for this run; empty where gc never runs."""
     later: tuple[FreedLater, ...] = ()
-    """What later runs free, and when."""
+    """The bytes that later runs free, and when."""
     not_recorded: str = ""
     """Why the log does not record this run; empty if it does, and in a dry run."""
 

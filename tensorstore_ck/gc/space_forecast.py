@@ -1,4 +1,4 @@
-"""Where a store is: how much space is left there, how fast the store grows, and when it will be full. Pure."""
+"""The space that is left at a store's location, the growth of the store, and when it will be full. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -42,7 +42,7 @@ class TieredPack:
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """What was moved and re-encoded; in a dry run, what would be."""
+    """The result of moving and re-encoding packs; in a dry run, the result that it would have."""
 
     dry_run: bool
     snapshots: int

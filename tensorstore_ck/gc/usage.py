@@ -37,7 +37,7 @@ _FOLDERS: Final = tuple(f"{folder}/" for folder in FOLDERS.values())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldBytes:
-    """What some refs hold; a branch holds its whole history."""
+    """The bytes that some refs hold; a branch holds its whole history."""
 
     snapshots: int
     """Distinct snapshots."""
@@ -48,7 +48,7 @@ class HeldBytes:
     stored_bytes: int
     """Stored bytes of these blocks, and of parts, records and relocation maps."""
     shared_bytes: int
-    """Of the stored bytes: those that another ref (or job) holds, too."""
+    """The stored bytes that another ref (or job) holds, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class RefUsage(HeldBytes):
 
     ref: str
     exclusive_bytes: int
-    """Of the stored bytes: those that no other ref and no pin holds. Freed when the ref is forgotten and undo windows have ended."""
+    """The stored bytes that no other ref and no pin holds. They are freed when the ref is forgotten and undo windows have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class JobUsage(HeldBytes):
     job: str
     refs: int
     exclusive_bytes: int
-    """Of the stored bytes: those that no ref of another job and no pin holds."""
+    """The stored bytes that no ref of another job and no pin holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class SnapshotUsage:
     stored_bytes: int
     shared_bytes: int
     exclusive_bytes: int
-    """Of the stored bytes: those that no other such snapshot refers to. gc frees them when nothing holds the snapshot."""
+    """The stored bytes that no other such snapshot refers to. gc frees them when nothing holds the snapshot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +134,9 @@ class Usage(HeldBytes):
     codecs: tuple[CodecUsage, ...]
     """Most raw bytes first."""
     pinned_bytes: int
-    """Of the stored bytes: those that pins hold, and no ref."""
+    """The stored bytes that pins hold, and no ref."""
     undo_bytes: int
-    """Of the stored bytes: those that only undo windows hold."""
+    """The stored bytes that only undo windows hold."""
     objects_bytes: int
     """All listed objects of the store, at all locations."""
     unreferenced_bytes: int

@@ -1,4 +1,4 @@
-"""What a store costs a month, by location, ref and job. Pure."""
+"""The monthly costs of a store, by location, ref and job. Pure."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class UsageCosts(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Of the whole store."""
+        """The costs of the whole store."""
         return sum(self.locations.values())
 
 

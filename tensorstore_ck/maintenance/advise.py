@@ -47,7 +47,7 @@ class Advice:
     bytes_per_snapshot: int
     """Median of the bytes that snapshots added to the store."""
     bytes_per_day: int
-    """At the best interval."""
+    """The bytes that snapshots add a day at the best interval."""
     bandwidth_share: float | None
     """Share of the store's bandwidth used at the best interval; None if the bandwidth was not given."""
     advice: tuple[str, ...]

@@ -67,7 +67,7 @@ class Tested(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bisection:
-    """Where a branch turned bad."""
+    """The snapshots between which a branch turned bad."""
 
     last_good: Snapshot
     first_bad: Snapshot
@@ -190,7 +190,7 @@ class _Pins:
         self._engine, self._seconds = engine, seconds
         self._owner, self._reason = f"bisect {ulid_text(engine.new_id())}", f"bisect of {ref}"
         self._renew_ns = 0
-        """From then on pins are renewed."""
+        """The time from which pins are renewed."""
 
     def __enter__(self) -> Self:
         return self

@@ -25,7 +25,7 @@ class CountedParameters(NamedTuple):
 
     parameters: int
     how: str
-    """What it was taken from."""
+    """The source of the number."""
 
 
 def count_parameters(path: Path) -> CountedParameters:

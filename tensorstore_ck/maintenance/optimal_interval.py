@@ -20,9 +20,9 @@ class SaveCosts(NamedTuple):
     stall: float
     """How long a save blocks training."""
     lag: float = 0.0
-    """From then until the snapshot can be restored: a failure in between goes back one snapshot further."""
+    """The time from the end of the stall until the snapshot can be restored. A failure in between goes back one snapshot further."""
     restart: float = 0.0
-    """From a failure until training continues: detection, new hosts, restore."""
+    """The time from a failure until training continues: detection, new hosts, restore."""
     mtbf: float = DEFAULT_MTBF_SECONDS
     """Mean time between failures of the whole job."""
 

@@ -1,4 +1,4 @@
-"""What the snapshots of a training will take, before it begins: bytes, files, time, space and money. Pure: reads no store.
+"""Computes, before a training begins, what its snapshots will take: bytes, files, time, space and money. Pure: reads no store.
 
 Built on `optimal_interval` for the interval and on `log.retention` for what a policy keeps.
 """
@@ -60,7 +60,7 @@ class TrainingPlan:
     mtbf_seconds: float | None = None
     """None: by `DEVICE_HOURS_PER_FAILURE`."""
     write_bytes_per_second: float = 1e9
-    """Of all ranks together."""
+    """The bandwidth of all ranks together."""
     read_bytes_per_second: float = 1e9
     commit_seconds: float = 0.0
     stall_seconds: float | None = None
@@ -157,7 +157,7 @@ def plan_training(plan: TrainingPlan) -> PlannedSaves:
 
 
 def bytes_of_parameter(plan: TrainingPlan) -> dict[str, float]:
-    """What is stored of each parameter, and the bytes."""
+    """The values that are stored for each parameter, and their bytes."""
     per_weight, (moments, what) = DTYPES[plan.dtype], OPTIMIZERS[plan.optimizer]
     parts = {f"weight in {plan.dtype}": float(per_weight)}
     if plan.master and per_weight < FP32_BYTES:

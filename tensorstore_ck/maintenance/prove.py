@@ -61,7 +61,7 @@ class CheckedProof:
     data_checked: bool
     """The data that was passed is that of the tensor."""
     signature: RefSignature | None
-    """Who signed the root, by the trust file; None: the caller passed the root."""
+    """The signer of the root, by the trust file; None: the caller passed the root."""
     store: str | None
     """The UUID of the store in which it was signed, which may be any one. None: the caller passed the root."""
     log: str | None

@@ -19,7 +19,7 @@ def get_state(_: str, given: Any) -> Any:
 
 
 def get_target(_: str, given: Any) -> Any:
-    """What a snapshot is restored into: existing tensors; None for what the snapshot replaces."""
+    """The target of a restore: existing tensors; None for values that the snapshot replaces."""
     if isinstance(given, nn.Module):
         return given.state_dict()
     return given if not is_stateful(given) and _has_tensors(given) else None

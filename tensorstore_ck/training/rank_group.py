@@ -57,7 +57,7 @@ _TITLE: Final = "the comparison of what the ranks of a TrainingState hold"
 
 
 class RankReport(NamedTuple):
-    """What one rank reports."""
+    """The report of one rank."""
 
     buffers: Mapping[str, bytes]
     """Name -> digest of its bytes; empty for a buffer that is always a rank's own if several ranks hold it."""

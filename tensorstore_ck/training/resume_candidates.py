@@ -36,7 +36,7 @@ class ResumeCandidate(NamedTuple):
     skipped: Sequence[tuple[str, str]] = ()
     """Newer snapshots that are marked: name and reason."""
     root: str = ""
-    """Of a branch's snapshot."""
+    """The root of a branch's snapshot; empty for other addresses."""
 
 
 def find_named(store: ReadOnlyStore, address: str) -> ResumeCandidate:

@@ -190,7 +190,7 @@ class ResumeSearch:
 
 
 def with_retries(value: Callable[[], T]) -> T:
-    """What `value` returns; transient failures are tried again."""
+    """The result of `value`; retries after transient failures."""
     for _ in range(TRIES - 1):
         try:
             return value()

@@ -65,7 +65,7 @@ class SharedState:
         return [one for one in given if isinstance(one, torch.optim.Optimizer) and hasattr(one, "_optimizer_step_pre_hooks")]
 
     def attributes(self) -> dict[str, float | str]:
-        """What each save notes: see `noted_attributes`."""
+        """The attributes that each save notes: see `noted_attributes`."""
         parts = {"optimizers": "optimizer", "schedulers": "scheduler", "loaders": "dataloader", "extra": "extra"}
         return noted_attributes(**{argument: self.objects(part) for argument, part in parts.items()})
 
@@ -107,7 +107,7 @@ class SharedState:
     # --- restored ---------------------------------------------------------------------------------------------------------
 
     def target(self, snapshot: "LazySnapshot") -> State:
-        """What a snapshot is restored into."""
+        """The target of a restore: the state that a snapshot fills."""
         stored = [*snapshot.names(), *snapshot.state_values]
         names = self.names()
         target = self._models.states(self._get_model)

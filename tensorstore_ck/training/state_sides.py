@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 OWN: Final = "rank"
 PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "dataloader", "extra", VALUES, GENERATORS, "gradients")
-"""What `TrainingState.restore` can restore alone."""
+"""The parts that `TrainingState.restore` can restore alone."""
 OWN_PARTS: Final = {"buffers": "model", "extra_buffers": "extra", LOADER_GENERATORS: "dataloader"}
 """Key of a rank's own state -> the part that it belongs to, where the names differ."""
 State = dict[str, Any]
@@ -164,7 +164,7 @@ PLAIN: Final = ("ranks", "mid_step", OWN)
 
 
 class StoredTraining(NamedTuple):
-    """What a `TrainingState` saved."""
+    """The snapshot of a `TrainingState`, as plain dicts."""
 
     snapshot: Snapshot
     ranks: int

@@ -375,7 +375,7 @@ def seal(state: Any) -> Any:
 
 
 def unseal(state: Any) -> Any:
-    """What `seal` was given."""
+    """The inverse of `seal`."""
     if type(state) is tuple and len(state) == 2 and type(state[0]) is str and state[0] == _SEAL:
         return state[1]
     return {key: unseal(value) for key, value in state.items()} if isinstance(state, dict) else state

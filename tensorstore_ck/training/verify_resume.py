@@ -141,16 +141,16 @@ RETURNED = "what step() returned"
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport:
-    """What `verify_resume` found."""
+    """The result of `verify_resume`."""
 
     root: str
     """Of the snapshot."""
     step: int | None
     """Of the snapshot."""
     steps: int
-    """Compared steps."""
+    """The number of compared steps."""
     compared: int
-    """Tensors and values after each step."""
+    """The number of tensors and values after each step."""
     difference: Difference | None
 
     @property

@@ -55,12 +55,12 @@ class RowRange:
 
     @property
     def before(self) -> int | None:
-        """Where the rows before begin."""
+        """The first row of the previous page; None: there is none."""
         return max(0, self.first - MAX_SHOWN) if self.first else None
 
     @property
     def next(self) -> int | None:
-        """Where the next rows begin."""
+        """The first row of the next page; None: there is none."""
         return self.first + len(self.rows) if self.first + len(self.rows) < self.count else None
 
 
@@ -107,7 +107,9 @@ def page(pages: Pages, request: Request) -> Response:
 
 
 def _overlay(pages: Pages, store: StoreKey, pair: Pair, drawn: Sequence[str]) -> dict[str, Any]:
-    """What overlays.js draws: the branches of both snapshots, the old one's in another colour, and where the snapshots are."""
+    """The data that overlays.js draws: the branches of both snapshots, the old one's in another colour, and the positions of the
+    snapshots.
+    """
     colours = {"old": (pair.old, 2), "new": (pair.new, 1)}
     sides = {snapshot.ref: (snapshot, colour) for snapshot, colour in colours.values()}
     series = partial(pages.link, "ref/series", store, metric=drawn)

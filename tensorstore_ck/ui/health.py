@@ -63,13 +63,13 @@ class MarkedRow:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where packs lie."""
+    """A location of packs."""
 
     url: str
     """Empty: the store's own location."""
     packs: int | None
     bytes: int | None
-    """By the last measurement; None: there was none."""
+    """The bytes of the packs at the last measurement; None: there was none."""
     error: str | None
     """Why it cannot be used; empty: it can; None: not known yet."""
 

@@ -150,7 +150,7 @@ def _kept(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot, names: Itera
 
 
 def _signatures(pages: Pages, store: StoreKey, refs: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Who signed each ref that the trust file names; and why the others are not trusted."""
+    """The signer of each ref that the trust file names; and the reasons for which the others are not trusted."""
     signed, distrust = [], []
     for ref in refs:
         try:

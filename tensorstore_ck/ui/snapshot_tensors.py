@@ -34,7 +34,7 @@ class Entries:
     """The number of tensors in the group, or that match."""
     size_bytes: int
     next: int | None
-    """Where the next entries begin."""
+    """The number of the first entry of the next piece."""
 
 
 @dataclass(frozen=True, slots=True)

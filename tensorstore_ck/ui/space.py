@@ -100,7 +100,7 @@ class Trial:
 
     glob: str
     rules: Mapping[str, str]
-    """As they were typed."""
+    """The rules as the user typed them."""
     error: str = ""
     report: RetentionReport | None = None
     command: str = ""
@@ -178,7 +178,7 @@ def page(pages: Pages, request: Request) -> Response:
 
 
 def _saved(pages: Pages, store: StoreKey, trial: Trial) -> float | None:
-    """What the policy that is tried saves a month, at the price of the store's own location."""
+    """The money that the tried policy saves a month, at the price of the store's own location."""
     price, freed = pages.prices.of(store.url), trial.report.frees_bytes if trial.report is not None else None
     return None if price is None or freed is None else freed / GB * price
 

@@ -46,7 +46,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorNumbers:
-    """What was read of tensors: those with NaN or infinity first."""
+    """The statistics of some tensors, those with NaN or infinity first."""
 
     tensors: "tuple[TensorStatistics | ChangeStatistics, ...]"
 

@@ -71,7 +71,7 @@ class Pace(NamedTuple):
 
     @classmethod
     def limited(cls, rate: float | str | None) -> "Pace | None":
-        """The same for both; None: no limit."""
+        """A pace with this rate for reads and for writes; None: no limit."""
         return None if rate is None else cls(RateLimit(rate), RateLimit(rate))
 
 

@@ -83,7 +83,7 @@ class StoreRunner(Protocol):
 
 
 class CollectedRecords(NamedTuple):
-    """What `Channel.collect` found."""
+    """The result of `Channel.collect`."""
 
     values: dict[str, bytes]
     alarm: bytes | None

@@ -107,7 +107,7 @@ def source_at(captured: CapturedState, layout: Layout, place: PlannedTensor) -> 
 
 
 def places_of(captured: CapturedState, plan: SavePlan) -> list[PlannedTensor]:
-    """Where the tensors of this rank are in the common layout."""
+    """The positions of this rank's tensors in the common layout."""
     assert plan.layout is not None
     own = parse(captured.layout, len(captured.values), "the layout of this rank")
     pairs = _pairs(own, parse(plan.layout, plan.holes, "the layout of all ranks"))

@@ -53,7 +53,7 @@ def zip_body(body: Mapping[str, object]) -> bytes:
 
 
 def unzip_body(data: bytes, name: str) -> Any:
-    """What `zip_body` made. Decompresses no more than a body may have.
+    """Decodes the result of `zip_body`. Decompresses no more bytes than a body may have.
 
     Raises:
         CorruptObjectError, zlib.error: it is not that.

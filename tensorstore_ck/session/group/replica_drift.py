@@ -56,7 +56,7 @@ class _Held(NamedTuple):
 
     region: Region
     start: int
-    """Where it begins in its tensor's source."""
+    """The start of the region in its tensor's source."""
 
 
 class _Run(NamedTuple):
@@ -64,7 +64,7 @@ class _Run(NamedTuple):
 
     held: _Held
     first: int
-    """Where the first one begins in the region."""
+    """The start of the first block in the region."""
     lengths: list[int]
 
 

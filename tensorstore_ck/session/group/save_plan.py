@@ -59,7 +59,7 @@ class SavePlan(NamedTuple):
 
 
 class PlannedTensor(NamedTuple):
-    """Where a tensor of this rank is in the common layout."""
+    """The position of this rank's tensor in the common layout."""
 
     tensor: int
     """Its number in the common layout."""

@@ -37,7 +37,7 @@ _NEVER: Final = 3
 """A tag on which no rank sends."""
 MAX_RECORD_BYTES: Final = 4 << 20
 MAC_BYTES: Final = 32
-"""At the end of each message."""
+"""The size of the MAC at the end of each message."""
 _LENGTH_BYTES: Final = 8
 _KEY_BYTES: Final = 32
 _HEADER: Final = struct.Struct("<IIBQQ")

@@ -12,7 +12,7 @@ from tensorstore_ck.session.peers.pack_wire import CONNECT_SECONDS, FOUND, MAX_R
 
 
 class ServerAddress(NamedTuple):
-    """Where a rank serves packs."""
+    """The address at which a rank serves packs."""
 
     hosts: tuple[str, ...]
     """Names or addresses of its host, in the order in which they are tried."""

@@ -1,4 +1,4 @@
-"""What a restore of a staged snapshot reads from the staging disks of other hosts: each rank serves packs of its disk, and reads others.
+"""Reads a staged snapshot from the staging disks of several hosts: each rank serves packs of its own disk, and reads the others.
 
 So a staged snapshot can be restored by other ranks than those that staged it, before it is in the store. Each pack is served by one rank of
 each host that has it. Rank 0 collects who has what: about 100 bytes for each rank, and 20 for each pack and host.
@@ -30,7 +30,7 @@ class SharedDisks:
         self._reader: PackReader | None = None
 
     def propose(self) -> Body:
-        """What this rank can serve; begins to serve it."""
+        """Begins to serve this rank's packs; returns what it can serve."""
         folder = self._tier.folder
         try:
             names = [info.name for info in folder.unsent.list("packs/")]

@@ -133,7 +133,7 @@ def _order(by_time: list[Ulid], after: Mapping[Ulid, Sequence[Ulid]]) -> dict[Ul
 
 
 def encode_lead(lead: PublishingLead) -> Body:
-    """As it is stored and sent."""
+    """Encodes the lead, for storage and for other ranks."""
     return {
         "record": lead.record,
         "parts": [part.record() for part in lead.parts],

@@ -35,7 +35,7 @@ class RenewedParts(NamedTuple):
     """The objects that they need and that were condemned at the anchor."""
 
     def record(self) -> Body:
-        """As it is sent."""
+        """The record that is sent to other ranks."""
         pairs = b"".join(old + new for old, new in self.names.items())
         return {"names": pairs, "anchor": self.anchor, "condemned": self.condemned.fields()}
 

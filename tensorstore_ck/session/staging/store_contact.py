@@ -1,4 +1,6 @@
-"""What a save asks of the store before it is staged: a store that does not answer must not delay the save, nor the end of the process."""
+"""The calls of a save to the store before it is staged. A store that does not answer must delay neither the save nor the end of the
+process.
+"""
 
 import os
 import time

@@ -66,7 +66,7 @@ class _Nowhere(ByteTarget):
     """A `ByteTarget` that drops verified bytes."""
 
     def memory(self) -> None:
-        """None."""
+        """Returns None: there is no memory to fill."""
 
     def write(self, start: int, data: memoryview) -> None:
         """Does nothing."""

@@ -170,7 +170,7 @@ class Checkpointer:
 
     @property
     def costs(self) -> SaveCosts:
-        """What this rank has measured, for `Store.advise`; 0 if not measured yet."""
+        """The costs that this rank has measured, for `Store.advise`; 0 if not measured yet."""
         return SaveCosts(self._stall, self._pending.lag_seconds, self._restart, self._run_mtbf or DEFAULT_MTBF_SECONDS)
 
     @property

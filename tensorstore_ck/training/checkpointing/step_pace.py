@@ -44,11 +44,11 @@ class StepPace:
         """The seconds of steps with a save, since the last change of the rate."""
         self._intervals: deque[float] = deque(maxlen=INTERVALS)
         self._last_save = self._began = math.nan
-        """When the last save began, and the step in progress."""
+        """The times at which the last save began, and the step in progress."""
         self._has_save = False
         """Whether a save was in progress when the step began."""
         self._written = 0
-        """What the saves in progress had written when the step began."""
+        """The bytes that the saves in progress had written when the step began."""
         self._busy_bytes = 0
 
     def note_save(self, now: float) -> None:

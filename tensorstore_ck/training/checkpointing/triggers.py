@@ -39,7 +39,7 @@ class TriggerContext(NamedTuple):
     previous_epoch: float | None = None
 
     def after(self, before: "TriggerContext | None") -> "TriggerContext":
-        """The same, if the previous call was `before`."""
+        """This moment with `before` as the previous call."""
         if before is None:
             return self._replace(is_first=True)
         return self._replace(previous_step=before.step, previous_epoch=before.epoch)
