@@ -168,6 +168,6 @@ def exporter(
 
 
 def _url(choice: StoreChoice, url: str) -> str:
-    """The store's URL as the store itself says it, so that a store that cannot be opened has the same label. Sends no request."""
+    """The URL that the open store would report, so that a store that cannot be opened has the same label. Sends no request."""
     with closing(replace(choice, url=url).open_backend()) as backend:
         return backend.url

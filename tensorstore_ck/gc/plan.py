@@ -201,9 +201,7 @@ class Planner:
         return self._is_younger(self._listed[key].modified_ns, self._options.min_age_seconds)
 
     def _find_sparse(self, states: Mapping[ObjectKey, ObjectRow]) -> tuple[list[_Sparse], int]:
-        """The packs worth rewriting at each level, the last entry for now; and the bytes that rewriting all other packs in use would
-        free.
-        """
+        """The packs worth rewriting at each level, those of now last; and the bytes that rewriting all other packs in use would free."""
         stages = [*(level.needs for level in self._levels), self.live]
         sparse: list[list[SparsePack]] = [[] for _ in stages]
         rewritable: list[int] = []

@@ -2,8 +2,8 @@
 them up.
 
 Anybody who may create objects can append an entry that releases a snapshot, ends its undo window, carries a time of long ago, or sweeps
-what is needed. So an entry counts as young until the store has had it for the undo window, and what young entries released stays, but for
-those of this process. PROTOCOL.md, "Forged entries".
+what is needed. So an entry counts as young until the store has had it for the undo window. Objects that young entries released stay, except
+for entries of this process. PROTOCOL.md, "Forged entries".
 """
 
 from collections.abc import Collection, Iterator

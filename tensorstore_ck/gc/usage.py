@@ -1,6 +1,6 @@
 """Bytes used per ref, job and pack, per snapshot on request, and in total; and what gc can free of it.
 
-Reads all parts once, no data of packs, and only the footers of packs that have dead blocks or are new to this host. The figures are
+Reads all parts once, no data of packs, and footers only of packs that have dead blocks or are new to this host. The figures are
 exact, because extents have the stored size of each block: a block counts once per holder, at its present location. Headers, footers
 and dead blocks of packs count only in `objects_bytes`.
 """

@@ -1,6 +1,4 @@
-"""Finds the first bad snapshot of a branch by a binary search; snapshots that may be the answer are pinned, so that nothing frees them
-meanwhile.
-"""
+"""Finds the first bad snapshot of a branch by a binary search. Pins snapshots that may be the answer, so that nothing frees them."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence

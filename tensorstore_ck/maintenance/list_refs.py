@@ -79,8 +79,6 @@ def tags(engine: Engine) -> SnapshotsByName:
 
 
 def _by_name(view: RefTable, ulids: Mapping[str, Ulid]) -> SnapshotsByName:
-    """The snapshots, with one object for all names of a snapshot: anybody can make thousands of branches at one that has a thousand
-    metrics.
-    """
+    """The snapshots, one object for all names of each: anybody can make thousands of branches at one with a thousand metrics."""
     made = {ulid: Snapshot.from_info(info) for ulid in {*ulids.values()} if (info := view.snapshot(ulid)) is not None}
     return SnapshotsByName({name: made[ulid] for name, ulid in ulids.items() if ulid in made})

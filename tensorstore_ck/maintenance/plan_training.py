@@ -31,8 +31,7 @@ RESTART_SECONDS: Final = 300.0
 COPY_BYTES_PER_SECOND: Final = 10e9
 """From a device to pinned memory, of each rank: assumed."""
 SMALL_SHARE: Final = 0.67
-"""The size of a snapshot with ``codec="small"`` and deltas, as a share of the raw size: AdamW, 10 steps between saves (benches/RESULTS.md,
-"Codecs")."""
+"""The share of the raw size with ``codec="small"`` and deltas: AdamW, 10 steps between saves (benches/RESULTS.md, "Codecs")."""
 PACK_BYTES: Final = 64 << 20
 MAX_SAVES: Final = 100_000
 LEAST_INTERVAL_SECONDS: Final = 60.0

@@ -9,10 +9,10 @@ gradients.py           gradients in the middle of a step
 buffers.py             buffers that ranks may hold differently
 extras.py              objects and plain values that the user adds
 random_generators.py   states and seeds of random number generators
-noted_attributes.py    what each save notes to be searched by: learning rates, positions, the commit of the code
+noted_attributes.py    the attributes that each save notes for searches: learning rates, positions, the commit of the code
 shared_state.py        what the ranks share: models, optimizers, schedules, what the user adds
 per_rank_state.py      what each rank has for itself: generators (seeded again for another number of ranks), positions, buffers, values
-rank_group.py          this process's rank and group, what the first rank answers, and what ranks agree on before the first save
+rank_group.py          this process's rank and group, the answers of the first rank, and the agreement of ranks before the first save
 stateful_parts.py      the arguments of TrainingState
 resume_search.py       the rule by which a run resumes: from the newest snapshot that is neither marked nor damaged
 resume_candidates.py   which snapshot that is

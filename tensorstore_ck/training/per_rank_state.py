@@ -121,7 +121,8 @@ class PerRankState:
     # --- restored on another number of ranks ------------------------------------------------------------------------------
 
     def taken(self, olds: Sequence[State]) -> State:
-        """The state for this rank from the stored states of the old ranks, in their order: the first one's, or all of them by `merge`.
+        """Makes this rank's state from the stored states of the old ranks, in their order: the state of the first one, or the result of
+        `merge` over all.
 
         Raises:
             MismatchError: they have other values.

@@ -1,7 +1,7 @@
 """The state of a job after its last completed step, which can be saved while the next step has not changed weights yet.
 
-A step draws a batch and random numbers long before it changes a weight. So small objects are copied after each step, and for
-models, optimizers and scalers it is noted whether anything has changed them since. Knows no store.
+A step draws a batch and random numbers long before it changes a weight. So small objects are copied after each step; models, optimizers and
+scalers are watched for later changes. Knows no store.
 """
 
 import copy

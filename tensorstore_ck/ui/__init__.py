@@ -12,9 +12,9 @@ find.py               snapshots of all stores for which a condition holds
 activity.py           the operations in the logs
 ref.py                the page of a branch: charts, graph, saves
 lineage.py            the saves of a branch: which lead to its head, and which it left behind
-series.py             what its charts draw, as JSON
+series.py             the data of its charts, as JSON
 graph.py              its graph
-space.py              what holds a store's bytes, and how it grew; what was forgotten, and can come back
+space.py              the bytes of a store by holder, and its growth; forgotten snapshots that can come back
 health.py             last runs, a check on request, marks, and where packs lie
 snapshot.py           the page of one snapshot, with why it is kept, and code to copy that opens it
 catalog_snapshots.py  a snapshot by its address, what the catalog knows of it, and addresses that complete what was typed

@@ -93,7 +93,7 @@ class CatalogFacts:
 
 
 def find_snapshot(pages: Pages, store: StoreKey, address: str) -> CatalogSnapshot:
-    """The snapshot at an address: see `log/address.py`; also a ULID, and the root of one that is gone.
+    """The snapshot at an address (see `log/address.py`), with a ULID, or with the root of a snapshot that is gone.
 
     Raises:
         NotFoundError: there is none.

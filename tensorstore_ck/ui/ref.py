@@ -20,7 +20,7 @@ from tensorstore_ck.ui.series import MAX_METRICS, read_notes
 from tensorstore_ck.ui.sources import StoreKey
 
 SAMPLED: Final = 200
-"""Saves whose metrics are offered: the newest ones, and as many spread over all."""
+"""The number of newest saves whose metrics are offered, and of further saves spread over all."""
 SHOWN_METRICS: Final = 3
 """Columns of the table."""
 SHOWN_NOTES: Final = 100

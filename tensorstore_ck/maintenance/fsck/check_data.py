@@ -130,9 +130,9 @@ class DataCheck:
         chosen: list[Ulid] | None = None,
         suspects: Collection[Ulid] = (),
     ) -> None:
-        """Reads `chosen`; else what `options` say, and always the `suspects` and packs in which damage was found earlier.
+        """Reads the `chosen` packs, else those that `options` select; always the `suspects`, and packs in which damage was found earlier.
 
-        `started_ns`: from when `options.max_seconds` counts, by the engine's clock.
+        `started_ns`: the start of `options.max_seconds`, by the engine's clock.
         """
         self._engine = engine
         self._packs = packs

@@ -148,7 +148,7 @@ def by_pack(locations: BlockLocations) -> Iterator[tuple[Ulid, npt.NDArray[np.in
 
 
 def rebuilt_record(info: SnapshotInfo, record: Record, parts: Sequence[Ulid]) -> Record:
-    """The record that repair rebuilds: fields from the log, and the content under its root. Only such a record may replace another."""
+    """The record as repair rebuilds it: fields from the log, and the content under its root. Only such a record may replace another."""
     return record._replace(
         ref=info.ref,
         step=info.step,

@@ -235,7 +235,7 @@ class Fsck:
                 self._found.add("foreign_object", name, "it is not an object of a store: delete it if nobody knows it", severity="notice")
 
     def _check_snapshots(self) -> int:
-        """Checks all snapshots, and those that seem damaged again at the newest log.
+        """Checks all snapshots, then checks again, at the newest log, those that seem damaged.
 
         If an object is missing, and a later read of the log still needs it, gc did not free it.
         """

@@ -177,7 +177,7 @@ class _EventReplay:
                 yield _Event(window.n, time_ns, False, partial(make, window._replace(moves=moves)))
 
     def _hold_the_rest(self) -> None:
-        """After lost entries the rest may be contradictory, such as a tag that was made twice: holds kept snapshots that are unheld."""
+        """Holds kept snapshots that are unheld: after lost entries the rest may be contradictory, such as a tag that was made twice."""
         for info in self._kept.held:
             there = self._new.view.by_root(info.root)
             if there is None or not self._new.view.is_live(there.ulid):

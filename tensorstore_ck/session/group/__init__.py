@@ -4,12 +4,12 @@ No collectives, no pickle, and no wait without an end. A process group is anythi
 
 group.py               one rank's place in a process group, and the thread that talks to its store
 round.py               one round of all ranks: propose, compare, execute, commit
-participant.py         what a rank does in a round; which of its rounds are open, and which keys can be deleted
+participant.py         the steps of a rank in a round; its open rounds, and the keys that it can delete
 late_rank_warning.py   logs which ranks are missing
 channel.py             small records in the key-value store
 liveness.py            heartbeats: which ranks are alive
 failure_reason.py      why a round failed, as ranks report it to each other
-rank_messages.py       how messages name ranks and what they report
+rank_messages.py       the names of ranks, and their reports, in messages
 matching_arguments.py  arguments that must be the same on all ranks
 process_groups.py      the process groups that a store handle has used
 rank_save.py           one rank's side of a save

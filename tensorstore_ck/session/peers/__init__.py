@@ -9,7 +9,7 @@ piece_stream.py  one stream of bytes from rank to rank, in bounded memory
 exchange.py      what both sides of one exchange share
 sender.py        the side that sends
 receiver.py      the side that receives
-held_copies.py   what a rank keeps for others, and for how long
+held_copies.py   the files that a rank keeps for others, and for how long
 replicator.py    `Replicator`: one exchange per save
 
 A restore reads what is staged on other hosts, so another layout than the one that staged it can restore it:
@@ -17,7 +17,7 @@ A restore reads what is staged on other hosts, so another layout than the one th
 shared_disks.py  `SharedDisks`: which rank serves which packs of a staged snapshot, in one restore
 pack_server.py   the side that serves
 pack_reader.py   the side that reads
-pack_wire.py     what goes over the wire
+pack_wire.py     the protocol between the two
 """
 
 from tensorstore_ck.session.peers.link import PeerLink, connect

@@ -59,8 +59,8 @@ class ForgedMessageError(PeerProtocolError):
 def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: str, *, timeout_seconds: float) -> "PeerLink":
     """Connects this rank with those of its block; returns when all of them have called this.
 
-    The gloo group is made outside torch's registry: `new_group` would need ranks that are not in `group`, or name it by what else each rank
-    has made.
+    The gloo group is made outside torch's registry: `new_group` would need ranks that are not in `group`, or derive the name from the other
+    groups that each rank has made.
 
     Args:
         group: The ranks find each other in its store.

@@ -33,10 +33,10 @@ def published_as(engine: Engine, view: RefTable, txn: Ulid) -> SnapshotInfo | No
 
 
 def can_never_be_published(error: StoreError, names: Collection[str]) -> bool:
-    """Whether after this error no retry, by any process that has this disk, can ever publish the staged bytes.
+    """Whether this error is final: after it, no retry by any process that has this disk can publish the staged bytes.
 
-    `names`: the staged objects of the save. Everything else leaves the save on the disk: a fault may pass, credentials can be renewed, a
-    store can be repaired.
+    `names`: the staged objects of the save. After any other error the save stays on the disk: a fault may pass, credentials can be renewed,
+    a store can be repaired.
     """
     match error:
         case CorruptObjectError() | MissingObjectError():  # for another object, the store is damaged

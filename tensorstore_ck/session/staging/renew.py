@@ -57,7 +57,7 @@ class RenewedParts(NamedTuple):
 
 
 def draw_names(engine: Engine, folder: StagingFolder, manifest: Manifest, *, taken: Collection[str], anchor: int) -> bool:
-    """Draws new names for the packs on this disk that cannot be published under theirs; returns whether the save must be renewed.
+    """Draws new names for the packs on this disk that cannot be published under their old names; returns whether the save must be renewed.
 
     Args:
         engine: The store; its view of the log decides.

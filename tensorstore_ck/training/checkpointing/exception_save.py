@@ -37,7 +37,9 @@ class ExceptionSave:
             self._watch.note()
 
     def end(self, error: BaseException | None, put: Callable[[object], object]) -> None:
-        """The loop ended. Saves the last completed step by `put` if `error` ended it and it was not saved; notes that on `error`."""
+        """Ends the watch of the loop. If `error` ended it and the last completed step was not saved, saves that step by `put`, and notes
+        that on `error`.
+        """
         try:
             if isinstance(error, Exception | KeyboardInterrupt | SystemExit) and self._step not in (None, self._saved):
                 error.add_note(f"tensorstore_ck: {self._save(put)}")

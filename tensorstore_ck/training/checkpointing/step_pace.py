@@ -30,9 +30,9 @@ Saves = Sequence[tuple[PendingSnapshot, float]]
 class StepPace:
     """Watches the steps of one rank.
 
-    After each `STEPS` steps with a save the rate falls to `DECREASE` times what was written, if the steps were slower, and else rises by
-    `INCREASE`. It is never below what the save needs to end in time. Nothing is limited before the usual interval between saves is known,
-    nor while a second save waits. A limit ends by itself if no step ends within the time of `STEPS` steps.
+    After each `STEPS` steps with a save the rate changes: if these steps were slower, it falls to `DECREASE` times the rate of writing;
+    else it rises by `INCREASE`. It is never below what the save needs to end in time. Nothing is limited before the usual interval between
+    saves is known, nor while a second save waits. A limit ends by itself if no step ends within the time of `STEPS` steps.
     """
 
     def __init__(self, limit: RateLimit, stage: Stage, clock: Callable[[], float]) -> None:
