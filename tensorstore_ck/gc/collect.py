@@ -122,7 +122,7 @@ class _Gc:
         if plan.unnamed:
             return GcRefusedError(
                 f"no log entry names the parents of {len(plan.unnamed)} snapshot records, such as {plan.unnamed[0].name}: the log of {url} "
-                "was lost, and began again. `tsck salvage` makes a new log with these snapshots. If nothing of them is wanted, delete "
+                "was lost, and began again. `tsck salvage` makes a new log with these snapshots. If none of them is wanted, delete "
                 "these records, and gc frees the rest",
                 object_id=plan.unnamed[0].name,
             )

@@ -85,9 +85,7 @@ def undo(engine: Engine, address: str | None = None, *, entry: int | None = None
         undone[:] = _to_undo(view, address)
         for window, _ in undone:
             if entry not in (None, window.n):
-                raise ConflictError(
-                    f"{window.name!r} changed meanwhile: log entry {window.n} is what was forgotten last there, not {entry}"
-                )
+                raise ConflictError(f"{window.name!r} changed meanwhile: the last removal there is log entry {window.n}, not {entry}")
             _raise_if_name_taken(view, window)
         return [Op.undo(window.n, window.name, ulids) for window, ulids in undone]
 

@@ -77,7 +77,7 @@ def resolve_signed(engine: Engine, address: str) -> SignedSnapshot:
     try:
         signed = find_signed_ref(engine.log, view, resolved, of, trusted)
     except MissingExtraError as exc:
-        warnings.warn(f"who signed {address} is not known here, and counts as nobody: {exc}", stacklevel=user_stacklevel())
+        warnings.warn(f"the signer of {address} cannot be determined here, and counts as unknown: {exc}", stacklevel=user_stacklevel())
         signed = None
     return SignedSnapshot(resolved.info, signed, trusted is not None)
 

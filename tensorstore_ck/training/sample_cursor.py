@@ -205,7 +205,7 @@ def require_one_position(loaders: StatefulPart) -> None:
         if isinstance(getattr(loader, "batch_sampler", None), RankBatches):
             path = loaders.path(key)
             raise InvalidOptionError(
-                f"{path} has the batches of a SampleCursor, so both would skip what was consumed: pass the cursor alone", object_id=path
+                f"{path} has the batches of a SampleCursor, so both would skip the consumed samples: pass the cursor alone", object_id=path
             )
 
 

@@ -173,9 +173,9 @@ def test_without_the_extra_a_signature_that_nobody_demands_is_left_out(
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with opened(tmp_path) as store:
-        with pytest.warns(UserWarning, match=f"who signed {BASE} is not known here"):
+        with pytest.warns(UserWarning, match=f"the signer of {BASE} cannot be determined here"):
             assert decode_proof(store.prove(BASE, "w")).signed is None
-        with pytest.warns(UserWarning, match=f"who signed {BASE} is not known here"):
+        with pytest.warns(UserWarning, match=f"the signer of {BASE} cannot be determined here"):
             assert store.contains(BASE, BASE).signed_by is None
     with opened(tmp_path, trusted=trust(tmp_path, KEY)) as store, pytest.raises(MissingExtraError):
         store.prove(BASE, "w")

@@ -94,7 +94,7 @@ def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: st
                 store.delete_key(_KEY_NAME)
     except (RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
         raise BackendUnavailableError(
-            f"rank {group.rank()} could not connect to the ranks that keep copies of its files, {ranks}: {_said(exc)}; what is staged gets "
+            f"rank {group.rank()} could not connect to the ranks that keep copies of its files, {ranks}: {_said(exc)}; staged saves get "
             "no copies on other hosts",
             object_id="replicate_to_peers",
         ) from exc

@@ -57,7 +57,7 @@ class Replicator:
         possible = copies_possible(hosts, copies)
         if possible < copies and link.rank == 0:
             warnings.warn(
-                f"replicate_to_peers={copies} needs {copies + 1} hosts, and the job has {possible + 1}: what is staged has "
+                f"replicate_to_peers={copies} needs {copies + 1} hosts, and the job has {possible + 1}: staged saves have "
                 f"{possible or 'no'} copies on other hosts; ranks with the same staging folder count as one host",
                 stacklevel=user_stacklevel(),
             )
@@ -138,7 +138,7 @@ class Replicator:
 
     def _ended(self, error: BaseException) -> BackendUnavailableError:
         return BackendUnavailableError(
-            f"what rank {self._link.rank} stages gets no copies on other hosts any more, until the job is started again: {error}; "
-            "what it stages on its own host, and the upload, go on",
+            f"saves that rank {self._link.rank} stages get no more copies on other hosts until the job is restarted: {error}; "
+            "staging on its own host, and the upload, go on",
             object_id="replicate_to_peers",
         )

@@ -41,7 +41,7 @@ class Sender:
             try:  # open files stay readable after they are moved
                 files = [stack.enter_context(closing(file)) for file in self._unsent(exchange.names)]
             except StoreError as exc:
-                exchange.warn(f"no host keeps a copy of what rank {self._link.rank} staged: {exc}")
+                exchange.warn(f"no host keeps a copy of the save that rank {self._link.rank} staged: {exc}")
                 files = None
             for target in self._targets:
                 if files is None:

@@ -82,7 +82,7 @@ def _restart_upload(folder: StagingFolder, store: Backend, name: str) -> None:
     pieces = (range(at, min(at + _PIECE_BYTES, size_bytes)) for at in range(0, size_bytes, _PIECE_BYTES))
     if size_bytes != stored_bytes or any(_read(folder.unsent, name, piece) != _read(store, name, piece) for piece in pieces):
         raise CorruptObjectError(
-            f"the store has {name} already, with other bytes than what was staged under that name: drop what was staged", object_id=name
+            f"the store has {name} already, with other bytes than the staged object of that name: drop the staged save", object_id=name
         )
     folder.journal.write(JournalEntry(name, is_complete=True))
 

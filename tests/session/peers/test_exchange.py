@@ -62,12 +62,12 @@ def test_fewer_hosts_than_copies_are_said_once_and_all_of_them_used(pool: Pool, 
     answers = pool.run(_with_warnings, str(tmp_path), (0, 1, 2), 5, ranks=3)
     assert [sorted(keys) for keys, _ in answers] == [_keys([1, 2]), _keys([0, 2]), _keys([0, 1])]
     (said,) = answers[0][1]
-    assert "replicate_to_peers=5 needs 6 hosts, and the job has 3: what is staged has 2 copies" in said
+    assert "replicate_to_peers=5 needs 6 hosts, and the job has 3: staged saves have 2 copies" in said
     assert not answers[1][1]
     assert not answers[2][1]
     answers = pool.run(_with_warnings, str(tmp_path / "one"), (0, 0), 1, ranks=2)
     assert [keys for keys, _ in answers] == [[], []]
-    assert "has no copies" in answers[0][1][0]
+    assert "have no copies" in answers[0][1][0]
 
 
 def _chain(base: str) -> list[tuple[int, list[str], list[str]]]:

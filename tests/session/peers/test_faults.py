@@ -242,7 +242,7 @@ def _late(base: str) -> str:
 
 def test_a_rank_that_does_not_come_ends_it_and_that_is_said_once(pool: Pool, tmp_path: Path) -> None:
     for rank, said in enumerate(pool.run(_late, str(tmp_path), ranks=2)):
-        assert f"what rank {rank} stages gets no copies on other hosts any more" in said
+        assert f"saves that rank {rank} stages get no more copies on other hosts" in said
         assert f"rank {1 - rank} does not answer: " in said
         assert _kept_from(tmp_path, rank, 1 - rank) == ([], [])
 
@@ -261,7 +261,7 @@ def test_ranks_that_are_at_different_saves_end_it(pool: Pool, tmp_path: Path) ->
 
 def _alone(base: str) -> None:
     if dist.get_rank() == 0:
-        with pytest.raises(BackendUnavailableError, match=r"rank 0 could not connect .*, \[0, 1\]: .*; what is staged gets no copies"):
+        with pytest.raises(BackendUnavailableError, match=r"rank 0 could not connect .*, \[0, 1\]: .*; staged saves get no copies"):
             connect(GROUPS[2], [b"a", b"b"], 1, base, timeout_seconds=0.3)
 
 
@@ -304,7 +304,7 @@ def test_a_rank_that_is_killed_ends_it_in_its_block_and_half_a_copy_does_not_cou
         process.join(PATIENCE_SECONDS)
         process.kill()
     assert (said[0], said[1]) == (str([key_of(1, 3)]), str([key_of(0, 3)]))
-    assert all("gets no copies on other hosts any more" in said[rank] for rank in (2, 4))
+    assert all("get no more copies on other hosts" in said[rank] for rank in (2, 4))
     assert _kept_from(tmp_path, 4, KILLED) == ([name_of(KILLED, 50)], [key_of(KILLED)])
     objects, manifests = _kept_from(tmp_path, 2, 4)
     if key_of(4, 2) in manifests:  # else it was not begun, or the other side broke off
