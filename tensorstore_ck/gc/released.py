@@ -69,7 +69,7 @@ class Releases:
         return not self._window_ns or self._engine.log.is_own(n) or n <= self._last_old()
 
     def at(self, view: RefTable) -> Released:
-        """The objects that are released at `view`, within the undo window."""
+        """What young entries of other writers released, at `view`."""
         if not self._window_ns:
             return Released()
         expired = ((info, view.expired_at(info.ulid)) for info in view.snapshots(live=False))

@@ -30,7 +30,7 @@ QUESTIONS = {
 LONG_WORDS = 1500
 """A page of more words takes four screens and more."""
 FOLD = re.compile(r"<details.*?</details>", re.DOTALL)
-VISIBLE_WORDS = {"trainers/*.md": 5000, "security.md": 1709, "guides/ui.md": 812}
+VISIBLE_WORDS = {"trainers/*.md": 5000, "security.md": 1782, "guides/ui.md": 815}
 """The most words outside folds, of all pages that a pattern names together."""
 PACKAGE = REPOSITORY / "tensorstore_ck"
 

@@ -149,7 +149,7 @@ def clean_up(tier: StagingTier, manifest: Manifest, *, published: bool, needed: 
     """Frees the space of one save on a staging disk, once it is published, or given up in the log.
 
     Published objects become copies; unneeded ones and the manifest are deleted. Objects that other staged saves need stay: their manifests,
-    or `needed`, name them. The store has the objects of a published save, too, but under other names if that save was renewed.
+    or `needed`, name them. After a renewal the store has them under other names than those saves know.
     """
     renewed = {name for name in manifest.names if (entry := tier.folder.journal.read(name)) is not None and entry.stored_as}
     kept: set[str] = set()
