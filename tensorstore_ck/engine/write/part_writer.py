@@ -159,7 +159,7 @@ def write_blobs(captured: CapturedState, packs: PackWriter, slot: PartSlot, codi
     """Stores the layout and the large values, if this rank is the first one with the layout."""
     encoded_layout = captured.layout.encode()
     is_first = slot.rank == slot.layout_ranks[0]
-    ids, encoder = list[Digest](), Encoder(coding.mode)
+    ids = list[Digest]()
     blobs = np.zeros(1 + len(captured.blobs) if is_first else 1, BLOB_DTYPE)
     blobs["size"][0] = len(encoded_layout)
     for number, blob in enumerate((encoded_layout, *captured.blobs) if is_first else ()):
@@ -167,7 +167,7 @@ def write_blobs(captured: CapturedState, packs: PackWriter, slot: PartSlot, codi
         ends = np.cumsum(lengths).tolist()
         view = memoryview(blob)
         run = [view[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-        ids += packs.add(run, lambda number, run=run: BlockEncoding(encoder.encode_opaque(run[number])))  # type: ignore[misc]
+        ids += packs.add(run, lambda number, run=run: BlockEncoding(Encoder(coding.mode).encode_opaque(run[number])))  # type: ignore[misc]
         blobs[number] = (len(lengths), 0, len(blob))
     return BlobBlocks(blobs, ids)
 

@@ -120,10 +120,11 @@ class SaveQueue:
         self._emit(queued.status, "captured", **queued.capture_fields(save), **self._in_use())
         return pending
 
-    def begin(self, make: Callable[[], Runnable]) -> QueuedSave:
-        """Begins a save in the caller's thread, after the saves in progress; copies nothing. Without `finish`, nothing is written."""
-        self.wait_idle()
-        called, save = time.monotonic(), make()
+    def begin(self, save: Runnable, called: float) -> QueuedSave:
+        """Begins a save in the caller's thread; copies nothing. Without `finish`, nothing is written.
+
+        The caller has waited for the saves in progress: see `wait_idle`. `called`: when that was over, by the monotonic clock.
+        """
         queued = QueuedSave(save.ref, save.step, save.rank, called, number=save.number, save=save, is_background=False)
         if (unraised := self._first_unraised()) is not None:
             error = pop_error(unraised)
@@ -134,9 +135,10 @@ class SaveQueue:
     def finish(self, queued: QueuedSave) -> Snapshot:
         """Writes and publishes a save; raises its error."""
         self._run_save(queued)
-        if not queued.status.has_ended:
+        status = queued.status
+        if queued.staged is not None:
             self._publish_staged(queued)
-        return queued.status.result()
+        return status.snapshot if status.snapshot is not None else status.result()
 
     def pending(self) -> list[PendingSnapshot]:
         """The saves in progress, oldest first."""
