@@ -168,6 +168,12 @@ class Observed(Protocol):
         """Calls `callback` with each event from now on, until the returned function is called."""
 
 
+@dataclass(slots=True, eq=False)
+class _Subscription:
+    callback: Callback
+    has_failed: bool = False
+
+
 class Observers:
     """The subscribers to the events of one store handle. Thread-safe."""
 
@@ -190,7 +196,16 @@ class Observers:
     def emit(self, event: Event) -> None:
         """Calls each subscriber, in order of subscription. Raises nothing."""
         for subscription in self._subscriptions:
-            subscription.notify(event)
+            try:
+                subscription.callback(event)
+            except BaseException:  # an observer must not make a save fail
+                if not subscription.has_failed:
+                    subscription.has_failed = True
+                    _logger.exception(
+                        "%r raised on the event %r; the save goes on, and this callback's errors are not logged again",
+                        subscription.callback,
+                        event.kind,
+                    )
 
 
 def logged_observers() -> Observers:
@@ -198,24 +213,6 @@ def logged_observers() -> Observers:
     observers = Observers()
     observers.subscribe(log_event)
     return observers
-
-
-class _Subscription:
-    def __init__(self, callback: Callback) -> None:
-        self._callback = callback
-        self._failed = False
-
-    def notify(self, event: Event) -> None:
-        try:
-            self._callback(event)
-        except BaseException:  # an observer must not make a save fail
-            if not self._failed:
-                self._failed = True
-                _logger.exception(
-                    "%r raised on the event %r; the save goes on, and this callback's errors are not logged again",
-                    self._callback,
-                    event.kind,
-                )
 
 
 def log_event(event: Event, logger: logging.Logger = _logger) -> None:

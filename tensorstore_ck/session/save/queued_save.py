@@ -236,11 +236,6 @@ class QueuedSave:
             save.copy_into(self.slot)
         self.captured = time.monotonic()
 
-    def release(self) -> None:
-        """Releases its memory."""
-        if self.slot is not None:
-            self.slot.release()
-
     def forget_state(self, error: BaseException | None = None) -> None:
         """Drops all references to the state, including traceback frames of `error`."""
         self.save = self.staged = None

@@ -256,8 +256,9 @@ class SaveQueue:
             raise error
 
     def _release(self, queued: QueuedSave) -> None:
-        queued.release()
-        self._changed.notify_all()
+        if queued.slot is not None:
+            queued.slot.release()
+            self._changed.notify_all()
 
     def _release_if_waiting(self, queued: QueuedSave) -> None:
         """Frees the memory of a dropped save at once; the ranks end it together when its turn comes."""
@@ -393,8 +394,7 @@ class SaveQueue:
         self._observers.emit(Event(kind, status.id, status.ref, status.step, status.rank, time.time_ns(), fields))
 
     def _in_use(self) -> dict[str, int]:
-        arena = self._memory.arena
-        return {
-            "queue_depth": sum(not queued.status.is_ending for queued in self._queued()),
-            "memory_bytes": arena.allocated_bytes if arena is not None else 0,
-        }
+        arena, depth = self._memory.arena, 0
+        for queued in self._queued():
+            depth += not queued.status.is_ending
+        return {"queue_depth": depth, "memory_bytes": arena.allocated_bytes if arena is not None else 0}
