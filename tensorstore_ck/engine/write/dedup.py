@@ -58,10 +58,11 @@ class DedupIndex:
             for number in matching_parts(len(record.parts), engine.read_part(record, 0).world_size, rank, ranks):
                 part = engine.read_part(record, number)
                 self._parts.append((part, locate_blocks(engine, self._view, part)))
+                blocks = part.block_ids()
+                self._rows.append(dict(zip(blocks, range(len(blocks)), strict=True)))
         except DamageError as exc:
             warnings.warn(f"cannot reuse the blocks of the parent snapshot, all are written again: {exc}", stacklevel=user_stacklevel())
         _logger.debug("%d parts of %s@%s, root %s, have blocks to share", len(self._parts), info.ref, info.step, info.root.hex())
-        self._rows = [dict(zip(part.block_ids(), range(part.block_count), strict=True)) for part, _ in self._parts]
 
     def find(self, blocks: Sequence[Digest]) -> dict[Digest, Location]:
         """See `BlockLookup`."""

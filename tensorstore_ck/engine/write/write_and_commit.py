@@ -4,11 +4,12 @@ The ranks of a group write their parts by `session/group/rank_save.py`, and rank
 become durable: the store, or a staging disk in front of it (`session/staging/staging_destination.py`).
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, Self, TypeVar
+from typing import Final, Protocol, Self, TypeVar
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.save_progress import SaveMeter
@@ -18,6 +19,7 @@ from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart, write_part
 from tensorstore_ck.engine.write.publish import (
+    MAX_TRIES,
     RankParts,
     at_branch,
     check_expected,
@@ -25,13 +27,12 @@ from tensorstore_ck.engine.write.publish import (
     condemned_of_ranks,
     publish,
     record_of,
-    retry_expired,
     store_record,
 )
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings, judge, merged
 from tensorstore_ck.engine.write.write_plan import slot_of_one
-from tensorstore_ck.errors import NoSpaceError, StoreError, UndecidedError
+from tensorstore_ck.errors import NoSpaceError, SnapshotExpiredError, StoreError, UndecidedError
 from tensorstore_ck.format.record import Record, with_store_metadata
 from tensorstore_ck.format.sealed import FOLDERS
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
@@ -40,6 +41,8 @@ from tensorstore_ck.log.cache import Batch
 from tensorstore_ck.log.quota import check_quotas
 
 T = TypeVar("T")
+
+_logger: Final = logging.getLogger("tensorstore_ck.engine")
 
 
 class Destination(Protocol):
@@ -90,8 +93,8 @@ class Destination(Protocol):
     def go_offline(self) -> bool:
         """Continues without the store, if it does not answer; returns False if that is not possible."""
 
-    def repeat(self, attempt: Callable[[], T]) -> T:
-        """The result of `attempt`, by which a process alone writes and commits: called again after errors that may pass by that."""
+    def may_repeat(self, error: StoreError) -> bool:
+        """Whether a process alone may write and commit again after this error, as of a newer view of the log; prepares that."""
 
 
 class StoreDestination:
@@ -193,9 +196,13 @@ class StoreDestination:
         """See `Destination`."""
         return False
 
-    def repeat(self, attempt: Callable[[], T]) -> T:
-        """See `retry_expired`. Each further try is made at the newest entry."""
-        return retry_expired(attempt, self.engine.log.sync)
+    def may_repeat(self, error: StoreError) -> bool:
+        """After gc freed blocks that the save relied on, at the newest entry: the bytes are still in memory."""
+        if not isinstance(error, SnapshotExpiredError):
+            return False
+        _logger.debug("written again: %s", error)
+        self.engine.log.sync()
+        return True
 
 
 def write(
@@ -286,14 +293,16 @@ def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest,
 def write_and_commit(
     destination: Destination, captured: CapturedState, request: SaveRequest, meter: SaveMeter, view: RefTable
 ) -> SnapshotInfo:
-    """Both phases for a process alone, first as of `view`: see `Destination.repeat`."""
-    views = iter((view,))
-
-    def attempt() -> SnapshotInfo:
-        at = next(views, None) or destination.engine.log.view()
-        report, findings = write(destination, captured=captured, request=request, meter=meter, view=at)
-        return commit(destination, request, [report], [findings], logical_bytes=captured.logical_bytes, meter=meter, view=at)
-
-    info = destination.repeat(attempt)
-    destination.keep(info)
-    return info
+    """Both phases for a process alone, first as of `view`: see `Destination.may_repeat`."""
+    for tries_left in reversed(range(MAX_TRIES)):
+        try:
+            report, findings = write(destination, captured=captured, request=request, meter=meter, view=view)
+            info = commit(destination, request, [report], [findings], logical_bytes=captured.logical_bytes, meter=meter, view=view)
+        except StoreError as exc:
+            if not tries_left or not destination.may_repeat(exc):
+                raise
+        else:
+            destination.keep(info)
+            return info
+        view = destination.engine.log.view()
+    raise AssertionError("unreachable")
