@@ -115,7 +115,7 @@ class SaveContext:
         Raises:
             NoSpaceError: there is not enough.
         """
-        needed_bytes = 0 if self.fence.knows(ref) else needed_bytes
+        needed_bytes = needed_bytes if self.fence.current(ref) is None else 0
         require_free_space(self.engine.backend, self.engine.min_free, needed_bytes, f"the save to {ref!r}")
 
     def reserve_on(self, tier: StagingTier, needed_bytes: int) -> None:

@@ -121,10 +121,7 @@ class SaveQueue:
         return pending
 
     def begin(self, save: Runnable, called: float) -> QueuedSave:
-        """Begins a save in the caller's thread; copies nothing. Without `finish`, nothing is written.
-
-        The caller has waited for the saves in progress: see `wait_idle`. `called`: when that was over, by the monotonic clock.
-        """
+        """Begins a save in the caller's thread, which has called `wait_idle` at the time `called`; `finish` writes and publishes it."""
         queued = QueuedSave(save.ref, save.step, save.rank, called, number=save.number, save=save, is_background=False)
         if (unraised := self._first_unraised()) is not None:
             error = pop_error(unraised)
