@@ -118,7 +118,8 @@ def check_options(
         raise InvalidOptionError(f"parent must be an address, a Snapshot or None, not {type(parent).__name__}", object_id="parent")
     engine.require_writable()
     chosen = None if codec is None else check_codec_name(codec)
-    how = (chosen, check_delta(delta), parent, checks, origin, any_step)
+    differences = None if delta is None else check_delta(delta)
+    how = (chosen, differences, parent, checks, origin, any_step)
     return SaveOptions(ref, number, expect, packed_metadata, checked_metrics, *how)
 
 
