@@ -8,7 +8,6 @@ last snapshot is read. The step counters are those of the ``state_dict`` of ever
 import struct
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Final, Literal, NamedTuple, cast
 
 import numpy as np
@@ -23,7 +22,6 @@ from tensorstore_ck.engine.write.suspicious_save import SaveClaim, SaveFindings,
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.layout import Layout, Node
 from tensorstore_ck.format.part import Part, decode_values
-from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import RefTable, SnapshotInfo
 
 _GROUPS: Final = ("state", "param_groups")
@@ -42,7 +40,7 @@ class StepCounter(NamedTuple):
 
 @dataclass(slots=True)
 class StepCounters:
-    """The counters of one layout."""
+    """The counters of one layout, and its weights."""
 
     found: list[StepCounter] = field(default_factory=list)
     tensors: set[int] = field(default_factory=set)
@@ -51,6 +49,8 @@ class StepCounters:
     """Whether there are others."""
     may_skip: bool = False
     """Whether the state has a gradient scaler, which lets optimizers skip steps."""
+    weights: set[int] = field(default_factory=set)
+    """The numbers of all other tensors of floating or complex numbers."""
 
 
 def find_counters(captured: CapturedState) -> StepCounters:
@@ -60,6 +60,9 @@ def find_counters(captured: CapturedState) -> StepCounters:
     if counters is None:
         counters = StepCounters()
         _CounterSearch(captured.layout, counters).visit(captured.layout.tree, "", "", 0)
+        for number, spec in enumerate(captured.layout.tensors[:]):
+            if number not in counters.tensors and is_floating(spec.dtype, spec.item_bytes):
+                counters.weights.add(number)
         kept[StepCounters] = counters
     return counters
 
@@ -167,9 +170,11 @@ class ParentComparison:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def _has_moved(self, before: Part) -> bool:
-        blocks, specs = self._tensors.plan.blocks, self._captured.layout.tensors[:]
-        moved = chain((blocks[row].tensor for row in self._moved_rows(before)), self._moved_inline(before))
-        return any(is_floating(specs[tensor].dtype, specs[tensor].item_bytes) for tensor in moved if tensor not in self._counters.tensors)
+        blocks, weights = self._tensors.plan.blocks, self._counters.weights
+        for row in self._moved_rows(before):
+            if blocks[row].tensor in weights:
+                return True
+        return not weights.isdisjoint(self._moved_inline(before))
 
     def _moved_rows(self, before: Part) -> list[int]:
         """The blocks of tensors that differ."""
@@ -253,28 +258,22 @@ class ParentComparison:
 
 
 def _snapshots_before(engine: Engine, view: RefTable, own: Part, claim: SaveClaim) -> Iterator[_Predecessor]:
-    """The snapshots before this one, newest first, as far as they can be compared."""
+    """The snapshots before this one, newest first, as long as the part of this rank has the same tensors at the same positions."""
     info = snapshot_before(view, claim)
     while info is not None:
         try:
-            part = _read_matching(engine, engine.recent_record(info), own)
+            record = engine.recent_record(info)
+            if own.rank >= len(record.parts):
+                return
+            part = engine.read_part(record, own.rank)
         except StoreError:  # comparing must not make the save fail
             return
-        if part is None:
+        is_match = part.layout_id == own.layout_id and part.world_size == own.world_size
+        is_match = is_match and part.layout_of == own.layout_of and part.regions == own.regions
+        if not (is_match and len(_tensor_ids(part)) == len(_tensor_ids(own)) and len(part.inline) == len(own.inline)):
             return
         yield _Predecessor(info, part)
         info = find_snapshot(view, info.parent) if info.parent is not None else None
-
-
-def _read_matching(engine: Engine, record: Record, own: Part) -> Part | None:
-    """The part of the same rank, if it has the same tensors at the same positions."""
-    places = range(len(record.parts)) if own.rank < own.world_size else range(own.world_size, len(record.parts))
-    if own.rank not in places:
-        return None
-    part = engine.read_part(record, own.rank)
-    is_match = part.layout_id == own.layout_id and part.world_size == own.world_size
-    is_match = is_match and part.layout_of == own.layout_of and part.regions == own.regions
-    return part if is_match and len(_tensor_ids(part)) == len(_tensor_ids(own)) and len(part.inline) == len(own.inline) else None
 
 
 def _tensor_ids(part: Part) -> npt.NDArray[np.uint64]:

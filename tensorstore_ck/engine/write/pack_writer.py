@@ -195,7 +195,9 @@ class PackWriter:
         known = self._known([*first])
         self._add_found(known)
         self._claimed |= first.keys()
-        return [number for block, number in first.items() if block not in known]
+        for block in known:
+            del first[block]
+        return [*first.values()]
 
     def _append(self, blocks: list[EncodedBlock]) -> None:
         pieces, stored, size = list[Buffer](), list[tuple[int, int]](), 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Final, Protocol, Self, TypeVar
 
 from tensorstore_ck.common.ids import Ulid
@@ -168,7 +169,7 @@ class StoreDestination:
             record,
             encoded,
             txn=txn,
-            anchor=min(rank.anchor for rank in reports),
+            anchor=min(map(attrgetter("anchor"), reports)),
             arrange=partial(at_branch, engine, record, expect=request.expect, mark=mark),
             condemned=partial(condemned_of_ranks, engine, txn, reports),
             began_ns=request.began_ns,

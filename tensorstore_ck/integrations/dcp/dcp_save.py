@@ -162,9 +162,9 @@ class DcpSave:
     def _complete(self, begun: Begun, captured: CapturedState, meter: SaveMeter) -> tuple[WrittenPart, RankParts, SaveFindings]:
         """Writes the part, with the values in `captured`, if any."""
         engine, slot, view = self._engine, begun.role.slot, self._engine.log.view()
-        with open_packs(engine, self._destination.known(self._request, view, slot.rank, slot.world_size), meter) as packs:
-            blobs = write_blobs(captured, packs, slot, self._request.coding)
         plan = plan_of(captured, slot, begun.block_bytes)
+        with open_packs(engine, self._destination.known(self._request, view, slot.rank, slot.world_size), meter) as packs:
+            blobs = write_blobs(captured, plan, packs, slot=slot, coding=self._request.coding)
         tensors = begun.tensors._replace(inline=bytes(captured.gather(plan.inlined.ranges)), plan=plan)
         written = store_part(
             engine, captured=captured, blobs=blobs, tensors=tensors, packs=[begun.packs, packs], anchor=begun.anchor, slot=slot
