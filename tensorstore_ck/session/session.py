@@ -20,6 +20,7 @@ from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, ProcessGroups, process_group
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save import OnFull, PendingSnapshot, SaveQueue
+from tensorstore_ck.session.save.capture_budget import check_on_full
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.drain_report import Staying
 from tensorstore_ck.session.save.process_end import finish_at_exit
@@ -96,17 +97,17 @@ class Session:
         """See `Store.put_snapshot_async`; `optimizers` is its `changed_by`."""
         given["changed_by"] = _optimizers(optimizers)
         torch_group = None if group is None else process_group(group)
-
-        def make() -> "Save":
-            held = state if torch_group is None else self._count_local_ranks(state, torch_group, timeout_seconds)
-            save = self._new_save(held, ref=ref, group=torch_group, timeout_seconds=timeout_seconds, given=given)
+        check_on_full(on_full)
+        self.queue.require_no_worker()
+        called = time.monotonic()
+        try:
+            if torch_group is not None:
+                state = self._count_local_ranks(state, torch_group, timeout_seconds)
+            save = self._new_save(state, ref=ref, group=torch_group, timeout_seconds=timeout_seconds, given=given)
             if torch_group is None and self.queue.is_quiet():
                 save.check_branch()
             save.check_and_capture()
-            return save
-
-        try:
-            return self.queue.submit(make, on_full)
+            return self.queue.submit(save, on_full, called)
         except (MemoryError, RuntimeError) as exc:
             raise memory_error(exc, f"the save to {ref!r}") from exc.__cause__
 

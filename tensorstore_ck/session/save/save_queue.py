@@ -20,7 +20,7 @@ from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, Snap
 from tensorstore_ck.events import Event, Kind, Observers
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save.capture_budget import CaptureMemory, OnFull, check_on_full
+from tensorstore_ck.session.save.capture_budget import CaptureMemory, OnFull
 from tensorstore_ck.session.save.drain_report import DrainReport, Staying
 from tensorstore_ck.session.save.queued_save import (
     Admission,
@@ -76,16 +76,12 @@ class SaveQueue:
 
     # --- saves --------------------------------------------------------------------------------------------------------
 
-    def submit(self, make: Callable[[], Capturable], on_full: OnFull) -> PendingSnapshot:
-        """Captures the save that `make` returns; the thread does the rest.
+    def submit(self, save: Capturable, on_full: OnFull, called: float) -> PendingSnapshot:
+        """Captures a save that was called at the time `called`, after `require_no_worker`; the thread does the rest.
 
         Raises:
             StoreError: it cannot be captured; or the error of an earlier save for which nobody waited.
         """
-        check_on_full(on_full)
-        self._enter()
-        self.require_no_worker()
-        called, save = time.monotonic(), make()
         queued = QueuedSave(save.ref, save.step, save.rank, called, number=save.number, save=save, is_background=True)
         pending = PendingSnapshot(queued.status)
         try:
@@ -117,7 +113,8 @@ class SaveQueue:
                 save.fail(exc)
             raise
         queued.status.reach(SaveMilestone.CAPTURED)
-        self._emit(queued.status, "captured", **queued.capture_fields(save), **self._in_use())
+        if self._observers.wants("captured"):
+            self._emit(queued.status, "captured", **queued.capture_fields(save), **self._in_use())
         return pending
 
     def begin(self, save: Runnable, called: float) -> QueuedSave:
@@ -166,6 +163,7 @@ class SaveQueue:
         Raises:
             InvalidOptionError: this thread is a worker of the queue.
         """
+        self._enter()
         if self._is_worker():
             raise InvalidOptionError(
                 "a callback of a save cannot save asynchronously, or with group=: it might wait for itself; save in another thread",
@@ -366,8 +364,9 @@ class SaveQueue:
         snapshot = self._safe = Snapshot.from_info(info)
         queued.status.is_ending = True
         queued.forget_state()
-        fields = {**queued.published_fields(snapshot), **self._in_use()}
-        self._emit(queued.status, "published", root=snapshot.root, snapshot=snapshot.id, **fields)
+        if self._observers.wants("published"):
+            fields = {**queued.published_fields(snapshot), **self._in_use()}
+            self._emit(queued.status, "published", root=snapshot.root, snapshot=snapshot.id, **fields)
         queued.status.succeed(snapshot)
 
     def _fail(self, queued: QueuedSave, exc: BaseException) -> None:
