@@ -1,6 +1,6 @@
-"""What a part stores of the tensors: which blocks, and which small tensors inside the part. The same for each save of one layout.
+"""What a part stores of the tensors: which blocks, and which small tensors inside the part; and how the layout is cut.
 
-Knows neither packs nor bytes.
+A plan is the same for each save of one layout. Knows neither packs nor bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,7 +71,7 @@ class InlineTensors(NamedTuple):
 
 
 class WritePlan(NamedTuple):
-    """What a part stores of the tensors."""
+    """What a part stores of the tensors, and of the layout."""
 
     blocks: Sequence[TensorBlock]
     inlined: InlineTensors
