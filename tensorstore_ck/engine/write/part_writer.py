@@ -193,24 +193,23 @@ def write_tensors(
     frozen = FrozenBlocks(captured, plan) if captured.frozen else None
     if frozen is not None:
         frozen.rely_on_known(packs, ids)
+        blocks = [block for block in blocks if ids[block.row] is ZERO_DIGEST]
     computed: Mapping[int, Digest] = {}
     must_agree = sampling.verify_share > 0
     if captured.device_blocks is not None:
         must_agree = must_agree or captured.device_blocks.must_agree
-        unknown = [block for block in blocks if ids[block.row] is ZERO_DIGEST]
-        computed = skip_unchanged(captured, blocks=unknown, ids=ids, packs=packs, sample=sample)
-
-    unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST]
+        computed = skip_unchanged(captured, blocks=blocks, ids=ids, packs=packs, sample=sample)
+        blocks = [block for block in blocks if ids[block.row] is ZERO_DIGEST]
     masters = None
     if coding.mode != "raw":
-        fresh = {block.tensor for block in unread}  # others are not read: they may stay on a device
-        masters = Fp32Masters(captured, [block for block in blocks if block.tensor in fresh])
+        fresh = {block.tensor for block in blocks}  # others are not read: they may stay on a device
+        masters = Fp32Masters(captured, [block for block in plan.blocks if block.tensor in fresh])
     writer = RunWriter(
         captured, packs, sample, ids, coding=coding, earlier=earlier, masters=masters, computed=computed, must_agree=must_agree
     )
     threads = cpu_threads() + 1
     first_and_last: tuple[list[TensorBlock], list[TensorBlock]] = ([], [])  # weights come after their masters
-    for block in unread:
+    for block in blocks:
         first_and_last[block.tensor in writer.weights].append(block)
     for several in filter(None, first_and_last):
         run_bytes = sum([block.stop - block.start for block in several]) // (RUNS_A_THREAD * threads)
