@@ -95,7 +95,8 @@ class Session:
         **given: "Unpack[StateArguments]",
     ) -> PendingSnapshot:
         """See `Store.put_snapshot_async`; `optimizers` is its `changed_by`."""
-        given["changed_by"] = _optimizers(optimizers)
+        if optimizers != ():
+            given["changed_by"] = _optimizers(optimizers)
         torch_group = None if group is None else process_group(group)
         check_on_full(on_full)
         self.queue.require_no_worker()

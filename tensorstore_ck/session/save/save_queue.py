@@ -120,7 +120,7 @@ class SaveQueue:
     def begin(self, save: Runnable, called: float) -> QueuedSave:
         """Begins a save in the caller's thread, which has called `wait_idle` at the time `called`; `finish` writes and publishes it."""
         queued = QueuedSave(save.ref, save.step, save.rank, called, number=save.number, save=save, is_background=False)
-        if (unraised := self._first_unraised()) is not None:
+        if (unraised := self._unraised.first()) is not None:
             error = pop_error(unraised)
             save.fail(error)
             raise error
@@ -141,7 +141,7 @@ class SaveQueue:
 
     def is_quiet(self) -> bool:
         """Whether no save is in progress and no error is left to raise."""
-        return self._is_idle() and self._first_unraised() is None
+        return self._is_idle() and self._unraised.first() is None
 
     def resume(self, staged: Publishable, ref: str, step: int | None, rank: int) -> None:
         """Continues a save that an earlier process staged."""
@@ -225,7 +225,7 @@ class SaveQueue:
         self._memory.prepare(size_bytes, warm_up)
 
     def _admit(self, queued: QueuedSave, save: Capturable, on_full: OnFull) -> Admission:
-        unraised = self._first_unraised()
+        unraised = self._unraised.first()
         if unraised is not None:
             return Admission(admitted=False, failed=unraised.number)
         return self._memory.admit(queued, save, on_full, waiting=self._stores.waiting, under_way=len(self._queued()))
@@ -271,10 +271,6 @@ class SaveQueue:
         self._emit(queued.status, "dropped", reason=reason, **self._in_use())
 
     # --- errors -------------------------------------------------------------------------------------------------------
-
-    def _first_unraised(self) -> QueuedSave | None:
-        with self._changed.lock:
-            return self._unraised.first()
 
     def _raise_error_of(self, number: int, ref: str) -> NoReturn:
         """Raises the error of an earlier save that rank 0 raises, too. This rank may not have it yet."""
@@ -363,7 +359,7 @@ class SaveQueue:
     def _succeed(self, queued: QueuedSave, info: SnapshotInfo) -> None:
         snapshot = self._safe = Snapshot.from_info(info)
         queued.status.is_ending = True
-        queued.forget_state()
+        queued.save = queued.staged = None  # what the state holds may be freed before anybody knows of the end
         if self._observers.wants("published"):
             fields = {**queued.published_fields(snapshot), **self._in_use()}
             self._emit(queued.status, "published", root=snapshot.root, snapshot=snapshot.id, **fields)
