@@ -17,8 +17,9 @@ from tensorstore_ck.common.ids import DIGEST_BYTES
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.part_writer import WrittenPart
+from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.sampled_checks import is_floating
-from tensorstore_ck.engine.write.suspicious_save import SaveClaim, SaveFindings, StepCounts, find_snapshot, snapshot_before, steps_between
+from tensorstore_ck.engine.write.suspicious_save import SaveFindings, StepCounts, find_snapshot, snapshot_before, steps_between
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.layout import Layout, Node
 from tensorstore_ck.format.part import Part, decode_values
@@ -139,12 +140,12 @@ class _Predecessor(NamedTuple):
 class ParentComparison:
     """Compares a part that one rank has written with its predecessors."""
 
-    def __init__(self, engine: Engine, view: RefTable, written: WrittenPart, captured: CapturedState, claim: SaveClaim) -> None:
+    def __init__(self, engine: Engine, view: RefTable, written: WrittenPart, captured: CapturedState, request: SaveRequest) -> None:
         self._part = written.part
         self._tensors = written.tensors
         self._captured = captured
-        self._step = claim.step
-        self._past = _snapshots_before(engine, view, written.part, claim)
+        self._step = request.step
+        self._past = _snapshots_before(engine, view, written.part, request)
         self._known: list[_Predecessor] = []
         self._counters = find_counters(captured)
         self._places = self._find_places(self._counters.tensors)
@@ -257,9 +258,9 @@ class ParentComparison:
             yield before
 
 
-def _snapshots_before(engine: Engine, view: RefTable, own: Part, claim: SaveClaim) -> Iterator[_Predecessor]:
+def _snapshots_before(engine: Engine, view: RefTable, own: Part, request: SaveRequest) -> Iterator[_Predecessor]:
     """The snapshots before this one, newest first, as long as the part of this rank has the same tensors at the same positions."""
-    info = snapshot_before(view, claim)
+    info = snapshot_before(view, request)
     while info is not None:
         try:
             record = engine.recent_record(info)

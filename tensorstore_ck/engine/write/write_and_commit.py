@@ -223,7 +223,7 @@ def write(
         finiteness = written.tensors.sample.finiteness
         findings = SaveFindings(elements=finiteness.elements, non_finite=finiteness.non_finite)
     else:
-        findings = ParentComparison(engine=engine, view=view, written=written, captured=captured, claim=request.claim).examine()
+        findings = ParentComparison(engine=engine, view=view, written=written, captured=captured, request=request).examine()
     destination.wrote(request, [written])
     with meter.timed("commit"):
         is_published_later = destination.is_staging and not is_offline
@@ -264,7 +264,7 @@ def commit(
         UndecidedError: the backend went away in the middle of the commit.
     """
     engine, found = destination.engine, merged(findings)
-    judge(engine, view, found, request.checks, request.claim)
+    judge(engine, view, found, request)
     if found.non_finite:
         request = request._replace(metadata=with_store_metadata(request.metadata, {"non_finite": found.finiteness.share}))
     with meter.timed("commit"):

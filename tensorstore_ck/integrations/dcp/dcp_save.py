@@ -14,9 +14,9 @@ from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, open_packs, store_part, write_blobs, write_tensors
 from tensorstore_ck.engine.write.publish import RankParts, check_expected, checked_parts, retry_expired
-from tensorstore_ck.engine.write.request import SaveRequest, check_options
+from tensorstore_ck.engine.write.request import SaveChecks, SaveRequest, check_options
 from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
-from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveFindings
+from tensorstore_ck.engine.write.suspicious_save import SaveFindings
 from tensorstore_ck.engine.write.write_and_commit import StoreDestination, commit
 from tensorstore_ck.engine.write.write_plan import plan_of
 from tensorstore_ck.format.layout import layout_id
@@ -172,7 +172,7 @@ class DcpSave:
         return (
             written,
             checked_parts(engine, [written], begun.anchor, engine.log.newest_view()),
-            ParentComparison(engine=engine, view=view, written=written, captured=captured, claim=self._request.claim).examine(),
+            ParentComparison(engine=engine, view=view, written=written, captured=captured, request=self._request).examine(),
         )
 
     # --- the coordinator ----------------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ from torch.futures import Future
 from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.request import SaveRequest, Unchanged, require_checks
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, turn_of
-from tensorstore_ck.engine.write.suspicious_save import SuspiciousSaveWarning, Unchanged, require_checks
+from tensorstore_ck.engine.write.suspicious_save import SuspiciousSaveWarning
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.dcp_save import Begun, DcpSave, Gathered, WriterReport, coordinators_request, ranks_request
