@@ -78,7 +78,8 @@ class Session:
             called = time.monotonic()
             save = self._new_save(state, ref=ref, group=torch_group, timeout_seconds=timeout_seconds, given=given)
             if torch_group is None:  # with ranks this happens in the round, so that an error reaches all at once
-                save.check_and_capture()
+                save.check()
+                save.capture()
             return self.queue.finish(self.queue.begin(save, called))
         except (MemoryError, RuntimeError) as exc:
             raise memory_error(exc, f"the save to {ref!r}") from exc.__cause__

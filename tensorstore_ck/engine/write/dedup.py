@@ -46,8 +46,8 @@ class DedupIndex:
         """The row of each block in each part."""
         self._usable_bytes: dict[Ulid, int] = dict.fromkeys(packs_of_damaged(engine, self._view, rank), 0)
         # the oldest one with that root: anybody may append a later put of it, whose parts say that its blocks are elsewhere
-        held = [ulid for ulid in self._view.with_root(parent) if self._view.is_live(ulid)] if parent else []
-        info = self._view.snapshot(held[-1]) if held else None
+        held = next(filter(self._view.is_live, reversed(self._view.with_root(parent))), None) if parent else None
+        info = self._view.snapshot(held) if held is not None else None
         if info is None:
             _logger.debug(
                 "no snapshot to share blocks with: they are looked up in this host's index" if elsewhere else "no block is shared"

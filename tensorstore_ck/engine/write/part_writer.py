@@ -164,9 +164,10 @@ def write_blobs(captured: CapturedState, plan: WritePlan, packs: PackWriter, slo
     blobs["size"][0] = len(encoded_layout)
     for number, blob in enumerate((encoded_layout, *captured.blobs) if is_first else ()):
         lengths = cut_opaque(blob) if number else plan.layout_lengths
-        ends = np.cumsum(lengths).tolist()
-        view = memoryview(blob)
-        run = [view[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        view, run, start = memoryview(blob), list[memoryview](), 0
+        for length in lengths:
+            run.append(view[start : start + length])
+            start += length
         ids += packs.add(run, lambda number, run=run: BlockEncoding(Encoder(coding.mode).encode_opaque(run[number])))  # type: ignore[misc]
         blobs[number] = (len(lengths), 0, len(blob))
     return BlobBlocks(blobs, ids)

@@ -82,8 +82,7 @@ def share_of(state_bytes: int, share: float) -> float:
 
 def pieces(tensor: int, start: int, stop: int, share: float, turn: int) -> list[tuple[int, int]]:
     """The sampled pieces of bytes [start, stop) of a tensor."""
-    length = _length(share)
-    offset = _offset(tensor, turn)
+    offset, length = _draw(tensor, share, turn)
     at = offset + (start - offset) // STRIDE_BYTES * STRIDE_BYTES
     sampled = []
     while at < stop:
@@ -96,7 +95,8 @@ def pieces(tensor: int, start: int, stop: int, share: float, turn: int) -> list[
 
 def pieces_of_many(tensors: Numbers, sizes: Numbers, share: float, turn: int) -> Numbers:
     """`pieces` of many whole tensors, of which most are small and have none: rows of a tensor, a start and a length."""
-    offsets, length = _offset(tensors.astype(np.uint64), turn).astype(np.int64), _length(share)
+    drawn, length = _draw(tensors.astype(np.uint64), share, turn)
+    offsets = drawn.astype(np.int64)
     numbers = np.flatnonzero((offsets < sizes) | (offsets + length > STRIDE_BYTES))
     found = [
         (tensor, first, last - first)
@@ -106,14 +106,10 @@ def pieces_of_many(tensors: Numbers, sizes: Numbers, share: float, turn: int) ->
     return np.array(found, np.int64).reshape(-1, 3)
 
 
-def _length(share: float) -> int:
-    """Bytes of a piece."""
-    return -(-int(share * STRIDE_BYTES) // _ALIGN) * _ALIGN
-
-
-def _offset(tensor: Any, turn: int) -> Any:
-    """Where the first piece of a tensor begins; `tensor`: its number, or many as uint64."""
-    return (((turn ^ tensor * 0x9E3779B1) & 0xFFFFFFFF) * 0x85EBCA6B >> 13) % STRIDE_BYTES // _ALIGN * _ALIGN
+def _draw(tensor: Any, share: float, turn: int) -> tuple[Any, int]:
+    """Where the first piece of a tensor begins, and the bytes of a piece; `tensor`: its number, or many as uint64."""
+    offset = (((turn ^ tensor * 0x9E3779B1) & 0xFFFFFFFF) * 0x85EBCA6B >> 13) % STRIDE_BYTES // _ALIGN * _ALIGN
+    return offset, -(-int(share * STRIDE_BYTES) // _ALIGN) * _ALIGN
 
 
 def is_floating(dtype: str, item_bytes: int) -> bool:
