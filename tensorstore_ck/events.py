@@ -168,12 +168,24 @@ class Observed(Protocol):
         """Calls `callback` with each event from now on, until the returned function is called."""
 
 
+@dataclass(slots=True, eq=False)
+class _Subscription:
+    callback: Callback
+    has_failed: bool = False
+
+
 class Observers:
     """The subscribers to the events of one store handle. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_logged: bool = False) -> None:
+        """`is_logged`: the events also go to the log."""
         self._lock = threading.Lock()
+        self._log = (_Subscription(log_event),) if is_logged else ()
         self._subscriptions: tuple[_Subscription, ...] = ()
+
+    def wants(self, kind: Kind) -> bool:
+        """Whether anybody takes an event of this kind, so that it must be made."""
+        return bool(self._subscriptions) or (bool(self._log) and _logger.isEnabledFor(LEVELS[kind]))
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
         """Calls `callback` with each event on the event's thread, perhaps on several at once. Returns a function that unsubscribes."""
@@ -188,34 +200,23 @@ class Observers:
         return end
 
     def emit(self, event: Event) -> None:
-        """Calls each subscriber, in order of subscription. Raises nothing."""
-        for subscription in self._subscriptions:
-            subscription.notify(event)
+        """Writes the event to the log, and calls each subscriber, in order of subscription. Raises nothing."""
+        for subscription in self._log + self._subscriptions:
+            try:
+                subscription.callback(event)
+            except BaseException:  # an observer must not make a save fail
+                if not subscription.has_failed:
+                    subscription.has_failed = True
+                    _logger.exception(
+                        "%r raised on the event %r; the save goes on, and this callback's errors are not logged again",
+                        subscription.callback,
+                        event.kind,
+                    )
 
 
 def logged_observers() -> Observers:
     """Observers whose events also go to the log."""
-    observers = Observers()
-    observers.subscribe(log_event)
-    return observers
-
-
-class _Subscription:
-    def __init__(self, callback: Callback) -> None:
-        self._callback = callback
-        self._failed = False
-
-    def notify(self, event: Event) -> None:
-        try:
-            self._callback(event)
-        except BaseException:  # an observer must not make a save fail
-            if not self._failed:
-                self._failed = True
-                _logger.exception(
-                    "%r raised on the event %r; the save goes on, and this callback's errors are not logged again",
-                    self._callback,
-                    event.kind,
-                )
+    return Observers(is_logged=True)
 
 
 def log_event(event: Event, logger: logging.Logger = _logger) -> None:

@@ -57,7 +57,7 @@ class Helper(threading.Thread):
         """The new thread takes it to begin, the caller to give the thread up; the first one wins."""
         self._begun = threading.Lock()
         self._begun.acquire()
-        self._started = _Started(self._wait_until_begun)
+        self._started = _Started(self, self._begun, begin_seconds)
 
     def start(self) -> None:
         """Starts it.
@@ -100,26 +100,23 @@ class Helper(threading.Thread):
                         raise
                     time.sleep(_LOOK_SECONDS)
 
-    def _wait_until_begun(self) -> None:
-        deadline = time.monotonic() + self._begin_seconds
-        while not self._begun.acquire(timeout=max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline or (self._started.is_set() and not self.is_alive()):
-                return
-        self._begun.release()
-
 
 class _Started(threading.Event):
-    """Replaces the event by which `Thread.start` waits for the new thread."""
+    """Replaces the event by which `Thread.start` waits for the new thread: waits until it holds `begun` no more, or is dead."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
+    def __init__(self, thread: threading.Thread, begun: threading.Lock, begin_seconds: float) -> None:
         super().__init__()
-        self._wait = wait
+        self._thread, self._begun, self._begin_seconds = thread, begun, begin_seconds
 
     def set(self) -> None:
         self._flag = True
 
     def wait(self, timeout: float | None = None) -> bool:
-        self._wait()
+        deadline = time.monotonic() + self._begin_seconds
+        while not self._begun.acquire(timeout=max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline or (self._flag and not self._thread.is_alive()):
+                return True
+        self._begun.release()
         return True
 
 
@@ -129,6 +126,10 @@ def for_each(tasks: Iterable[Task], work: Callable[[Task], None], threads: int, 
     If the system can start fewer threads, it uses those. After the first error, or Ctrl-C, no further task begins; the error is raised when
     the running tasks have ended. `failed` is set at once, so that they can stop waiting. Tasks are drawn lazily, under a lock.
     """
+    if threads <= 1 and failed is None:
+        for task in tasks:
+            work(task)
+        return
     queue = iter(tasks)
     lock = threading.Lock()
     errors: list[BaseException] = []

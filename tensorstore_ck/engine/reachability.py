@@ -42,7 +42,7 @@ def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> Part
     The bases of a row are consecutive rows after it and after all blocks, so chains end.
     """
     numbers: dict[Ulid, int] = {}
-    wanted, base_ids = [places[block] for block in ids], list[Digest]()
+    wanted, base_ids = [*map(places.__getitem__, ids)], list[Digest]()
     shared: dict[tuple[Digest, ...], int] = {}
     rows: list[tuple[int, ...]] = []
     for place in wanted:  # which grows in the loop
@@ -98,7 +98,7 @@ def locations_of(part: Part, packs: Sequence[Ulid], extents: Extents, rows: Sequ
     """The locations of the blocks in these rows: see `location_of`. None where the bases are not valid."""
     chosen = extents[list(rows)]
     of_rows, *columns = [chosen[field].tolist() for field in ("pack", "entry", "offset", "stored", "raw", "codec")]
-    found: list[Location | None] = [*map(Location, [packs[pack] for pack in of_rows], *columns)]
+    found: list[Location | None] = [*map(Location, map(packs.__getitem__, of_rows), *columns)]
     for position in np.flatnonzero(np.isin(chosen["codec"], _WITH_BASES)).tolist():
         try:
             found[position] = location_of(part, packs, extents, rows[position])

@@ -29,7 +29,6 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.sealed import Body, ParseBudget, object_hash, seal, take, unseal
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
@@ -191,9 +190,8 @@ def _encode_spreads(spreads: Sequence[Spread]) -> Body:
     return {"kinds": packed, "of": np.array([number_of[spread] for spread in spreads], "<u2").tobytes()}
 
 
-def layout_id(encoded: bytes) -> Digest:
-    """The layout id of a sealed layout."""
-    return object_hash(encoded)
+layout_id = object_hash
+"""The layout id of a sealed layout."""
 
 
 def decode_layout(data: bytes, name: str, budget: ParseBudget | None = None) -> Layout:

@@ -19,6 +19,7 @@ from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.layout import MAX_RANKS
 from tensorstore_ck.format.pack import HEADER, MAX_BLOCK_BYTES
 from tensorstore_ck.format.sealed import (
+    BYTES_PER_ITEM,
     FREE_BYTES,
     HEADER_BYTES,
     MAX_OBJECT_BYTES,
@@ -158,11 +159,14 @@ def require_readable(part: Part, layout: bytes, blobs: Sequence[bytes], *, ranks
     Raises:
         UnsupportedValueError: too many objects take almost no bytes in the store.
     """
-    bodies, budget = [layout[HEADER_BYTES:-DIGEST_BYTES], *blobs], ParseBudget(FREE_BYTES // (2 * ranks))
+    bodies, free_bytes = [layout[HEADER_BYTES:-DIGEST_BYTES], *blobs], FREE_BYTES // (2 * ranks)
+    size_bytes = sum(map(len, bodies))
+    if size_bytes * (1 + BYTES_PER_ITEM) <= free_bytes:
+        return  # even if each byte was an item, and no byte was stored
+    budget = ParseBudget(free_bytes)
     encoded_bytes = int(part.extents["stored"][: int(part.blobs["blocks"].sum())].sum(dtype=np.int64))
     # gc may re-encode the layout in fewer bytes: the reader will find at least a quarter of them.
     budget.add_stored(encoded_bytes // 4 + part.stored_bytes + (ULID_BYTES + DIGEST_BYTES) * ranks_of_layout)
-    size_bytes = sum(map(len, bodies))
     if size_bytes <= budget.max_items(size_bytes):
         return  # even if each byte was an item
     try:

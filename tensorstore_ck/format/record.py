@@ -180,6 +180,9 @@ def _is_trigger(name: object) -> bool:
     return type(name) is str and 0 < len(name) <= MAX_TRIGGER_CHARS and name.isprintable()
 
 
+_NO_METADATA: Final = pack_body({})
+
+
 def encode_metadata(metadata: Mapping[str, object] | None) -> bytes:
     """The msgpack of user metadata: None, bool, int, float, str, lists and maps with str keys.
 
@@ -188,7 +191,9 @@ def encode_metadata(metadata: Mapping[str, object] | None) -> bytes:
     Raises:
         InvalidOptionError: another type, more than 1 MiB, or a user's value under the store's own key.
     """
-    given = dict(metadata or {})
+    if not metadata:
+        return _NO_METADATA
+    given = dict(metadata)
     if STORE_KEY in given:
         note = given.pop(STORE_KEY)
         if not isinstance(note, Mapping) or set(note) - {"non_finite"}:

@@ -128,10 +128,6 @@ class RefFence:
         if branch is not None and ref not in self._refs:
             self.note(ref, branch.root, branch.root)
 
-    def knows(self, ref: str) -> bool:
-        """Whether this handle has saved or restored there."""
-        return ref in self._refs
-
     def current(self, ref: str) -> Digest | None:
         """The snapshot that the state in memory is, if this handle has saved or restored there."""
         seen = self._refs.get(ref)

@@ -6,11 +6,12 @@ torch is imported only by the methods that take tensors.
 import itertools
 import os
 import shlex
+import time
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
-from tensorstore_ck.common.host_memory import default_limit_bytes, memory_errors
+from tensorstore_ck.common.host_memory import default_limit_bytes, memory_error
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.log.address import is_staged_address, resolve
@@ -19,6 +20,7 @@ from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, ProcessGroups, process_group
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save import OnFull, PendingSnapshot, SaveQueue
+from tensorstore_ck.session.save.capture_budget import check_on_full
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.drain_report import Staying
 from tensorstore_ck.session.save.process_end import finish_at_exit
@@ -68,18 +70,19 @@ class Session:
         **given: "Unpack[StateArguments]",
     ) -> Snapshot:
         """See `Store.put_snapshot`; `state` may be a `CapturedState`."""
-        torch_group = process_group(group)
+        torch_group = None if group is None else process_group(group)
         if torch_group is not None:
             self.queue.require_no_worker()
-
-        def make() -> "Save":
+        try:
+            self.queue.wait_idle()
+            called = time.monotonic()
             save = self._new_save(state, ref=ref, group=torch_group, timeout_seconds=timeout_seconds, given=given)
             if torch_group is None:  # with ranks this happens in the round, so that an error reaches all at once
-                save.check_and_capture()
-            return save
-
-        with memory_errors(f"the save to {ref!r}"):
-            return self.queue.finish(self.queue.begin(make))
+                save.check()
+                save.capture()
+            return self.queue.finish(self.queue.begin(save, called))
+        except (MemoryError, RuntimeError) as exc:
+            raise memory_error(exc, f"the save to {ref!r}") from exc.__cause__
 
     def put_async(
         self,
@@ -93,19 +96,22 @@ class Session:
         **given: "Unpack[StateArguments]",
     ) -> PendingSnapshot:
         """See `Store.put_snapshot_async`; `optimizers` is its `changed_by`."""
-        given["changed_by"] = _optimizers(optimizers)
-        torch_group = process_group(group)
-
-        def make() -> "Save":
-            held = state if torch_group is None else self._count_local_ranks(state, torch_group, timeout_seconds)
-            save = self._new_save(held, ref=ref, group=torch_group, timeout_seconds=timeout_seconds, given=given)
+        if optimizers != ():
+            given["changed_by"] = _optimizers(optimizers)
+        torch_group = None if group is None else process_group(group)
+        check_on_full(on_full)
+        self.queue.require_no_worker()
+        called = time.monotonic()
+        try:
+            if torch_group is not None:
+                state = self._count_local_ranks(state, torch_group, timeout_seconds)
+            save = self._new_save(state, ref=ref, group=torch_group, timeout_seconds=timeout_seconds, given=given)
             if torch_group is None and self.queue.is_quiet():
                 save.check_branch()
             save.check_and_capture()
-            return save
-
-        with memory_errors(f"the save to {ref!r}"):
-            return self.queue.submit(make, on_full)
+            return self.queue.submit(save, on_full, called)
+        except (MemoryError, RuntimeError) as exc:
+            raise memory_error(exc, f"the save to {ref!r}") from exc.__cause__
 
     def prepare(
         self,
@@ -135,7 +141,8 @@ class Session:
         if torch_group is None:
             from tensorstore_ck.state import check_state  # noqa: PLC0415 - loads torch
 
-            _require_no_rank_state(rank_state)
+            if rank_state is not None:
+                raise _rank_state_error()
             return check_state(state, self.engine.backend)
         from tensorstore_ck.session.save.dry_run import check_ranks  # noqa: PLC0415 - loads torch
 
@@ -202,7 +209,8 @@ class Session:
 
         coordination: Coordination
         if group is None:
-            _require_no_rank_state(given.get("rank_state"))
+            if given.get("rank_state") is not None:
+                raise _rank_state_error()
             coordination = Alone(self.context, next(self._numbers))
         else:
             self.engine.writes.share(group.size())
@@ -228,6 +236,5 @@ def _optimizers(changed_by: object) -> "Sequence[Optimizer]":
     return optimizers
 
 
-def _require_no_rank_state(rank_state: object) -> None:
-    if rank_state is not None:
-        raise InvalidOptionError("rank_state= needs group=: one process puts everything into the state", object_id="rank_state")
+def _rank_state_error() -> InvalidOptionError:
+    return InvalidOptionError("rank_state= needs group=: one process puts everything into the state", object_id="rank_state")

@@ -116,7 +116,7 @@ def diff_snapshots(store: ReadOnlyStore, old: SnapshotInfo, new: SnapshotInfo) -
 
 def knows_ref(store: ReadOnlyStore, ref: str) -> bool:
     """Whether this handle has saved to the ref, or restored from it."""
-    return store.session.fence.knows(ref)
+    return store.session.fence.current(ref) is not None
 
 
 def note_restored(store: ReadOnlyStore, resolved: Resolved) -> None:

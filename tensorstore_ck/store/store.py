@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tensorstore_ck.common.deprecation import renamed_argument, renamed_method
 from tensorstore_ck.common.user_frames import short_store_errors
-from tensorstore_ck.engine.write.request import LAST_SEEN, AnyHead, LastSeen
+from tensorstore_ck.engine.write.request import LAST_SEEN, AnyHead, LastSeen, Unchanged
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
-from tensorstore_ck.engine.write.suspicious_save import Unchanged
 from tensorstore_ck.format.codec import CodecName, DeltaOption
 from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.snapshot import Snapshot

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.common.user_frames import short_errors
+from tensorstore_ck.engine.write.request import Unchanged
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
-from tensorstore_ck.engine.write.suspicious_save import Unchanged
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.codec import CodecName, DeltaOption
 from tensorstore_ck.format.random_streams import Streams

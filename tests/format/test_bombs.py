@@ -1,5 +1,7 @@
 """Snapshots of a few KB that were made to take gigabytes, or minutes: refused by what they ask for, not by what they take."""
 
+import contextlib
+import random
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +14,13 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common import host_memory
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.read.block_reader import decode_at
-from tensorstore_ck.format import tree
+from tensorstore_ck.format import part as part_module
+from tensorstore_ck.format import sealed, tree
 from tensorstore_ck.format.codec import Codec
 from tensorstore_ck.format.sealed import FREE_BYTES, ParseBudget
 from tensorstore_ck.log.block_index import Base, Location
 from tensorstore_ck.store import Store
+from tests.format import samples
 from tests.format.forged import Forged, layout_of, publish
 from tests.gc.stores import open_store
 
@@ -206,3 +210,24 @@ def test_keys_that_were_chosen_to_collide(kind: str, where: str) -> None:
         publish(store, Forged(layout_of(None), [["e", keys]]))
     assert "same hash" in refused(check_out, store)
     store.show("bomb")
+
+
+def test_what_a_small_size_alone_admits_the_budget_admits() -> None:
+    """Random bodies of almost nothing but items, around the size from which they are walked: refused if a walk refuses them."""
+    choose, part = random.Random(1), samples.part()
+    refusals = 0
+    for _ in range(300):
+        ranks = choose.choice([1, 8, 300, 5000])
+        items = int(FREE_BYTES // (2 * ranks) / 257 * choose.uniform(0.5, 20))
+        body = b"\xdd" + items.to_bytes(4, "big") + b"\xc0" * items
+        budget = ParseBudget(FREE_BYTES // (2 * ranks))
+        budget.add_stored(int(part.extents["stored"][:2].sum()) // 4 + part.stored_bytes + 48 * ranks)
+        try:
+            sealed.check_msgpack(memoryview(body), "it", budget)
+            is_refused = False
+        except tsck.CorruptObjectError:
+            is_refused = True
+        refusals += is_refused
+        with pytest.raises(tsck.UnsupportedValueError) if is_refused else contextlib.nullcontext():
+            part_module.require_readable(part, bytes(8) + body + bytes(32), [], ranks=ranks, ranks_of_layout=ranks)
+    assert 0 < refusals < 300

@@ -1,6 +1,8 @@
 """Saves of one handle whose structures are equal, or almost: what is kept of the last layouts must not leak into a snapshot."""
 
 import gc
+import random
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, Literal
@@ -83,3 +85,37 @@ def test_a_later_save_makes_no_objects_for_each_small_tensor(tmp_path: Path, cod
                 finally:
                     gc.callbacks.pop()
     assert collections["many"] <= collections["few"] + 4
+
+
+def test_a_handle_that_keeps_nothing_saves_the_same(tmp_path: Path) -> None:
+    """A random history, saved by one handle and by a new one for each save: the same roots, so the same cuts, and the same warnings."""
+    choose = random.Random(1)
+    long_names = [f"{number:04}.{'x' * 240}" for number in range(5000)]  # a layout of more than one block
+    tensors: dict[str, dict[str, Any]] = {
+        "few": {"w": torch.zeros(8), "n": torch.zeros(8, dtype=torch.int32)},
+        "whole numbers": {"w": torch.zeros(8, dtype=torch.int32), "n": torch.zeros(8, dtype=torch.int32)},
+        "an optimizer": {"w": torch.zeros(8), "adam": {"state": {0: {"step": torch.zeros(1)}}}},
+        "many": dict.fromkeys(long_names, torch.zeros(1)),
+        "many others": dict.fromkeys([name[::-1] for name in long_names[:4900]], torch.zeros(1)),
+    }
+
+    def save(store: tsck.Store, name: str, step: int) -> tuple[str, list[str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            root = store.put_snapshot(tensors[name], ref=name.replace(" ", "-"), step=step, expect=tsck.ANY).root
+        return root, [str(warning.message) for warning in caught]
+
+    warned = 0
+    with tsck.open(tmp_path / "kept", create=True) as kept:
+        for step in range(20):
+            name = choose.choice([*tensors, *[*tensors][:3]])
+            moving = choose.choice(["w", "n", "adam", ""])
+            for path, tensor in tensors[name].items():
+                if path == moving:
+                    tensor = tensor["state"][0]["step"] if isinstance(tensor, dict) else tensor
+                    tensor += choose.randint(1, 3)
+            with tsck.open(tmp_path / "new", create=True) as new:
+                saved = save(kept, name, step)
+                assert saved == save(new, name, step), name
+            warned += len(saved[1])
+    assert warned

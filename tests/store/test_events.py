@@ -75,6 +75,27 @@ def test_a_callback_that_raises_disturbs_nobody_and_is_logged_once(caplog: pytes
     assert "its own fault" in caplog.text
 
 
+def test_an_event_is_wanted_by_a_callback_and_by_a_log_that_shows_its_level(caplog: pytest.LogCaptureFixture) -> None:
+    log, silent = Observers(is_logged=True), Observers()
+    for level, wanted in (
+        (logging.DEBUG, {"captured", "published", "failed"}),
+        (logging.INFO, {"published", "failed"}),
+        (logging.CRITICAL, set()),
+    ):
+        caplog.set_level(level, "tensorstore_ck")
+        kinds: tuple[Kind, ...] = ("captured", "published", "failed")
+        assert {kind for kind in kinds if log.wants(kind)} == wanted
+        for kind in kinds:
+            log.emit(make_event(kind))
+            assert not silent.wants(kind)
+        assert len(caplog.records) == len(wanted)
+        caplog.clear()
+    end = silent.subscribe(print)
+    assert silent.wants("captured")
+    end()
+    assert not silent.wants("captured")
+
+
 def test_callbacks_may_subscribe_emit_and_unsubscribe_during_an_event() -> None:
     observers, told = Observers(), list[str]()
 

@@ -33,8 +33,8 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(79, 560, 1380),
-    "put_snapshot_async": Weight(82, 620, 1540),
+    "put_snapshot": Weight(74, 470, 1260),
+    "put_snapshot_async": Weight(78, 535, 1390),
     "checkout": Weight(52, 280, 1470),
 }
 """For four linear layers and their optimizer, on CPython 3.11. Functions and calls are rounded up: threads that meet take a few more."""

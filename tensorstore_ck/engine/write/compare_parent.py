@@ -8,7 +8,6 @@ last snapshot is read. The step counters are those of the ``state_dict`` of ever
 import struct
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Final, Literal, NamedTuple, cast
 
 import numpy as np
@@ -18,12 +17,12 @@ from tensorstore_ck.common.ids import DIGEST_BYTES
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.part_writer import WrittenPart
+from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.sampled_checks import is_floating
-from tensorstore_ck.engine.write.suspicious_save import SaveClaim, SaveFindings, StepCounts, find_snapshot, snapshot_before, steps_between
+from tensorstore_ck.engine.write.suspicious_save import SaveFindings, StepCounts, find_snapshot, snapshot_before, steps_between
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.layout import Layout, Node
 from tensorstore_ck.format.part import Part, decode_values
-from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import RefTable, SnapshotInfo
 
 _GROUPS: Final = ("state", "param_groups")
@@ -42,7 +41,7 @@ class StepCounter(NamedTuple):
 
 @dataclass(slots=True)
 class StepCounters:
-    """The counters of one layout."""
+    """The counters of one layout, and its weights."""
 
     found: list[StepCounter] = field(default_factory=list)
     tensors: set[int] = field(default_factory=set)
@@ -51,6 +50,8 @@ class StepCounters:
     """Whether there are others."""
     may_skip: bool = False
     """Whether the state has a gradient scaler, which lets optimizers skip steps."""
+    weights: set[int] = field(default_factory=set)
+    """The numbers of all other tensors of floating or complex numbers."""
 
 
 def find_counters(captured: CapturedState) -> StepCounters:
@@ -60,6 +61,9 @@ def find_counters(captured: CapturedState) -> StepCounters:
     if counters is None:
         counters = StepCounters()
         _CounterSearch(captured.layout, counters).visit(captured.layout.tree, "", "", 0)
+        for number, spec in enumerate(captured.layout.tensors[:]):
+            if number not in counters.tensors and is_floating(spec.dtype, spec.item_bytes):
+                counters.weights.add(number)
         kept[StepCounters] = counters
     return counters
 
@@ -136,12 +140,12 @@ class _Predecessor(NamedTuple):
 class ParentComparison:
     """Compares a part that one rank has written with its predecessors."""
 
-    def __init__(self, engine: Engine, view: RefTable, written: WrittenPart, captured: CapturedState, claim: SaveClaim) -> None:
+    def __init__(self, engine: Engine, view: RefTable, written: WrittenPart, captured: CapturedState, request: SaveRequest) -> None:
         self._part = written.part
         self._tensors = written.tensors
         self._captured = captured
-        self._step = claim.step
-        self._past = _snapshots_before(engine, view, written.part, claim)
+        self._step = request.step
+        self._past = _snapshots_before(engine, view, written.part, request)
         self._known: list[_Predecessor] = []
         self._counters = find_counters(captured)
         self._places = self._find_places(self._counters.tensors)
@@ -167,9 +171,11 @@ class ParentComparison:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def _has_moved(self, before: Part) -> bool:
-        blocks, specs = self._tensors.plan.blocks, self._captured.layout.tensors[:]
-        moved = chain((blocks[row].tensor for row in self._moved_rows(before)), self._moved_inline(before))
-        return any(is_floating(specs[tensor].dtype, specs[tensor].item_bytes) for tensor in moved if tensor not in self._counters.tensors)
+        blocks, weights = self._tensors.plan.blocks, self._counters.weights
+        for row in self._moved_rows(before):
+            if blocks[row].tensor in weights:
+                return True
+        return not weights.isdisjoint(self._moved_inline(before))
 
     def _moved_rows(self, before: Part) -> list[int]:
         """The blocks of tensors that differ."""
@@ -252,29 +258,23 @@ class ParentComparison:
             yield before
 
 
-def _snapshots_before(engine: Engine, view: RefTable, own: Part, claim: SaveClaim) -> Iterator[_Predecessor]:
-    """The snapshots before this one, newest first, as far as they can be compared."""
-    info = snapshot_before(view, claim)
+def _snapshots_before(engine: Engine, view: RefTable, own: Part, request: SaveRequest) -> Iterator[_Predecessor]:
+    """The snapshots before this one, newest first, as long as the part of this rank has the same tensors at the same positions."""
+    info = snapshot_before(view, request)
     while info is not None:
         try:
-            part = _read_matching(engine, engine.recent_record(info), own)
+            record = engine.recent_record(info)
+            if own.rank >= len(record.parts):
+                return
+            part = engine.read_part(record, own.rank)
         except StoreError:  # comparing must not make the save fail
             return
-        if part is None:
+        is_match = part.layout_id == own.layout_id and part.world_size == own.world_size
+        is_match = is_match and part.layout_of == own.layout_of and part.regions == own.regions
+        if not (is_match and len(_tensor_ids(part)) == len(_tensor_ids(own)) and len(part.inline) == len(own.inline)):
             return
         yield _Predecessor(info, part)
         info = find_snapshot(view, info.parent) if info.parent is not None else None
-
-
-def _read_matching(engine: Engine, record: Record, own: Part) -> Part | None:
-    """The part of the same rank, if it has the same tensors at the same positions."""
-    places = range(len(record.parts)) if own.rank < own.world_size else range(own.world_size, len(record.parts))
-    if own.rank not in places:
-        return None
-    part = engine.read_part(record, own.rank)
-    is_match = part.layout_id == own.layout_id and part.world_size == own.world_size
-    is_match = is_match and part.layout_of == own.layout_of and part.regions == own.regions
-    return part if is_match and len(_tensor_ids(part)) == len(_tensor_ids(own)) and len(part.inline) == len(own.inline) else None
 
 
 def _tensor_ids(part: Part) -> npt.NDArray[np.uint64]:

@@ -46,8 +46,8 @@ class DedupIndex:
         """The row of each block in each part."""
         self._usable_bytes: dict[Ulid, int] = dict.fromkeys(packs_of_damaged(engine, self._view, rank), 0)
         # the oldest one with that root: anybody may append a later put of it, whose parts say that its blocks are elsewhere
-        held = [ulid for ulid in self._view.with_root(parent) if self._view.is_live(ulid)] if parent else []
-        info = self._view.snapshot(held[-1]) if held else None
+        held = next(filter(self._view.is_live, reversed(self._view.with_root(parent))), None) if parent else None
+        info = self._view.snapshot(held) if held is not None else None
         if info is None:
             _logger.debug(
                 "no snapshot to share blocks with: they are looked up in this host's index" if elsewhere else "no block is shared"
@@ -58,10 +58,11 @@ class DedupIndex:
             for number in matching_parts(len(record.parts), engine.read_part(record, 0).world_size, rank, ranks):
                 part = engine.read_part(record, number)
                 self._parts.append((part, locate_blocks(engine, self._view, part)))
+                blocks = part.block_ids()
+                self._rows.append(dict(zip(blocks, range(len(blocks)), strict=True)))
         except DamageError as exc:
             warnings.warn(f"cannot reuse the blocks of the parent snapshot, all are written again: {exc}", stacklevel=user_stacklevel())
         _logger.debug("%d parts of %s@%s, root %s, have blocks to share", len(self._parts), info.ref, info.step, info.root.hex())
-        self._rows = [dict(zip(part.block_ids(), range(part.block_count), strict=True)) for part, _ in self._parts]
 
     def find(self, blocks: Sequence[Digest]) -> dict[Digest, Location]:
         """See `BlockLookup`."""

@@ -127,7 +127,7 @@ class PackWriter:
         the id of a block.
         """
         with self._meter.timed("hash", sum(map(len, run))):
-            ids = [block_id(raw) for raw in run] if identify is None else [*map(identify, range(len(run)))]
+            ids = [*map(block_id, run)] if identify is None else [*map(identify, range(len(run)))]
         with self._lock:
             fresh = self._claim(ids)
         if fresh:
@@ -195,7 +195,9 @@ class PackWriter:
         known = self._known([*first])
         self._add_found(known)
         self._claimed |= first.keys()
-        return [number for block, number in first.items() if block not in known]
+        for block in known:
+            del first[block]
+        return [*first.values()]
 
     def _append(self, blocks: list[EncodedBlock]) -> None:
         pieces, stored, size = list[Buffer](), list[tuple[int, int]](), 0
@@ -231,15 +233,11 @@ class PackWriter:
         """An open pack that no thread appends to, if possible: filesystems let one writer at a time into a file."""
         pack = min(self._open, key=lambda pack: pack.appending, default=None)
         if pack is None or (pack.appending and len(self._open) < self._open_packs and pack.reserved_bytes >= SHARED_PACK_BYTES):
-            pack = self._begin()
+            ulid = self._new_id()
+            pack = _OpenPack(ulid, self._backend.open_writer(pack_name(ulid)))
+            self._unsealed.append(pack)
+            pack.writer.append([encode_header()])
             self._open.append(pack)
-        return pack
-
-    def _begin(self) -> _OpenPack:
-        ulid = self._new_id()
-        pack = _OpenPack(ulid, self._backend.open_writer(pack_name(ulid)))
-        self._unsealed.append(pack)
-        pack.writer.append([encode_header()])
         return pack
 
     def _seal(self, pack: _OpenPack) -> None:

@@ -127,7 +127,7 @@ def write_part(
         with open_packs(engine, known, meter) as first:
             if not apart:  # tensors first: after a layout of an odd size, the reads of all of them would be copied a third slower
                 tensors = write(first)
-            packs, blobs = [first], write_blobs(captured, first, slot, coding)
+            packs, blobs = [first], write_blobs(captured, plan, first, slot=slot, coding=coding)
         if apart:
             with open_packs(engine, known, meter) as second:
                 packs, tensors = [first, second], write(second)
@@ -155,19 +155,20 @@ def open_packs(engine: Engine, known: BlockLookup, meter: SaveMeter | None = Non
         raise
 
 
-def write_blobs(captured: CapturedState, packs: PackWriter, slot: PartSlot, coding: Coding) -> BlobBlocks:
+def write_blobs(captured: CapturedState, plan: WritePlan, packs: PackWriter, slot: PartSlot, coding: Coding) -> BlobBlocks:
     """Stores the layout and the large values, if this rank is the first one with the layout."""
     encoded_layout = captured.layout.encode()
     is_first = slot.rank == slot.layout_ranks[0]
-    ids, encoder = list[Digest](), Encoder(coding.mode)
+    ids = list[Digest]()
     blobs = np.zeros(1 + len(captured.blobs) if is_first else 1, BLOB_DTYPE)
     blobs["size"][0] = len(encoded_layout)
     for number, blob in enumerate((encoded_layout, *captured.blobs) if is_first else ()):
-        lengths = cut_opaque(blob)
-        ends = np.cumsum(lengths).tolist()
-        view = memoryview(blob)
-        run = [view[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-        ids += packs.add(run, lambda number, run=run: BlockEncoding(encoder.encode_opaque(run[number])))  # type: ignore[misc]
+        lengths = cut_opaque(blob) if number else plan.layout_lengths
+        view, run, start = memoryview(blob), list[memoryview](), 0
+        for length in lengths:
+            run.append(view[start : start + length])
+            start += length
+        ids += packs.add(run, lambda number, run=run: BlockEncoding(Encoder(coding.mode).encode_opaque(run[number])))  # type: ignore[misc]
         blobs[number] = (len(lengths), 0, len(blob))
     return BlobBlocks(blobs, ids)
 
@@ -193,24 +194,23 @@ def write_tensors(
     frozen = FrozenBlocks(captured, plan) if captured.frozen else None
     if frozen is not None:
         frozen.rely_on_known(packs, ids)
+        blocks = [block for block in blocks if ids[block.row] is ZERO_DIGEST]
     computed: Mapping[int, Digest] = {}
     must_agree = sampling.verify_share > 0
     if captured.device_blocks is not None:
         must_agree = must_agree or captured.device_blocks.must_agree
-        unknown = [block for block in blocks if ids[block.row] is ZERO_DIGEST]
-        computed = skip_unchanged(captured, blocks=unknown, ids=ids, packs=packs, sample=sample)
-
-    unread = [block for block in blocks if ids[block.row] is ZERO_DIGEST]
+        computed = skip_unchanged(captured, blocks=blocks, ids=ids, packs=packs, sample=sample)
+        blocks = [block for block in blocks if ids[block.row] is ZERO_DIGEST]
     masters = None
     if coding.mode != "raw":
-        fresh = {block.tensor for block in unread}  # others are not read: they may stay on a device
-        masters = Fp32Masters(captured, [block for block in blocks if block.tensor in fresh])
+        fresh = {block.tensor for block in blocks}  # others are not read: they may stay on a device
+        masters = Fp32Masters(captured, [block for block in plan.blocks if block.tensor in fresh])
     writer = RunWriter(
         captured, packs, sample, ids, coding=coding, earlier=earlier, masters=masters, computed=computed, must_agree=must_agree
     )
     threads = cpu_threads() + 1
     first_and_last: tuple[list[TensorBlock], list[TensorBlock]] = ([], [])  # weights come after their masters
-    for block in unread:
+    for block in blocks:
         first_and_last[block.tensor in writer.weights].append(block)
     for several in filter(None, first_and_last):
         run_bytes = sum([block.stop - block.start for block in several]) // (RUNS_A_THREAD * threads)
@@ -261,7 +261,8 @@ def store_part(
         regions=tensors.plan.regions,
     )
     if slot.rank == slot.layout_ranks[0]:
-        parsed = [captured.blobs[number] for number in msgpack_blobs(captured.values, "the state")]
+        numbers = msgpack_blobs(captured.values, "the state") if captured.blobs else ()
+        parsed = [*map(captured.blobs.__getitem__, numbers)]
         require_readable(part, captured.layout.encode(), parsed, ranks=slot.world_size, ranks_of_layout=len(slot.layout_ranks))
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
@@ -305,18 +306,18 @@ class RunWriter:
             # A frozen tensor is read from its owner's memory: even if it changes now, a block's bytes must match its id.
             buffers.append(bytes(data) if block.tensor in self._captured.frozen else data)
         self._sample.note(blocks, buffers)
+        run = None
         if self.coding.mode == "raw" and self.earlier is None:
-            self._note_ids(blocks, self._packs.add(buffers))
-            return
-        run = _EncodedRun(self, blocks, buffers)
-        self._note_ids(blocks, self._packs.add(buffers, run.encode, run.identify if self.earlier is not None else None))
-        run.keep_for_next_save()
-
-    def _note_ids(self, blocks: Sequence[TensorBlock], ids: Sequence[Digest]) -> None:
+            ids = self._packs.add(buffers)
+        else:
+            run = _EncodedRun(self, blocks, buffers)
+            ids = self._packs.add(buffers, run.encode, run.identify if self.earlier is not None else None)
         for block, block_id in zip(blocks, ids, strict=True):
             self.ids[block.row] = block_id
             if self._computed.get(block.row, block_id) != block_id and self._must_agree:
                 require_unchanged(self._captured, {block.tensor})
+        if run is not None:
+            run.keep_for_next_save()
 
 
 class _EncodedRun:

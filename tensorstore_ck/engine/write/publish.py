@@ -8,7 +8,10 @@ how ranks communicate nor torch.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain
+from operator import attrgetter
 from typing import Final, NamedTuple, TypeVar
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid, split_ulids, ulid_text
@@ -163,13 +166,14 @@ def condemned_of(engine: Engine, view: RefTable, snapshots: Sequence[Ulid], part
     Raises:
         SnapshotExpiredError: gc freed something of them already: their blocks must be written again.
     """
-    needed = [ObjectKey("snapshot", snapshot) for snapshot in snapshots]
+    needed, anchor = [*map(partial(ObjectKey, "snapshot"), snapshots)], parts[0][1].anchor
     try:
         for ulid, part in parts:
+            anchor = min(anchor, part.anchor)
             needed += [ObjectKey("part", ulid), *locate_blocks(engine, view, part).objects()]
     except MissingObjectError as exc:
         raise SnapshotExpiredError(f"this snapshot needs {exc.object_id}, which gc freed", object_id=exc.object_id) from exc
-    return condemned_among(view, needed, min(part.anchor for _, part in parts), "this snapshot")
+    return condemned_among(view, needed, anchor, "this snapshot")
 
 
 MOVES_OBJECTS: Final = frozenset({"condemn", "sweep", "relocate", "settle"})
@@ -247,10 +251,10 @@ def record_of(engine: Engine, request: SaveRequest, reports: Sequence[RankParts]
         metadata=request.metadata,
         metrics=request.metrics,
         time_ns=engine.clock() if made_ns is None else made_ns,
-        parts=ulids_of(reports),
-        part_ids=b"".join(rank.part_ids[at] for at in range(len(reports[0].ulids)) for rank in reports),
+        parts=in_record_order(map(attrgetter("ulids"), reports)),
+        part_ids=b"".join(in_record_order(map(attrgetter("part_ids"), reports))),
         logical_bytes=logical_bytes,
-        new_bytes=sum(rank.new_bytes for rank in reports),
+        new_bytes=sum(map(attrgetter("new_bytes"), reports)),
         streams=streams,
         triggers=request.origin.triggers,
         epoch=request.origin.epoch,
@@ -258,19 +262,18 @@ def record_of(engine: Engine, request: SaveRequest, reports: Sequence[RankParts]
     )
 
 
-def ulids_of(reports: Sequence[RankParts]) -> list[Ulid]:
-    """The ULIDs of all parts, in the order of a record."""
-    return [rank.ulids[at] for at in range(len(reports[0].ulids)) for rank in reports]
+def in_record_order(of_ranks: Iterable[Sequence[T]]) -> list[T]:
+    """What each rank has of its parts, in the order of a record: of the first part of each rank, then of the second of each."""
+    return [*chain.from_iterable(zip(*of_ranks, strict=True))]
 
 
 def condemned_of_ranks(engine: Engine, snapshot: Ulid, reports: Sequence[RankParts], view: RefTable) -> Objects:
     """The objects to rescue at this head: those that the ranks reported, unless the log has moved objects since one of them looked."""
-    since, head = min(rank.checked for rank in reports), view.head()
-    newer = engine.log.entries(since + 1) if head is not None and head.n > since else ()
-    if not any(op.name in MOVES_OBJECTS for entry in newer for op in entry.ops):
-        return Objects(key for rank in reports for key in rank.condemned)
+    since, head = min(map(attrgetter("checked"), reports)), view.head()
+    if head is None or head.n <= since or not any(op.name in MOVES_OBJECTS for entry in engine.log.entries(since + 1) for op in entry.ops):
+        return Objects(chain.from_iterable(map(attrgetter("condemned"), reports)))
     try:
-        parts = [(ulid, read_part(engine, ulid)) for ulid in ulids_of(reports)]
+        parts = [(ulid, read_part(engine, ulid)) for ulid in in_record_order(map(attrgetter("ulids"), reports))]
     except MissingObjectError as exc:
         raise SnapshotExpiredError(f"this snapshot needs {exc.object_id}, which gc freed", object_id=exc.object_id) from exc
     return condemned_of(engine, view, [snapshot], parts)

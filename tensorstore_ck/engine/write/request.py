@@ -1,12 +1,11 @@
 """What a save says besides the state: its options, as the caller gives them, and the request that they make at one entry of the log."""
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple, TypedDict
+from typing import Final, Literal, NamedTuple, TypedDict, cast, get_args
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, Sampling, turn_of
-from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveClaim, require_checks
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.codec import CodecName, Coding, DeltaOption, check_codec_name, check_delta
 from tensorstore_ck.format.record import MAX_STEP, SaveOrigin, check_metrics, check_origin, encode_metadata
@@ -37,6 +36,31 @@ class LastSeen:
 
 LAST_SEEN: Final = LastSeen()
 """The default. As ``expect=``: move the ref from where this handle last saved or restored it. As ``parent=``: that snapshot."""
+
+
+Unchanged = Literal["warn", "error", "ok"]
+
+
+class SaveChecks(NamedTuple):
+    """How a save is checked."""
+
+    unchanged: Unchanged = "ok"
+    """What to do when its content contradicts its step."""
+    verify_capture: float = 0.0
+    """The share of larger tensors that is read a second time; 0: no tensor is."""
+
+
+def require_checks(unchanged: object, verify_capture: object) -> SaveChecks:
+    """Checks these options of a save.
+
+    Raises:
+        InvalidOptionError: one is invalid.
+    """
+    if unchanged not in get_args(Unchanged):
+        raise InvalidOptionError(f"unchanged must be 'warn', 'error' or 'ok', not {unchanged!r}", object_id="unchanged")
+    if isinstance(verify_capture, bool) or not isinstance(verify_capture, int | float) or not 0 <= verify_capture <= 1:
+        raise InvalidOptionError(f"verify_capture must be a share from 0.0 to 1.0, not {verify_capture!r}", object_id="verify_capture")
+    return SaveChecks(cast(Unchanged, unchanged), float(verify_capture))
 
 
 class SaveOptions(NamedTuple):
@@ -118,7 +142,8 @@ def check_options(
         raise InvalidOptionError(f"parent must be an address, a Snapshot or None, not {type(parent).__name__}", object_id="parent")
     engine.require_writable()
     chosen = None if codec is None else check_codec_name(codec)
-    how = (chosen, check_delta(delta), parent, checks, origin, any_step)
+    differences = None if delta is None else check_delta(delta)
+    how = (chosen, differences, parent, checks, origin, any_step)
     return SaveOptions(ref, number, expect, packed_metadata, checked_metrics, *how)
 
 
@@ -149,8 +174,3 @@ class SaveRequest(NamedTuple):
     def sampling(self) -> Sampling:
         """Which part of the state is sampled."""
         return Sampling(turn_of(self.parent, self.step), self.checks.verify_capture)
-
-    @property
-    def claim(self) -> SaveClaim:
-        """The ref, step and parent that the save claims."""
-        return SaveClaim(self.ref, self.step, self.parent)

@@ -8,13 +8,14 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, NamedTuple, cast, get_args
+from typing import Any, Final
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.sampled_checks import Finiteness
-from tensorstore_ck.errors import InvalidOptionError, StoreError, SuspiciousSaveError
+from tensorstore_ck.errors import StoreError, SuspiciousSaveError
 from tensorstore_ck.format.record import STORE_KEY, decode_metadata, record_name
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import RefTable, SnapshotInfo
@@ -23,41 +24,9 @@ _logger: Final = logging.getLogger("tensorstore_ck.engine")
 JUMP: Final = 2.0
 """A save warns if the share of numbers that are not finite grows by more than this factor; unchanged tensors do not count."""
 
-Unchanged = Literal["warn", "error", "ok"]
-
 
 class SuspiciousSaveWarning(UserWarning):
     """A save was published as it was given, but its content contradicts its step, much of it is suddenly not finite, or ranks differ."""
-
-
-class SaveClaim(NamedTuple):
-    """What a save claims of its content."""
-
-    ref: str
-    step: int | None
-    parent: Digest | None
-
-
-class SaveChecks(NamedTuple):
-    """How a save is checked."""
-
-    unchanged: Unchanged = "ok"
-    """What to do when its content contradicts its step."""
-    verify_capture: float = 0.0
-    """The share of larger tensors that is read a second time; 0: no tensor is."""
-
-
-def require_checks(unchanged: object, verify_capture: object) -> SaveChecks:
-    """Checks these options of a save.
-
-    Raises:
-        InvalidOptionError: one is invalid.
-    """
-    if unchanged not in get_args(Unchanged):
-        raise InvalidOptionError(f"unchanged must be 'warn', 'error' or 'ok', not {unchanged!r}", object_id="unchanged")
-    if isinstance(verify_capture, bool) or not isinstance(verify_capture, int | float) or not 0 <= verify_capture <= 1:
-        raise InvalidOptionError(f"verify_capture must be a share from 0.0 to 1.0, not {verify_capture!r}", object_id="verify_capture")
-    return SaveChecks(cast(Unchanged, unchanged), float(verify_capture))
 
 
 @dataclass(slots=True)
@@ -131,7 +100,7 @@ def merged(several: Sequence[SaveFindings]) -> SaveFindings:
     return findings
 
 
-def judge(engine: Engine, view: RefTable, findings: SaveFindings, checks: SaveChecks, claim: SaveClaim) -> None:
+def judge(engine: Engine, view: RefTable, findings: SaveFindings, request: SaveRequest) -> None:
     """Warns of findings, or raises; nothing is published yet.
 
     Raises:
@@ -141,10 +110,10 @@ def judge(engine: Engine, view: RefTable, findings: SaveFindings, checks: SaveCh
     _logger.debug("compared with the save before: %s; %d of %d numbers of the sample are not finite", how, *sizes)
     if findings.has_moved and not findings.counts and not findings.non_finite_moved:
         return  # nothing to compare with the save before
-    ref, step, _ = claim
-    before = snapshot_before(view, claim)
-    doubts = "; ".join([] if checks.unchanged == "ok" else _doubts(findings, before, step))
-    if doubts and checks.unchanged == "error":
+    ref, step, unchanged = request.ref, request.step, request.checks.unchanged
+    before = snapshot_before(view, request)
+    doubts = "; ".join([] if unchanged == "ok" else _doubts(findings, before, step))
+    if doubts and unchanged == "error":
         raise SuspiciousSaveError(
             f"nothing was published to {ref!r}: {doubts} (unchanged='warn' publishes it with a warning)", object_id=ref
         )
@@ -214,10 +183,10 @@ def steps_between(first: int | None, second: int | None) -> int | None:
     return second - first if first is not None and second is not None and second > first else None
 
 
-def snapshot_before(view: RefTable, claim: SaveClaim) -> SnapshotInfo | None:
+def snapshot_before(view: RefTable, request: SaveRequest) -> SnapshotInfo | None:
     """The snapshot that a save continues; None for the first save to a ref, which may come from anywhere."""
-    info = find_snapshot(view, claim.parent) if claim.parent is not None else None
-    is_of_ref = info is not None and (info.ref == claim.ref or view.branch(claim.ref) is not None)
+    info = find_snapshot(view, request.parent) if request.parent is not None else None
+    is_of_ref = info is not None and (info.ref == request.ref or view.branch(request.ref) is not None)
     return info if is_of_ref else None
 
 

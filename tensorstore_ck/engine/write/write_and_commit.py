@@ -4,11 +4,13 @@ The ranks of a group write their parts by `session/group/rank_save.py`, and rank
 become durable: the store, or a staging disk in front of it (`session/staging/staging_destination.py`).
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, Self, TypeVar
+from operator import attrgetter
+from typing import Final, Protocol, Self, TypeVar
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.save_progress import SaveMeter
@@ -18,6 +20,7 @@ from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart, write_part
 from tensorstore_ck.engine.write.publish import (
+    MAX_TRIES,
     RankParts,
     at_branch,
     check_expected,
@@ -25,13 +28,12 @@ from tensorstore_ck.engine.write.publish import (
     condemned_of_ranks,
     publish,
     record_of,
-    retry_expired,
     store_record,
 )
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings, judge, merged
 from tensorstore_ck.engine.write.write_plan import slot_of_one
-from tensorstore_ck.errors import NoSpaceError, StoreError, UndecidedError
+from tensorstore_ck.errors import NoSpaceError, SnapshotExpiredError, StoreError, UndecidedError
 from tensorstore_ck.format.record import Record, with_store_metadata
 from tensorstore_ck.format.sealed import FOLDERS
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
@@ -40,6 +42,8 @@ from tensorstore_ck.log.cache import Batch
 from tensorstore_ck.log.quota import check_quotas
 
 T = TypeVar("T")
+
+_logger: Final = logging.getLogger("tensorstore_ck.engine")
 
 
 class Destination(Protocol):
@@ -90,8 +94,8 @@ class Destination(Protocol):
     def go_offline(self) -> bool:
         """Continues without the store, if it does not answer; returns False if that is not possible."""
 
-    def repeat(self, attempt: Callable[[], T]) -> T:
-        """The result of `attempt`, by which a process alone writes and commits: called again after errors that may pass by that."""
+    def may_repeat(self, error: StoreError) -> bool:
+        """Whether a process alone may write and commit again after this error, as of a newer view of the log; prepares that."""
 
 
 class StoreDestination:
@@ -165,7 +169,7 @@ class StoreDestination:
             record,
             encoded,
             txn=txn,
-            anchor=min(rank.anchor for rank in reports),
+            anchor=min(map(attrgetter("anchor"), reports)),
             arrange=partial(at_branch, engine, record, expect=request.expect, mark=mark),
             condemned=partial(condemned_of_ranks, engine, txn, reports),
             began_ns=request.began_ns,
@@ -193,9 +197,13 @@ class StoreDestination:
         """See `Destination`."""
         return False
 
-    def repeat(self, attempt: Callable[[], T]) -> T:
-        """See `retry_expired`. Each further try is made at the newest entry."""
-        return retry_expired(attempt, self.engine.log.sync)
+    def may_repeat(self, error: StoreError) -> bool:
+        """After gc freed blocks that the save relied on, at the newest entry: the bytes are still in memory."""
+        if not isinstance(error, SnapshotExpiredError):
+            return False
+        _logger.debug("written again: %s", error)
+        self.engine.log.sync()
+        return True
 
 
 def write(
@@ -215,7 +223,7 @@ def write(
         finiteness = written.tensors.sample.finiteness
         findings = SaveFindings(elements=finiteness.elements, non_finite=finiteness.non_finite)
     else:
-        findings = ParentComparison(engine=engine, view=view, written=written, captured=captured, claim=request.claim).examine()
+        findings = ParentComparison(engine=engine, view=view, written=written, captured=captured, request=request).examine()
     destination.wrote(request, [written])
     with meter.timed("commit"):
         is_published_later = destination.is_staging and not is_offline
@@ -256,7 +264,7 @@ def commit(
         UndecidedError: the backend went away in the middle of the commit.
     """
     engine, found = destination.engine, merged(findings)
-    judge(engine, view, found, request.checks, request.claim)
+    judge(engine, view, found, request)
     if found.non_finite:
         request = request._replace(metadata=with_store_metadata(request.metadata, {"non_finite": found.finiteness.share}))
     with meter.timed("commit"):
@@ -286,14 +294,16 @@ def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest,
 def write_and_commit(
     destination: Destination, captured: CapturedState, request: SaveRequest, meter: SaveMeter, view: RefTable
 ) -> SnapshotInfo:
-    """Both phases for a process alone, first as of `view`: see `Destination.repeat`."""
-    views = iter((view,))
-
-    def attempt() -> SnapshotInfo:
-        at = next(views, None) or destination.engine.log.view()
-        report, findings = write(destination, captured=captured, request=request, meter=meter, view=at)
-        return commit(destination, request, [report], [findings], logical_bytes=captured.logical_bytes, meter=meter, view=at)
-
-    info = destination.repeat(attempt)
-    destination.keep(info)
-    return info
+    """Both phases for a process alone, first as of `view`: see `Destination.may_repeat`."""
+    for tries_left in reversed(range(MAX_TRIES)):
+        try:
+            report, findings = write(destination, captured=captured, request=request, meter=meter, view=view)
+            info = commit(destination, request, [report], [findings], logical_bytes=captured.logical_bytes, meter=meter, view=view)
+        except StoreError as exc:
+            if not tries_left or not destination.may_repeat(exc):
+                raise
+        else:
+            destination.keep(info)
+            return info
+        view = destination.engine.log.view()
+    raise AssertionError("unreachable")

@@ -1,6 +1,6 @@
-"""What a part stores of the tensors: which blocks, and which small tensors inside the part. The same for each save of one layout.
+"""What a part stores of the tensors: which blocks, and which small tensors inside the part; and how the layout is cut.
 
-Knows neither packs nor bytes.
+A plan is the same for each save of one layout. Knows neither packs nor bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.engine.interfaces import CapturedState, Numbers, SourceRanges, TensorBlock
 from tensorstore_ck.format.block_assignment import BlockShare, Region, assign_blocks, encode_regions, regions_of_rank
@@ -44,6 +45,8 @@ class InlineRun(NamedTuple):
     first: int
     """The position of the first of them among the small tensors."""
     stop: int
+    data: slice
+    """Where they lie in the part's inline bytes."""
 
 
 class InlineTensors(NamedTuple):
@@ -68,7 +71,7 @@ class InlineTensors(NamedTuple):
 
 
 class WritePlan(NamedTuple):
-    """What a part stores of the tensors."""
+    """What a part stores of the tensors, and of the layout."""
 
     blocks: Sequence[TensorBlock]
     inlined: InlineTensors
@@ -76,6 +79,8 @@ class WritePlan(NamedTuple):
     """The encoded explicit regions of this rank."""
     cuts: Mapping[int, bytes]
     """Which blocks of each frozen tensor this rank stores: another rank may store them at the next save."""
+    layout_lengths: Sequence[int]
+    """The lengths of the blocks of the encoded layout."""
 
 
 def plan_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> WritePlan:
@@ -103,12 +108,14 @@ def _cut(captured: CapturedState, places: Sequence[tuple[Region, int, BlockShare
         for length in share.lengths:
             blocks.append(TensorBlock(len(blocks), region.tensor, start, start + length))
             start += length
-    runs, first = list[InlineRun](), 0
+    runs, first, at = list[InlineRun](), 0, 0
     for kind, several in groupby(small, key=lambda one: specs[one[0]][1:3]):
-        runs.append(InlineRun(*kind, first, first := first + len(list(several))))
+        sizes = [size for _, _, size in several]
+        runs.append(InlineRun(*kind, first, first := first + len(sizes), data=slice(at, at := at + sum(sizes))))
     ranges = SourceRanges(*np.array(small, np.int64).reshape(-1, 3).T)
     inlined = InlineTensors(ranges, np.cumsum(ranges.sizes), runs)
-    return WritePlan(blocks, inlined, regions, {tensor: repr(several).encode() for tensor, several in cuts.items()})
+    frozen_cuts = {tensor: repr(several).encode() for tensor, several in cuts.items()}
+    return WritePlan(blocks, inlined, regions, frozen_cuts, layout_lengths=cut_opaque(captured.layout.encode()))
 
 
 def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> list[tuple[Region, int, BlockShare]]:

@@ -64,7 +64,8 @@ class CodecPolicy:
         """The coding of a save to `ref`; `own` and `delta` are the save's own options. With differences, `auto` means `fast`."""
         name = own if own is not None else _first_match(self._rules, ref) or "auto"
         wanted = delta if delta is not None else _first_match(self._deltas, ref)
-        mode = name if name != "auto" else "fast" if wanted or self._is_slow() else "raw"
+        is_slow = min(self._paces.copy(), default=0.0) >= SLOW_PACE
+        mode = name if name != "auto" else "fast" if wanted or is_slow else "raw"
         if wanted is None:
             wanted = mode == "small"
         return Coding(mode, 0 if mode == "raw" else ANCHOR_EVERY if wanted is True else int(wanted))
@@ -73,9 +74,6 @@ class CodecPolicy:
         """Notes that a save wrote `size_bytes` bytes, and that writing took `pace` times as long as hashing."""
         if size_bytes >= JUDGED_BYTES and pace > 0:
             self._paces.append(pace)
-
-    def _is_slow(self) -> bool:
-        return min(self._paces.copy(), default=0.0) >= SLOW_PACE
 
 
 def _first_match(rules: Mapping[str, T], ref: str) -> T | None:

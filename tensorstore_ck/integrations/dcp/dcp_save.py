@@ -14,9 +14,9 @@ from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, open_packs, store_part, write_blobs, write_tensors
 from tensorstore_ck.engine.write.publish import RankParts, check_expected, checked_parts, retry_expired
-from tensorstore_ck.engine.write.request import SaveRequest, check_options
+from tensorstore_ck.engine.write.request import SaveChecks, SaveRequest, check_options
 from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
-from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveFindings
+from tensorstore_ck.engine.write.suspicious_save import SaveFindings
 from tensorstore_ck.engine.write.write_and_commit import StoreDestination, commit
 from tensorstore_ck.engine.write.write_plan import plan_of
 from tensorstore_ck.format.layout import layout_id
@@ -162,9 +162,9 @@ class DcpSave:
     def _complete(self, begun: Begun, captured: CapturedState, meter: SaveMeter) -> tuple[WrittenPart, RankParts, SaveFindings]:
         """Writes the part, with the values in `captured`, if any."""
         engine, slot, view = self._engine, begun.role.slot, self._engine.log.view()
-        with open_packs(engine, self._destination.known(self._request, view, slot.rank, slot.world_size), meter) as packs:
-            blobs = write_blobs(captured, packs, slot, self._request.coding)
         plan = plan_of(captured, slot, begun.block_bytes)
+        with open_packs(engine, self._destination.known(self._request, view, slot.rank, slot.world_size), meter) as packs:
+            blobs = write_blobs(captured, plan, packs, slot=slot, coding=self._request.coding)
         tensors = begun.tensors._replace(inline=bytes(captured.gather(plan.inlined.ranges)), plan=plan)
         written = store_part(
             engine, captured=captured, blobs=blobs, tensors=tensors, packs=[begun.packs, packs], anchor=begun.anchor, slot=slot
@@ -172,7 +172,7 @@ class DcpSave:
         return (
             written,
             checked_parts(engine, [written], begun.anchor, engine.log.newest_view()),
-            ParentComparison(engine=engine, view=view, written=written, captured=captured, claim=self._request.claim).examine(),
+            ParentComparison(engine=engine, view=view, written=written, captured=captured, request=self._request).examine(),
         )
 
     # --- the coordinator ----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ names and forms only: the coordinator adds the values when it has those of all r
 
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, Unpack
@@ -21,9 +22,9 @@ from torch.futures import Future
 from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.request import SaveRequest
+from tensorstore_ck.engine.write.request import SaveRequest, Unchanged, require_checks
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, turn_of
-from tensorstore_ck.engine.write.suspicious_save import SuspiciousSaveWarning, Unchanged, require_checks
+from tensorstore_ck.engine.write.suspicious_save import SuspiciousSaveWarning
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.dcp_save import Begun, DcpSave, Gathered, WriterReport, coordinators_request, ranks_request
@@ -270,12 +271,11 @@ class Writer(StorageWriter):
     def _begin(self, make_request: Callable[[], SaveRequest]) -> None:
         """This rank's save begins, after the saves in progress of the same store handle."""
         store, saving = self._target.store, self._saving
-
-        def make() -> DcpSave:
-            save = saving.save = DcpSave(save_context(store), make_request(), saving.rank)
-            return save
-
-        saving.queued = save_queue(store).begin(make)
+        queue = save_queue(store)
+        queue.wait_idle()
+        called = time.monotonic()
+        saving.save = DcpSave(save_context(store), make_request(), saving.rank)
+        saving.queued = queue.begin(saving.save, called)
 
     def _stored(self, write: Callable[[DcpSave, SaveMeter], T]) -> T:
         """Returns the result of `write`; if it raises, the save has failed."""

@@ -210,8 +210,8 @@ class RankSave:
         if turn:
             part = self._written[0].part
             hashes = replica_drift.hash_replicas(self._captured, slot=slot, part=part, block_bytes=block_bytes, turn=turn)
-        claim, written = self._request.claim, self._written[0]
-        findings = ParentComparison(engine=engine, view=view, written=written, captured=self._captured, claim=claim).examine()
+        written, request = self._written[0], self._request
+        findings = ParentComparison(engine=engine, view=view, written=written, captured=self._captured, request=request).examine()
         parts = checked_parts(engine, self._written, anchor, engine.log.newest_view())
         return RankResult(parts, self._reported_bytes(slot), replicas, hashes, findings=findings)
 

@@ -17,7 +17,6 @@ from tensorstore_ck.common.printed_commands import name_store
 from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
 from tensorstore_ck.events import Event
 from tensorstore_ck.format.store_config import CONFIG_NAME
@@ -90,14 +89,6 @@ class SaveContext:
             self.known_tensors = StoredTensors()
         return self.known_tensors
 
-    def with_known_layouts(self, captured: CapturedState) -> CapturedState:
-        """The same state; where the structure is that of a recent save, with the layout of that one."""
-        from tensorstore_ck.state.tensor_table import RecentLayouts  # noqa: PLC0415 - loads torch
-
-        if self.recent_layouts is None:
-            self.recent_layouts = RecentLayouts()
-        return self.recent_layouts.reuse(captured)
-
     def note_speed(self, status: SaveStatus) -> None:
         """Notes how long the store took to write a save, so that the next ones can choose a codec.
 
@@ -118,18 +109,21 @@ class SaveContext:
         if rate != self.engine.writes.job_rate:
             self.engine.writes.limit_job(rate)
 
-    def reserve_space(self, ref: str, needed_bytes: int) -> None:
-        """Checks that there is space for a save: in the store, or on the staging disk, where it may evict copies and wait for staged saves.
-
-        In the store a ref's first save needs all its bytes; later ones mostly share blocks, and are checked while they write.
+    def require_space(self, ref: str, needed_bytes: int) -> None:
+        """Checks that there is space in the store. A ref's first save needs all its bytes; later ones mostly share blocks.
 
         Raises:
             NoSpaceError: there is not enough.
         """
-        engine, tier = self.engine, self.engine.tier
-        if tier is None:
-            require_free_space(engine.backend, engine.min_free, 0 if self.fence.knows(ref) else needed_bytes, f"the save to {ref!r}")
-            return
+        needed_bytes = needed_bytes if self.fence.current(ref) is None else 0
+        require_free_space(self.engine.backend, self.engine.min_free, needed_bytes, f"the save to {ref!r}")
+
+    def reserve_on(self, tier: StagingTier, needed_bytes: int) -> None:
+        """Makes space for a save on the staging disk: may evict copies, and wait for staged saves.
+
+        Raises:
+            NoSpaceError: there is not enough.
+        """
         has_more = True
         while True:
             try:

@@ -236,17 +236,13 @@ class QueuedSave:
             save.copy_into(self.slot)
         self.captured = time.monotonic()
 
-    def release(self) -> None:
-        """Releases its memory."""
-        if self.slot is not None:
-            self.slot.release()
-
-    def forget_state(self, error: BaseException | None = None) -> None:
+    def forget_state(self, error: BaseException) -> None:
         """Drops all references to the state, including traceback frames of `error`."""
         self.save = self.staged = None
-        while error is not None:
-            traceback.clear_frames(error.__traceback__)
-            error = error.__cause__ or error.__context__
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
 
     def capture_fields(self, save: Capturable) -> dict[str, int | float]:
         """The fields of an event about the capture. `save` is this object's save, which the thread may have dropped already."""
@@ -278,7 +274,7 @@ class QueuedSave:
 
 
 class UnraisedErrors:
-    """The failed saves whose errors were not raised, oldest first. The caller locks."""
+    """The failed saves whose errors were not raised, oldest first. The caller locks changes; `first` needs no lock."""
 
     def __init__(self) -> None:
         self._failed: list[QueuedSave] = []

@@ -60,6 +60,7 @@ class RankRound:
         self.scope = self._own.nonce
         self.replicator = context.replicators.get(group)
 
+    @property
     def describer(self) -> "SpreadDescriber | None":
         """See `Alone`."""
         return describer_of(self._group)

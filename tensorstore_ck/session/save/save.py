@@ -39,6 +39,7 @@ from tensorstore_ck.session.staging.staging_destination import StagingDestinatio
 from tensorstore_ck.state.capture import capture
 from tensorstore_ck.state.capture_copy import Slot, copy_captured, slot_bytes
 from tensorstore_ck.state.device.capture_proofs import Overlap
+from tensorstore_ck.state.tensor_table import RecentLayouts
 
 if TYPE_CHECKING:
     import torch
@@ -65,16 +66,14 @@ class Alone:
     """How long the save may wait for memory; None: without limit."""
     scope = b""
     """Names the group: what is known of frozen tensors holds for one group."""
+    describer: "SpreadDescriber | None" = None
+    """Describes tensors that are spread over ranks."""
     replicator: "Replicator | None" = None
     """Copies staged files to other hosts, if the store was opened so."""
 
     def __init__(self, context: SaveContext, number: int) -> None:
         self.number = number
         self._context = context
-
-    def describer(self) -> "SpreadDescriber | None":
-        """Describes tensors that are spread over ranks."""
-        return None
 
     def transaction(self) -> Ulid:
         """The ULID of a snapshot that is staged."""
@@ -188,7 +187,7 @@ class Save:
             if isinstance(state, CapturedState):
                 captured = state
             else:
-                captured = capture(state, self._coordination.describer())
+                captured = capture(state, self._coordination.describer)
                 if frozen or self._context.frozen.known:
                     captured = self._context.frozen.mark(captured, frozen, self._coordination.scope)
             self._captured = captured if rank_state is None else captured._replace(own=capture(rank_state))
@@ -279,11 +278,16 @@ class Save:
     def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState, RefTable]:
         """The request, the state, and a view of the log at its newest entry. Takes the state apart if `capture` was not called before."""
         status.check()
-        context, options, captured = self._context, self.check(), self._context.with_known_layouts(self.capture())
-        fence = context.fence
+        context, fence, options = self._context, self._context.fence, self.check()
+        if context.recent_layouts is None:
+            context.recent_layouts = RecentLayouts()
+        captured = context.recent_layouts.reuse(self.capture())
         size_bytes = captured.logical_bytes if self._coordination.is_alone else captured.held_bytes
         status.meter.expect("hash", size_bytes)
-        self._require_space(size_bytes, status)
+        if self._engine.tier is None:
+            context.require_space(self.ref, size_bytes)
+        else:
+            self._reserve_on(self._engine.tier, size_bytes, status)
         try:
             # A call that hangs may outlive the save, so it does not get the state.
             request, view = destination.ask(partial(_at_head, self._engine, fence, options))
@@ -295,11 +299,11 @@ class Save:
         context.limit_writes(view, self.ref)
         return request, captured, view
 
-    def _require_space(self, needed_bytes: int, status: SaveStatus) -> None:
-        """See `SaveContext.reserve_space`. A staged save that could not be published uses space until it is."""
+    def _reserve_on(self, tier: StagingTier, needed_bytes: int, status: SaveStatus) -> None:
+        """See `SaveContext.reserve_on`. A staged save that could not be published uses space until it is."""
         while True:
             try:
-                self._context.reserve_space(self.ref, needed_bytes)
+                self._context.reserve_on(tier, needed_bytes)
             except NoSpaceError:
                 if not (self._coordination.is_alone and self._publish_earlier(status)):
                     raise

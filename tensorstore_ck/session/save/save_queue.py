@@ -20,7 +20,7 @@ from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, Snap
 from tensorstore_ck.events import Event, Kind, Observers
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save.capture_budget import CaptureMemory, OnFull, check_on_full
+from tensorstore_ck.session.save.capture_budget import CaptureMemory, OnFull
 from tensorstore_ck.session.save.drain_report import DrainReport, Staying
 from tensorstore_ck.session.save.queued_save import (
     Admission,
@@ -76,16 +76,12 @@ class SaveQueue:
 
     # --- saves --------------------------------------------------------------------------------------------------------
 
-    def submit(self, make: Callable[[], Capturable], on_full: OnFull) -> PendingSnapshot:
-        """Captures the save that `make` returns; the thread does the rest.
+    def submit(self, save: Capturable, on_full: OnFull, called: float) -> PendingSnapshot:
+        """Captures a save that was called at the time `called`, after `require_no_worker`; the thread does the rest.
 
         Raises:
             StoreError: it cannot be captured; or the error of an earlier save for which nobody waited.
         """
-        check_on_full(on_full)
-        self._enter()
-        self.require_no_worker()
-        called, save = time.monotonic(), make()
         queued = QueuedSave(save.ref, save.step, save.rank, called, number=save.number, save=save, is_background=True)
         pending = PendingSnapshot(queued.status)
         try:
@@ -117,15 +113,14 @@ class SaveQueue:
                 save.fail(exc)
             raise
         queued.status.reach(SaveMilestone.CAPTURED)
-        self._emit(queued.status, "captured", **queued.capture_fields(save), **self._in_use())
+        if self._observers.wants("captured"):
+            self._emit(queued.status, "captured", **queued.capture_fields(save), **self._in_use())
         return pending
 
-    def begin(self, make: Callable[[], Runnable]) -> QueuedSave:
-        """Begins a save in the caller's thread, after the saves in progress; copies nothing. Without `finish`, nothing is written."""
-        self.wait_idle()
-        called, save = time.monotonic(), make()
+    def begin(self, save: Runnable, called: float) -> QueuedSave:
+        """Begins a save in the caller's thread, which has called `wait_idle` at the time `called`; `finish` writes and publishes it."""
         queued = QueuedSave(save.ref, save.step, save.rank, called, number=save.number, save=save, is_background=False)
-        if (unraised := self._first_unraised()) is not None:
+        if (unraised := self._unraised.first()) is not None:
             error = pop_error(unraised)
             save.fail(error)
             raise error
@@ -134,9 +129,10 @@ class SaveQueue:
     def finish(self, queued: QueuedSave) -> Snapshot:
         """Writes and publishes a save; raises its error."""
         self._run_save(queued)
-        if not queued.status.has_ended:
+        status = queued.status
+        if queued.staged is not None:
             self._publish_staged(queued)
-        return queued.status.result()
+        return status.snapshot if status.snapshot is not None else status.result()
 
     def pending(self) -> list[PendingSnapshot]:
         """The saves in progress, oldest first."""
@@ -145,7 +141,7 @@ class SaveQueue:
 
     def is_quiet(self) -> bool:
         """Whether no save is in progress and no error is left to raise."""
-        return self._is_idle() and self._first_unraised() is None
+        return self._is_idle() and self._unraised.first() is None
 
     def resume(self, staged: Publishable, ref: str, step: int | None, rank: int) -> None:
         """Continues a save that an earlier process staged."""
@@ -167,6 +163,7 @@ class SaveQueue:
         Raises:
             InvalidOptionError: this thread is a worker of the queue.
         """
+        self._enter()
         if self._is_worker():
             raise InvalidOptionError(
                 "a callback of a save cannot save asynchronously, or with group=: it might wait for itself; save in another thread",
@@ -228,7 +225,7 @@ class SaveQueue:
         self._memory.prepare(size_bytes, warm_up)
 
     def _admit(self, queued: QueuedSave, save: Capturable, on_full: OnFull) -> Admission:
-        unraised = self._first_unraised()
+        unraised = self._unraised.first()
         if unraised is not None:
             return Admission(admitted=False, failed=unraised.number)
         return self._memory.admit(queued, save, on_full, waiting=self._stores.waiting, under_way=len(self._queued()))
@@ -254,8 +251,9 @@ class SaveQueue:
             raise error
 
     def _release(self, queued: QueuedSave) -> None:
-        queued.release()
-        self._changed.notify_all()
+        if queued.slot is not None:
+            queued.slot.release()
+            self._changed.notify_all()
 
     def _release_if_waiting(self, queued: QueuedSave) -> None:
         """Frees the memory of a dropped save at once; the ranks end it together when its turn comes."""
@@ -273,10 +271,6 @@ class SaveQueue:
         self._emit(queued.status, "dropped", reason=reason, **self._in_use())
 
     # --- errors -------------------------------------------------------------------------------------------------------
-
-    def _first_unraised(self) -> QueuedSave | None:
-        with self._changed.lock:
-            return self._unraised.first()
 
     def _raise_error_of(self, number: int, ref: str) -> NoReturn:
         """Raises the error of an earlier save that rank 0 raises, too. This rank may not have it yet."""
@@ -365,9 +359,10 @@ class SaveQueue:
     def _succeed(self, queued: QueuedSave, info: SnapshotInfo) -> None:
         snapshot = self._safe = Snapshot.from_info(info)
         queued.status.is_ending = True
-        queued.forget_state()
-        fields = {**queued.published_fields(snapshot), **self._in_use()}
-        self._emit(queued.status, "published", root=snapshot.root, snapshot=snapshot.id, **fields)
+        queued.save = queued.staged = None  # what the state holds may be freed before anybody knows of the end
+        if self._observers.wants("published"):
+            fields = {**queued.published_fields(snapshot), **self._in_use()}
+            self._emit(queued.status, "published", root=snapshot.root, snapshot=snapshot.id, **fields)
         queued.status.succeed(snapshot)
 
     def _fail(self, queued: QueuedSave, exc: BaseException) -> None:
@@ -391,8 +386,7 @@ class SaveQueue:
         self._observers.emit(Event(kind, status.id, status.ref, status.step, status.rank, time.time_ns(), fields))
 
     def _in_use(self) -> dict[str, int]:
-        arena = self._memory.arena
-        return {
-            "queue_depth": sum(not queued.status.is_ending for queued in self._queued()),
-            "memory_bytes": arena.allocated_bytes if arena is not None else 0,
-        }
+        arena, depth = self._memory.arena, 0
+        for queued in self._queued():
+            depth += not queued.status.is_ending
+        return {"queue_depth": depth, "memory_bytes": arena.allocated_bytes if arena is not None else 0}

@@ -6,6 +6,7 @@ counts. A save that can never be published is given up, in the log.
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
@@ -15,11 +16,11 @@ from tensorstore_ck.engine.write.publish import (
     RankParts,
     check_expected,
     condemned_of_ranks,
+    in_record_order,
     is_expected,
     moving,
     publish,
     store_record,
-    ulids_of,
 )
 from tensorstore_ck.engine.write.request import AnyHead
 from tensorstore_ck.errors import SnapshotAbortedError, SnapshotExpiredError
@@ -99,7 +100,7 @@ def publish_staged(
     """
     record, encoded, parts, snapshot = decode_record(lead.record, record_name(txn)), lead.record, lead.parts, txn
     if renewed is not None:
-        record, parts, snapshot = record._replace(parts=ulids_of(renewed)), renewed, engine.put_id()
+        record, parts, snapshot = record._replace(parts=in_record_order(map(attrgetter("ulids"), renewed))), renewed, engine.put_id()
         encoded = store_record(engine, snapshot, record)
 
     def arrange(view: RefTable, put: Op) -> list[Op]:

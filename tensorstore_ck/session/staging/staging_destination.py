@@ -107,16 +107,13 @@ class StagingDestination:
         self.is_offline = True
         return True
 
-    def repeat(self, attempt: Callable[[], T]) -> T:
+    def may_repeat(self, error: StoreError) -> bool:
         """See `Destination`. The second try has the same transaction: a late log entry may still say that the save was staged."""
-        try:
-            return attempt()
-        except (BackendUnavailableError, UndecidedError, SnapshotExpiredError):
-            if not self.go_offline():
-                raise
+        if not isinstance(error, BackendUnavailableError | UndecidedError | SnapshotExpiredError) or not self.go_offline():
+            return False
         self.give_up()
         self._begin_writing()
-        return attempt()
+        return True
 
     def admit(self, request: SaveRequest, view: RefTable) -> None:
         """Checks on rank 0 where the ref is: other ranks may not know yet what became of earlier saves.

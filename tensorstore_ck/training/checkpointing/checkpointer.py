@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
 from tensorstore_ck.common.user_frames import short_errors
+from tensorstore_ck.engine.write.request import Unchanged, require_checks
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
-from tensorstore_ck.engine.write.suspicious_save import Unchanged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, SnapshotDroppedError, StoreError
 from tensorstore_ck.format.record import MAX_TRIGGER_CHARS, MAX_TRIGGERS
 from tensorstore_ck.log.ref_names import validate_ref_name
