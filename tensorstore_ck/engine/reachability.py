@@ -48,16 +48,20 @@ def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> Part
     for place in wanted:  # which grows in the loop
         first_base = -1
         if place.bases:
-            key = tuple(base.block for base in place.bases)
-            if len(rows) < len(ids) and key in shared:
-                first_base = shared[key]
-            else:
-                first_base = shared[key] = len(wanted)
+            is_block, key = len(rows) < len(ids), tuple([base.block for base in place.bases])
+            first_base = shared.get(key, -1) if is_block else -1
+            if first_base < 0:
+                first_base = len(wanted)
                 wanted += [base.location if base.location is not None else places[base.block] for base in place.bases]
                 base_ids += key
+                if is_block:
+                    shared[key] = first_base
         number = numbers.setdefault(place.pack, len(numbers))
         rows.append((number, place.entry, place.offset, place.stored, place.raw, first_base, place.codec, place.flags))
-    return PartExtents(list(numbers), np.array(rows, EXTENT_DTYPE), b"".join(base_ids))
+    extents = np.empty(len(rows), EXTENT_DTYPE)
+    for field, column in zip(EXTENT_DTYPE.names or (), zip(*rows, strict=True), strict=False):  # three times as fast as row by row
+        extents[field] = column
+    return PartExtents(list(numbers), extents, b"".join(base_ids))
 
 
 def with_bases(place: Location, places: Mapping[Digest, Location]) -> Location:
@@ -72,26 +76,26 @@ def location_of(part: Part, packs: Sequence[Ulid], extents: Extents, row: int, d
     Raises:
         CorruptObjectError: its bases are not valid rows, or too many.
     """
-    chain, bases = list[Location](), list[int]()
+    chain = list[tuple[int, ...]]()
     while True:  # not by recursion: chains of differences are long
-        pack, entry, offset, stored, raw, first, codec, flags = extents[row].item()
+        fields: Any = extents.item(row)
+        _, _, _, _, _, first, codec, flags = fields
         count, level = base_count(codec, flags), depth + len(chain)
         if count and not (row < first <= len(extents) - count and count <= MAX_BASES and level < MAX_DEPTH and (count == 1 or not level)):
-            raise CorruptObjectError(
-                f"{pack_name(packs[pack])}: a part names a block there with invalid delta bases", object_id=pack_name(packs[pack])
-            )
-        chain.append(Location(packs[pack], entry, offset, stored, raw, codec, (), flags if count else 0))
-        bases.append(first)
+            pack = packs[fields[0]]
+            raise CorruptObjectError(f"{pack_name(pack)}: a part names a block there with invalid delta bases", object_id=pack_name(pack))
+        chain.append(fields)
         if count != 1:
             break
         row = first
-    found = chain.pop()
-    if count:
-        several = range(first, first + count)
-        found = found._replace(bases=tuple(Base(part.block_id(base), location_of(part, packs, extents, base, 1)) for base in several))
-    for place, base in zip(reversed(chain), reversed(bases[:-1]), strict=True):
-        found = place._replace(bases=(Base(part.block_id(base), found),))
-    return found
+    several = range(first, first + count)
+    bases = tuple([Base(part.block_id(base), location_of(part, packs, extents, base, 1)) for base in several])
+    while True:  # the last link first, as each has the next one
+        number, entry, offset, stored, raw, _, codec, flags = chain.pop()
+        found = Location(packs[number], entry, offset, stored, raw, codec, bases, flags if bases else 0)
+        if not chain:
+            return found
+        bases = (Base(part.block_id(chain[-1][5]), found),)
 
 
 def locations_of(part: Part, packs: Sequence[Ulid], extents: Extents, rows: Sequence[int]) -> list[Location | None]:

@@ -17,17 +17,19 @@ from tensorstore_ck.common.threads import cpu_threads, for_each, shielded
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.read.snapshot_reader import Layouts, open_snapshot
-from tensorstore_ck.errors import BackendUnavailableError, InputError, InvalidOptionError, SnapshotExpiredError
+from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, InputError, InvalidOptionError, SnapshotExpiredError
 from tensorstore_ck.events import Event, Kind
 from tensorstore_ck.feed.followed_tensor import Change, FollowedTensor
 from tensorstore_ck.feed.held_blocks import HeldBlocks, Place, place_of
 from tensorstore_ck.feed.host_cache import HostCache
 from tensorstore_ck.feed.match_tensors import Wanted, match_tensors
 from tensorstore_ck.feed.read_changes import ChangesReader
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 
 POLL_SECONDS: Final = 1.0
+LOOKS_A_POLL: Final = 10
+"""A `wait` that found nothing asks for the next log entry alone, until as many looks; then it also sees whether the log went back."""
 LAYOUTS_BYTES: Final = 16 << 20
 """Of layouts that are kept, at most, unless one is larger."""
 
@@ -87,6 +89,8 @@ class Feed:
         self._layouts = Layouts(LAYOUTS_BYTES, len)
         """Versions mostly have the same one."""
         self._version: FeedVersion | None = None
+        self._idle_at: int | None = None
+        """The log entry at which the last poll found the branch at `version`; None if it did not."""
         self._events: deque[Event] = deque()
         """Not delivered yet: callbacks run without the locks, so that they may call this feed."""
 
@@ -139,11 +143,15 @@ class Feed:
     def _poll(self, address: str, *, verify: bool) -> FeedVersion | None:
         if self._closed.is_set():
             raise InputError(f"the feed of {self._ref!r} was closed: call follow again", object_id=self._ref)
-        info = self._find(address)
+        self._idle_at = None
+        view = self._newest_view()
+        info = self._find(address, view)
         current, self._staged = self._staged, None
         if verify:
             self._ids = {}
         elif self._version is not None and self._version.root == info.root.hex():
+            head = view.head()
+            self._idle_at = head.n if head is not None and address == self._ref else None
             return None
         elif current is not None and current.version.root == info.root.hex():
             self._staged = current
@@ -153,25 +161,27 @@ class Feed:
             try:
                 self._staged = self._stage(info)
             except SnapshotExpiredError:
-                newest = self._find(address)
+                newest = self._find(address, self._newest_view())
                 if newest.ulid == info.ulid:
                     raise
                 self._staged = self._stage(newest)
         return self._staged.version
 
     def wait(self, timeout_seconds: float | None = None) -> FeedVersion | None:
-        """Polls until a version is staged, and returns it; None if there is none within `timeout_seconds`, or the feed was closed.
+        """Looks until a version is staged, and returns it; None if there is none within `timeout_seconds`, or the feed was closed.
 
-        Goes on while the store does not answer.
+        Goes on while the store does not answer. After a poll that found nothing it asks for the next log entry alone; every tenth look is
+        a poll, which also notices that the log was taken back.
 
         Raises:
             BackendUnavailableError: the store did not answer the last poll before the timeout.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        looks = 0
         while True:
             trouble: BackendUnavailableError | None = None
             try:
-                version = self.poll()
+                version = None if looks % LOOKS_A_POLL and self._is_idle() else self.poll()
             except BackendUnavailableError as exc:
                 version, trouble = None, exc
             except InputError:
@@ -187,6 +197,14 @@ class Feed:
                 return None
             if self._closed.wait(left):
                 return None
+            looks += 1
+
+    def _is_idle(self) -> bool:
+        """Whether the branch was at `version`, and the log has no entry since: one request, where a poll that finds nothing is two."""
+        try:
+            return self._idle_at is not None and self._engine.log.chain.read(self._idle_at + 1) is None
+        except BrokenLogError:
+            return False  # a poll reads what can be read
 
     def swap(self) -> FeedVersion | None:
         """Makes the tensors the staged version, and returns it; None if nothing is staged, or another thread is in `poll`.
@@ -230,8 +248,11 @@ class Feed:
         self._note("swapped", staged.version, pause_seconds=time.perf_counter() - started)
         return staged.version
 
-    def _find(self, address: str) -> SnapshotInfo:
-        info = self._engine.resolve(address, self._engine.log.readable_view(next_first=True)).info
+    def _newest_view(self) -> RefTable:
+        return self._engine.log.readable_view(next_first=True)
+
+    def _find(self, address: str, view: RefTable) -> SnapshotInfo:
+        info = self._engine.resolve(address, view).info
         refuse_marked(Snapshot.from_info(info), address, "move the branch to it")
         return info
 

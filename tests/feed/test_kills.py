@@ -2,12 +2,15 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.local_io import write_at
+from tensorstore_ck.feed import host_cache
 from tensorstore_ck.integrations.exporting import FollowedFolder
 from tests.feed.versions import REF, State, copy_of, equal, first_state, save, step_of, train, update, zeros
 from tests.integrations.exporting.test_followed_folder import read
@@ -117,6 +120,40 @@ def test_a_follower_is_killed_at_every_call_and_leaves_no_trace(tmp_path: Path) 
     with open_killable(tmp_path / "first", KillAt()) as store, store.follow(REF, into=mine) as feed:
         update(feed)
         assert equal(mine, versions()[2])
+
+
+def followed_together(path: Path, faults: KillAt, *, count: int = 2) -> int:
+    """As `followed`, by way of the folder that a host's followers share, from a store that counts as remote; also the folder's writes."""
+
+    def write(fd: int, views: Sequence[memoryview], offset: int) -> None:
+        def half() -> None:
+            write_at(fd, [views[0][: len(views[0]) // 2]], offset)
+
+        faults.call("write", lambda: write_at(fd, views, offset), half)
+
+    vars(host_cache)["write_at"] = write
+    LocalBackend.is_local = False  # of this process, as the line before
+    mine = zeros(first_state())
+    with open_killable(path, faults) as store, store.follow(REF, into=mine, host_cache=path.with_name(f"{path.name} cache")) as feed:
+        faults.is_counting = True
+        update(feed)
+        assert equal(mine, versions()[count - 1])
+        faults.call("the end", lambda: None)
+    return faults.calls
+
+
+def test_a_follower_is_killed_at_every_call_and_the_others_of_its_host_take_the_version(tmp_path: Path) -> None:
+    left = set[bool]()
+
+    def check(path: Path) -> None:
+        files = [*path.with_name(f"{path.name} cache").iterdir()]
+        left.add(any(file.stat().st_size for file in files))
+        assert forked(lambda: followed_together(path, KillAt()), tmp_path)
+        assert forked(lambda: trained_on(path, KillAt()), tmp_path)
+        assert forked(lambda: followed_together(path, KillAt(), count=3), tmp_path)
+
+    every_kill(tmp_path, followed_together, count=2, check=check)
+    assert left == {False, True}
 
 
 def updated_folder(path: Path, faults: KillAt) -> int:

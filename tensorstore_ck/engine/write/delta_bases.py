@@ -142,13 +142,17 @@ class ParentBlocks:
             place = location_of(self._part, self._places.packs, self._places.extents, row)
         except DamageError:
             return None
-        chain = [*chain_of(place)]
-        if place.raw != raw_bytes or place.codec == Codec.CAST or any(self._is_cold(link.pack) for link in chain):
+        if place.raw != raw_bytes or place.codec == Codec.CAST:
             return None
+        links = links_bytes = 0
+        for link in chain_of(place):
+            if self._is_cold(link.pack):
+                return None
+            if link.codec == Codec.DELTA:
+                links, links_bytes = links + 1, links_bytes + link.stored
         if place.codec == Codec.DELTA:
-            links = [link for link in chain if link.codec == Codec.DELTA]
             if place.stored <= SPARSE_SHARE * raw_bytes:
-                if len(links) >= MAX_CHAIN or sum(link.stored for link in links) + place.stored > CHAIN_SHARE * raw_bytes:
+                if links >= MAX_CHAIN or links_bytes + place.stored > CHAIN_SHARE * raw_bytes:
                     return None
             elif place.flags >= self._anchor_every - 1:
                 self._kept.take(place.bases[0].block)  # no later save asks for it

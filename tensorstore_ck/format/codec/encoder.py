@@ -67,23 +67,27 @@ class Encoder:
 
         `changes`: what is known to differ. If these are few, `base` is not read.
         """
-        view, coder = memoryview(raw).cast("B"), self._coder_of_mode()
-        some, limit = sample(words_of(view, elements.item_bytes)), max_changes(len(view), elements.item_bytes)
+        view, coder, item_bytes = memoryview(raw).cast("B"), self._coder_of_mode(), elements.item_bytes
+        limit = max_changes(len(view), item_bytes)
         if changes is None or changes.changed > limit:
-            differences = sample_differences(some, sample(words_of(base, elements.item_bytes)), is_float=elements.is_float)
+            some = sample(words_of(view, item_bytes))
+            differences = sample_differences(some, sample(words_of(base, item_bytes)), is_float=elements.is_float)
             if changes is None and not is_dense(differences):
-                changes = find_changes(view, base, elements.item_bytes, is_float=elements.is_float, limit=limit)
+                changes = find_changes(view, base, item_bytes, is_float=elements.is_float, limit=limit)
         if changes is not None and changes.changed > limit:
             changes = None
+        pieces: list[bytes | memoryview]
         if changes is not None:
-            pieces = encode_few(changes, elements, coder)
+            pieces = [b"".join(encode_few(changes, elements, coder))]  # nine pieces take longer to check and to write
         elif _may_be_worth(differences, some, is_float=elements.is_float):
             pieces = encode_all(view, base, elements, coder)
         else:
             return None
         size_bytes = sum(map(len, pieces))
-        if size_bytes > SMALL * len(view) and size_bytes > WORTH * len(view) * estimate_planes_share(some, rotated=elements.is_float):
-            return None
+        if size_bytes > SMALL * len(view):
+            some = sample(words_of(view, item_bytes))
+            if size_bytes > WORTH * len(view) * estimate_planes_share(some, rotated=elements.is_float):
+                return None
         return EncodedDelta(Encoded(Codec.DELTA, tuple(pieces)), changes)
 
     def encode_opaque(self, raw: Buffer) -> Encoded:
