@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
@@ -116,7 +116,7 @@ def take_turn(seconds: Seconds, who: str, states: tuple[State, State], target: S
         store = stack.enter_context(tsck.open(folder / "store", create=True, cache_dir=folder / "cache", codec=who))  # type: ignore[call-overload]
         if place.rate:
             throttled = Throttled(store.engine.backend, place.rate)
-            store.engine.backend, turn.begin = cast(Backend, throttled), throttled.begin
+            store.engine.backend, turn.begin = throttled, throttled.begin
         puts: list[tsck.Snapshot] = []
         turn.measure(
             lambda state, number: puts.append(store.put_snapshot(state, ref="b", step=number)),

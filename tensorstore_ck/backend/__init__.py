@@ -20,6 +20,7 @@ fsspec_backend.py         any other fsspec filesystem
 wait_notices.py           reports that a request waits for a server
 remote_errors.py          from an error of a remote filesystem to this package's errors
 memory.py                 a backend in a dict
+forwarding.py             the base of backends that wrap another one
 throttled.py              limits the rate of reads and writes, and keeps space free
 read_only.py              refuses all writes
 reserve.py                space for log entries that free space, on a full disk

@@ -5,13 +5,16 @@ instead. All objects, ranges and appends are limited, so the log, for which nobo
 `replace`, listings and deletions are never delayed. Large ranges pass in slices. Free space is checked once per
 `CHECK_BYTES` written, for all objects together, and more often when there is less of it.
 """
+# ruff: noqa: D102 - protocol.py documents the methods
 
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, Final
 
+from tensorstore_ck.backend.forwarding import ForwardingBackend
 from tensorstore_ck.backend.protocol import Backend, ObjectWriter
 from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.common.free_space import MinFree, require_free_space
@@ -33,7 +36,7 @@ def throttled(
     """`backend` with these limits; `backend` itself without any. Several backends may share a `RateLimit`."""
     if writes is None and reads is None and min_free is None:
         return backend
-    return cast(Backend, ThrottledBackend(backend, writes=writes, reads=reads, min_free=min_free, sleep=sleep))
+    return ThrottledBackend(backend, writes=writes, reads=reads, min_free=min_free, sleep=sleep)
 
 
 def throttled_to(backend: Backend, rate: float | str | None) -> Backend:
@@ -51,17 +54,16 @@ def without_min_free(backend: Backend) -> Backend:
     """The same backend for operations that free space: they may use the space that saves leave free."""
     if not isinstance(backend, ThrottledBackend):
         return backend
-    return throttled(backend._inner, writes=backend._writes, reads=backend._reads, sleep=backend._sleep)
+    return throttled(backend.inner, writes=backend._writes, reads=backend._reads, sleep=backend._sleep)
 
 
-class ThrottledBackend:
-    """See `throttled`. All other attributes are the backend's own."""
+class ThrottledBackend(ForwardingBackend):
+    """See `throttled`."""
 
     def __init__(
         self, inner: Backend, *, writes: RateLimit | None, reads: RateLimit | None, min_free: MinFree | None, sleep: Sleep
     ) -> None:
-        self.url, self.is_local = inner.url, inner.is_local
-        self._inner = inner
+        super().__init__(inner)
         self._writes = writes
         self._reads = reads
         self._min_free = min_free
@@ -70,16 +72,13 @@ class ThrottledBackend:
         self._unchecked_bytes = 0
         """The bytes that may still be written before the next check."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
     def __reduce__(self) -> tuple[Any, ...]:
         """For workers in other processes: they check the free space themselves, and cannot share a rate limit with this process."""
-        return _from_pickle, (self._inner, self._min_free)
+        return partial(throttled, min_free=self._min_free), (self.inner,)
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """Reads, then waits: the size is not known before."""
-        data = self._inner.get(name, max_bytes=max_bytes)
+        data = self.inner.get(name, max_bytes=max_bytes)
         self._wait(self._reads, len(data))
         return data
 
@@ -88,23 +87,20 @@ class ThrottledBackend:
         limit, done = self._reads, 0
         while limit is not None and limit.rate < math.inf and (size := min(limit.burst_bytes, len(target) - done)):
             self._wait(limit, size)
-            self._inner.read_into(name, offset + done, target[done : done + size])
+            self.inner.read_into(name, offset + done, target[done : done + size])
             done += size
         if done < len(target) or not done:
-            self._inner.read_into(name, offset + done, target[done:])
+            self.inner.read_into(name, offset + done, target[done:])
 
     def put(self, name: str, data: Buffer) -> None:
-        """Waits, then writes."""
         self._admit_write(name, len(data))
-        self._inner.put(name, data)
+        self.inner.put(name, data)
 
     def open_writer(self, name: str) -> ObjectWriter:
-        """A writer that waits."""
-        return _ThrottledWriter(self, name, self._inner.open_writer(name))
+        return _ThrottledWriter(self, name, self.inner.open_writer(name))
 
     def open_whole_writer(self, name: str) -> ObjectWriter:
-        """A writer that waits."""
-        return _ThrottledWriter(self, name, self._inner.open_whole_writer(name))
+        return _ThrottledWriter(self, name, self.inner.open_whole_writer(name))
 
     def _wait(self, limit: RateLimit | None, size: int) -> None:
         if limit is not None and limit.rate < math.inf:
@@ -116,7 +112,7 @@ class ThrottledBackend:
             with self._lock:
                 self._unchecked_bytes -= size
                 if self._unchecked_bytes <= 0:
-                    spare_bytes = require_free_space(self._inner, self._min_free, size, name)
+                    spare_bytes = require_free_space(self.inner, self._min_free, size, name)
                     self._unchecked_bytes = CHECK_BYTES if spare_bytes is None else min(CHECK_BYTES, spare_bytes)
         if self._writes is not None and self._writes.rate < math.inf:
             self._writes.wait(size, self._sleep)
@@ -140,7 +136,3 @@ class _ThrottledWriter:
 
     def abort(self) -> None:
         self._inner.abort()
-
-
-def _from_pickle(inner: Backend, min_free: MinFree | None) -> Backend:
-    return throttled(inner, min_free=min_free)

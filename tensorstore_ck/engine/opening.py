@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import platformdirs
 
@@ -94,7 +94,7 @@ def open_engine(
     observers = logged_observers()
     backend = open_backend(url, storage_options, no_sync=no_sync, on_wait=observers.emit)
     if read_only:
-        backend = cast(Backend, ReadOnlyBackend(backend))
+        backend = ReadOnlyBackend(backend)
     try:
         is_given = config is not None
         config = config or read_config(backend)
@@ -195,7 +195,7 @@ def make_engine(
 
     placed = ColdTierBackend(backend, open_place or LocationOpener(backend.url), log.view, newest_view, store=config.uuid)
     return Engine(
-        backend=cast(Backend, placed),
+        backend=placed,
         config=config,
         table=log.table,
         log=log,

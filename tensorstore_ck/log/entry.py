@@ -110,12 +110,15 @@ class EntryReader:
 
     def read(self, n: int) -> Entry | None:
         """Entry `n`; None if it is not there. Raises `BrokenLogError` if it is damaged."""
+        name, last = entry_name(self._prefix, n), self.last
         try:
-            data, last = self._backend.get(self.name(n), max_bytes=_GENEROUS), self.last
+            data = self._backend.get_if_there(name, max_bytes=_GENEROUS)
+            if data is None:
+                return None
             if last is None or last.n != n or last.hash != object_hash(data):
-                self.last = last = decode_entry(data, self.name(n), n)
+                self.last = last = decode_entry(data, name, n)
             return last
-        except MissingObjectError:
+        except MissingObjectError:  # a folder has its name
             return None
         except CorruptObjectError as exc:
             raise self.broken(n, f"is damaged ({exc})") from exc

@@ -3,6 +3,7 @@
 The log says which (`place`, FORMAT.md), once per pack and permanently. All other objects, and all that a save writes, lie at the store's
 own location. A pack is read, listed and deleted where it lies. A location that cannot be used is an error, and never taken for empty.
 """
+# ruff: noqa: D102 - protocol.py documents the methods
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from tensorstore_ck.backend.cold.locations import require_outside_store
 from tensorstore_ck.backend.cold.owner_marker import MARKER_NAME, FoundMarker, OwnerMarker, read_marker, write_marker
+from tensorstore_ck.backend.forwarding import ForwardingBackend
 from tensorstore_ck.backend.protocol import Backend, ObjectInfo
 from tensorstore_ck.common.ids import Ulid, parse_ulid, split_ulids
 from tensorstore_ck.common.threads import ProcessLock
@@ -30,8 +32,8 @@ class LocationView(Protocol):
         """The URL of each pack at a cold location."""
 
 
-class ColdTierBackend:
-    """Reads, lists and deletes each pack where it lies. All other attributes are those of the store's own backend."""
+class ColdTierBackend(ForwardingBackend):
+    """Reads, lists and deletes each pack where it lies. All else is done by the store's own backend, `inner`."""
 
     def __init__(
         self,
@@ -47,8 +49,7 @@ class ColdTierBackend:
 
         `store`: the store's uuid.
         """
-        self.url, self.is_local = own.url, own.is_local
-        self._own = own
+        super().__init__(own)
         self._open_location = open_location
         self._view = view
         self._newest_view = newest_view or view
@@ -58,15 +59,12 @@ class ColdTierBackend:
         self._uploads: dict[str, Backend] = {}
         self._lock = ProcessLock()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
     def __reduce__(self) -> tuple[Any, ...]:
         """The same backend with the locations known now, for workers in other processes."""
         by_url: dict[str, list[bytes]] = {}
         for pack, url in self.locations().items():
             by_url.setdefault(url, []).append(pack)
-        return _from_pickle, (self._own, self._open_location, self._store, {url: b"".join(packs) for url, packs in by_url.items()})
+        return _from_pickle, (self.inner, self._open_location, self._store, {url: b"".join(packs) for url, packs in by_url.items()})
 
     def add_locations(self, locations: Mapping[Ulid, str]) -> None:
         """Adds packs and their locations, found by reading the log without this host's cache."""
@@ -84,7 +82,7 @@ class ColdTierBackend:
             PlaceUnavailableError: it is not allowed, cannot be opened or read, or does not have the marker.
         """
         if url is None:
-            return self._own
+            return self.inner
         with self._lock.here:
             if url not in self._opened:
                 self._opened[url] = self._open(url)
@@ -98,7 +96,7 @@ class ColdTierBackend:
             InvalidUrlError, MissingExtraError: it cannot be opened.
             PlaceUnavailableError: this host does not allow it.
         """
-        require_outside_store(url, self._own.url)
+        require_outside_store(url, self.inner.url)
         self._open_location(url).close()
 
     def claim_new(self, url: str) -> None:
@@ -143,9 +141,9 @@ class ColdTierBackend:
                     "uses that location: `tsck tier --claim-locations` writes it again",
                     object_id=url,
                 )
-            if marker.owner.url != self._own.url:
+            if marker.owner.url != self.inner.url:
                 raise GcRefusedError(
-                    f"the store at {marker.owner.url} moved the packs to {url}, and this store is at {self._own.url}. If one is a copy of "
+                    f"the store at {marker.owner.url} moved the packs to {url}, and this store is at {self.inner.url}. If one is a copy of "
                     "the other's files, both need them. If this is the only one, and was itself moved: `tsck tier --claim-locations`",
                     object_id=url,
                 )
@@ -164,24 +162,21 @@ class ColdTierBackend:
             is_there = read_marker(backend, self._marker) is not None
             if not is_there and not any(parse_ulid(info.name[-26:]) in located for info in backend.list(PACKS)):
                 raise self._wrong_location(url)
-            write_marker(backend, OwnerMarker(store or self._store, self._own.url))
+            write_marker(backend, OwnerMarker(store or self._store, self.inner.url))
             backend.close()
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """Reads the object where it lies."""
         return self._read(name, lambda backend: backend.get(name, max_bytes=max_bytes))
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Reads the object where it lies."""
         self._read(name, lambda backend: backend.read_into(name, offset, target))
 
     def size(self, name: str) -> int:
-        """Asks the location where the object lies."""
         return self._read(name, lambda backend: backend.size(name))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Lists all locations. Their markers are not objects of the store."""
-        yield from self._own.list(prefix)
+        yield from self.inner.list(prefix)
         for url, backend in (self._cold_backends() if prefix.startswith(PACKS) else {}).items():
             for info in backend.list(prefix):
                 pack = parse_ulid(info.name[-26:])
@@ -190,7 +185,6 @@ class ColdTierBackend:
                 yield info
 
     def delete(self, names: Iterable[str]) -> None:
-        """Where they lie."""
         by_url: dict[str | None, list[str]] = {}
         for name in names:
             by_url.setdefault(self._location_of(name), []).append(name)
@@ -198,26 +192,23 @@ class ColdTierBackend:
             self.at(url).delete(here)
 
     def list_uploads(self, folders: Collection[str] | None = None) -> Iterator[ObjectInfo]:
-        """At all locations."""
-        for backend in (self._own, *self._cold_backends().values()):
+        for backend in (self.inner, *self._cold_backends().values()):
             for info in backend.list_uploads(folders):
                 self._uploads[info.name] = backend
                 yield info
 
     def abort_upload(self, name: str) -> None:
-        """Deletes each object at the location where it was listed."""
-        self._uploads.get(name, self._own).abort_upload(name)
+        self._uploads.get(name, self.inner).abort_upload(name)
 
     def close(self) -> None:
-        """Closes all backends."""
-        for backend in (self._own, *self._opened.values()):
+        for backend in (self.inner, *self._opened.values()):
             backend.close()
 
     def _read(self, name: str, read: Callable[[Backend], T]) -> T:
         url = self._known.get(pack) if (pack := _pack_of(name)) is not None else None
         if url is None:
             try:
-                return read(self._own)  # most packs are there, and then no view of the log is needed
+                return read(self.inner)  # most packs are there, and then no view of the log is needed
             except MissingObjectError:
                 # A cache that is behind, or was emptied, must not make it missing.
                 url = self._location_of(name) or self._location_of(name, refresh=True)
@@ -227,7 +218,7 @@ class ColdTierBackend:
             backend = self.at(url)
         except PlaceUnavailableError as exc:
             try:
-                return read(self._own)  # a wrong location in the log must not make a pack in the store unreadable
+                return read(self.inner)  # a wrong location in the log must not make a pack in the store unreadable
             except MissingObjectError:
                 raise exc from None
         try:
@@ -262,27 +253,27 @@ class ColdTierBackend:
         except PlaceUnavailableError:
             raise
         except StoreError as exc:
-            raise PlaceUnavailableError(f"packs of {self._own.url} lie at {url}, which cannot be opened: {exc}", object_id=url) from exc
+            raise PlaceUnavailableError(f"packs of {self.inner.url} lie at {url}, which cannot be opened: {exc}", object_id=url) from exc
         self._require_marker(url, backend)
         return backend
 
     @property
     def _marker(self) -> OwnerMarker:
-        return OwnerMarker(self._store, self._own.url)
+        return OwnerMarker(self._store, self.inner.url)
 
     def _require_marker(self, url: str, backend: Backend) -> FoundMarker:
         """A damaged marker is enough for reads: the location is there, and blocks are verified. Callers that delete check the owner."""
         try:
             marker = read_marker(backend, self._marker)
         except StoreError as exc:
-            raise PlaceUnavailableError(f"packs of {self._own.url} lie at {url}, which cannot be read: {exc}", object_id=url) from exc
+            raise PlaceUnavailableError(f"packs of {self.inner.url} lie at {url}, which cannot be read: {exc}", object_id=url) from exc
         if marker is None or (self._store and marker.owner is not None and marker.owner.store != self._store):
             raise self._wrong_location(url)
         return marker
 
     def _wrong_location(self, url: str) -> PlaceUnavailableError:
         return PlaceUnavailableError(
-            f"packs of {self._own.url} were moved to {url}, which does not have their marker now: is that location mounted, and "
+            f"packs of {self.inner.url} were moved to {url}, which does not have their marker now: is that location mounted, and "
             "reached with the right credentials? If it is, only the marker is lost: `tsck tier --claim-locations` writes it again",
             object_id=url,
         )

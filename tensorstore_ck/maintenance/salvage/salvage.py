@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from tensorstore_ck.backend import probe_create
 from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
@@ -118,7 +118,7 @@ class _Salvage:
     ) -> None:
         self._leave_out_unknown = leave_out_unknown
         self._placed = ColdTierBackend(backend, open_place)
-        self._backend = cast(Backend, self._placed)
+        self._backend: Backend = self._placed
         self._clock = clock
         self._new_id = new_id
         self._problems: list[str] = []
