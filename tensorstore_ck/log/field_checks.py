@@ -1,5 +1,5 @@
 """The valid values of a field of an operation or of a row of the ref table: data, which one function compares values with; and how a
-row of such fields is written, and decoded strictly. Pure.
+row of such fields is written, and decoded strictly, with its key. Pure.
 """
 
 from collections.abc import Callable, Iterable
@@ -7,14 +7,14 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgpack
 
-from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES
+from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Ulid
 from tensorstore_ck.common.signing_keys import PUBLIC_KEY_BYTES, SIGNATURE_BYTES
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.attributes import MAX_ATTRIBUTES, are_attributes
 from tensorstore_ck.format.record import are_triggers, is_epoch
-from tensorstore_ck.format.sealed import pack_body
+from tensorstore_ck.format.sealed import FOLDERS, pack_body
 from tensorstore_ck.log.cache import Batch
-from tensorstore_ck.log.object_set import is_ulids
+from tensorstore_ck.log.object_set import ObjectKey, is_ulids
 from tensorstore_ck.log.ref_names import MAX_REF_CHARS, is_ref_glob, is_ref_name
 
 MAX_METRICS: Final = 1024
@@ -34,6 +34,10 @@ MAX_INTEGER: Final = (1 << 63) - 1
 
 PREFIX: Final = b"r/"
 """The prefix of the ref table's keys in a host's table. Keys in checkpoints lack it."""
+
+_KIND_BYTES: Final = {kind: {"pack": b"k", "part": b"p", "snapshot": b"s", "moved": b"m"}[kind] for kind in FOLDERS}
+KINDS_BY_BYTE: Final = {byte: kind for kind, byte in _KIND_BYTES.items()}
+"""How a key of an object begins -> the kind of the object."""
 
 Row = TypeVar("Row", bound=tuple[Any, ...])
 
@@ -107,6 +111,31 @@ class RowKind(Generic[Row]):
     def delete(self, batch: Batch, key: bytes) -> None:
         """Removes a row, if it is there; `key` without the prefix."""
         batch.delete(self.prefix + key)
+
+
+def numbered(name: str, seq: int) -> bytes:
+    """The key of a move; with a `step_number`, of a step."""
+    return name.encode() + b"\0" + seq.to_bytes(8, "big")
+
+
+def step_number(step: int) -> int:
+    """A step as it is in a key."""
+    return step + (1 << 63)
+
+
+def window_key(n: int, name: str) -> bytes:
+    """The key of what entry `n` removed from `name`."""
+    return n.to_bytes(8, "big") + name.encode()
+
+
+def object_key(key: ObjectKey) -> bytes:
+    """The key of an object that gc condemned or swept."""
+    return _KIND_BYTES[key.kind] + key.ulid
+
+
+def object_of(key: bytes) -> ObjectKey:
+    """The object of an `object_key`."""
+    return ObjectKey(KINDS_BY_BYTE[key[:1]], Ulid(key[1:]))
 
 
 def _are_metrics(metrics: dict[object, object]) -> bool:

@@ -8,10 +8,11 @@ from typing import Any, Final, NamedTuple
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.log import table_rows as rows
 from tensorstore_ck.log.cache import FailoverReader, Reader, TableError
-from tensorstore_ck.log.field_checks import MAX_INTEGER, PREFIX, Row, RowKind
+from tensorstore_ck.log.field_checks import MAX_INTEGER, PREFIX, Row, RowKind, numbered, object_key, object_of, step_number, window_key
 from tensorstore_ck.log.object_set import ObjectKey
 from tensorstore_ck.log.ref_names import is_ref_name
-from tensorstore_ck.log.table_rows import BranchHead, BranchMove, Head, Pin, SnapshotInfo, TxnOutcome, UndoWindow
+from tensorstore_ck.log.snapshot import SnapshotInfo
+from tensorstore_ck.log.table_rows import BranchHead, BranchMove, Head, Pin, TxnOutcome, UndoWindow
 
 __all__ = ["BranchHead", "BranchMove", "Head", "Pin", "RefTable", "Relocation", "SnapshotInfo", "TxnOutcome", "UndoWindow"]
 
@@ -136,8 +137,8 @@ class RefTable:
         """The newest snapshot of that step in a branch's history."""
         if not is_ref_name(branch) or not -(1 << 63) <= step < 1 << 63:
             return None
-        row = self.read(rows.STEPS, rows.numbered(branch, rows.step_number(step)))
-        move = self.read(rows.MOVES, rows.numbered(branch, row.seq)) if row is not None else None
+        row = self.read(rows.STEPS, numbered(branch, step_number(step)))
+        move = self.read(rows.MOVES, numbered(branch, row.seq)) if row is not None else None
         return move.ulid if move is not None else None
 
     def tags(self) -> list[str]:
@@ -262,7 +263,7 @@ class RefTable:
 
     def windows(self, entry: int | None = None, *, newest_first: bool = False) -> Iterator[UndoWindow]:
         """The undo windows of that entry, or of all, oldest first."""
-        prefix = b"" if entry is None else rows.window_key(entry, "")
+        prefix = b"" if entry is None else window_key(entry, "")
         for rest, value in self.scan(rows.WINDOWS, prefix, reverse=newest_first):
             key = prefix + rest
             moves = [rows.FORGOTTEN.decode(move) for _, move in self.scan(rows.FORGOTTEN, key + b"\0")]
@@ -276,11 +277,11 @@ class RefTable:
 
     def object_state(self, key: ObjectKey) -> rows.ObjectRow | None:
         """Whether an object is condemned or swept; None if neither."""
-        return self.read(rows.OBJECTS, rows.object_key(key)) if self._has_rows(rows.OBJECTS) else None
+        return self.read(rows.OBJECTS, object_key(key)) if self._has_rows(rows.OBJECTS) else None
 
     def objects(self) -> Iterator[tuple[ObjectKey, rows.ObjectRow]]:
         """All condemned objects, and those swept after the horizon."""
-        return ((rows.object_of(key), rows.OBJECTS.decode(value)) for key, value in self.scan(rows.OBJECTS))
+        return ((object_of(key), rows.OBJECTS.decode(value)) for key, value in self.scan(rows.OBJECTS))
 
     def relocations(self, pack: bytes) -> list[Relocation]:
         """The current relocations of a pack, newest first."""
