@@ -1,13 +1,15 @@
 """Typed reads of the ref table: branches, tags and snapshots as of the entry that was folded last."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.log import table_rows as rows
-from tensorstore_ck.log.cache import FailoverReader, Reader, TableError
+from tensorstore_ck.log.cache import MAX_KEY_BYTES, FailoverReader, Reader, TableError
+from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Item
 from tensorstore_ck.log.field_checks import MAX_INTEGER, PREFIX, Row, RowKind, numbered, object_key, object_of, step_number, window_key
 from tensorstore_ck.log.object_set import ObjectKey
 from tensorstore_ck.log.ref_names import is_ref_name
@@ -17,6 +19,8 @@ from tensorstore_ck.log.table_rows import BranchHead, BranchMove, Head, Pin, Txn
 __all__ = ["BranchHead", "BranchMove", "Head", "Pin", "RefTable", "Relocation", "SnapshotInfo", "TxnOutcome", "UndoWindow"]
 
 _WILDCARD: Final = re.compile(r"[*?\[]")
+_AFTER_ALL: Final = b"\xff" * (MAX_KEY_BYTES + 1)
+"""After a prefix: greater than every key that begins with it."""
 _HEX: Final = re.compile(r"[0-9a-f]{0,64}")
 _MAX_KEPT_ROWS: Final = 64
 """Per head. A save reads a few rows many times; gc reads each of many rows once."""
@@ -78,9 +82,14 @@ class RefTable:
 
     def scan(self, kind: RowKind[Row], prefix: bytes = b"", *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
         """(key after `prefix`, value) of the rows of a kind whose keys begin with `prefix`."""
-        start = len(kind.prefix) + len(prefix)
-        for key, value in self._reader.scan(kind.prefix + prefix, reverse=reverse):
-            yield key[start:], value
+        low = kind.prefix + prefix
+        if reverse:
+            items: Iterable[Item] = self._reader.scan(low, reverse=True)
+        else:
+            items = first = self._reader.page(low, low + _AFTER_ALL, False)  # mostly, these are all
+            if len(first) == PAGE_ITEMS:
+                items = chain(first, self._reader.scan(low, start=first[-1][0] + b"\0"))
+        return ((key[len(low) :], value) for key, value in items)
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
         """Every row, as it is stored."""
@@ -301,7 +310,7 @@ class RefTable:
             return True
         known = self._kept.has_rows
         if kind.prefix not in known:
-            known[kind.prefix] = next(self._reader.scan(kind.prefix), None) is not None
+            known[kind.prefix] = next(self.scan(kind), None) is not None
         return known[kind.prefix]
 
     def all_relocations(self) -> Iterator[tuple[Ulid, Ulid]]:
