@@ -1,9 +1,8 @@
-"""A store's backend some of whose packs lie at cold locations, where they were moved for their age.
+"""Where a store's packs lie: some at cold locations, to which they were moved for their age.
 
 The log says which (`place`, FORMAT.md), once per pack and permanently. All other objects, and all that a save writes, lie at the store's
 own location. A pack is read, listed and deleted where it lies. A location that cannot be used is an error, and never taken for empty.
 """
-# ruff: noqa: D102 - protocol.py documents the methods
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -11,7 +10,6 @@ from typing import Any, Final, Protocol, TypeVar
 
 from tensorstore_ck.backend.cold.locations import require_outside_store
 from tensorstore_ck.backend.cold.owner_marker import MARKER_NAME, FoundMarker, OwnerMarker, read_marker, write_marker
-from tensorstore_ck.backend.forwarding import ForwardingBackend
 from tensorstore_ck.backend.protocol import Backend, ObjectInfo
 from tensorstore_ck.common.ids import Ulid, parse_ulid, split_ulids
 from tensorstore_ck.common.threads import ProcessLock
@@ -32,8 +30,8 @@ class LocationView(Protocol):
         """The URL of each pack at a cold location."""
 
 
-class ColdTierBackend(ForwardingBackend):
-    """Reads, lists and deletes each pack where it lies. All else is done by the store's own backend, `inner`."""
+class ColdLocations:
+    """Where the packs of one store lie, if not at its own location, `own`."""
 
     def __init__(
         self,
@@ -49,31 +47,32 @@ class ColdTierBackend(ForwardingBackend):
 
         `store`: the store's uuid.
         """
-        super().__init__(own)
+        self._own = own
         self._open_location = open_location
         self._view = view
         self._newest_view = newest_view or view
         self._store = store
-        self._known: dict[Ulid, str] = {}
+        self.known: dict[Ulid, str] = {}
+        """Packs that lie elsewhere, as far as this object has met them."""
         self._opened: dict[str, Backend] = {}
         self._uploads: dict[str, Backend] = {}
         self._lock = ProcessLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The same backend with the locations known now, for workers in other processes."""
+        """The same with the locations known now, for workers in other processes."""
         by_url: dict[str, list[bytes]] = {}
         for pack, url in self.locations().items():
             by_url.setdefault(url, []).append(pack)
-        return _from_pickle, (self.inner, self._open_location, self._store, {url: b"".join(packs) for url, packs in by_url.items()})
+        return _from_pickle, (self._own, self._open_location, self._store, {url: b"".join(packs) for url, packs in by_url.items()})
 
     def add_locations(self, locations: Mapping[Ulid, str]) -> None:
         """Adds packs and their locations, found by reading the log without this host's cache."""
-        self._known.update(locations)
+        self.known.update(locations)
 
     def locations(self) -> dict[Ulid, str]:
         """The locations of packs, as far as known."""
         logged = self._view().locations() if self._view is not None else {}
-        return {**self._known, **logged}
+        return {**self.known, **logged}
 
     def at(self, url: str | None) -> Backend:
         """The backend of a location with the store's marker; None: the store's own.
@@ -82,7 +81,7 @@ class ColdTierBackend(ForwardingBackend):
             PlaceUnavailableError: it is not allowed, cannot be opened or read, or does not have the marker.
         """
         if url is None:
-            return self.inner
+            return self._own
         with self._lock.here:
             if url not in self._opened:
                 self._opened[url] = self._open(url)
@@ -96,7 +95,7 @@ class ColdTierBackend(ForwardingBackend):
             InvalidUrlError, MissingExtraError: it cannot be opened.
             PlaceUnavailableError: this host does not allow it.
         """
-        require_outside_store(url, self.inner.url)
+        require_outside_store(url, self._own.url)
         self._open_location(url).close()
 
     def claim_new(self, url: str) -> None:
@@ -141,9 +140,9 @@ class ColdTierBackend(ForwardingBackend):
                     "uses that location: `tsck tier --claim-locations` writes it again",
                     object_id=url,
                 )
-            if marker.owner.url != self.inner.url:
+            if marker.owner.url != self._own.url:
                 raise GcRefusedError(
-                    f"the store at {marker.owner.url} moved the packs to {url}, and this store is at {self.inner.url}. If one is a copy of "
+                    f"the store at {marker.owner.url} moved the packs to {url}, and this store is at {self._own.url}. If one is a copy of "
                     "the other's files, both need them. If this is the only one, and was itself moved: `tsck tier --claim-locations`",
                     object_id=url,
                 )
@@ -162,63 +161,27 @@ class ColdTierBackend(ForwardingBackend):
             is_there = read_marker(backend, self._marker) is not None
             if not is_there and not any(parse_ulid(info.name[-26:]) in located for info in backend.list(PACKS)):
                 raise self._wrong_location(url)
-            write_marker(backend, OwnerMarker(store or self._store, self.inner.url))
+            write_marker(backend, OwnerMarker(store or self._store, self._own.url))
             backend.close()
 
-    def get(self, name: str, *, max_bytes: int) -> bytes:
-        return self._read(name, lambda backend: backend.get(name, max_bytes=max_bytes))
+    def location_of(self, name: str) -> str | None:
+        """The URL of the location of an object that is not at the store's own; None if the log knows none.
 
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        self._read(name, lambda backend: backend.read_into(name, offset, target))
+        A cache that is behind, or was emptied, must not make a pack missing.
+        """
+        return self._location_of(name) or self._location_of(name, refresh=True)
 
-    def size(self, name: str) -> int:
-        return self._read(name, lambda backend: backend.size(name))
+    def known_location(self, name: str) -> str | None:
+        """The URL of the location where the object was met before."""
+        return self.known.get(pack) if (pack := _pack_of(name)) is not None else None
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Lists all locations. Their markers are not objects of the store."""
-        yield from self.inner.list(prefix)
-        for url, backend in (self._cold_backends() if prefix.startswith(PACKS) else {}).items():
-            for info in backend.list(prefix):
-                pack = parse_ulid(info.name[-26:])
-                if pack is not None:
-                    self._known[pack] = url
-                yield info
-
-    def delete(self, names: Iterable[str]) -> None:
-        by_url: dict[str | None, list[str]] = {}
-        for name in names:
-            by_url.setdefault(self._location_of(name), []).append(name)
-        for url, here in by_url.items():
-            self.at(url).delete(here)
-
-    def list_uploads(self, folders: Collection[str] | None = None) -> Iterator[ObjectInfo]:
-        for backend in (self.inner, *self._cold_backends().values()):
-            for info in backend.list_uploads(folders):
-                self._uploads[info.name] = backend
-                yield info
-
-    def abort_upload(self, name: str) -> None:
-        self._uploads.get(name, self.inner).abort_upload(name)
-
-    def close(self) -> None:
-        for backend in (self.inner, *self._opened.values()):
-            backend.close()
-
-    def _read(self, name: str, read: Callable[[Backend], T]) -> T:
-        url = self._known.get(pack) if (pack := _pack_of(name)) is not None else None
-        if url is None:
-            try:
-                return read(self.inner)  # most packs are there, and then no view of the log is needed
-            except MissingObjectError:
-                # A cache that is behind, or was emptied, must not make it missing.
-                url = self._location_of(name) or self._location_of(name, refresh=True)
-                if url is None:
-                    raise
+    def read(self, url: str, read: Callable[[Backend], T]) -> T:
+        """The result of `read` at a location."""
         try:
             backend = self.at(url)
         except PlaceUnavailableError as exc:
             try:
-                return read(self.inner)  # a wrong location in the log must not make a pack in the store unreadable
+                return read(self._own)  # a wrong location in the log must not make a pack in the store unreadable
             except MissingObjectError:
                 raise exc from None
         try:
@@ -229,11 +192,45 @@ class ColdTierBackend(ForwardingBackend):
             self._require_marker(url, backend)
             raise exc from None
 
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Lists all locations. Their markers are not objects of the store."""
+        yield from self._own.list(prefix)
+        for url, backend in (self._backends() if prefix.startswith(PACKS) else {}).items():
+            for info in backend.list(prefix):
+                pack = parse_ulid(info.name[-26:])
+                if pack is not None:
+                    self.known[pack] = url
+                yield info
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Deletes each object where it lies."""
+        by_url: dict[str | None, list[str]] = {}
+        for name in names:
+            by_url.setdefault(self._location_of(name), []).append(name)
+        for url, here in by_url.items():
+            self.at(url).delete(here)
+
+    def list_uploads(self, folders: Collection[str] | None) -> Iterator[ObjectInfo]:
+        """Lists those of all locations."""
+        for backend in (self._own, *self._backends().values()):
+            for info in backend.list_uploads(folders):
+                self._uploads[info.name] = backend
+                yield info
+
+    def abort_upload(self, name: str) -> None:
+        """Removes a leftover where it was listed."""
+        self._uploads.get(name, self._own).abort_upload(name)
+
+    def close(self) -> None:
+        """Closes the backends of all locations, the store's own among them."""
+        for backend in (self._own, *self._opened.values()):
+            backend.close()
+
     def _location_of(self, name: str, *, refresh: bool = False) -> str | None:
         pack = _pack_of(name)
         if pack is None:
             return None
-        url = self._known.get(pack)
+        url = self.known.get(pack)
         if url is None and self._view is not None and self._newest_view is not None:
             if not refresh:
                 url = self._view().location_of(pack)
@@ -241,10 +238,10 @@ class ColdTierBackend(ForwardingBackend):
                 with suppress(StoreError):
                     url = self._newest_view().location_of(pack)
             if url is not None:
-                self._known[pack] = url
+                self.known[pack] = url
         return url
 
-    def _cold_backends(self) -> dict[str, Backend]:
+    def _backends(self) -> dict[str, Backend]:
         return {url: self.at(url) for url in sorted(set(self.locations().values()))}
 
     def _open(self, url: str) -> Backend:
@@ -253,27 +250,27 @@ class ColdTierBackend(ForwardingBackend):
         except PlaceUnavailableError:
             raise
         except StoreError as exc:
-            raise PlaceUnavailableError(f"packs of {self.inner.url} lie at {url}, which cannot be opened: {exc}", object_id=url) from exc
+            raise PlaceUnavailableError(f"packs of {self._own.url} lie at {url}, which cannot be opened: {exc}", object_id=url) from exc
         self._require_marker(url, backend)
         return backend
 
     @property
     def _marker(self) -> OwnerMarker:
-        return OwnerMarker(self._store, self.inner.url)
+        return OwnerMarker(self._store, self._own.url)
 
     def _require_marker(self, url: str, backend: Backend) -> FoundMarker:
         """A damaged marker is enough for reads: the location is there, and blocks are verified. Callers that delete check the owner."""
         try:
             marker = read_marker(backend, self._marker)
         except StoreError as exc:
-            raise PlaceUnavailableError(f"packs of {self.inner.url} lie at {url}, which cannot be read: {exc}", object_id=url) from exc
+            raise PlaceUnavailableError(f"packs of {self._own.url} lie at {url}, which cannot be read: {exc}", object_id=url) from exc
         if marker is None or (self._store and marker.owner is not None and marker.owner.store != self._store):
             raise self._wrong_location(url)
         return marker
 
     def _wrong_location(self, url: str) -> PlaceUnavailableError:
         return PlaceUnavailableError(
-            f"packs of {self.inner.url} were moved to {url}, which does not have their marker now: is that location mounted, and "
+            f"packs of {self._own.url} were moved to {url}, which does not have their marker now: is that location mounted, and "
             "reached with the right credentials? If it is, only the marker is lost: `tsck tier --claim-locations` writes it again",
             object_id=url,
         )
@@ -283,8 +280,8 @@ def _pack_of(name: str) -> Ulid | None:
     return parse_ulid(name[-26:]) if name.startswith(PACKS) else None
 
 
-def _from_pickle(own: Backend, open_location: Callable[[str], Backend], store: str, by_url: Mapping[str, bytes]) -> ColdTierBackend:
-    backend = ColdTierBackend(own, open_location, store=store)
+def _from_pickle(own: Backend, open_location: Callable[[str], Backend], store: str, by_url: Mapping[str, bytes]) -> ColdLocations:
+    locations = ColdLocations(own, open_location, store=store)
     for url, joined in by_url.items():
-        backend.add_locations(dict.fromkeys(split_ulids(joined), url))
-    return backend
+        locations.add_locations(dict.fromkeys(split_ulids(joined), url))
+    return locations
