@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.log import table_rows as rows
-from tensorstore_ck.log.cache import MAX_KEY_BYTES, FailoverReader, Reader, TableError
+from tensorstore_ck.log.cache import MAX_KEY_BYTES, Reader, TableError
 from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Item
 from tensorstore_ck.log.field_checks import MAX_INTEGER, PREFIX, Row, RowKind, numbered, object_key, object_of, step_number, window_key
 from tensorstore_ck.log.object_set import ObjectKey
@@ -178,18 +178,15 @@ class RefTable:
 
     def is_live(self, ulid: bytes) -> bool:
         """Whether a snapshot has a holder: a history, a tag, a pin, or an undo window."""
-        row = self.read(rows.HOLDS, ulid)
-        return row is not None and row.holds > 0
+        return (row := self.read(rows.HOLDS, ulid)) is not None and row.holds > 0
 
     def holds(self, ulid: bytes) -> int:
         """How many holders a snapshot has; each move of a branch to it counts."""
-        row = self.read(rows.HOLDS, ulid)
-        return row.holds if row is not None else 0
+        return row.holds if (row := self.read(rows.HOLDS, ulid)) is not None else 0
 
     def expired_at(self, ulid: bytes) -> int | None:
         """The entry since which a snapshot has no holder; None if it has one."""
-        row = self.read(rows.HOLDS, ulid)
-        return row.n if row is not None and not row.holds else None
+        return row.n if (row := self.read(rows.HOLDS, ulid)) is not None and not row.holds else None
 
     def by_root(self, root: bytes) -> SnapshotInfo | None:
         """The newest snapshot with this root; live ones first."""
@@ -319,13 +316,11 @@ class RefTable:
 
     def moved_pack(self, moved: bytes) -> Ulid | None:
         """The pack that a moved object relocates."""
-        row = self.read(rows.MOVED, moved)
-        return row.pack if row is not None else None
+        return row.pack if (row := self.read(rows.MOVED, moved)) is not None else None
 
     def location_of(self, pack: bytes) -> str | None:
         """The URL of a pack's cold location; None: the store's own."""
-        row = self.read(rows.LOCATIONS, pack)
-        return row.url if row is not None else None
+        return row.url if (row := self.read(rows.LOCATIONS, pack)) is not None else None
 
     def locations(self) -> dict[Ulid, str]:
         """The URL of each pack at a cold location."""
@@ -362,11 +357,11 @@ class RefTable:
         return info._replace(metrics={**info.metrics, **note.metrics}, mark=note.mark, reason=note.reason)
 
 
-class HeadView(FailoverReader):
+class HeadView(Reader):
     """The rows at one head. If the cache fails while it is in use, the log is folded again up to that head."""
 
     def __init__(self, reader: Reader, fold_until: Callable[[Head | None, TableError], Reader]) -> None:
-        """`fold_until` returns the fold of the log up to a head, and is given the failure of `reader`.
+        """`fold_until` returns the fold of the log up to a head, in memory, and is given the failure of `reader`.
 
         Raises:
             CorruptObjectError: the row of the head is damaged.
@@ -378,18 +373,25 @@ class HeadView(FailoverReader):
         self.head = RefTable(self).head()
 
     def get(self, key: bytes) -> bytes | None:
-        """See `Reader.get`: the most frequent call of a save, so that it takes few steps."""
+        """See `Reader.get`."""
+        reader = self._reader
         try:
-            return self._reader.get(key)
-        except TableError:
-            return super().get(key)
+            return reader.get(key)
+        except TableError as exc:
+            return self._instead_of(reader, exc).get(key)
 
-    def _current(self) -> Reader:
-        return self._reader
+    def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+        """See `Reader.page`."""
+        reader = self._reader
+        try:
+            return reader.page(low, high, reverse)
+        except TableError as exc:
+            return self._instead_of(reader, exc).page(low, high, reverse)
 
-    def _leave(self, reader: Reader, cause: TableError) -> None:
+    def _instead_of(self, reader: Reader, cause: TableError) -> Reader:
         if reader is self._reader:
             folded = self._fold_until(self.head, cause)
             if RefTable(folded).head() != self.head:
                 raise cause  # the log was replaced meanwhile
             self._reader = folded
+        return self._reader

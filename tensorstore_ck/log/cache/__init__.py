@@ -12,7 +12,7 @@ memory_table.py       a table in memory
 failover_table.py     goes from a table on disk that fails or is locked to one in memory, and back
 """
 
-from tensorstore_ck.log.cache.failover_table import FailoverReader, FailoverTable
+from tensorstore_ck.log.cache.failover_table import FailoverTable
 from tensorstore_ck.log.cache.memory_table import MemoryTable
 from tensorstore_ck.log.cache.open_cache import open_table
 from tensorstore_ck.log.cache.protocol import (
@@ -31,7 +31,6 @@ __all__ = [
     "MAX_KEY_BYTES",
     "Batch",
     "CacheWarning",
-    "FailoverReader",
     "FailoverTable",
     "MemoryTable",
     "Reader",

@@ -81,8 +81,9 @@ class Environment:
         self._data_file, self._page_bytes, self._intact = -1, 0, (0, 0)
         self._write_lock = threading.RLock()
         self._map_lock = threading.RLock()
-        self._views = weakref.WeakSet[View]()
-        self._view_txns = set[Any]()
+        self.views = weakref.WeakSet[View]()
+        """Each adds itself, and its transaction, in `in_map`."""
+        self.view_txns = set[Any]()
         self.lock = BatchLock(folder / "batch.lock", patience_seconds)
         try:
             with self.lock.held(wait=wait):  # LMDB's own open is not safe against another process's close
@@ -105,15 +106,10 @@ class Environment:
 
         return self.in_map(use)
 
-    def add_view(self, view: View, txn: Any) -> None:
-        """`view` uses the transaction `txn` from now on; the map does not grow meanwhile."""
-        self._view_txns.add(txn)
-        self._views.add(view)
-
     def release_view(self, txn: Any) -> None:
         """Drops the transaction of a view. A child keeps its parent's: py-lmdb 1.6 would end it for the parent, too."""
         if self._pid == os.getpid():
-            self._view_txns.discard(txn)
+            self.view_txns.discard(txn)
 
     @contextmanager
     def writing(self, *, wait: bool) -> Iterator[None]:
@@ -165,7 +161,7 @@ class Environment:
         if self._pid == os.getpid():
             with self._write_lock, self._map_lock:
                 self._failure = self._failure or f"{self.folder} was closed"
-                for view in list(self._views):
+                for view in list(self.views):
                     view.end()
                 self._lmdb.close()
                 self._close_data_file()
@@ -193,7 +189,7 @@ class Environment:
 
     def _set_map_bytes(self, map_bytes: int) -> None:
         """Enlarges the map; 0: to the size that another process gave it. The caller holds `_map_lock`, and no thread of ours writes."""
-        for view in list(self._views):
+        for view in list(self.views):
             with suppress(TableError):  # its next read raises it
                 view.copy_into_memory()
         self._lmdb.set_mapsize(map_bytes)

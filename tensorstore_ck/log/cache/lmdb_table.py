@@ -211,7 +211,8 @@ class LmdbView(Reader):
 
     def _begin(self, txn: Any) -> None:
         self._txn = txn
-        self._environment.add_view(self, txn)
+        self._environment.view_txns.add(txn)
+        self._environment.views.add(self)
 
     def __del__(self) -> None:
         self._environment.release_view(self._txn)
