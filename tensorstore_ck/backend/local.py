@@ -27,7 +27,7 @@ from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
 from tensorstore_ck.common.threads import ProcessLock
-from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, InvalidUrlError, UnsafeBackendError
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, InvalidUrlError, MissingObjectError, UnsafeBackendError
 
 TEMPORARY_PREFIX: Final = ".tmp-"
 
@@ -72,7 +72,7 @@ class LocalBackend(Backend):
         path = self._path(name)
         try:
             return try_again(path, partial(read_file, path, self._at, name=name, max_bytes=max_bytes))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, MissingObjectError):
             return None  # who follows a log asks for its next entry again and again
         except OSError as exc:
             raise store_error(exc, "read", name) from exc

@@ -24,7 +24,6 @@ from tensorstore_ck.errors import (
     DamageError,
     FormatVersionError,
     InvalidOptionError,
-    MissingObjectError,
     NoSpaceError,
     StoreError,
     UndecidedError,
@@ -151,8 +150,6 @@ class EntryReader:
             if last is None or last.n != n or last.hash != object_hash(data):
                 self.last = last = decode_entry(data, name, n)
             return last
-        except MissingObjectError:  # a folder has its name
-            return None
         except CorruptObjectError as exc:
             raise self.broken(n, f"is damaged ({exc})") from exc
 
