@@ -10,9 +10,19 @@ from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, sp
 from tensorstore_ck.log import table_rows as rows
 from tensorstore_ck.log.cache import MAX_KEY_BYTES, Reader, TableError
 from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Item
-from tensorstore_ck.log.field_checks import MAX_INTEGER, PREFIX, Row, RowKind, numbered, object_key, object_of, step_number, window_key
+from tensorstore_ck.log.field_checks import (
+    MAX_INTEGER,
+    PREFIX,
+    Row,
+    RowKind,
+    is_ref_name,
+    numbered,
+    object_key,
+    object_of,
+    step_number,
+    window_key,
+)
 from tensorstore_ck.log.object_set import ObjectKey
-from tensorstore_ck.log.ref_names import is_ref_name
 from tensorstore_ck.log.snapshot import SnapshotInfo
 from tensorstore_ck.log.table_rows import BranchHead, BranchMove, Head, Pin, TxnOutcome, UndoWindow
 

@@ -33,9 +33,9 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(77, 555, 1350),
-    "put_snapshot_async": Weight(80, 615, 1500),
-    "checkout": Weight(49, 275, 1460),
+    "put_snapshot": Weight(70, 545, 1330),
+    "put_snapshot_async": Weight(73, 610, 1490),
+    "checkout": Weight(44, 265, 1440),
 }
 """For four linear layers and their optimizer, on CPython 3.11. Functions and calls are rounded up: threads that meet take a few more."""
 ASYNC_SHARE = 1.15
