@@ -56,7 +56,7 @@ def throttled_to(backend: Backend, rate: float | str | None) -> Backend:
 
 def without_min_free(backend: Backend) -> Backend:
     """The same backend for operations that free space: they may use the space that saves leave free."""
-    if not isinstance(backend, StoreBackend):
+    if not isinstance(backend, StoreBackend) or backend._min_free is None:
         return backend
     return StoreBackend(backend.inner, cold=backend._cold, writes=backend._writes, reads=backend._reads, sleep=backend._sleep)
 

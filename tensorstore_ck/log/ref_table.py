@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.log import table_rows as rows
@@ -24,7 +24,7 @@ from tensorstore_ck.log.field_checks import (
 )
 from tensorstore_ck.log.object_set import ObjectKey
 from tensorstore_ck.log.snapshot import SnapshotInfo
-from tensorstore_ck.log.table_rows import BranchHead, BranchMove, Head, Pin, TxnOutcome, UndoWindow
+from tensorstore_ck.log.table_rows import BranchHead, BranchMove, Head, Pin, Relocation, TxnOutcome, UndoWindow
 
 __all__ = ["BranchHead", "BranchMove", "Head", "Pin", "RefTable", "Relocation", "SnapshotInfo", "TxnOutcome", "UndoWindow"]
 
@@ -34,17 +34,6 @@ _AFTER_ALL: Final = b"\xff" * (MAX_KEY_BYTES + 1)
 _HEX: Final = re.compile(r"[0-9a-f]{0,64}")
 _MAX_KEPT_ROWS: Final = 64
 """Per head. A save reads a few rows many times; gc reads each of many rows once."""
-
-
-class Relocation(NamedTuple):
-    """Entries of a pack that are in other packs now."""
-
-    pack: Ulid
-    moved: Ulid
-    """The object that lists them."""
-    n: int
-    hash: Digest
-    targets: tuple[Ulid, ...]
 
 
 class RowsAtHead:

@@ -193,6 +193,17 @@ class RelocationRow(NamedTuple):
     """The packs, as joined ULIDs."""
 
 
+class Relocation(NamedTuple):
+    """Entries of a pack that are in other packs now."""
+
+    pack: Ulid
+    moved: Ulid
+    """The object that lists them."""
+    n: int
+    hash: Digest
+    targets: tuple[Ulid, ...]
+
+
 class QuotaRow(NamedTuple):
     """The bytes that the snapshots of some branches may add to the store."""
 
