@@ -11,11 +11,10 @@ import os
 import random
 import shutil
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +22,7 @@ import tensorstore_ck as tsck
 from benches._peers import State, load_dcp, save_dcp
 from benches.local import make_state, ratio, timed
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.backend.throttled import ThrottledBackend
+from tensorstore_ck.backend.store_backend import StoreBackend
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.format.codec import CodecName
 
@@ -37,13 +36,13 @@ Seconds = dict[str, dict[str, list[float]]]
 """What was done -> who did it -> how long each round took."""
 
 
-class Throttled(ThrottledBackend):
+class Throttled(StoreBackend):
     """An object store limited to `rate` bytes a second in each direction."""
 
     is_local = False
 
     def __init__(self, inner: Backend, rate: float) -> None:
-        super().__init__(inner, writes=None, reads=None, min_free=None, sleep=time.sleep)
+        super().__init__(inner)
         self._rate = rate
 
     def begin(self) -> None:
@@ -116,7 +115,7 @@ def take_turn(seconds: Seconds, who: str, states: tuple[State, State], target: S
         store = stack.enter_context(tsck.open(folder / "store", create=True, cache_dir=folder / "cache", codec=who))  # type: ignore[call-overload]
         if place.rate:
             throttled = Throttled(store.engine.backend, place.rate)
-            store.engine.backend, turn.begin = cast(Backend, throttled), throttled.begin
+            store.engine.backend, turn.begin = throttled, throttled.begin
         puts: list[tsck.Snapshot] = []
         turn.measure(
             lambda state, number: puts.append(store.put_snapshot(state, ref="b", step=number)),

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from fsspec.implementations.memory import MemoryFile
 
 from tensorstore_ck.backend.object_names import check_name, check_prefix
-from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.backend.remote_errors import ProcessLocal, remote_errors
 from tensorstore_ck.backend.wait_notices import WaitNotices
 from tensorstore_ck.common.buffers import Buffer, byte_views
@@ -62,7 +62,7 @@ CREATE_CALLS: Final[Mapping[str, CreateCall]] = {
 }
 
 
-class FsspecBackend:
+class FsspecBackend(Backend):
     """Objects below the path `root` of a filesystem that `connect` makes, once per process."""
 
     is_local = False

@@ -18,16 +18,16 @@ from typing import Final
 from tensorstore_ck.backend.local_io import read_file, read_range, regular_size, try_again, use_direct, write_at
 from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner, make_folder
 from tensorstore_ck.backend.local_writer import DirectWriter, LocalWriter
-from tensorstore_ck.backend.object_names import check_name, check_prefix
+from tensorstore_ck.backend.object_names import NAME, bad_name, check_name, check_prefix
 from tensorstore_ck.backend.os_errors import os_errors, store_error
-from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
 from tensorstore_ck.common.threads import ProcessLock
-from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, InvalidUrlError, UnsafeBackendError
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, InvalidUrlError, MissingObjectError, UnsafeBackendError
 
 TEMPORARY_PREFIX: Final = ".tmp-"
 
@@ -37,7 +37,7 @@ _NO_HARD_LINKS: Final = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 _LINK_TRIES: Final = 8
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """Objects as files below `root`, which the first write makes.
 
     `sync=False` skips every fsync: a power failure may then lose or tear acknowledged objects. With `within`, `root` is a path below that
@@ -64,7 +64,16 @@ class LocalBackend:
     def get(self, name: str, *, max_bytes: int) -> bytes:
         path = self._path(name)
         try:
-            return try_again(path, partial(read_file, path, self._at, name, max_bytes))
+            return try_again(path, partial(read_file, path, self._at, name=name, max_bytes=max_bytes))
+        except OSError as exc:
+            raise store_error(exc, "read", name) from exc
+
+    def get_if_there(self, name: str, *, max_bytes: int) -> bytes | None:
+        path = self._path(name)
+        try:
+            return try_again(path, partial(read_file, path, self._at, name=name, max_bytes=max_bytes))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, MissingObjectError):
+            return None  # who follows a log asks for its next entry again and again
         except OSError as exc:
             raise store_error(exc, "read", name) from exc
 
@@ -125,8 +134,10 @@ class LocalBackend:
     def create(self, name: str, data: Buffer) -> Created:
         path = self._path(name)
         for _ in range(_LINK_TRIES):
-            with os_errors("write", name, self.url):
+            try:
                 temporary = self._write_temporary(path, data)
+            except OSError as exc:
+                raise store_error(exc, "write", name, self.url) from exc
             try:
                 os.link(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at, follow_symlinks=False)
             except FileExistsError:
@@ -200,7 +211,7 @@ class LocalBackend:
         """Nothing stays open between calls."""
 
     def _writer(self, path: str, name: str, seal: Callable[[int], None]) -> ObjectWriter:
-        with os_errors("write", name, self.url):
+        try:
             fd = self._open_new(path)
             try:
                 is_direct = self._sync and use_direct(fd)
@@ -209,6 +220,8 @@ class LocalBackend:
                     os.close(fd)
                 self._unlink_quietly(path)
                 raise
+        except OSError as exc:
+            raise store_error(exc, "write", name, self.url) from exc
         return (DirectWriter if is_direct else LocalWriter)(fd, partial(self._unlink_quietly, path), name, seal, self.url)
 
     @property
@@ -217,7 +230,9 @@ class LocalBackend:
         return None if self._within is None else self._within.fd()
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{check_name(name)}"
+        if not NAME.fullmatch(name):
+            raise bad_name(name)
+        return f"{self._root}/{name}"
 
     def _open_new(self, path: str) -> int:
         try:

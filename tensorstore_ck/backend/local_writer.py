@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorstore_ck.backend.local_io import start_write_back, write_at
-from tensorstore_ck.backend.os_errors import os_errors, store_error
+from tensorstore_ck.backend.os_errors import store_error
 from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.huge_pages import new_pages
@@ -81,10 +81,12 @@ class LocalWriter:
         if self._failed:
             self.abort()
             raise BackendUnavailableError(f"{self._name} has a hole where a write failed; write it again", object_id=self._name)
-        with os_errors("write", self._name, self._folder):
+        try:
             self._finish()
             fd, self._fd = self._fd, -1
             self._seal(fd)
+        except OSError as exc:
+            raise store_error(exc, "write", self._name, self._folder) from exc
         self._sealed = True
 
     def abort(self) -> None:

@@ -10,14 +10,14 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from tensorstore_ck.backend.object_names import check_name, check_prefix, is_in
-from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.common.ids import Clock
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, MissingObjectError
 
 
-class MemoryBackend:
+class MemoryBackend(Backend):
     """Objects in this process's memory; not shared with any other `MemoryBackend`."""
 
     url = "memory:"

@@ -17,15 +17,21 @@ MISSING_ADVICE: Final = (
 """For errors about an object that is not there."""
 
 _COMPONENT = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
-_NAME = re.compile(rf"{_COMPONENT}(?:/{_COMPONENT})*")
+NAME: Final = re.compile(rf"(?=.{{1,{MAX_NAME_CHARS}}}\Z){_COMPONENT}(?:/{_COMPONENT})*")
+"""What all of a valid name matches."""
 _PREFIX = re.compile(rf"(?:{_COMPONENT}/)*")
 
 
 def check_name(name: str) -> str:
     """`name`, if it is valid."""
-    if len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name):
-        raise CorruptObjectError(f"{name!r} cannot be an object's name; what named it is damaged: run `tsck fsck`", object_id=name)
+    if not NAME.fullmatch(name):
+        raise bad_name(name)
     return name
+
+
+def bad_name(name: str) -> CorruptObjectError:
+    """The error for a name that is not valid."""
+    return CorruptObjectError(f"{name!r} cannot be an object's name; what named it is damaged: run `tsck fsck`", object_id=name)
 
 
 def check_prefix(prefix: str) -> str:

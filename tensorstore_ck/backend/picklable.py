@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from tensorstore_ck.backend import open_backend
+from tensorstore_ck.backend.forwarding import ForwardingBackend
 from tensorstore_ck.errors import InvalidUrlError
 
 
-class PicklableBackend:
+class PicklableBackend(ForwardingBackend):
     """A backend that is opened again when it is unpickled."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None, no_sync: bool = False) -> None:
@@ -24,10 +25,7 @@ class PicklableBackend:
             raise InvalidUrlError(f"{url} is in the memory of one process: other workers cannot reach it", object_id=url)
         where = url if "://" in url else os.path.abspath(os.path.expanduser(url))  # workers have other working directories
         self._arguments = (where, storage_options, no_sync)
-        self._backend = open_backend(where, storage_options, no_sync=no_sync)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+        super().__init__(open_backend(where, storage_options, no_sync=no_sync))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PicklableBackend, self._arguments

@@ -85,6 +85,13 @@ class Backend(Protocol):
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """The whole object; more than `max_bytes` is a `CorruptObjectError`."""
 
+    def get_if_there(self, name: str, *, max_bytes: int) -> bytes | None:
+        """As `get`; None if it is not there."""
+        try:
+            return self.get(name, max_bytes=max_bytes)
+        except MissingObjectError:
+            return None
+
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """Fills `target` (writable, contiguous, bytes) from `offset`; a shorter object is a `CorruptObjectError`."""
 

@@ -2,7 +2,7 @@
 
 from typing import Any, NoReturn
 
-from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.forwarding import ForwardingBackend
 from tensorstore_ck.errors import PermissionDeniedError
 
 
@@ -13,19 +13,17 @@ def read_only_error(what: str, url: str) -> PermissionDeniedError:
     )
 
 
-class ReadOnlyBackend:
-    """See above. All other attributes are the inner backend's."""
-
-    def __init__(self, inner: Backend) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+class ReadOnlyBackend(ForwardingBackend):
+    """See above."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ReadOnlyBackend, (self._inner,)
+        return ReadOnlyBackend, (self.inner,)
+
+    def get_if_there(self, name: str, *, max_bytes: int) -> bytes | None:
+        """See `Backend.get_if_there`."""
+        return self.inner.get_if_there(name, max_bytes=max_bytes)
 
     def _refuse(self, *names: object, **_: object) -> NoReturn:
-        raise read_only_error(f"a change of {names[0]}" if names and isinstance(names[0], str) else "a deletion", self._inner.url)
+        raise read_only_error(f"a change of {names[0]}" if names and isinstance(names[0], str) else "a deletion", self.url)
 
     put = replace = create = sync_folders = open_writer = open_whole_writer = delete = abort_upload = _refuse

@@ -7,6 +7,8 @@ Knows no requests and no files. Pieces may be sent in any order, from any thread
 from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
+from tensorstore_ck.backend.forwarding import ForwardingBackend
+
 
 class UploadPiece(NamedTuple):
     """A range of an object that is sent in one request."""
@@ -68,5 +70,7 @@ class ResumableBackend(Protocol):
 
 
 def resumable(backend: Any) -> ResumableBackend | None:
-    """The backend, if it has resumable uploads."""
+    """The backend, or the one that it wraps, if that has resumable uploads."""
+    while isinstance(backend, ForwardingBackend):
+        backend = backend.inner
     return cast(ResumableBackend, backend) if hasattr(backend, "begin_upload") else None

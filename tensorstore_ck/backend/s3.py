@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from tensorstore_ck.backend import s3_resumable_upload
 from tensorstore_ck.backend.object_names import check_name, check_prefix, is_in
-from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.backend.remote_errors import ProcessLocal, error_code, http_status, remote_errors
 from tensorstore_ck.backend.resumable_upload import Upload
 from tensorstore_ck.backend.s3_create import NewObject, S3Creator, new_object
@@ -34,7 +34,7 @@ READ_BYTES: Final = 1 << 20
 _UPLOAD_MARK = "?uploadId="
 
 
-class S3Backend:
+class S3Backend(Backend):
     """Objects as `bucket`/`prefix`/name; `connect` makes an `s3fs.S3FileSystem` whose botocore does not retry, once per process.
 
     `on_wait` is called with an event when a request has waited long, on the thread that waits.

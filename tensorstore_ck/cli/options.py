@@ -14,12 +14,13 @@ import click
 
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.cold.allowed_locations import is_in_same_bucket, parse_allowed
-from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
+from tensorstore_ck.backend.cold.cold_locations import ColdLocations
 from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.picklable import PicklableBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.backend.staging import Staging
+from tensorstore_ck.backend.store_backend import StoreBackend
 from tensorstore_ck.cli.allowed_locations import read_places
 from tensorstore_ck.cli.complete_names import complete_ref, note_store
 from tensorstore_ck.cli.hints import complete, show_completed, store_arguments
@@ -103,7 +104,7 @@ class StoreChoice:
 
         engine = self.open_engine(codec, read_only=read_only)
         if bar is not None:
-            engine = replace(engine, backend=cast(Backend, CountingBackend(engine.backend, bar)), on_read=bar.add)
+            engine = replace(engine, backend=CountingBackend(engine.backend, bar), on_read=bar.add)
         return Store(engine)
 
     def open_engine(
@@ -157,13 +158,13 @@ class StoreChoice:
 
     def portable(self, engine: Engine) -> Engine:
         """The engine with a backend that can be pickled, for workers on other hosts."""
-        own = cast(Backend, PicklableBackend(self.require_url(), self.storage_options, self.no_sync))
+        own: Backend = PicklableBackend(self.require_url(), self.storage_options, self.no_sync)
         if engine.read_only:
-            own = cast(Backend, ReadOnlyBackend(own))
+            own = ReadOnlyBackend(own)
         with suppress(StoreError):  # the command reports a log that cannot be read
             engine.log.sync()
-        placed = ColdTierBackend(own, self.place_opener(own.url, read_only=engine.read_only), engine.log.view, store=engine.config.uuid)
-        return replace(engine, placed=placed, backend=cast(Backend, placed))
+        placed = ColdLocations(own, self.place_opener(own.url, read_only=engine.read_only), engine.log.view, store=engine.config.uuid)
+        return replace(engine, placed=placed, backend=StoreBackend(own, cold=placed))
 
     def place_opener(self, url: str, *, read_only: bool = False) -> LocationOpener:
         """Opens the locations to which packs of the store at `url` were moved."""

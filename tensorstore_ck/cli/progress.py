@@ -7,8 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Self, cast
+from typing import TYPE_CHECKING, Final, Self
 
+from tensorstore_ck.backend.forwarding import ForwardingBackend
 from tensorstore_ck.backend.protocol import Backend, ObjectWriter
 from tensorstore_ck.cli.output import clear_line, printable, say
 from tensorstore_ck.common.buffers import Buffer
@@ -116,28 +117,29 @@ def _new_bar() -> "Progress":
     return bar
 
 
-class CountingBackend:
+class CountingBackend(ForwardingBackend):
     """A backend that reports the bytes that it writes to a bar."""
 
     def __init__(self, backend: Backend, bar: Bar) -> None:
-        self._backend, self._bar = backend, bar
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+        super().__init__(backend)
+        self._bar = bar
 
     def open_writer(self, name: str) -> ObjectWriter:
         """A writer that counts."""
-        return cast(ObjectWriter, _CountingWriter(self._backend.open_writer(name), self._bar))
+        return _CountingWriter(self.inner.open_writer(name), self._bar)
 
 
 class _CountingWriter:
     def __init__(self, writer: ObjectWriter, bar: Bar) -> None:
         self._writer, self._bar = writer, bar
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._writer, name)
-
     def append(self, data: Sequence[Buffer]) -> int:
         offset = self._writer.append(data)
         self._bar.add(sum(len(buffer) for buffer in data))
         return offset
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def abort(self) -> None:
+        self._writer.abort()

@@ -1,6 +1,6 @@
 """A token bucket: how many bytes per second may pass. The clock and the sleep are injected.
 
-Its users: `backend.throttled` for plain reads and writes, `backend.staging.upload_pass` for uploads from a staging disk, and copies.
+Its users: `backend.store_backend` for plain reads and writes, `backend.staging.upload_pass` for uploads from a staging disk, and copies.
 """
 
 import math

@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
-from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
+from tensorstore_ck.backend.cold.cold_locations import ColdLocations
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import read_only_error
 from tensorstore_ck.backend.staging import StagingTier
-from tensorstore_ck.backend.throttled import throttled_to, without_min_free
+from tensorstore_ck.backend.store_backend import throttled_to, without_min_free
 from tensorstore_ck.common.byte_cache import ByteCache
 from tensorstore_ck.common.free_space import MinFree
 from tensorstore_ck.common.host_memory import free_bytes
@@ -76,7 +76,7 @@ class Engine:
     index: BlockIndex
     clock: Clock
     new_id: IdSource
-    placed: ColdTierBackend
+    placed: ColdLocations
     """Knows which packs are at other locations; `backend` reads through it."""
     single_writer: bool = False
     """The caller guarantees that no other process writes."""

@@ -10,20 +10,20 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import platformdirs
 
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.cold.allowed_locations import parse_allowed
-from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
+from tensorstore_ck.backend.cold.cold_locations import ColdLocations
 from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.probe import create_problem
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.backend.reserve import fill_reserve
 from tensorstore_ck.backend.staging import ReadThroughBackend, Staging, StagingTier, Uploader
-from tensorstore_ck.backend.throttled import throttled
+from tensorstore_ck.backend.store_backend import StoreBackend
 from tensorstore_ck.common.folder_identity import folder_identity
 from tensorstore_ck.common.free_space import FOLDER_MIN_FREE, MinFree, require_free_space
 from tensorstore_ck.common.ids import Clock, IdSource, new_ulid
@@ -94,7 +94,7 @@ def open_engine(
     observers = logged_observers()
     backend = open_backend(url, storage_options, no_sync=no_sync, on_wait=observers.emit)
     if read_only:
-        backend = cast(Backend, ReadOnlyBackend(backend))
+        backend = ReadOnlyBackend(backend)
     try:
         is_given = config is not None
         config = config or read_config(backend)
@@ -146,14 +146,13 @@ def open_engine(
             signer=signer,
             require_store=same_store if backend.is_local and not is_given else lambda: None,
         )
-        backend = engine.backend
         verifier = None if trusted is None else RefVerifier(trusted, names)
         engine = replace(engine, observers=observers, writes=writes, reads=reads, stagger_seconds=stagger_seconds)
         engine = replace(engine, min_free=kept, codecs=codecs, trust=verifier)
         guard = kept if kept != MinFree() else None
         if folder is None or options is None:
-            return replace(engine, backend=throttled(backend, writes=writes, reads=reads, min_free=guard))
-        tiered = ReadThroughBackend(folder, throttled(backend, reads=reads, min_free=guard))
+            return replace(engine, backend=StoreBackend(backend, cold=engine.placed, writes=writes, reads=reads, min_free=guard))
+        tiered = ReadThroughBackend(folder, StoreBackend(backend, cold=engine.placed, reads=reads, min_free=guard))
         uploader = Uploader(folder, tiered.store, max_parallel_requests=options.max_parallel_requests, limit=writes)
         return replace(engine, backend=tiered, tier=StagingTier(folder, uploader, tiered, options))
     except BaseException as exc:
@@ -193,9 +192,9 @@ def make_engine(
             return log.newest_view()
         return apart.newest_view()  # a table that holds only notes must not be filled by a fold: a later sync would clear the notes
 
-    placed = ColdTierBackend(backend, open_place or LocationOpener(backend.url), log.view, newest_view, store=config.uuid)
+    placed = ColdLocations(backend, open_place or LocationOpener(backend.url), log.view, newest_view, store=config.uuid)
     return Engine(
-        backend=cast(Backend, placed),
+        backend=StoreBackend(backend, cold=placed),
         config=config,
         table=log.table,
         log=log,

@@ -10,8 +10,9 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Final
 
+from tensorstore_ck.backend.forwarding import ForwardingBackend
 from tensorstore_ck.backend.local_io import read_at, write_at
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.backend.protocol import Backend
@@ -33,8 +34,8 @@ _WHOLE: Final = ("snapshots/", "parts/")
 _SUFFIX: Final = ".range"
 
 
-class HostCache:
-    """A backend that reads records, parts and ranges of packs by way of a folder. All other attributes are the inner backend's."""
+class HostCache(ForwardingBackend):
+    """A backend that reads records, parts and ranges of packs by way of a folder."""
 
     def __init__(self, inner: Backend, folder: str) -> None:
         """Makes the folder if it is missing.
@@ -43,13 +44,10 @@ class HostCache:
             PermissionDeniedError: it is not this user's, or others can put another folder in its place.
             StoreError: it cannot be made.
         """
-        self._inner = inner
+        super().__init__(inner)
         self._folder = PrivateFolder(os.path.abspath(os.path.expanduser(folder)), ": give each user a folder of its own")
         with os_errors("write", folder):
             self._folder.make()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """See `Backend.read_into`."""
@@ -57,7 +55,7 @@ class HostCache:
             with self._locked(f"{name.rpartition('/')[2]}-{offset}-{len(target)}{_SUFFIX}") as file:
                 if file is not None and (file.read(target) or self._fill(file, name, offset, target)):
                     return
-        self._inner.read_into(name, offset, target)
+        self.inner.read_into(name, offset, target)
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """See `Backend.get`."""
@@ -66,7 +64,7 @@ class HostCache:
                 if file is not None:
                     data = file.read_whole(max_bytes)
                     return self._fill_whole(file, name, max_bytes) if data is None else data
-        return self._inner.get(name, max_bytes=max_bytes)
+        return self.inner.get(name, max_bytes=max_bytes)
 
     def distrust(self, name: str) -> bool:
         """The bytes read for an object were wrong: its files are removed. Returns whether there were any."""
@@ -84,7 +82,7 @@ class HostCache:
             if not self._has_space(len(target) + DIGEST_BYTES):
                 self._unlink(file.name)
                 return False
-            self._inner.read_into(name, offset, target)
+            self.inner.read_into(name, offset, target)
         except BaseException:
             self._unlink(file.name)
             raise
@@ -95,7 +93,7 @@ class HostCache:
     def _fill_whole(self, file: "_LockedFile", name: str, max_bytes: int) -> bytes:
         """Reads an object from the store, and writes the file if it has space."""
         try:
-            data = self._inner.get(name, max_bytes=max_bytes)
+            data = self.inner.get(name, max_bytes=max_bytes)
         except BaseException:
             self._unlink(file.name)
             raise

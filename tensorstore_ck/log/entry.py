@@ -1,26 +1,58 @@
-"""Log entries: sealed, numbered, hash-chained; and `EntryReader`, which reads them in order. Format: FORMAT.md, "Log entries".
+"""Log entries: sealed, numbered, hash-chained; `EntryReader`, which reads them in order, and `EntryWriter`, which creates the
+next one, and finds out whether it is there when the backend did not say. Format: FORMAT.md, "Log entries".
 
 A writer decodes an entry before it writes it, so that no reader rejects it. Entries are created in order, so the log ends at the first
 number that is not there; an entry missing before another one is damage. Knows nothing of the ref table.
 """
 
+import logging
 import re
-from collections.abc import Iterator, Sequence
+import shlex
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
-from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.common.ids import Digest, derived_hash
+from tensorstore_ck.backend.protocol import Backend, Created
+from tensorstore_ck.backend.reserve import within_reserve
+from tensorstore_ck.common.ids import Clock, Digest, Ulid, derived_hash
 from tensorstore_ck.common.threads import for_each
-from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, FormatVersionError, InvalidOptionError, MissingObjectError
+from tensorstore_ck.errors import (
+    BackendUnavailableError,
+    BrokenLogError,
+    CorruptObjectError,
+    DamageError,
+    FormatVersionError,
+    InvalidOptionError,
+    NoSpaceError,
+    StoreError,
+    UndecidedError,
+)
 from tensorstore_ck.format.sealed import object_hash, seal, unseal
 from tensorstore_ck.log.field_checks import COUNT, DIGEST, MAX_ACTOR_CHARS, ULID, first_invalid
 from tensorstore_ck.log.operations import Op, op_problem
+from tensorstore_ck.log.snapshot import SnapshotInfo
 
 MAX_ENTRY_BYTES: Final = 1 << 20
 ENTRIES_A_FOLDER: Final = 1000
 MAX_BATCH_ENTRIES: Final = 500
 _READERS: Final = 16
 _GENEROUS: Final = MAX_ENTRY_BYTES + 1  # so that the decoder reports an entry that is too long, as damage of that entry
+
+_logger: Final = logging.getLogger("tensorstore_ck.log")
+_LONGEST_DELAY_TRIES: Final = 3
+"""The first pause after a lost race, in multiples of a try. Pauses must not grow: a winner never pauses, so losers would starve."""
+_LEAST_TRY_SECONDS: Final = 0.001
+_MOST_TRY_SECONDS: Final = 1.0
+_REMEMBERED_WRITES: Final = 1000
+RESEND_DELAYS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 10, 10, 10, 10, 10, 10, 10, 10)
+"""Seconds between tries to find out whether an entry was written: about 100 in all."""
+_RESEND_SECONDS: Final = 120.0
+"""No try begins after this time. A single try may wait long for a server that hangs."""
+_FREEING: Final = frozenset(
+    {"expire", "untag", "unpin", "purge", "policy", "reset", "abort", "condemn", "sweep", "relocate", "place", "rescue", "settle"}
+)
+"""Operations of which an entry can consist that lets gc free something, or ends a save that failed for space."""
 
 _ADVICE: Final = (
     "see what is affected with `tsck fsck`. `tsck fsck --repair --from OTHER_STORE` takes the entry from a copy of this store; "
@@ -102,7 +134,7 @@ class EntryReader:
         self._prefix = prefix
         self.genesis: Digest = genesis_hash(uuid)
         self.last: Entry | None = None
-        """The entry that was read or created last: each refresh reads the head again, and need not decode it again."""
+        """What was read or created last: each refresh reads the head again, and need not decode it again."""
 
     def name(self, n: int) -> str:
         """The name of entry `n`."""
@@ -110,13 +142,14 @@ class EntryReader:
 
     def read(self, n: int) -> Entry | None:
         """Entry `n`; None if it is not there. Raises `BrokenLogError` if it is damaged."""
+        name, last = entry_name(self._prefix, n), self.last
         try:
-            data, last = self._backend.get(self.name(n), max_bytes=_GENEROUS), self.last
+            data = self._backend.get_if_there(name, max_bytes=_GENEROUS)
+            if data is None:
+                return None
             if last is None or last.n != n or last.hash != object_hash(data):
-                self.last = last = decode_entry(data, self.name(n), n)
+                self.last = last = decode_entry(data, name, n)
             return last
-        except MissingObjectError:
-            return None
         except CorruptObjectError as exc:
             raise self.broken(n, f"is damaged ({exc})") from exc
 
@@ -203,8 +236,7 @@ class EntryReader:
             found[n] = self.read(n)
 
         for_each(range(first, first + count), read, min(_READERS, count))
-        for n in range(first, first + count):
-            entry = found[n]
+        for n, entry in sorted(found.items()):
             if entry is not None and n == first + len(entries):
                 entries.append(entry)
             elif entry is not None:
@@ -221,3 +253,144 @@ def chain_break(name: str) -> BrokenLogError:
     return BrokenLogError(
         f"log entry {name} does not follow the entry before it, so that one of them was replaced: {_ADVICE}", object_id=name
     )
+
+
+class Appended(NamedTuple):
+    """The outcome of an `append`."""
+
+    n: int
+    """The entry's number; the head's if nothing was appended."""
+    ops: tuple[Op, ...]
+    time_ns: int = 0
+    """The entry's time; 0 if nothing was appended."""
+
+    def published(self, snapshot: Ulid) -> SnapshotInfo | None:
+        """The snapshot, if this entry publishes it: from the log, independent of the cache."""
+        for op in self.ops:
+            if op.name == "put" and op.fields["snapshot"] == snapshot:
+                return SnapshotInfo.of_op(op.fields, self.n, self.time_ns)
+        return None
+
+
+class EntryWriter:
+    """Creates the entries of one open log. The caller holds the lock of the `Log`.
+
+    On a full disk, an entry that frees space uses the reserve, which other entries leave alone.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        chain: EntryReader,
+        *,
+        clock: Clock,
+        sleep: Callable[[float], object],
+        require_store: Callable[[], object],
+        shared: bool,
+    ) -> None:
+        self._backend = backend
+        self._chain = chain
+        self._clock = clock
+        self._sleep = sleep
+        self._require_store = require_store
+        self._shared = shared
+        self._durable_n = 0
+        self._undecided: UndecidedError | None = None
+        self._written: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED_WRITES)
+        """The numbers and write ids of the entries that this object tried to create."""
+        self.created: set[int] = set()
+        """The numbers of those that it knows it has created."""
+
+    def require_decided(self) -> None:
+        """Checks that no earlier entry can arrive late and overwrite a later one, which only a backend for a single writer allows.
+
+        Raises:
+            UndecidedError: one can.
+        """
+        if self._undecided is not None and not self._shared:
+            raise self._undecided
+
+    def create(self, sealed: bytes, entry: Entry) -> bool:
+        """Creates the entry; returns whether the number is ours. Sends the same bytes until the number is taken.
+
+        Once the bytes were sent, an absent entry proves nothing: the request may still be in progress.
+        """
+        name = self._chain.name(entry.n)
+        self._require_store()
+        self.make_durable(entry.n - 1)
+        self._written.append((entry.n, entry.write_id))
+        sent, trouble, began_ns = False, "the backend did not report the outcome", self._clock()
+        for delay in RESEND_DELAYS:
+            if self._clock() - began_ns > _RESEND_SECONDS * 1e9:
+                break
+            try:
+                outcome = _create_entry(self._backend, name, sealed, entry.ops)
+            except BackendUnavailableError as exc:
+                outcome, trouble = Created.UNKNOWN, str(exc)
+            except StoreError as exc:
+                if not sent:
+                    raise  # refused, and nothing was sent before
+                outcome, trouble = Created.UNKNOWN, str(exc)
+            if _logger.isEnabledFor(logging.DEBUG):
+                _logger.debug("entry %d (%s): %s", entry.n, ", ".join(op.name for op in entry.ops), outcome.value)
+            if outcome is Created.CREATED:
+                self._durable_n = entry.n
+                self.created.add(entry.n)
+                self._chain.last = entry
+                return True
+            sent = True
+            try:
+                winner = self._chain.read(entry.n)
+                if winner is not None and winner.write_id != entry.write_id:
+                    return False
+                if winner is not None:
+                    self.make_durable(entry.n)
+                    self.created.add(entry.n)
+                    return True
+            except DamageError:
+                raise
+            except StoreError as exc:
+                trouble = str(exc)
+            self._sleep(delay)
+        next_step = "`Store.retrying` or `Store.checkout` reads the log" if self._shared else "open the store again"
+        self._undecided = UndecidedError(
+            f"log entry {name} may or may not have been written ({trouble}): {next_step} when the backend answers; "
+            f"the operation happened if that entry has the write id {entry.write_id.hex()}",
+            object_id=entry.write_id.hex(),
+        )
+        if not self._shared:
+            self._undecided.retry = "after_reopen"
+        raise self._undecided
+
+    def make_durable(self, n: int) -> None:
+        """An entry found by reading may not be durable yet; later entries must not become durable before it."""
+        if n > self._durable_n:
+            self._backend.sync_folders(self._chain.name(n))
+            self._durable_n = n
+
+    def wrote(self, n: int) -> bool:
+        """Whether this object created entry `n`, even if an interrupt or a lost reply hid the success.
+
+        Raises:
+            StoreError: the entry cannot be read.
+        """
+        tried = [write_id for number, write_id in list(self._written) if number == n]
+        entry = self._chain.read(n) if tried else None
+        return entry is not None and entry.write_id in tried
+
+
+def race_delay(lost: int, try_ns: int) -> float:
+    """Seconds until the next try, after `lost` lost races before this one: shorter for those that have waited longer."""
+    return min(max(try_ns * 1e-9, _LEAST_TRY_SECONDS), _MOST_TRY_SECONDS) * max(_LONGEST_DELAY_TRIES - lost, 1)
+
+
+def _create_entry(backend: Backend, name: str, sealed: bytes, ops: Sequence[Op]) -> Created:
+    """See `Backend.create`. Raises `NoSpaceError` if the disk is full."""
+    create, kinds = partial(backend.create, name, sealed), {op.name for op in ops} - {"sign"}
+    try:
+        return within_reserve(backend, create) if kinds and kinds <= _FREEING else create()
+    except NoSpaceError as exc:
+        if not backend.is_local:
+            raise
+        command = shlex.join(["tsck", "usage", "-s", backend.url])
+        raise NoSpaceError(f"{exc}. `{command}` shows what gc can free, and how", object_id=exc.object_id) from exc

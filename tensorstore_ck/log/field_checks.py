@@ -1,21 +1,29 @@
-"""The valid values of a field of an operation or of a row of the ref table: data, which one function compares values with; and how a
-row of such fields is written, and decoded strictly. Pure.
+"""The valid values of a field of an operation or of a row of the ref table, names of refs among them: data, which one function compares
+values with; and how a row of such fields is written, and decoded strictly, with its key. Pure.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgpack
 
-from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES
+from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Ulid
 from tensorstore_ck.common.signing_keys import PUBLIC_KEY_BYTES, SIGNATURE_BYTES
-from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.errors import CorruptObjectError, InvalidNameError
 from tensorstore_ck.format.attributes import MAX_ATTRIBUTES, are_attributes
 from tensorstore_ck.format.record import are_triggers, is_epoch
-from tensorstore_ck.format.sealed import pack_body
+from tensorstore_ck.format.sealed import FOLDERS, pack_body
 from tensorstore_ck.log.cache import Batch
-from tensorstore_ck.log.object_set import is_ulids
-from tensorstore_ck.log.ref_names import MAX_REF_CHARS, is_ref_glob, is_ref_name
+from tensorstore_ck.log.object_set import ObjectKey, is_ulids
+
+MAX_REF_CHARS: Final = 255
+"""A name must fit into a key of the ref table."""
+
+_COMPONENT: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+_NAME: Final = re.compile(rf"{_COMPONENT}(/{_COMPONENT}){{0,8}}")
+_GLOB: Final = re.compile(rf"[A-Za-z0-9._/*?\[\]!-]{{1,{MAX_REF_CHARS}}}")
+_ROOT: Final = re.compile(r"[0-9a-fA-F]{8,64}")
 
 MAX_METRICS: Final = 1024
 MAX_METRIC_NAME_CHARS: Final = 256
@@ -34,6 +42,10 @@ MAX_INTEGER: Final = (1 << 63) - 1
 
 PREFIX: Final = b"r/"
 """The prefix of the ref table's keys in a host's table. Keys in checkpoints lack it."""
+
+_KIND_BYTES: Final = {kind: {"pack": b"k", "part": b"p", "snapshot": b"s", "moved": b"m"}[kind] for kind in FOLDERS}
+KINDS_BY_BYTE: Final = {byte: kind for kind, byte in _KIND_BYTES.items()}
+"""How a key of an object begins -> the kind of the object."""
 
 Row = TypeVar("Row", bound=tuple[Any, ...])
 
@@ -107,6 +119,66 @@ class RowKind(Generic[Row]):
     def delete(self, batch: Batch, key: bytes) -> None:
         """Removes a row, if it is there; `key` without the prefix."""
         batch.delete(self.prefix + key)
+
+
+def numbered(name: str, seq: int) -> bytes:
+    """The key of a move; with a `step_number`, of a step."""
+    return name.encode() + b"\0" + seq.to_bytes(8, "big")
+
+
+def step_number(step: int) -> int:
+    """A step as it is in a key."""
+    return step + (1 << 63)
+
+
+def window_key(n: int, name: str) -> bytes:
+    """The key of what entry `n` removed from `name`."""
+    return n.to_bytes(8, "big") + name.encode()
+
+
+def object_key(key: ObjectKey) -> bytes:
+    """The key of an object that gc condemned or swept."""
+    return _KIND_BYTES[key.kind] + key.ulid
+
+
+def object_of(key: bytes) -> ObjectKey:
+    """The object of an `object_key`."""
+    return ObjectKey(KINDS_BY_BYTE[key[:1]], Ulid(key[1:]))
+
+
+def validate_ref_name(name: object) -> str:
+    """`name`, if it is valid. Raises `InvalidNameError` if it is not; the message says why."""
+    problem = _name_problem(name)
+    if problem is not None:
+        shown = repr(name)[:80]
+        raise InvalidNameError(f"{shown} cannot be the name of a branch or tag: {problem}. Use a name like runs/gpt-2", object_id=shown)
+    return str(name)
+
+
+def is_ref_glob(glob: object) -> bool:
+    """Whether this is a valid pattern of a policy: a name in which ``*``, ``?`` and ``[...]`` stand for any characters."""
+    return isinstance(glob, str) and _GLOB.fullmatch(glob) is not None
+
+
+def is_ref_name(name: object) -> bool:
+    """Whether this is a valid name of a ref."""
+    return _name_problem(name) is None
+
+
+def _name_problem(name: object) -> str | None:
+    if not isinstance(name, str):
+        return f"it is a {type(name).__name__}, not a string"
+    if len(name) > MAX_REF_CHARS:
+        return f"it is longer than {MAX_REF_CHARS} characters"
+    if not _NAME.fullmatch(name):
+        return "it must be up to 9 parts joined by '/', each of letters, digits, '.', '_' and '-' and beginning with a letter or digit"
+    if ".." in name:
+        return "'..' is not allowed"
+    if ".lock/" in f"{name}/":
+        return "'.lock' at the end of a part is not allowed"
+    if _ROOT.fullmatch(name):
+        return "it looks like the root of a snapshot"
+    return None
 
 
 def _are_metrics(metrics: dict[object, object]) -> bool:

@@ -15,10 +15,11 @@ from tensorstore_ck.common.ids import Ulid, split_ulids
 from tensorstore_ck.log import table_rows as rows
 from tensorstore_ck.log.cache import Batch
 from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.field_checks import MAX_INTEGER, MAX_METRICS, ULID
+from tensorstore_ck.log.field_checks import MAX_INTEGER, MAX_METRICS, ULID, numbered, object_key, step_number, window_key
 from tensorstore_ck.log.object_set import ObjectKey, Objects
 from tensorstore_ck.log.ref_table import RefTable
-from tensorstore_ck.log.table_rows import BranchHead, BranchMove, SnapshotInfo
+from tensorstore_ck.log.snapshot import SnapshotInfo
+from tensorstore_ck.log.table_rows import BranchHead, BranchMove
 
 TAG: Final = "tag"
 """As a move's op: a removed tag."""
@@ -86,9 +87,9 @@ def _reset(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
 def _move(batch: Batch, view: RefTable, entry: Entry, info: SnapshotInfo, *, name: str, op: str) -> None:
     move = BranchMove(ulid=info.ulid, root=info.root, step=info.step, n=entry.n, time_ns=entry.time_ns, op=op)
     seq = view.length(name)
-    rows.MOVES.put(batch, rows.numbered(name, seq), move)
+    rows.MOVES.put(batch, numbered(name, seq), move)
     if move.step is not None:
-        rows.STEPS.put(batch, rows.numbered(name, rows.step_number(move.step)), rows.StepRow(seq))
+        rows.STEPS.put(batch, numbered(name, step_number(move.step)), rows.StepRow(seq))
     rows.BRANCHES.put(batch, name.encode(), BranchHead(name, *move[:-1], length=seq + 1))
     rows.LENGTHS.delete(batch, name.encode())
     _hold(batch, view, entry, info.ulid, change=1, info=info)
@@ -190,8 +191,8 @@ def _expire(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     for key, value in list(view.scan(rows.MOVES, name.encode() + b"\0")):
         move, seq = rows.MOVES.decode(value), int.from_bytes(key, "big")
         if whole or move.ulid in gone:
-            rows.MOVES.delete(batch, rows.numbered(name, seq))
-            rows.FORGOTTEN.put(batch, rows.window_key(entry.n, name) + b"\0" + key, move)
+            rows.MOVES.delete(batch, numbered(name, seq))
+            rows.FORGOTTEN.put(batch, window_key(entry.n, name) + b"\0" + key, move)
             changed.add(move.step)
         else:
             newest_of_step[move.step] = seq
@@ -200,7 +201,7 @@ def _expire(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     for step in changed:
         if step is None:
             continue
-        step_key = rows.numbered(name, rows.step_number(step))
+        step_key = numbered(name, step_number(step))
         if step in newest_of_step:
             rows.STEPS.put(batch, step_key, rows.StepRow(newest_of_step[step]))
         else:
@@ -219,18 +220,18 @@ def _untag(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     info = view.snapshot(tag.ulid)
     rows.TAGS.delete(batch, name.encode())
     move = BranchMove(ulid=tag.ulid, root=tag.root, step=info.step if info else None, n=tag.n, time_ns=tag.time_ns, op=TAG)
-    rows.FORGOTTEN.put(batch, rows.window_key(entry.n, name) + b"\0" + bytes(8), move)
+    rows.FORGOTTEN.put(batch, window_key(entry.n, name) + b"\0" + bytes(8), move)
     _open_window(batch, entry, name, TAG)
 
 
 def _open_window(batch: Batch, entry: Entry, name: str, kind: str) -> None:
     window = rows.UndoWindow(n=entry.n, name=name, time_ns=entry.time_ns, kind=kind, moves=[])
-    rows.WINDOWS.put(batch, rows.window_key(entry.n, name), window)
+    rows.WINDOWS.put(batch, window_key(entry.n, name), window)
 
 
 def _undo(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
     """Restores moves or a tag. The branch is then at its last move, so a branch that was made again since stays where it is."""
-    name, window, wanted = op["name"], rows.window_key(op["n"], op["name"]), set(split_ulids(op["snapshots"]))
+    name, window, wanted = op["name"], window_key(op["n"], op["name"]), set(split_ulids(op["snapshots"]))
     if view.tag(name) is not None:
         return
     steps: dict[int, int] = {}
@@ -239,7 +240,7 @@ def _undo(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
         if move.ulid not in wanted:
             continue
         if move.op != TAG:
-            rows.MOVES.put(batch, rows.numbered(name, seq), move)
+            rows.MOVES.put(batch, numbered(name, seq), move)
             if move.step is not None:
                 steps[move.step] = seq
         elif view.branch(name) is None:
@@ -248,7 +249,7 @@ def _undo(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
             continue
         rows.FORGOTTEN.delete(batch, window + b"\0" + key)
     for step, seq in steps.items():
-        step_key = rows.numbered(name, rows.step_number(step))
+        step_key = numbered(name, step_number(step))
         there = view.read(rows.STEPS, step_key)
         if there is None or there.seq < seq:
             rows.STEPS.put(batch, step_key, rows.StepRow(seq))
@@ -261,7 +262,7 @@ def _undo(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
 
 def _purge(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     """Ends an undo window, which no longer holds its snapshots."""
-    window = rows.window_key(op["n"], op["name"])
+    window = window_key(op["n"], op["name"])
     for key, value in list(view.scan(rows.FORGOTTEN, window + b"\0")):
         rows.FORGOTTEN.delete(batch, window + b"\0" + key)
         _hold(batch, view, entry, rows.FORGOTTEN.decode(value).ulid, change=-1)
@@ -286,7 +287,7 @@ def _condemn(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     """Condemns objects that are neither condemned nor swept."""
     for key in Objects.of_fields(op):
         if view.object_state(key) is None:
-            rows.OBJECTS.put(batch, rows.object_key(key), rows.ObjectRow(swept=False, n=entry.n))
+            rows.OBJECTS.put(batch, object_key(key), rows.ObjectRow(swept=False, n=entry.n))
 
 
 def _rescue(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
@@ -294,7 +295,7 @@ def _rescue(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
     for key in Objects.of_fields(op):
         state = view.object_state(key)
         if state is not None and not state.swept:
-            rows.OBJECTS.delete(batch, rows.object_key(key))
+            rows.OBJECTS.delete(batch, object_key(key))
 
 
 def _sweep(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> list[Ulid]:
@@ -311,7 +312,7 @@ def _sweep(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> list[Ulid]
 
 
 def _bury(batch: Batch, key: ObjectKey, entry: Entry) -> None:
-    rows.OBJECTS.put(batch, rows.object_key(key), rows.ObjectRow(swept=True, n=entry.n))
+    rows.OBJECTS.put(batch, object_key(key), rows.ObjectRow(swept=True, n=entry.n))
 
 
 def _end_relocation(batch: Batch, view: RefTable, moved: Ulid, entry: Entry) -> None:
@@ -360,7 +361,7 @@ def _settle(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
         return
     for key, state in list(view.objects()):
         if state.swept and state.n <= horizon and not (key.kind == "pack" and view.relocations(key.ulid)):
-            rows.OBJECTS.delete(batch, rows.object_key(key))
+            rows.OBJECTS.delete(batch, object_key(key))
             if key.kind == "pack":
                 rows.LOCATIONS.delete(batch, key.ulid)
     rows.HORIZON.put(batch, b"", rows.EntryRow(horizon))

@@ -18,8 +18,7 @@ from tensorstore_ck.common.retry import JITTER
 from tensorstore_ck.common.threads import ProcessLock, shielded
 from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, CorruptObjectError, DamageError, StoreError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
-from tensorstore_ck.log.entry import Entry, EntryReader, seal_entry
-from tensorstore_ck.log.entry_writer import Appended, EntryWriter, race_delay
+from tensorstore_ck.log.entry import Appended, Entry, EntryReader, EntryWriter, race_delay, seal_entry
 from tensorstore_ck.log.field_checks import PREFIX
 from tensorstore_ck.log.follow import Also, EmptiedError, Follower
 from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log, warn_of_broken_log

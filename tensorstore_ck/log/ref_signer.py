@@ -9,8 +9,8 @@ from tensorstore_ck.common.ids import Clock, Digest
 from tensorstore_ck.common.signing_keys import SigningKey
 from tensorstore_ck.errors import ConflictError, InvalidOptionError, NotFoundError
 from tensorstore_ck.format.ref_statement import LogName, RefStatement
+from tensorstore_ck.log.field_checks import is_ref_glob
 from tensorstore_ck.log.operations import Op
-from tensorstore_ck.log.ref_names import is_ref_glob
 
 if TYPE_CHECKING:
     from tensorstore_ck.log.ref_table import RefTable

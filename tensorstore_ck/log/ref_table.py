@@ -1,35 +1,39 @@
 """Typed reads of the ref table: branches, tags and snapshots as of the entry that was folded last."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Final, NamedTuple
+from itertools import chain
+from typing import Any, Final
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, split_ulids
 from tensorstore_ck.log import table_rows as rows
-from tensorstore_ck.log.cache import FailoverReader, Reader, TableError
-from tensorstore_ck.log.field_checks import MAX_INTEGER, PREFIX, Row, RowKind
+from tensorstore_ck.log.cache import MAX_KEY_BYTES, Reader, TableError
+from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Item
+from tensorstore_ck.log.field_checks import (
+    MAX_INTEGER,
+    PREFIX,
+    Row,
+    RowKind,
+    is_ref_name,
+    numbered,
+    object_key,
+    object_of,
+    step_number,
+    window_key,
+)
 from tensorstore_ck.log.object_set import ObjectKey
-from tensorstore_ck.log.ref_names import is_ref_name
-from tensorstore_ck.log.table_rows import BranchHead, BranchMove, Head, Pin, SnapshotInfo, TxnOutcome, UndoWindow
+from tensorstore_ck.log.snapshot import SnapshotInfo
+from tensorstore_ck.log.table_rows import BranchHead, BranchMove, Head, Pin, Relocation, TxnOutcome, UndoWindow
 
 __all__ = ["BranchHead", "BranchMove", "Head", "Pin", "RefTable", "Relocation", "SnapshotInfo", "TxnOutcome", "UndoWindow"]
 
 _WILDCARD: Final = re.compile(r"[*?\[]")
+_AFTER_ALL: Final = b"\xff" * (MAX_KEY_BYTES + 1)
+"""After a prefix: greater than every key that begins with it."""
 _HEX: Final = re.compile(r"[0-9a-f]{0,64}")
 _MAX_KEPT_ROWS: Final = 64
 """Per head. A save reads a few rows many times; gc reads each of many rows once."""
-
-
-class Relocation(NamedTuple):
-    """Entries of a pack that are in other packs now."""
-
-    pack: Ulid
-    moved: Ulid
-    """The object that lists them."""
-    n: int
-    hash: Digest
-    targets: tuple[Ulid, ...]
 
 
 class RowsAtHead:
@@ -77,9 +81,14 @@ class RefTable:
 
     def scan(self, kind: RowKind[Row], prefix: bytes = b"", *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
         """(key after `prefix`, value) of the rows of a kind whose keys begin with `prefix`."""
-        start = len(kind.prefix) + len(prefix)
-        for key, value in self._reader.scan(kind.prefix + prefix, reverse=reverse):
-            yield key[start:], value
+        low = kind.prefix + prefix
+        if reverse:
+            items: Iterable[Item] = self._reader.scan(low, reverse=True)
+        else:
+            items = first = self._reader.page(low, low + _AFTER_ALL, False)  # mostly, these are all
+            if len(first) == PAGE_ITEMS:
+                items = chain(first, self._reader.scan(low, start=first[-1][0] + b"\0"))
+        return ((key[len(low) :], value) for key, value in items)
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
         """Every row, as it is stored."""
@@ -136,8 +145,8 @@ class RefTable:
         """The newest snapshot of that step in a branch's history."""
         if not is_ref_name(branch) or not -(1 << 63) <= step < 1 << 63:
             return None
-        row = self.read(rows.STEPS, rows.numbered(branch, rows.step_number(step)))
-        move = self.read(rows.MOVES, rows.numbered(branch, row.seq)) if row is not None else None
+        row = self.read(rows.STEPS, numbered(branch, step_number(step)))
+        move = self.read(rows.MOVES, numbered(branch, row.seq)) if row is not None else None
         return move.ulid if move is not None else None
 
     def tags(self) -> list[str]:
@@ -168,18 +177,15 @@ class RefTable:
 
     def is_live(self, ulid: bytes) -> bool:
         """Whether a snapshot has a holder: a history, a tag, a pin, or an undo window."""
-        row = self.read(rows.HOLDS, ulid)
-        return row is not None and row.holds > 0
+        return (row := self.read(rows.HOLDS, ulid)) is not None and row.holds > 0
 
     def holds(self, ulid: bytes) -> int:
         """How many holders a snapshot has; each move of a branch to it counts."""
-        row = self.read(rows.HOLDS, ulid)
-        return row.holds if row is not None else 0
+        return row.holds if (row := self.read(rows.HOLDS, ulid)) is not None else 0
 
     def expired_at(self, ulid: bytes) -> int | None:
         """The entry since which a snapshot has no holder; None if it has one."""
-        row = self.read(rows.HOLDS, ulid)
-        return row.n if row is not None and not row.holds else None
+        return row.n if (row := self.read(rows.HOLDS, ulid)) is not None and not row.holds else None
 
     def by_root(self, root: bytes) -> SnapshotInfo | None:
         """The newest snapshot with this root; live ones first."""
@@ -262,7 +268,7 @@ class RefTable:
 
     def windows(self, entry: int | None = None, *, newest_first: bool = False) -> Iterator[UndoWindow]:
         """The undo windows of that entry, or of all, oldest first."""
-        prefix = b"" if entry is None else rows.window_key(entry, "")
+        prefix = b"" if entry is None else window_key(entry, "")
         for rest, value in self.scan(rows.WINDOWS, prefix, reverse=newest_first):
             key = prefix + rest
             moves = [rows.FORGOTTEN.decode(move) for _, move in self.scan(rows.FORGOTTEN, key + b"\0")]
@@ -276,11 +282,11 @@ class RefTable:
 
     def object_state(self, key: ObjectKey) -> rows.ObjectRow | None:
         """Whether an object is condemned or swept; None if neither."""
-        return self.read(rows.OBJECTS, rows.object_key(key)) if self._has_rows(rows.OBJECTS) else None
+        return self.read(rows.OBJECTS, object_key(key)) if self._has_rows(rows.OBJECTS) else None
 
     def objects(self) -> Iterator[tuple[ObjectKey, rows.ObjectRow]]:
         """All condemned objects, and those swept after the horizon."""
-        return ((rows.object_of(key), rows.OBJECTS.decode(value)) for key, value in self.scan(rows.OBJECTS))
+        return ((object_of(key), rows.OBJECTS.decode(value)) for key, value in self.scan(rows.OBJECTS))
 
     def relocations(self, pack: bytes) -> list[Relocation]:
         """The current relocations of a pack, newest first."""
@@ -300,7 +306,7 @@ class RefTable:
             return True
         known = self._kept.has_rows
         if kind.prefix not in known:
-            known[kind.prefix] = next(self._reader.scan(kind.prefix), None) is not None
+            known[kind.prefix] = next(self.scan(kind), None) is not None
         return known[kind.prefix]
 
     def all_relocations(self) -> Iterator[tuple[Ulid, Ulid]]:
@@ -309,13 +315,11 @@ class RefTable:
 
     def moved_pack(self, moved: bytes) -> Ulid | None:
         """The pack that a moved object relocates."""
-        row = self.read(rows.MOVED, moved)
-        return row.pack if row is not None else None
+        return row.pack if (row := self.read(rows.MOVED, moved)) is not None else None
 
     def location_of(self, pack: bytes) -> str | None:
         """The URL of a pack's cold location; None: the store's own."""
-        row = self.read(rows.LOCATIONS, pack)
-        return row.url if row is not None else None
+        return row.url if (row := self.read(rows.LOCATIONS, pack)) is not None else None
 
     def locations(self) -> dict[Ulid, str]:
         """The URL of each pack at a cold location."""
@@ -352,11 +356,11 @@ class RefTable:
         return info._replace(metrics={**info.metrics, **note.metrics}, mark=note.mark, reason=note.reason)
 
 
-class HeadView(FailoverReader):
+class HeadView(Reader):
     """The rows at one head. If the cache fails while it is in use, the log is folded again up to that head."""
 
     def __init__(self, reader: Reader, fold_until: Callable[[Head | None, TableError], Reader]) -> None:
-        """`fold_until` returns the fold of the log up to a head, and is given the failure of `reader`.
+        """`fold_until` returns the fold of the log up to a head, in memory, and is given the failure of `reader`.
 
         Raises:
             CorruptObjectError: the row of the head is damaged.
@@ -368,18 +372,25 @@ class HeadView(FailoverReader):
         self.head = RefTable(self).head()
 
     def get(self, key: bytes) -> bytes | None:
-        """See `Reader.get`: the most frequent call of a save, so that it takes few steps."""
+        """See `Reader.get`."""
+        reader = self._reader
         try:
-            return self._reader.get(key)
-        except TableError:
-            return super().get(key)
+            return reader.get(key)
+        except TableError as exc:
+            return self._instead_of(reader, exc).get(key)
 
-    def _current(self) -> Reader:
-        return self._reader
+    def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+        """See `Reader.page`."""
+        reader = self._reader
+        try:
+            return reader.page(low, high, reverse)
+        except TableError as exc:
+            return self._instead_of(reader, exc).page(low, high, reverse)
 
-    def _leave(self, reader: Reader, cause: TableError) -> None:
+    def _instead_of(self, reader: Reader, cause: TableError) -> Reader:
         if reader is self._reader:
             folded = self._fold_until(self.head, cause)
             if RefTable(folded).head() != self.head:
                 raise cause  # the log was replaced meanwhile
             self._reader = folded
+        return self._reader

@@ -1,21 +1,85 @@
-"""What users see of a snapshot."""
+"""A snapshot: the row of the ref table, and what users see of it."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from tensorstore_ck.common.html_table import html_table
-from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS, Ulid, ulid_text
+from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS, Digest, Ulid, ulid_text
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import SnapshotMarkedBadError
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.format.attributes import Attributes
+from tensorstore_ck.format.record import Record
+from tensorstore_ck.format.sealed import object_hash
+from tensorstore_ck.log.field_checks import ATTRIBUTES, COUNT, EPOCH, TRIGGERS
 from tensorstore_ck.redaction import one_line
+
+if TYPE_CHECKING:
+    from tensorstore_ck.log.ref_table import RefTable
 
 COLUMNS: Final = ("root", "ref", "step", "time (UTC)", "size", "new", "mark")
 """The columns of tables of snapshots: see `Snapshot.cells`."""
+
+
+class SnapshotInfo(NamedTuple):
+    """A published or staged snapshot."""
+
+    ulid: Ulid
+    root: Digest
+    record: Digest
+    """The hash of its sealed record."""
+    parent: Digest | None
+    ref: str
+    """The branch that it was saved to."""
+    step: int | None
+    n: int
+    """The entry that published or staged it."""
+    time_ns: int
+    """When it was made, never later than `arrived_ns`. Retention computes ages from it."""
+    metrics: Mapping[str, float]
+    """With those added later."""
+    logical_bytes: int
+    new_bytes: int
+    arrived_ns: int = 0
+    """When it was published or staged here."""
+    triggers: Sequence[str] = ()
+    """The names of the triggers that caused the save."""
+    epoch: float | None = None
+    """How many epochs the training had completed."""
+    attributes: Attributes | None = None
+    """What conditions compare besides fields and metrics, if there is any."""
+    duration_ns: int | None = None
+    """How long the save took."""
+    mark: str = ""
+    reason: str = ""
+
+    @classmethod
+    def of_op(cls, op: Mapping[str, Any], n: int, time_ns: int) -> "SnapshotInfo":
+        """The snapshot that entry `n`, of that time, publishes or stages with the fields of an operation."""
+        at = (op["snapshot"], op["root"], op["record"], op["parent"], op["ref"], op["step"], n)
+        optional: tuple[Any, ...] = tuple(map(op.get, ("made_ns", "triggers", "epoch", "attributes", "duration_ns")))  # any may be missing
+        made_ns, triggers, epoch, attributes, duration_ns = optional
+        return cls(
+            *at,
+            min(made_ns, time_ns) if COUNT.accepts(made_ns) else time_ns,
+            *(op["metrics"], op["logical_bytes"], op["new_bytes"]),
+            arrived_ns=time_ns,
+            triggers=triggers if triggers and TRIGGERS.accepts(triggers) else [],
+            epoch=epoch if epoch is not None and EPOCH.accepts(epoch) else None,
+            attributes=attributes if attributes and ATTRIBUTES.accepts(attributes) else None,
+            duration_ns=duration_ns if duration_ns is not None and COUNT.accepts(duration_ns) else None,
+        )
+
+    @classmethod
+    def of_record(cls, ulid: Ulid, record: Record, sealed: bytes) -> "SnapshotInfo":
+        """The snapshot of a record that no entry names; `sealed`: the record's bytes."""
+        at = (ulid, record.root(), object_hash(sealed), record.parent, record.ref, record.step, 0, record.time_ns)
+        sizes = (record.metrics, record.logical_bytes, record.new_bytes)
+        made = cls(*at, *sizes, arrived_ns=record.time_ns)
+        return made._replace(triggers=record.triggers, epoch=record.epoch, attributes=record.attributes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +207,7 @@ class PinnedSnapshot:
     time_ns: int
 
 
-def pinned_snapshots(view: RefTable) -> tuple[PinnedSnapshot, ...]:
+def pinned_snapshots(view: "RefTable") -> tuple[PinnedSnapshot, ...]:
     """Every pin, by snapshot."""
     pins = ((view.snapshot(pin.ulid), pin) for pin in view.pins())
     return tuple(
@@ -153,7 +217,7 @@ def pinned_snapshots(view: RefTable) -> tuple[PinnedSnapshot, ...]:
     )
 
 
-def pinned_with_root(view: RefTable, info: SnapshotInfo, owner: str) -> list[Ulid]:
+def pinned_with_root(view: "RefTable", info: SnapshotInfo, owner: str) -> list[Ulid]:
     """The snapshots with the root of `info` that `owner` has pinned (content that was saved twice has two); without any, `info` itself."""
     pinned = ((view.snapshot(pin.ulid), pin.owner) for pin in view.pins())
     return [other.ulid for other, name in pinned if other is not None and other.root == info.root and name == owner] or [info.ulid]

@@ -37,9 +37,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
-from tensorstore_ck.format.attributes import Attributes
-from tensorstore_ck.format.record import Record
-from tensorstore_ck.format.sealed import FOLDERS, object_hash
 from tensorstore_ck.log.field_checks import (
     ACTOR,
     ATTRIBUTES,
@@ -50,6 +47,7 @@ from tensorstore_ck.log.field_checks import (
     EPOCH,
     FLAG,
     GLOB,
+    KINDS_BY_BYTE,
     LIMIT,
     MARK,
     MESSAGE,
@@ -68,7 +66,7 @@ from tensorstore_ck.log.field_checks import (
     URL,
     RowKind,
 )
-from tensorstore_ck.log.object_set import ObjectKey
+from tensorstore_ck.log.snapshot import SnapshotInfo
 
 FOLD_VERSION: Final = 9
 """Incremented whenever `fold` handles another operation or field: the fold of an older build lacks its effect."""
@@ -120,64 +118,6 @@ class TagRow(NamedTuple):
     root: Digest
     n: int
     time_ns: int
-
-
-class SnapshotInfo(NamedTuple):
-    """A published or staged snapshot."""
-
-    ulid: Ulid
-    root: Digest
-    record: Digest
-    """The hash of its sealed record."""
-    parent: Digest | None
-    ref: str
-    """The branch that it was saved to."""
-    step: int | None
-    n: int
-    """The entry that published or staged it."""
-    time_ns: int
-    """When it was made, never later than `arrived_ns`. Retention computes ages from it."""
-    metrics: Mapping[str, float]
-    """With those added later."""
-    logical_bytes: int
-    new_bytes: int
-    arrived_ns: int = 0
-    """When it was published or staged here."""
-    triggers: Sequence[str] = ()
-    """The names of the triggers that caused the save."""
-    epoch: float | None = None
-    """How many epochs the training had completed."""
-    attributes: Attributes | None = None
-    """What conditions compare besides fields and metrics, if there is any."""
-    duration_ns: int | None = None
-    """How long the save took."""
-    mark: str = ""
-    reason: str = ""
-
-    @classmethod
-    def of_op(cls, op: Mapping[str, Any], n: int, time_ns: int) -> "SnapshotInfo":
-        """The snapshot that entry `n`, of that time, publishes or stages with the fields of an operation."""
-        at = (op["snapshot"], op["root"], op["record"], op["parent"], op["ref"], op["step"], n)
-        optional: tuple[Any, ...] = tuple(map(op.get, ("made_ns", "triggers", "epoch", "attributes", "duration_ns")))  # any may be missing
-        made_ns, triggers, epoch, attributes, duration_ns = optional
-        return cls(
-            *at,
-            min(made_ns, time_ns) if COUNT.accepts(made_ns) else time_ns,
-            *(op["metrics"], op["logical_bytes"], op["new_bytes"]),
-            arrived_ns=time_ns,
-            triggers=triggers if triggers and TRIGGERS.accepts(triggers) else [],
-            epoch=epoch if epoch is not None and EPOCH.accepts(epoch) else None,
-            attributes=attributes if attributes and ATTRIBUTES.accepts(attributes) else None,
-            duration_ns=duration_ns if duration_ns is not None and COUNT.accepts(duration_ns) else None,
-        )
-
-    @classmethod
-    def of_record(cls, ulid: Ulid, record: Record, sealed: bytes) -> "SnapshotInfo":
-        """The snapshot of a record that no entry names; `sealed`: the record's bytes."""
-        at = (ulid, record.root(), object_hash(sealed), record.parent, record.ref, record.step, 0, record.time_ns)
-        sizes = (record.metrics, record.logical_bytes, record.new_bytes)
-        made = cls(*at, *sizes, arrived_ns=record.time_ns)
-        return made._replace(triggers=record.triggers, epoch=record.epoch, attributes=record.attributes)
 
 
 class NoteRow(NamedTuple):
@@ -253,6 +193,17 @@ class RelocationRow(NamedTuple):
     """The packs, as joined ULIDs."""
 
 
+class Relocation(NamedTuple):
+    """Entries of a pack that are in other packs now."""
+
+    pack: Ulid
+    moved: Ulid
+    """The object that lists them."""
+    n: int
+    hash: Digest
+    targets: tuple[Ulid, ...]
+
+
 class QuotaRow(NamedTuple):
     """The bytes that the snapshots of some branches may add to the store."""
 
@@ -308,31 +259,6 @@ class LocationRow(NamedTuple):
     url: str
 
 
-def numbered(name: str, seq: int) -> bytes:
-    """The key of a move; with a `step_number`, of a step."""
-    return name.encode() + b"\0" + seq.to_bytes(8, "big")
-
-
-def step_number(step: int) -> int:
-    """A step as it is in a key."""
-    return step + (1 << 63)
-
-
-def window_key(n: int, name: str) -> bytes:
-    """The key of what entry `n` removed from `name`."""
-    return n.to_bytes(8, "big") + name.encode()
-
-
-def object_key(key: ObjectKey) -> bytes:
-    """The key of an object that gc condemned or swept."""
-    return _KIND_BYTES[key.kind] + key.ulid
-
-
-def object_of(key: bytes) -> ObjectKey:
-    """The object of an `object_key`."""
-    return ObjectKey(_KINDS_BY_BYTE[key[:1]], Ulid(key[1:]))
-
-
 def _has(size: int) -> Callable[[bytes], bool]:
     return lambda key: len(key) == size
 
@@ -345,8 +271,6 @@ def _is_numbered(key: bytes) -> bool:
     return len(key) > 8 and key[-9] == 0 and _is_name(key[:-9])
 
 
-_KIND_BYTES: Final = {kind: {"pack": b"k", "part": b"p", "snapshot": b"s", "moved": b"m"}[kind] for kind in FOLDERS}
-_KINDS_BY_BYTE: Final = {byte: kind for kind, byte in _KIND_BYTES.items()}
 _MOVE: Final = (ULID, DIGEST, STEP, COUNT, COUNT, SHORT_TEXT)
 _SNAPSHOT: Final = (DIGEST, DIGEST, PARENT, REF, STEP, COUNT, COUNT, METRICS, COUNT, COUNT, COUNT, TRIGGERS, EPOCH, ATTRIBUTES, LIMIT)
 
@@ -368,7 +292,7 @@ PINS: Final = RowKind(
 POLICIES: Final = RowKind(b"o", PolicyRow, RULES, COUNT, COUNT, is_key=lambda key: GLOB.accepts(key.decode("ascii", "replace")))
 WINDOWS: Final = RowKind(b"e", UndoWindow, COUNT, SHORT_TEXT, is_key=lambda key: _is_name(key[8:]), named_by_key=2)
 FORGOTTEN: Final = RowKind(b"d", BranchMove, *_MOVE, is_key=lambda key: _is_numbered(key[8:]))
-OBJECTS: Final = RowKind(b"g", ObjectRow, FLAG, COUNT, is_key=lambda key: len(key) == 1 + ULID_BYTES and key[:1] in _KINDS_BY_BYTE)
+OBJECTS: Final = RowKind(b"g", ObjectRow, FLAG, COUNT, is_key=lambda key: len(key) == 1 + ULID_BYTES and key[:1] in KINDS_BY_BYTE)
 RELOCATIONS: Final = RowKind(b"m", RelocationRow, COUNT, DIGEST, ULIDS, is_key=_has(2 * ULID_BYTES))
 MOVED: Final = RowKind(b"w", MovedRow, ULID, is_key=_has(ULID_BYTES))
 LOCATIONS: Final = RowKind(b"c", LocationRow, URL, is_key=_has(ULID_BYTES))

@@ -22,7 +22,7 @@ from tensorstore_ck.common.foreign_text import MAX_TOML_BYTES, parse_toml
 from tensorstore_ck.common.owned_files import require_safe_parent
 from tensorstore_ck.common.signing_keys import parse_public
 from tensorstore_ck.errors import InvalidOptionError, PermissionDeniedError
-from tensorstore_ck.log.ref_names import is_ref_glob
+from tensorstore_ck.log.field_checks import is_ref_glob
 
 _MAX_LINKS: Final = 40
 

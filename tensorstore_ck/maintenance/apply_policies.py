@@ -16,7 +16,7 @@ from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.gc.exclusive_bytes import ExclusiveBytes
 from tensorstore_ck.gc.roots import UNDO, roots
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
-from tensorstore_ck.log.ref_names import is_ref_glob
+from tensorstore_ck.log.field_checks import is_ref_glob
 from tensorstore_ck.log.retention import Policy, UnmatchedRuleWarning, Verdict, candidates, expire, policies_of, unmatched_rules, verdicts
 from tensorstore_ck.log.snapshot import COLUMNS, Snapshot
 

@@ -4,8 +4,8 @@ from tensorstore_ck.common.units import parse_bytes
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.log import Op, RefTable
+from tensorstore_ck.log.field_checks import is_ref_glob
 from tensorstore_ck.log.quota import Quota
-from tensorstore_ck.log.ref_names import is_ref_glob
 
 
 def set_quota(engine: Engine, glob: str, *, warn: int | str | None, refuse: int | str | None) -> Quota:

@@ -12,7 +12,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import rescue_if_expired
 from tensorstore_ck.errors import BackendUnavailableError, NotFoundError, SnapshotExpiredError
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
-from tensorstore_ck.log.ref_names import validate_ref_name
+from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.log.snapshot import pinned_with_root
 
 POLL_SECONDS: Final = 2.0

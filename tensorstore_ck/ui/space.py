@@ -15,7 +15,7 @@ from tensorstore_ck.common.prices import GB
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.gc.usage import Usage
 from tensorstore_ck.gc.usage_costs import usage_costs
-from tensorstore_ck.log.ref_names import is_ref_glob
+from tensorstore_ck.log.field_checks import is_ref_glob
 from tensorstore_ck.log.retention import parse_rule
 from tensorstore_ck.maintenance.apply_policies import BranchVerdicts, RetentionReport, SnapshotVerdict
 from tensorstore_ck.maintenance.forget import Forgotten

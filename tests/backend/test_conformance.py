@@ -110,7 +110,9 @@ def test_what_is_not_there_is_missing(backend: Backend) -> None:
         backend.size,
         lambda name: read(backend, name, 0, 1),
     ]
+    assert backend.get_if_there("parts/0A/one", max_bytes=10) == b"x"
     for name in ("parts/0A/two", "nothing/at/all", "parts/0A"):
+        assert backend.get_if_there(name, max_bytes=10) is None
         for attempt in attempts:
             with pytest.raises(MissingObjectError) as caught:
                 attempt(name)
@@ -292,12 +294,13 @@ def test_folders_at_the_root(backend: Backend) -> None:
     assert not backend.folders("parts")
 
 
-BAD_NAMES = ["", "/", "/etc/passwd", "../x", "a/../b", "a//b", "a/", "./a", "a/.tmp-1", ".hidden", "a\0b", "a\nb", "ä", "a b", "x" * 600]
+BAD_NAMES = ["", "/", "/etc/passwd", "../x", "a/../b", "a//b", "a/", "./a", "a/.tmp-1", ".hidden", "a\0b", "a\nb", "ä", "a b", "x" * 513]
 
 
 def test_names_and_prefixes_that_could_leave_the_store_are_refused(backend: Backend) -> None:
     attempts: list[Callable[[str], object]] = [
         lambda name: backend.get(name, max_bytes=1),
+        lambda name: backend.get_if_there(name, max_bytes=1),
         backend.size,
         lambda name: read(backend, name, 0, 1),
         lambda name: backend.put(name, b""),

@@ -1,5 +1,6 @@
 """The local backend when system calls fail, fall short or answer twice."""
 
+import contextlib
 import errno
 import fcntl
 import multiprocessing
@@ -132,10 +133,13 @@ def test_errors_are_ours_and_name_the_object(
     assert caught.value.object_id == "a/b"
     with pytest.raises(expected):
         backend.read_into("a/b", 0, memoryview(bytearray(1)))
+    with contextlib.nullcontext() if expected is MissingObjectError else pytest.raises(expected, match="a/b"):
+        assert backend.get_if_there("a/b", max_bytes=10) is None
 
 
 READS: dict[str, tuple[tuple[str, ...], Callable[[LocalBackend], object]]] = {
     "get": (("open", "pread"), lambda backend: backend.get("a/b", max_bytes=10)),
+    "get if there": (("open", "pread"), lambda backend: backend.get_if_there("a/b", max_bytes=10)),
     "range": (("open", "preadv"), lambda backend: backend.read_into("a/b", 1, memoryview(bytearray(3)))),
     "size": (("stat",), lambda backend: backend.size("a/b")),
     "list": (("scandir",), lambda backend: list(backend.list(""))),

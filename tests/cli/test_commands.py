@@ -298,7 +298,7 @@ def test_gc_and_fsck_keep_their_rate_limit(history: Tsck, command: tuple[str, st
         def __init__(self, rate: float) -> None:
             rates.append(rate)
 
-    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.throttled"], "RateLimit", Meter)
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.store_backend"], "RateLimit", Meter)
     assert history(*command).code == 0
     assert rates == []
     assert history(*command, "--rate-limit", "100MB/s").code == 0

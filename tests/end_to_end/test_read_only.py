@@ -33,7 +33,7 @@ from tests.end_to_end.test_fencing import run_in_child
 
 NOBODY = 65534
 WRITES = ("put", "replace", "create", "sync_folders", "open_writer", "open_whole_writer", "delete", "abort_upload")
-READS = ("get", "read_into", "size", "list", "folders", "space", "list_uploads", "close")
+READS = ("get", "get_if_there", "read_into", "size", "list", "folders", "space", "list_uploads", "close")
 CHANGES_NOTHING = {"pending", "drain", "on_preemption", "on_event"}
 """Of saves in progress, which such a store does not have."""
 LOOKS = [

@@ -233,7 +233,7 @@ def test_a_save_survives_one_fault(open_store: Open, proxy: ChaosProxy, folder: 
 def test_a_fault_that_stays_is_reported(
     open_store: Open, proxy: ChaosProxy, monkeypatch: pytest.MonkeyPatch, folder: str, fault: Fault
 ) -> None:
-    monkeypatch.setattr("tensorstore_ck.log.entry_writer.RESEND_DELAYS", (0.0, 0.0))
+    monkeypatch.setattr("tensorstore_ck.log.entry.RESEND_DELAYS", (0.0, 0.0))
     store, old, new = open_store(proxy.url, **FEW_TRIES), tensors(0, count=3), tensors(1, count=3)
     before = store.put_snapshot(old, ref="job", step=1)
     proxy.plan = first(MANY, fault, "PUT", folder)
@@ -257,7 +257,7 @@ def test_a_fault_that_stays_is_reported(
 @pytest.mark.timeout(effort(600, 3000))
 def test_many_faults(open_store: Open, proxy: ChaosProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that resumes after each error: the ref is at the old or the new snapshot, and what was acknowledged stays."""
-    monkeypatch.setattr("tensorstore_ck.log.entry_writer.RESEND_DELAYS", (0.0, 0.0))
+    monkeypatch.setattr("tensorstore_ck.log.entry.RESEND_DELAYS", (0.0, 0.0))
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     proxy.plan = _unreliable(random.Random(seed))

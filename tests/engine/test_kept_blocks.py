@@ -12,7 +12,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.byte_cache import ByteCache
 from tensorstore_ck.errors import NoSpaceError
 from tensorstore_ck.format.codec import Codec
-from tensorstore_ck.log.cache.lmdb_rows import LmdbView
+from tensorstore_ck.log.cache.lmdb_table import LmdbView
 from tests.feed.versions import REF, NotedFaults, copy_of, equal, first_state, follower, save, train
 
 

@@ -22,8 +22,7 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.log import Log, LogChangedWarning, Op, RefTable
 from tensorstore_ck.log.cache import MemoryTable
-from tensorstore_ck.log.entry import entry_name
-from tensorstore_ck.log.entry_writer import RESEND_DELAYS
+from tensorstore_ck.log.entry import RESEND_DELAYS, entry_name
 from tests.log.cache.faultytable import CacheFaults, FaultyTable
 from tests.log.scripted import UUID, Tricky, append_puts, mark_op, names_in, new_id, open_log, put_op
 

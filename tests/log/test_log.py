@@ -22,7 +22,7 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.log import LogChangedWarning, Op, RefTable, fold, table_rows
 from tensorstore_ck.log.cache import CacheWarning, MemoryTable, Table
-from tensorstore_ck.log.cache.lmdb_handle import open_lmdb_table
+from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table
 from tensorstore_ck.log.entry import decode_entry, entry_name, folder_name, genesis_hash
 from tensorstore_ck.log.follow import empty
 from tests.log.cache.faultytable import CacheFaults, FaultyTable

@@ -14,7 +14,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.common.ids import ZERO_DIGEST, new_ulid
 from tensorstore_ck.errors import ConflictError
 from tensorstore_ck.log import Log, Op, RefTable
-from tensorstore_ck.log.cache.lmdb_handle import open_lmdb_table
+from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table
 from tensorstore_ck.log.follow import empty
 from tests.effort import PATIENCE_SECONDS
 from tests.log.scripted import UUID, dump_of, open_log, put_op

@@ -6,13 +6,12 @@ The first is made by a clock and ids of its own, so that it is the same each tim
 import itertools
 import math
 import warnings
-from typing import Final, cast
+from typing import Final
 
 import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.common.ids import ULID_BYTES, Ulid
 from tensorstore_ck.engine.opening import make_engine
@@ -141,7 +140,7 @@ class TrainingStore:
                 torch.set_num_threads(threads)
 
     def open(self, _: str = TRAINING_URL) -> Store:
-        backend = cast(Backend, ReadOnlyBackend(self._backend))
+        backend = ReadOnlyBackend(self._backend)
         return Store(make_engine(backend, self._config, MemoryTable(), clock=self.clock, read_only=True))
 
     def _new_id(self) -> Ulid:

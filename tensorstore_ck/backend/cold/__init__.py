@@ -3,5 +3,5 @@
 allowed_locations.py   which locations a host uses
 locations.py           what a user may name, and how a location is opened
 owner_marker.py        the marker of its owner, and whose a damaged one was
-cold_backend.py        `ColdTierBackend`: reads, lists and deletes packs where they lie
+cold_locations.py      `ColdLocations`: which packs lie where; lists and deletes them there
 """

@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final
 from urllib.parse import parse_qsl
 
 from tensorstore_ck.backend import open_backend
@@ -51,7 +51,7 @@ class LocationOpener:
         if storage_class is not None:
             options["s3_additional_kwargs"] = {**options.get("s3_additional_kwargs", {}), "StorageClass": storage_class}
         backend = open_backend(where, options, no_sync=self.no_sync, on_wait=self.on_wait)
-        return cast(Backend, ReadOnlyBackend(backend)) if self.read_only else backend
+        return ReadOnlyBackend(backend) if self.read_only else backend
 
 
 def _not_allowed(url: str, store_url: str) -> PlaceUnavailableError:

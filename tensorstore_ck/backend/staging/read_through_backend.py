@@ -11,8 +11,9 @@ the store still has the objects that they rely on.
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
+from tensorstore_ck.backend.forwarding import ForwardingBackend
 from tensorstore_ck.backend.protocol import Backend, size_if_there
 from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.backend.staging.sparse_files import GRAIN_BYTES
@@ -42,12 +43,11 @@ class OtherFolders(Protocol):
         """Whether one of them is said to have an object."""
 
 
-class ReadThroughBackend:
-    """The backend `store`, read through `folder`. All other attributes are the store's own."""
+class ReadThroughBackend(ForwardingBackend):
+    """The backend `store`, read through `folder`."""
 
     def __init__(self, folder: StagingFolder, store: Backend) -> None:
-        self.url = store.url
-        self.is_local = store.is_local
+        super().__init__(store)
         self.folder = folder
         self.store = store
         self._quota = _SpaceQuota(folder)
@@ -57,9 +57,6 @@ class ReadThroughBackend:
         self._distrusting = threading.Lock()
         self.others: list[OtherFolders] = []
         """Asked before the store, while a restore of several hosts runs."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         self._of_thread.distrust_host.pop(name, None)

@@ -2,7 +2,7 @@
 
 It leaves objects that another process uploads, and objects whose upload the store has dropped. An object that the store has under its
 name may be published: it is compared, and neither deleted nor replaced. Memory: a buffer of one piece per thread.
-The rate of uploads is limited here; that of plain reads and writes in `backend.throttled`.
+The rate of uploads is limited here; that of plain reads and writes in `backend.store_backend`.
 """
 
 import io

@@ -9,7 +9,7 @@ from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine, current_actor
 from tensorstore_ck.errors import ConflictError, StoreError
 from tensorstore_ck.log import BranchHead, RefTable
-from tensorstore_ck.log.ref_names import is_ref_name
+from tensorstore_ck.log.field_checks import is_ref_name
 
 MAX_TRIES: Final = 9
 

@@ -28,7 +28,7 @@ from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.pointers import NamedSaves, read_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.integrations.trainer_names import ACCELERATOR_STEP, CUSTOM, LOADERS, SAVE_ITERATION
-from tensorstore_ck.log.ref_names import validate_ref_name
+from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState, random_generators

@@ -24,7 +24,7 @@ from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.pointers import NamedSaves, is_there, newest_noted, note_at, read_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer
-from tensorstore_ck.log.ref_names import validate_ref_name
+from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.per_rank_state import GENERATORS, VALUES

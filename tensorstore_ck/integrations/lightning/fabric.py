@@ -19,7 +19,7 @@ from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, wr
 from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
-from tensorstore_ck.log.ref_names import validate_ref_name
+from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState, model_state

@@ -26,7 +26,7 @@ from tensorstore_ck.integrations.lightning.snapshot_resume import FITTING, Opene
 from tensorstore_ck.integrations.trainer.attach import all_ranks
 from tensorstore_ck.integrations.trainer.pointers import NamedSaves
 from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
-from tensorstore_ck.log.ref_names import validate_ref_name
+from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.checkpointing import Checkpointer, Trigger

@@ -28,7 +28,7 @@ from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.saves import future_of, new_checkpointer
-from tensorstore_ck.log.ref_names import validate_ref_name
+from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer

@@ -23,7 +23,7 @@ from tensorstore_ck.integrations.torch_checkpointing.rank_items import ItemSpecs
 from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.pointers import newest_noted, note_at
 from tensorstore_ck.integrations.trainer.saves import future_of
-from tensorstore_ck.log.ref_names import validate_ref_name
+from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS

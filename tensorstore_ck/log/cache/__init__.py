@@ -6,15 +6,13 @@ the block index.
 
 protocol.py           what the log and the block index need of a table
 open_cache.py         where a host keeps its cache
-lmdb_handle.py        one handle of several on an environment: counted, reopened, refused in a forked child
-lmdb_environment.py   the environment: opens, checks and grows LMDB's files, and writes batches
-lmdb_rows.py          its rows, with their checksums, and a read view of them
-batch_lock.py         the lock of a batch against other processes
+lmdb_environment.py   an environment: opens, checks and grows LMDB's files, and locks them
+lmdb_table.py         its rows, with their checksums: read, viewed and written in batches, by one of several handles
 memory_table.py       a table in memory
 failover_table.py     goes from a table on disk that fails or is locked to one in memory, and back
 """
 
-from tensorstore_ck.log.cache.failover_table import FailoverReader, FailoverTable
+from tensorstore_ck.log.cache.failover_table import FailoverTable
 from tensorstore_ck.log.cache.memory_table import MemoryTable
 from tensorstore_ck.log.cache.open_cache import open_table
 from tensorstore_ck.log.cache.protocol import (
@@ -33,7 +31,6 @@ __all__ = [
     "MAX_KEY_BYTES",
     "Batch",
     "CacheWarning",
-    "FailoverReader",
     "FailoverTable",
     "MemoryTable",
     "Reader",

@@ -8,7 +8,6 @@ import logging
 import os
 import time
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -23,37 +22,7 @@ _STUCK_SECONDS: Final = 5.0
 """After this long without the lock, a warning names the process that holds it."""
 
 
-class FailoverReader(Reader):
-    """A `Reader` whose reads never raise `TableError`: another reader of the same rows replaces one that fails."""
-
-    @abstractmethod
-    def _current(self) -> Reader:
-        """The reader in use."""
-
-    @abstractmethod
-    def _leave(self, reader: Reader, cause: TableError) -> None:
-        """Uses another one instead of `reader`, if that is still in use."""
-
-    def get(self, key: bytes) -> bytes | None:
-        """See `Reader.get`."""
-        while True:
-            reader = self._current()
-            try:
-                return reader.get(key)
-            except TableError as exc:
-                self._leave(reader, exc)
-
-    def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
-        """See `Reader.page`."""
-        while True:
-            reader = self._current()
-            try:
-                return reader.page(low, high, reverse)
-            except TableError as exc:
-                self._leave(reader, exc)
-
-
-class FailoverTable(FailoverReader, Table):
+class FailoverTable(Table):
     """A `Table` whose reads never raise `TableError`; a batch raises it at most once, and works when it is tried again."""
 
     def __init__(self, disk: Table, fill: Callable[[Table], object], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,6 +36,24 @@ class FailoverTable(FailoverReader, Table):
         """Since when memory is used because the lock was held; None: the disk is in use, or failed."""
         self._warned = False
         self._pid = os.getpid()
+
+    def get(self, key: bytes) -> bytes | None:
+        """See `Reader.get`."""
+        while True:
+            table = self._current()
+            try:
+                return table.get(key)
+            except TableError as exc:
+                self._leave(table, exc)
+
+    def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+        """See `Reader.page`."""
+        while True:
+            table = self._current()
+            try:
+                return table.page(low, high, reverse)
+            except TableError as exc:
+                self._leave(table, exc)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """See `Table.get_many`."""

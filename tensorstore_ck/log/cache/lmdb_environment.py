@@ -1,13 +1,14 @@
 """One LMDB environment of this process, shared by all handles on its folder.
 
 Nothing else opens LMDB's files. py-lmdb refuses a second open of a path in one process (closing one would drop the
-other's file locks), so `lmdb_handle` counts handles in a process-wide registry. Invariants: a forked child never uses an
+other's file locks), so `lmdb_table` counts handles in a process-wide registry. Invariants: a forked child never uses an
 environment; `set_mapsize` never runs while a transaction of this process is open (`_map_lock`, and `_write_lock` before it; views
 copy their rows first); a batch holds `batch.lock` in the folder from start to end, so that it can begin again in a larger map
 without any other process's batch in between; an environment that failed is not used again, and stays open until it is closed, as
 a thread may have a transaction.
 """
 
+import fcntl
 import os
 import struct
 import threading
@@ -17,15 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
-from zlib import crc32
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 import lmdb
 
 from tensorstore_ck.common.descriptors import closing_fd
-from tensorstore_ck.log.cache.batch_lock import BatchLock
-from tensorstore_ck.log.cache.lmdb_rows import CRC_BYTES, LmdbView, get_row, read_page
-from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, TableError, bad_key
+from tensorstore_ck.log.cache.protocol import TableBusyError, TableDamagedError, TableError
 
 with suppress(ImportError):  # some versions import it at the first `lmdb.open`: a child forked during that would hang
     import_module("lmdb._envid")
@@ -34,6 +32,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 INITIAL_MAP_BYTES: Final = 64 << 20
+DEFAULT_PATIENCE_SECONDS: Final = 1.0
 _MAX_READERS: Final = 1024
 _LOCK_BYTES: Final = (_MAX_READERS + 16) * 64
 """Of lock.mdb: as many readers, and their head."""
@@ -51,6 +50,19 @@ _DAMAGE: Final = (
     lmdb.IncompatibleError,
 )
 """Errors that opening the same files again would raise again."""
+_POLL_SECONDS: Final = 0.0005
+_NUMBERS: Final = struct.Struct("<QQ")
+"""Of the lock file: how far the holder is, and its process id."""
+
+
+class View(Protocol):
+    """A read transaction that outlives a call. The pages that it reads are not used again while it lives, so views are dropped soon."""
+
+    def copy_into_memory(self) -> None:
+        """Ends the transaction; the rows stay."""
+
+    def end(self) -> None:
+        """Ends the transaction, before the environment is closed."""
 
 
 class Environment:
@@ -69,8 +81,9 @@ class Environment:
         self._data_file, self._page_bytes, self._intact = -1, 0, (0, 0)
         self._write_lock = threading.RLock()
         self._map_lock = threading.RLock()
-        self._views = weakref.WeakSet[LmdbView]()
-        self._view_txns = set[Any]()
+        self.views = weakref.WeakSet[View]()
+        """Each adds itself, and its transaction, in `in_map`."""
+        self.view_txns = set[Any]()
         self.lock = BatchLock(folder / "batch.lock", patience_seconds)
         try:
             with self.lock.held(wait=wait):  # LMDB's own open is not safe against another process's close
@@ -91,22 +104,16 @@ class Environment:
             with txn:
                 return read(txn, *args, **kwargs)
 
-        return self._in_map(use)
+        return self.in_map(use)
 
-    def view(self, prefix: bytes) -> LmdbView:
-        """See `Table.view`."""
-
-        def begin(txn: Any) -> LmdbView:
-            view = LmdbView(txn, prefix, self._guarded, self._release)
-            self._view_txns.add(txn)
-            self._views.add(view)
-            return view
-
-        return self._in_map(begin)
+    def release_view(self, txn: Any) -> None:
+        """Drops the transaction of a view. A child keeps its parent's: py-lmdb 1.6 would end it for the parent, too."""
+        if self._pid == os.getpid():
+            self.view_txns.discard(txn)
 
     @contextmanager
-    def batch(self, *, wait: bool = True) -> Iterator[Batch]:
-        """A batch that excludes all other batches of any thread and process.
+    def writing(self, *, wait: bool) -> Iterator[None]:
+        """Excludes all other batches of any thread and process.
 
         The main thread uses it only through `shielded`: Ctrl-C at its end could leave the locks held.
         """
@@ -115,13 +122,7 @@ class Environment:
             self._require_usable()  # another thread may have closed it, and its file descriptors may be other files now
             try:
                 with self.lock.held(wait=wait):
-                    batch = _LmdbBatch(self)
-                    try:
-                        yield batch
-                        batch.commit()
-                    except BaseException:
-                        batch.abort()
-                        raise
+                    yield
             except lmdb.Error as exc:
                 raise self._failed(exc) from exc
 
@@ -138,7 +139,7 @@ class Environment:
 
     def begin_writing(self) -> Any:
         """A write transaction, in a map as large as other processes made it; the caller holds the batch's lock."""
-        return self._in_map(lambda txn: txn, write=True)
+        return self.in_map(lambda txn: txn, write=True)
 
     def grow(self) -> None:
         """Doubles the map; the caller holds the batch's lock and has no open transaction."""
@@ -160,13 +161,13 @@ class Environment:
         if self._pid == os.getpid():
             with self._write_lock, self._map_lock:
                 self._failure = self._failure or f"{self.folder} was closed"
-                for view in list(self._views):
+                for view in list(self.views):
                     view.end()
                 self._lmdb.close()
                 self._close_data_file()
                 self.lock.close()
 
-    def _in_map(self, use: Callable[[Any], T], *, write: bool = False) -> T:
+    def in_map(self, use: Callable[[Any], T], *, write: bool = False) -> T:
         """The result of `use` with a new transaction, in a map as large as other processes made it; the map does not grow meanwhile.
 
         No context manager: Ctrl-C could leave one with its locks held.
@@ -183,17 +184,17 @@ class Environment:
                     return use(self.begin(write=write))
         except lmdb.Error as exc:
             if write:
-                raise  # `batch` reports it when it has given its lock back
+                raise  # `writing` reports it when it has given its lock back
             raise self._failed(exc) from exc
 
     def _set_map_bytes(self, map_bytes: int) -> None:
         """Enlarges the map; 0: to the size that another process gave it. The caller holds `_map_lock`, and no thread of ours writes."""
-        for view in list(self._views):
+        for view in list(self.views):
             with suppress(TableError):  # its next read raises it
                 view.copy_into_memory()
         self._lmdb.set_mapsize(map_bytes)
 
-    def _guarded(self, use: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def guarded(self, use: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `use`; checks the environment before, and reports what LMDB raises as damage."""
         if self._failure or self._pid != os.getpid():
             self._require_usable()
@@ -204,11 +205,6 @@ class Environment:
             return use(*args, **kwargs)
         except lmdb.Error as exc:
             raise self._failed(exc) from exc
-
-    def _release(self, txn: Any) -> None:
-        """Drops the transaction of a view. A child keeps its parent's: py-lmdb 1.6 would end it for the parent, too."""
-        if self._pid == os.getpid():
-            self._view_txns.discard(txn)
 
     def _require_usable(self) -> None:
         if self._pid != os.getpid():
@@ -285,72 +281,81 @@ class Environment:
             (self.folder / name).unlink(missing_ok=True)  # other processes continue with their open files
 
 
-class _LmdbBatch(Batch):
-    """A write transaction that can begin again in a larger map."""
+class BatchLock:
+    """One process's side of the lock that a batch holds against other processes; its threads exclude each other otherwise.
 
-    def __init__(self, environment: Environment) -> None:
-        self._environment = environment
-        self._journal: list[tuple[bytes, bytes | None]] = []
-        self._txn = environment.begin_writing()
+    It is a record lock: a forked child would inherit a lock of flock. The lock file contains two numbers of 8 bytes, little-endian, which
+    are only hints for processes that wait: a count that grows while a batch works, and the process id of the last holder.
+    """
 
-    def get(self, key: bytes) -> bytes | None:
-        return get_row(self._txn, key)
+    def __init__(self, path: Path, patience_seconds: float) -> None:
+        """`patience_seconds`: how long to wait for a holder without progress that is not stopped, such as one that syncs a busy disk."""
+        self._path = path
+        self._patience_seconds = patience_seconds
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
-    def put(self, key: bytes, value: bytes | None) -> None:
-        stored = None if value is None else value + crc32(value, crc32(key)).to_bytes(CRC_BYTES, "little")  # as `get_row` checks
-        self._journal.append((key, stored))
-        if len(self._journal) % PAGE_ITEMS == 0:
-            self._environment.lock.show_progress()
+    @contextmanager
+    def held(self, *, wait: bool) -> Iterator[None]:
+        """Holds the lock.
+
+        Raises:
+            TableBusyError: another process holds it, and `wait` is false, or the holder is stopped or makes no progress.
+        """
+        if not self._try():
+            if not wait:
+                raise self._busy()
+            self._wait()
+        self.show_progress()
         try:
-            if stored is None:
-                self._txn.delete(key)
-            else:
-                self._txn.put(key, stored)
-        except lmdb.BadValsizeError as exc:
-            raise bad_key(key) from exc
-        except lmdb.MapFullError:
-            self._grow()
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
 
-    def delete(self, key: bytes) -> None:
-        self.put(key, None)
+    def show_progress(self) -> None:
+        """Called by the holder while it works."""
+        with suppress(OSError):  # a full disk: waiting processes give up sooner
+            os.pwrite(self._file, _NUMBERS.pack((self._progress()[0] + 1) % (1 << 64), os.getpid()), 0)
 
-    def clear(self, prefix: bytes) -> None:
-        for key in [key for key, _ in self.scan(prefix)]:
-            self.put(key, None)
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._file)
+        self._file = -1
 
-    def commit(self) -> None:
-        while True:
-            try:
-                self._txn.commit()
-            except lmdb.MapFullError:
-                self._grow()
-            else:
-                self._environment.cover_last_page()
-                return
+    def _try(self) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
 
-    def abort(self) -> None:
-        self._txn.abort()
+    def _wait(self) -> None:
+        seen, since = self._progress(), time.monotonic()
+        while not self._try():
+            time.sleep(_POLL_SECONDS)
+            now = self._progress()
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > self._patience_seconds or _is_stopped(now[1]):
+                raise self._busy()
 
-    def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
-        self._environment.lock.show_progress()
-        return read_page(self._txn, low, high, reverse)
+    def _progress(self) -> tuple[int, int]:
+        try:
+            count, pid = _NUMBERS.unpack(os.pread(self._file, _NUMBERS.size, 0))
+        except (OSError, struct.error):
+            return 0, 0
+        return count, pid
 
-    def _grow(self) -> None:
-        """Repeats all writes so far. Nobody else wrote meanwhile, so what was read in this batch is still valid."""
-        while True:
-            self._txn.abort()
-            self._environment.lock.show_progress()
-            self._environment.grow()
-            self._txn = self._environment.begin_writing()
-            try:
-                for key, value in self._journal:
-                    if value is None:
-                        self._txn.delete(key)
-                    else:
-                        self._txn.put(key, value)
-                return
-            except lmdb.MapFullError:
-                continue
+    def _busy(self) -> TableBusyError:
+        return TableBusyError(f"process {self._progress()[1]} holds {self._path}", object_id=str(self._path))
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped that process (Linux, proc_pid_stat(5)); False if unknown."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+    except OSError:
+        return False
 
 
 def allocate(path: Path, size_bytes: int) -> None:

@@ -41,7 +41,7 @@ def open_table(cache_dir: Path | None, key: str) -> Table:
         try:
             import lmdb  # noqa: PLC0415 - costs nothing where memory is used
 
-            from tensorstore_ck.log.cache.lmdb_handle import open_lmdb_table  # noqa: PLC0415
+            from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table  # noqa: PLC0415
         except ImportError as exc:
             reasons.append(str(exc))
             break

@@ -8,7 +8,7 @@ import os
 import stat
 from typing import Final
 
-from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
+from tensorstore_ck.backend.cold.cold_locations import ColdLocations
 from tensorstore_ck.backend.cold.owner_marker import MARKER_NAME
 from tensorstore_ck.backend.local_modes import files_unlike_root
 from tensorstore_ck.backend.probe import PROBE_FOLDER
@@ -58,7 +58,7 @@ def _unlike_root(backend: Backend, *, change: bool = False) -> list[str]:
 _CLAIM: Final = "if no copy of this store's files uses that location, `tsck tier --claim-locations` writes it again"
 
 
-def check_markers(placed: ColdTierBackend, findings: Findings) -> None:
+def check_markers(placed: ColdLocations, findings: Findings) -> None:
     """Adds the damaged markers. Raises `PlaceUnavailableError` if a location cannot be used."""
     for url, marker in placed.markers().items():
         if marker.is_damaged:
@@ -67,7 +67,7 @@ def check_markers(placed: ColdTierBackend, findings: Findings) -> None:
             findings.add(CorruptObjectError.kind, marker_at(url), f"it was damaged; {advice}", repairable=is_ours)
 
 
-def repair_markers(placed: ColdTierBackend) -> list[str]:
+def repair_markers(placed: ColdLocations) -> list[str]:
     """Writes again what `check_markers` reports as repairable; returns their names."""
     return [marker_at(url) for url in placed.rewrite_damaged_markers()]
 

@@ -8,8 +8,9 @@ error. After one, a repair marks nothing.
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
+from tensorstore_ck.backend.forwarding import ForwardingBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.engine.engine import Engine
@@ -19,6 +20,8 @@ from tensorstore_ck.format.pack import Footer, pack_name
 from tensorstore_ck.gc.listing import list_kind
 from tensorstore_ck.maintenance.fsck.check_packs import BlockCopy, Packs, find_copies
 from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, kind_of, require_reachable
+
+T = TypeVar("T")
 
 
 class OtherStore(NamedTuple):
@@ -90,7 +93,7 @@ class ReadErrors:
     def __init__(self) -> None:
         self._found: list[StoreError] = []
 
-    def noting(self, backend: Backend) -> Any:
+    def noting(self, backend: Backend) -> Backend:
         """`backend`, whose reads are noted."""
         return _NotedReads(backend, self._found)
 
@@ -100,31 +103,26 @@ class ReadErrors:
             raise UnreadableError(f"the repair stops, and marks nothing: {exc}", object_id=exc.object_id) from exc
 
 
-class _NotedReads:
-    """All other attributes are the inner backend's."""
+class _NotedReads(ForwardingBackend):
+    """Notes errors of reads."""
 
     def __init__(self, inner: Backend, errors: list[StoreError]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._found = errors
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """Notes the error."""
-        data: bytes = self._noting(lambda: self._inner.get(name, max_bytes=max_bytes))
-        return data
+        return self._noting(lambda: self.inner.get(name, max_bytes=max_bytes))
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """Notes the error."""
-        self._noting(lambda: self._inner.read_into(name, offset, target))
+        self._noting(lambda: self.inner.read_into(name, offset, target))
 
     def size(self, name: str) -> int:
         """Notes the error."""
-        size: int = self._noting(lambda: self._inner.size(name))
-        return size
+        return self._noting(lambda: self.inner.size(name))
 
-    def _noting(self, read: Callable[[], Any]) -> Any:
+    def _noting(self, read: Callable[[], T]) -> T:
         try:
             return read()
         except StoreError as exc:

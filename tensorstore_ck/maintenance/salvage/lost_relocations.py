@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
+from tensorstore_ck.backend.cold.cold_locations import ColdLocations
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, parse_ulid
 from tensorstore_ck.errors import StoreError
@@ -50,7 +50,7 @@ def read_lost_relocations(backend: Backend, view: RefTable) -> list[LostRelocati
     return lost
 
 
-def learn_locations(view: RefTable, unknown: Iterable[LostRelocation], placed: ColdTierBackend) -> None:
+def learn_locations(view: RefTable, unknown: Iterable[LostRelocation], placed: ColdLocations) -> None:
     """Adds the locations of packs to `placed`: from the log, from relocation maps, and by listing."""
     placed.add_locations(view.locations())
     for relocation in unknown:

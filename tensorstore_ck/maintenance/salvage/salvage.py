@@ -11,12 +11,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from tensorstore_ck.backend import probe_create
-from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
+from tensorstore_ck.backend.cold.cold_locations import ColdLocations
 from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.store_backend import StoreBackend
 from tensorstore_ck.common.ids import Clock, Digest, IdSource, Ulid, new_ulid, parse_ulid, ulid_text
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine, current_actor
@@ -117,8 +118,8 @@ class _Salvage:
         self, backend: Backend, clock: Clock, new_id: IdSource, open_place: Callable[[str], Backend], *, leave_out_unknown: bool = False
     ) -> None:
         self._leave_out_unknown = leave_out_unknown
-        self._placed = ColdTierBackend(backend, open_place)
-        self._backend = cast(Backend, self._placed)
+        self._placed = ColdLocations(backend, open_place)
+        self._backend = StoreBackend(backend, cold=self._placed)
         self._clock = clock
         self._new_id = new_id
         self._problems: list[str] = []

@@ -7,9 +7,8 @@ stay in the store, however long the upload takes (docs/decisions/010-staged-snap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, Self, TypeVar, cast
+from typing import Final, Self, TypeVar
 
-from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.staging import StagingTier, StagingWriteBackend
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
@@ -75,7 +74,7 @@ class StagingDestination:
         self._base: SnapshotInfo | None = None
         self.manifest: Manifest | None = None
         """Set once the manifest is on the disk: from then on a crash loses nothing."""
-        self.engine = replace(self._store, backend=cast(Backend, self._writes), put_ids=None)
+        self.engine = replace(self._store, backend=self._writes, put_ids=None)
         """Writes to the staging disk. Its objects outlive this process, so gc must not take them for leftovers of a dead process."""
 
     def __enter__(self) -> Self:

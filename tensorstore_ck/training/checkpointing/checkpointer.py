@@ -12,7 +12,7 @@ from tensorstore_ck.engine.write.request import Unchanged, require_checks
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, SnapshotDroppedError, StoreError
 from tensorstore_ck.format.record import MAX_TRIGGER_CHARS, MAX_TRIGGERS
-from tensorstore_ck.log.ref_names import validate_ref_name
+from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance.advise import NOTE, note_costs

@@ -89,7 +89,7 @@ class FaultyWriter:
             self._inner.abort()
 
 
-class FaultyBackend:
+class FaultyBackend(Backend):
     def __init__(self, inner: Backend, faults: Faults, *, atomic_put: bool) -> None:
         self._inner = inner
         self._faults = faults

@@ -24,7 +24,7 @@ SAVES = 24
 _HOLDER = """
 import sys
 from pathlib import Path
-from tensorstore_ck.log.cache.batch_lock import BatchLock
+from tensorstore_ck.log.cache.lmdb_environment import BatchLock
 with BatchLock(Path(sys.argv[1]), 1.0).held(wait=True):
     print("held", flush=True)
     sys.stdin.read()

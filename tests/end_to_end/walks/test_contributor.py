@@ -48,7 +48,7 @@ def read_simulator(path: str) -> ForeignCheckpoint | None:
 '''
 MOST_LINES: Final = 40
 WEIGHTS: Final = "# simulator weights, step 400\nencoder 1 2 3\ndecoder 4.5\n"
-FAULT: Final = "sed -i 's/[.]lock/.locked/' tensorstore_ck/log/ref_names.py"
+FAULT: Final = "sed -i 's/[.]lock/.locked/' tensorstore_ck/log/field_checks.py"
 FAILED, CORRUPT = 1, 41
 
 
@@ -92,7 +92,7 @@ def test_a_first_change_and_an_importer(tmp_path: Path, monkeypatch: pytest.Monk
         assert "FAILED tests/log/test_names.py::test_bad_names_and_why[a/b.lock-'.lock']" in broken.text
         assert walk.type("git diff --stat").lines[-1].startswith(" 1 file changed")
         walk.type("git checkout -q .")
-        assert "All checks passed" in walk.type(printed(".venv-dev/bin/ruff check tensorstore_ck/log/ref_names.py")).text
+        assert "All checks passed" in walk.type(printed(".venv-dev/bin/ruff check tensorstore_ck/log/field_checks.py")).text
 
         # an importer, from the template
         walk.type("cp -r examples/npz_importer ../simulator")

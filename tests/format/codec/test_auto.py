@@ -10,7 +10,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.staging import Uploader
-from tensorstore_ck.backend.throttled import throttled
+from tensorstore_ck.backend.store_backend import throttled
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.format.codec import CodecPolicy, codec_policy

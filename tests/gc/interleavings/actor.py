@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.common import threads
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
@@ -106,6 +106,8 @@ class SteppingBackend:
         data = self._ask(Request("get", name, length=max_bytes))
         assert isinstance(data, bytes)
         return data
+
+    get_if_there = Backend.get_if_there
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         data = self._ask(Request("read", name, b"", offset, len(target)))

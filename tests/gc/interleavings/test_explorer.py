@@ -11,7 +11,7 @@ from tensorstore_ck.backend.protocol import Created
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, NoSpaceError, UndecidedError
 from tensorstore_ck.log import Log, RefTable
-from tensorstore_ck.log.entry_writer import EntryWriter
+from tensorstore_ck.log.entry import EntryWriter
 from tests.gc.interleavings.actor import Actor, Process, SteppingBackend
 from tests.gc.interleavings.scenes import Scene
 from tests.gc.interleavings.schedule import Violation, explore, explore_random, replay
@@ -73,7 +73,7 @@ def test_exclusive_create_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_an_undecided_save_wrote_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save deletes its objects although its entry was sent, and comes late."""
-    monkeypatch.setattr("tensorstore_ck.log.entry_writer.RESEND_DELAYS", (0.0,))
+    monkeypatch.setattr("tensorstore_ck.log.entry.RESEND_DELAYS", (0.0,))
     case = writers("A", "B")._replace(faults=("delayed",), max_faults=1)
     explore(case)
     monkeypatch.setattr("tensorstore_ck.engine.write.write_and_commit.NoSpaceError", (NoSpaceError, UndecidedError))

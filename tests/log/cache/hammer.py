@@ -15,7 +15,7 @@ from pathlib import Path
 import lmdb
 
 from tensorstore_ck.log.cache import Table, TableError
-from tensorstore_ck.log.cache.lmdb_handle import open_lmdb_table
+from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table
 
 
 def value_of(key: bytes) -> bytes:

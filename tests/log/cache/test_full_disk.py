@@ -16,7 +16,7 @@ import os, shutil, sys
 from pathlib import Path
 import lmdb
 from tensorstore_ck.log.cache import TableError
-from tensorstore_ck.log.cache.lmdb_handle import open_lmdb_table
+from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table
 
 disk, outcomes = Path(sys.argv[1]), set()
 

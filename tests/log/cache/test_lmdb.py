@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import lmdb
 import pytest
 
-from tensorstore_ck.log.cache import Table, TableBusyError, TableDamagedError, batch_lock, lmdb_handle
+from tensorstore_ck.log.cache import Table, TableBusyError, TableDamagedError, lmdb_table
 from tensorstore_ck.log.cache import lmdb_environment as environment_module
-from tensorstore_ck.log.cache.lmdb_handle import open_lmdb_table
+from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table
 from tests.effort import PATIENCE_SECONDS
 
 
@@ -27,7 +27,7 @@ def fill(table: Table, count: int, prefix: bytes = b"k") -> None:
 
 
 def in_another_process(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    program = "import sys; from pathlib import Path; from tensorstore_ck.log.cache.lmdb_handle import open_lmdb_table\n"
+    program = "import sys; from pathlib import Path; from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table\n"
     program += f"table = open_lmdb_table(Path({str(folder)!r}))\n" + textwrap.dedent(code)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.run(
@@ -312,7 +312,7 @@ def test_an_environment_that_failed_is_not_used_again(tmp_path: Path, monkeypatc
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(lmdb_handle, "get_row", broken)
+        patched.setattr(lmdb_table, "get_row", broken)
         with pytest.raises(TableDamagedError):
             table.get(b"k000000")
     with pytest.raises(TableDamagedError):
@@ -342,7 +342,7 @@ def test_a_file_that_is_cut_or_overwritten_while_it_is_mapped_is_an_error_and_no
 HOLDER = """
 import sys, threading
 from pathlib import Path
-from tensorstore_ck.log.cache.batch_lock import BatchLock
+from tensorstore_ck.log.cache.lmdb_environment import BatchLock
 lock = BatchLock(Path(sys.argv[1]) / "batch.lock", 1.0)
 with lock.held(wait=True):
     print("held", flush=True)
@@ -404,7 +404,9 @@ def test_a_process_that_is_stopped_with_the_lock_is_not_waited_for(tmp_path: Pat
     table = open_lmdb_table(tmp_path, patience_seconds=0.0)
     holder.process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, holder.process.pid, os.WSTOPPED | os.WNOWAIT)
-    monkeypatch.setattr(batch_lock, "time", SimpleNamespace(sleep=lambda _: None, monotonic=lambda: 0.0))  # a clock that stands still
+    monkeypatch.setattr(
+        environment_module, "time", SimpleNamespace(sleep=lambda _: None, monotonic=lambda: 0.0)
+    )  # a clock that stands still
     with pytest.raises(TableBusyError):
         fill(table, 1)
     monkeypatch.undo()
@@ -435,7 +437,7 @@ def test_a_holder_that_works_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
         looks += 1
         holder.say("release" if looks == 50 else "move")
 
-    monkeypatch.setattr(batch_lock, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: looks * 0.6))
+    monkeypatch.setattr(environment_module, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: looks * 0.6))
     fill(table, 2)
     assert looks == 50
     assert len(list(table.scan(b"k"))) == 2

@@ -10,7 +10,7 @@ import pytest
 
 from tensorstore_ck.common.filesystem_kind import filesystem_of
 from tensorstore_ck.log.cache import CacheWarning, MemoryTable, open_cache, open_table
-from tensorstore_ck.log.cache.lmdb_handle import LmdbHandle
+from tensorstore_ck.log.cache.lmdb_table import LmdbHandle
 
 
 @pytest.fixture(autouse=True)

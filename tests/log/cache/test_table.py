@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorstore_ck.log.cache import MAX_KEY_BYTES, MemoryTable, Table
-from tensorstore_ck.log.cache.lmdb_handle import open_lmdb_table
+from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table
 from tests.effort import PATIENCE_SECONDS
 
 

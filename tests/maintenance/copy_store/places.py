@@ -55,11 +55,11 @@ class Watched:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        if name not in ("get", *WRITES):
+        if name not in ("get", "get_if_there", *WRITES):
             return found
 
         def call(what: str, *arguments: Any, **more: Any) -> Any:
-            self._note(name, what)
+            self._note("get" if name == "get_if_there" else name, what)
             return found(what, *arguments, **more)
 
         return call

@@ -11,7 +11,7 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.backend import s3_multipart_writer
 from tensorstore_ck.common import retry
-from tensorstore_ck.log import entry_writer
+from tensorstore_ck.log import entry
 from tests.backend.chaos import ChaosProxy, Fault, Request, chaos_proxy, first
 from tests.servers import BUCKET, S3Server, storage_options
 
@@ -37,7 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_multipart_writer, "PIECE_BYTES", 5 * MIB)  # the smallest that S3 takes
     monkeypatch.setattr(random, "uniform", lambda *_: 0.01)
     monkeypatch.setattr(retry, "FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(entry_writer, "RESEND_DELAYS", (0.01,) * 16)
+    monkeypatch.setattr(entry, "RESEND_DELAYS", (0.01,) * 16)
 
 
 def opened(path: Path, url: str, endpoint: str, **options: Any) -> tsck.Store:

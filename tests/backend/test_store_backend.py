@@ -12,9 +12,9 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend import Backend, Buffer, Created, ObjectWriter
-from tensorstore_ck.backend import throttled as limited_module
+from tensorstore_ck.backend import store_backend as limited_module
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.throttled import CHECK_BYTES, throttled, throttled_to
+from tensorstore_ck.backend.store_backend import CHECK_BYTES, throttled, throttled_to
 from tensorstore_ck.common.executor import LocalThreads
 from tensorstore_ck.common.free_space import MinFree, Space
 from tensorstore_ck.common.rate_limit import RateLimit

@@ -1,4 +1,4 @@
-"""A store's backend some of whose packs lie at cold locations, where they were moved for their age.
+"""Where a store's packs lie: some at cold locations, to which they were moved for their age.
 
 The log says which (`place`, FORMAT.md), once per pack and permanently. All other objects, and all that a save writes, lie at the store's
 own location. A pack is read, listed and deleted where it lies. A location that cannot be used is an error, and never taken for empty.
@@ -30,8 +30,8 @@ class LocationView(Protocol):
         """The URL of each pack at a cold location."""
 
 
-class ColdTierBackend:
-    """Reads, lists and deletes each pack where it lies. All other attributes are those of the store's own backend."""
+class ColdLocations:
+    """Where the packs of one store lie, if not at its own location, `own`."""
 
     def __init__(
         self,
@@ -47,22 +47,19 @@ class ColdTierBackend:
 
         `store`: the store's uuid.
         """
-        self.url, self.is_local = own.url, own.is_local
         self._own = own
         self._open_location = open_location
         self._view = view
         self._newest_view = newest_view or view
         self._store = store
-        self._known: dict[Ulid, str] = {}
+        self.known: dict[Ulid, str] = {}
+        """Packs that lie elsewhere, as far as this object has met them."""
         self._opened: dict[str, Backend] = {}
         self._uploads: dict[str, Backend] = {}
         self._lock = ProcessLock()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """The same backend with the locations known now, for workers in other processes."""
+        """The same with the locations known now, for workers in other processes."""
         by_url: dict[str, list[bytes]] = {}
         for pack, url in self.locations().items():
             by_url.setdefault(url, []).append(pack)
@@ -70,12 +67,12 @@ class ColdTierBackend:
 
     def add_locations(self, locations: Mapping[Ulid, str]) -> None:
         """Adds packs and their locations, found by reading the log without this host's cache."""
-        self._known.update(locations)
+        self.known.update(locations)
 
     def locations(self) -> dict[Ulid, str]:
         """The locations of packs, as far as known."""
         logged = self._view().locations() if self._view is not None else {}
-        return {**self._known, **logged}
+        return {**self.known, **logged}
 
     def at(self, url: str | None) -> Backend:
         """The backend of a location with the store's marker; None: the store's own.
@@ -167,62 +164,19 @@ class ColdTierBackend:
             write_marker(backend, OwnerMarker(store or self._store, self._own.url))
             backend.close()
 
-    def get(self, name: str, *, max_bytes: int) -> bytes:
-        """Reads the object where it lies."""
-        return self._read(name, lambda backend: backend.get(name, max_bytes=max_bytes))
+    def location_of(self, name: str) -> str | None:
+        """The URL of the location of an object that is not at the store's own; None if the log knows none.
 
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Reads the object where it lies."""
-        self._read(name, lambda backend: backend.read_into(name, offset, target))
+        A cache that is behind, or was emptied, must not make a pack missing.
+        """
+        return self._location_of(name) or self._location_of(name, refresh=True)
 
-    def size(self, name: str) -> int:
-        """Asks the location where the object lies."""
-        return self._read(name, lambda backend: backend.size(name))
+    def known_location(self, name: str) -> str | None:
+        """The URL of the location where the object was met before."""
+        return self.known.get(pack) if (pack := _pack_of(name)) is not None else None
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Lists all locations. Their markers are not objects of the store."""
-        yield from self._own.list(prefix)
-        for url, backend in (self._cold_backends() if prefix.startswith(PACKS) else {}).items():
-            for info in backend.list(prefix):
-                pack = parse_ulid(info.name[-26:])
-                if pack is not None:
-                    self._known[pack] = url
-                yield info
-
-    def delete(self, names: Iterable[str]) -> None:
-        """Where they lie."""
-        by_url: dict[str | None, list[str]] = {}
-        for name in names:
-            by_url.setdefault(self._location_of(name), []).append(name)
-        for url, here in by_url.items():
-            self.at(url).delete(here)
-
-    def list_uploads(self, folders: Collection[str] | None = None) -> Iterator[ObjectInfo]:
-        """At all locations."""
-        for backend in (self._own, *self._cold_backends().values()):
-            for info in backend.list_uploads(folders):
-                self._uploads[info.name] = backend
-                yield info
-
-    def abort_upload(self, name: str) -> None:
-        """Deletes each object at the location where it was listed."""
-        self._uploads.get(name, self._own).abort_upload(name)
-
-    def close(self) -> None:
-        """Closes all backends."""
-        for backend in (self._own, *self._opened.values()):
-            backend.close()
-
-    def _read(self, name: str, read: Callable[[Backend], T]) -> T:
-        url = self._known.get(pack) if (pack := _pack_of(name)) is not None else None
-        if url is None:
-            try:
-                return read(self._own)  # most packs are there, and then no view of the log is needed
-            except MissingObjectError:
-                # A cache that is behind, or was emptied, must not make it missing.
-                url = self._location_of(name) or self._location_of(name, refresh=True)
-                if url is None:
-                    raise
+    def read(self, url: str, read: Callable[[Backend], T]) -> T:
+        """The result of `read` at a location."""
         try:
             backend = self.at(url)
         except PlaceUnavailableError as exc:
@@ -238,11 +192,45 @@ class ColdTierBackend:
             self._require_marker(url, backend)
             raise exc from None
 
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Lists all locations. Their markers are not objects of the store."""
+        yield from self._own.list(prefix)
+        for url, backend in (self._backends() if prefix.startswith(PACKS) else {}).items():
+            for info in backend.list(prefix):
+                pack = parse_ulid(info.name[-26:])
+                if pack is not None:
+                    self.known[pack] = url
+                yield info
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Deletes each object where it lies."""
+        by_url: dict[str | None, list[str]] = {}
+        for name in names:
+            by_url.setdefault(self._location_of(name), []).append(name)
+        for url, here in by_url.items():
+            self.at(url).delete(here)
+
+    def list_uploads(self, folders: Collection[str] | None) -> Iterator[ObjectInfo]:
+        """Lists those of all locations."""
+        for backend in (self._own, *self._backends().values()):
+            for info in backend.list_uploads(folders):
+                self._uploads[info.name] = backend
+                yield info
+
+    def abort_upload(self, name: str) -> None:
+        """Removes a leftover where it was listed."""
+        self._uploads.get(name, self._own).abort_upload(name)
+
+    def close(self) -> None:
+        """Closes the backends of all locations, the store's own among them."""
+        for backend in (self._own, *self._opened.values()):
+            backend.close()
+
     def _location_of(self, name: str, *, refresh: bool = False) -> str | None:
         pack = _pack_of(name)
         if pack is None:
             return None
-        url = self._known.get(pack)
+        url = self.known.get(pack)
         if url is None and self._view is not None and self._newest_view is not None:
             if not refresh:
                 url = self._view().location_of(pack)
@@ -250,10 +238,10 @@ class ColdTierBackend:
                 with suppress(StoreError):
                     url = self._newest_view().location_of(pack)
             if url is not None:
-                self._known[pack] = url
+                self.known[pack] = url
         return url
 
-    def _cold_backends(self) -> dict[str, Backend]:
+    def _backends(self) -> dict[str, Backend]:
         return {url: self.at(url) for url in sorted(set(self.locations().values()))}
 
     def _open(self, url: str) -> Backend:
@@ -292,8 +280,8 @@ def _pack_of(name: str) -> Ulid | None:
     return parse_ulid(name[-26:]) if name.startswith(PACKS) else None
 
 
-def _from_pickle(own: Backend, open_location: Callable[[str], Backend], store: str, by_url: Mapping[str, bytes]) -> ColdTierBackend:
-    backend = ColdTierBackend(own, open_location, store=store)
+def _from_pickle(own: Backend, open_location: Callable[[str], Backend], store: str, by_url: Mapping[str, bytes]) -> ColdLocations:
+    locations = ColdLocations(own, open_location, store=store)
     for url, joined in by_url.items():
-        backend.add_locations(dict.fromkeys(split_ulids(joined), url))
-    return backend
+        locations.add_locations(dict.fromkeys(split_ulids(joined), url))
+    return locations
