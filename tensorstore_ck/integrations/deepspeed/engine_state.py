@@ -15,7 +15,6 @@ import torch
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed.fragments import Fragment, base_optimizer, fragments_of, is_copy, with_global_names
 from tensorstore_ck.integrations.deepspeed_names import COUNTERS, MASTER, MICRO_OFFSET, SCALE
-from tensorstore_ck.state.byte_sources import new_tensor
 from tensorstore_ck.training import TrainingState, optimizers
 from tensorstore_ck.training.buffers import plain_buffers
 from tensorstore_ck.training.gradients import Gradients
@@ -178,8 +177,8 @@ class EngineState(SharedState):
                 else:
                     state = own[fragment.flat]
                     if not fragment.is_elementwise(state.get(key)):
-                        dtype = tensor.dtype if isinstance(tensor.dtype, torch.dtype) else fragment.flat.dtype
-                        state[key] = new_tensor(tuple(fragment.flat.shape), dtype, fragment.flat.device).zero_()
+                        dtype = tensor.dtype if isinstance(tensor.dtype, torch.dtype) else None
+                        state[key] = torch.zeros_like(fragment.flat, dtype=dtype, requires_grad=False)
                     target[key] = fragment.piece(state[key])
             yield fragment.name, target
 
