@@ -14,7 +14,7 @@ from tensorstore_ck.common.buffers import batches
 from tensorstore_ck.common.executor import Executor, require_no_rate
 from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.errors import GcRefusedError, NoSpaceError, StoreError, UnsafeBackendError
+from tensorstore_ck.errors import GcRefusedError, StoreError, UnsafeBackendError
 from tensorstore_ck.gc.compact import SparsePack, commit_relocations, compact, live_bytes
 from tensorstore_ck.gc.free_objects import DELETE_BATCH, OBJECTS_AN_ENTRY, changed_log, condemn, delete, truncate_tombstones
 from tensorstore_ck.gc.mark_reachable import LiveSet
@@ -208,14 +208,14 @@ class _Gc:
             for batch in batches([pack for pack in packs if locations.get(pack.pack) == url], live_bytes, batch_bytes):
                 fitting = self._fitting(batch, url)
                 left += len(batch) - len(fitting)
-                try:
-                    compacted = compact(self._engine, fitting, copied.add, url=url, executor=executor)
-                except NoSpaceError:
-                    left += len(fitting)
-                    continue
+                compacted = compact(self._engine, fitting, copied.add, url=url, executor=executor)
+                if compacted.no_space is not None:
+                    left += len(fitting) - len(compacted.moves) - len(compacted.problems)
                 _logger.debug("compacted %d of %d packs of %s", len(compacted.moves), len(batch), url or "the store")
-                moved = commit_relocations(self._engine, compacted.moves, self._planner.live, self._planner.anchor)
                 self._notes.extend(compacted.problems)
+                if not compacted.moves:
+                    continue
+                moved = commit_relocations(self._engine, compacted.moves, self._planner.live, self._planner.anchor)
                 new_bytes += compacted.written_bytes
                 done += [pack for pack in fitting if pack.pack in moved]
                 self._sweep()

@@ -6,6 +6,7 @@ Every block is verified. A pack with a bad block stays as it is, for `tsck fsck 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.range_verifier import read_pack_ends
 from tensorstore_ck.engine.reachability import Entries
 from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
-from tensorstore_ck.errors import CorruptObjectError, DamageError
+from tensorstore_ck.errors import CorruptObjectError, DamageError, NoSpaceError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer, pack_name, stored_check
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
@@ -82,6 +83,8 @@ class Compacted(NamedTuple):
     written_bytes: int
     problems: list[str]
     """Why packs could not be read."""
+    no_space: NoSpaceError | None
+    """Why the packs that are in neither list were not copied."""
 
 
 class CopiedPacks(NamedTuple):
@@ -94,6 +97,7 @@ class CopiedPacks(NamedTuple):
     written_bytes: int
     problems: list[str]
     """Why other packs could not be read."""
+    no_space: NoSpaceError | None = None
 
 
 class SparsePack(NamedTuple):
@@ -123,23 +127,29 @@ def compact(
     """Copies the given entries of each pack to `url`, by default the store's own location.
 
     `progress` is called with each number of bytes copied. `read` returns verified blocks of neighbouring entries; by default from the pack.
-    `executor` copies pieces of about `PIECE_BYTES`; without one all packs are one piece, copied by the threads of this process.
+    `executor` copies pieces of about `PIECE_BYTES`; without one all packs are one piece, copied by the threads of this process. Without
+    space, the result has the pieces that were copied.
     """
     target = engine.placed.at(url) if url is not None else engine.backend
     work = partial(copy_packs, engine.backend, target, engine.new_id, read=read)
     moves, written_bytes, problems = list[CompactedPack](), 0, list[str]()
-    pieces = batches(packs, live_bytes, PIECE_BYTES)
+    no_space: NoSpaceError | None = None
+    pieces = takewhile(lambda _: no_space is None, batches(packs, live_bytes, PIECE_BYTES))
     for copied in executor.run(work, pieces) if executor is not None else (work(packs, progress=progress),):
         sources = [source for source in packs if source.pack in copied.packs]
-        for source in sources:
-            entries = source.entries.tolist()
-            locations = [copied.locations[_block_id(source.footer, entry)] for entry in entries]
-            moves.append(write_relocation(engine, pack=source.pack, entries=entries, locations=locations, url=url))
+        try:
+            for source in sources:
+                entries = source.entries.tolist()
+                locations = [copied.locations[_block_id(source.footer, entry)] for entry in entries]
+                moves.append(write_relocation(engine, pack=source.pack, entries=entries, locations=locations, url=url))
+        except NoSpaceError as exc:
+            no_space = exc
         if executor is not None:
             progress(sum(map(live_bytes, sources)))
         written_bytes += copied.written_bytes
         problems += copied.problems
-    return Compacted(moves, written_bytes + sum(move.size_bytes for move in moves), problems)
+        no_space = no_space or copied.no_space
+    return Compacted(moves, written_bytes + sum(move.size_bytes for move in moves), problems, no_space)
 
 
 def copy_packs(
@@ -182,8 +192,11 @@ def copy_packs(
         writer.add_encoded([_encoded(sparse.footer, entry, block) for entry, block in pairs])
         progress(int(sparse.footer.entries["stored"][entries].sum(dtype=np.int64)))
 
-    with finishing(writer):
-        for_each(_runs(packs), copy, cpu_threads() + 1 if source.is_local else REMOTE_THREADS)
+    try:
+        with finishing(writer):
+            for_each(_runs(packs), copy, cpu_threads() + 1 if source.is_local else REMOTE_THREADS)
+    except NoSpaceError as exc:  # returned, as an error of one piece would end the others of a cluster
+        return CopiedPacks(frozenset(), {}, 0, list(problems.values()), no_space=exc)
     copied = frozenset(sparse.pack for sparse in packs) - problems.keys()
     return CopiedPacks(copied, writer.added, writer.new_bytes, list(problems.values()))
 

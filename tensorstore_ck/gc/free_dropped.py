@@ -17,12 +17,12 @@ from tensorstore_ck.common.threads import REMOTE_THREADS, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.errors import DamageError
-from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
+from tensorstore_ck.gc.compact import read_footer
 from tensorstore_ck.gc.free_objects import OBJECTS_AN_ENTRY, changed_log, condemn, delete, truncate_tombstones
 from tensorstore_ck.gc.mark_reachable import LiveSet, require_total_order
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.released import Releases
-from tensorstore_ck.gc.repack import repack_packs
+from tensorstore_ck.gc.repack import PlannedPack, repack_packs
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
 
 DEFAULTS: Final = GcOptions()
@@ -119,10 +119,10 @@ def _look(engine: Engine, ref: str, releases: Releases, _anchor: int, view: RefT
     return _Dropped(count, closure, live)
 
 
-def _sparse_packs(engine: Engine, dropped: _Dropped) -> list[SparsePack]:
+def _sparse_packs(engine: Engine, dropped: _Dropped) -> list[PlannedPack]:
     """The packs of which less than half is needed now, and of which the dropped snapshots needed more."""
     locations = engine.placed.locations()
-    sparse: dict[Ulid, SparsePack] = {}
+    sparse: list[PlannedPack] = []
 
     def judge(pack: Ulid) -> None:
         needed = dropped.live.live_entries(pack)
@@ -130,13 +130,14 @@ def _sparse_packs(engine: Engine, dropped: _Dropped) -> list[SparsePack]:
             return
         with suppress(DamageError):  # gc reports it
             size_bytes = engine.backend.size(ObjectKey("pack", pack).name)
-            judged = SparsePack(pack, read_footer(engine.backend, pack, size_bytes), needed, size_bytes)
-            if live_bytes(judged) < DEFAULTS.compact_below * int(judged.footer.entries["stored"].sum(dtype=np.int64)):
-                sparse[pack] = judged
+            stored = read_footer(engine.backend, pack, size_bytes).entries["stored"]
+            needed_bytes = int(stored[needed].sum(dtype=np.int64))
+            if needed_bytes < DEFAULTS.compact_below * int(stored.sum(dtype=np.int64)):
+                sparse.append(PlannedPack(pack, size_bytes, needed_bytes))
 
     packs = [key.ulid for key in dropped.closure.objects() if key.kind == "pack" and key.ulid not in locations and dropped.live.needs(key)]
     for_each(packs, judge, REMOTE_THREADS)
-    return [sparse[pack] for pack in sorted(sparse)]
+    return sorted(sparse)
 
 
 def _sweep(engine: Engine, live: LiveSet, keys: set[ObjectKey]) -> Sequence[ObjectKey]:

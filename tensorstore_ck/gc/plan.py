@@ -4,8 +4,11 @@ For later runs it plans again: first as if all objects were old, then as if no u
 these sizes add up, and each one is what gc frees at that time.
 """
 
+import threading
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -73,12 +76,39 @@ class _Level(NamedTuple):
     """The pins to remove for that."""
 
 
-class _Sparse(NamedTuple):
-    """Packs worth rewriting, in the order of bytes freed per byte written, up to the budget."""
+class SparsePacks:
+    """Packs worth rewriting, in the order of bytes freed per byte written, up to a budget of live bytes. Thread-safe.
 
-    packs: list[SparsePack]
-    left: int
-    """Number of further packs."""
+    Packs beyond the budget are dropped as others come: the footers of all take 80 bytes for each block of a store.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._packs: list[SparsePack] = []
+        """Those within the budget, the first one beyond it, which ends them, and those that came since the last cut."""
+        self._live_bytes = 0
+        self._added = 0
+        self._lock = threading.Lock()
+
+    def add(self, pack: SparsePack) -> None:
+        """Considers another pack."""
+        with self._lock:
+            self._added += 1
+            self._packs.append(pack)
+            self._live_bytes += live_bytes(pack)
+            if self._live_bytes > 2 * self._budget_bytes:
+                self._packs = self._packs[: self._count_within() + 1]
+                self._live_bytes = sum(map(live_bytes, self._packs))
+
+    def chosen(self) -> tuple[list[SparsePack], int]:
+        """The packs to rewrite, and the number of further ones."""
+        with self._lock:
+            packs = self._packs[: self._count_within()]
+            return packs, self._added - len(packs)
+
+    def _count_within(self) -> int:
+        self._packs.sort(key=lambda pack: (live_bytes(pack) / pack.size_bytes, pack.pack))
+        return bisect_right([*accumulate(map(live_bytes, self._packs))], self._budget_bytes)
 
 
 class Planner:
@@ -168,7 +198,7 @@ class Planner:
         garbage = [key for key in unneeded if key not in young]
         due = [key for key, state in states.items() if state.swept or self.is_due(state.n)]
         sparse, rewritable_bytes = self._find_sparse(states)
-        packs, left = sparse[-1]
+        packs, left = sparse[-1].chosen()
         if left:
             self.notes.append(f"{left} more packs are sparse: the next run continues with them")
         doomed = [*due, *(garbage if not options.grace_seconds else ())]
@@ -188,7 +218,7 @@ class Planner:
             freeable=Freeable(0, "", ())
             if unnamed
             else self._freeable(
-                states, unneeded, young, doomed=doomed, sparse=[level.packs for level in sparse], rewritable_bytes=rewritable_bytes
+                states, unneeded, young, doomed=doomed, sparse=[level.chosen()[0] for level in sparse], rewritable_bytes=rewritable_bytes
             ),
             options=options,
         )
@@ -200,10 +230,10 @@ class Planner:
     def _is_young(self, key: ObjectKey) -> bool:
         return self._is_younger(self._listed[key].modified_ns, self._options.min_age_seconds)
 
-    def _find_sparse(self, states: Mapping[ObjectKey, ObjectRow]) -> tuple[list[_Sparse], int]:
+    def _find_sparse(self, states: Mapping[ObjectKey, ObjectRow]) -> tuple[list[SparsePacks], int]:
         """The packs worth rewriting at each level, those of now last; and the bytes that rewriting all other packs in use would free."""
         stages = [*(level.needs for level in self._levels), self.live]
-        sparse: list[list[SparsePack]] = [[] for _ in stages]
+        sparse = [SparsePacks(self._options.compact_bytes) for _ in stages]
         rewritable: list[int] = []
         below = self._options.compact_below
         packs = (key for key in self._listed if key.kind == "pack" and self.live.needs(key))
@@ -225,7 +255,7 @@ class Planner:
                 if len(entries) and int(entries[-1]) < len(footer.entries):
                     pack = SparsePack(key.ulid, footer, entries, size_bytes)
                     if live_bytes(pack) < below * _stored_bytes(footer):
-                        packs.append(pack)
+                        packs.add(pack)
                     elif needs is self.live and len(entries) < len(footer.entries):
                         rewritable.append(size_bytes - written_bytes([pack]))
 
@@ -234,16 +264,7 @@ class Planner:
             for_each(candidates, judge, 1 if is_all_local else THREADS)
             self.requests += 3 * len(candidates)
             counts.flush()
-        return [self._within_budget(packs) for packs in sparse], sum(freed for freed in rewritable if freed > 0)
-
-    def _within_budget(self, packs: list[SparsePack]) -> _Sparse:
-        packs.sort(key=lambda pack: (live_bytes(pack) / pack.size_bytes, pack.pack))
-        left_bytes = self._options.compact_bytes
-        for number, pack in enumerate(packs):
-            left_bytes -= live_bytes(pack)
-            if left_bytes < 0:
-                return _Sparse(packs[:number], len(packs) - number)
-        return _Sparse(packs, 0)
+        return sparse, sum(freed for freed in rewritable if freed > 0)
 
     def _freeable(
         self,

@@ -8,10 +8,9 @@ from tensorstore_ck.common.units import human_bytes, parse_seconds
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.format.codec import check_recode_mode
-from tensorstore_ck.gc.compact import live_bytes
 from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
 from tensorstore_ck.gc.mark_reachable import LiveSet, require_total_order
-from tensorstore_ck.gc.repack import plan_repack, repack_packs, scan_packs
+from tensorstore_ck.gc.repack import plan_repack, repack_packs
 from tensorstore_ck.gc.report import Progress, ProgressSum, RewrittenPack, ignore_progress
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 from tensorstore_ck.log.address import resolve
@@ -52,7 +51,7 @@ def recode_snapshots(
 ) -> RecodeReport:
     """Re-encodes the history of a branch, the snapshot at another address, or without addresses all held snapshots. See `Store.recode`.
 
-    Packs at other locations stay as they are. `executor` re-encodes the packs; by default this process does.
+    Packs at other locations stay as they are. `executor` reads and re-encodes the packs; by default this process does.
 
     Raises:
         UnreadableError: a held snapshot cannot be read, so which blocks of a pack are needed is unknown.
@@ -83,13 +82,12 @@ def recode_snapshots(
         return len(chosen), {key: listed[key] for key in sorted(here) if key in listed and view.object_state(key) is None}
 
     chosen, candidates = at_newest(engine.log, look)
-    scan = scan_packs(engine, live, candidates, progress)
-    plan = plan_repack(engine, scan, mode, progress)
-    rewritten, after, notes = plan.packs, plan.after_bytes, scan.notes
+    plan = plan_repack(engine, live, candidates, mode=mode, progress=progress, executor=executor)
+    rewritten, after, notes = plan.packs, plan.after_bytes, plan.notes
     if not dry_run:
-        copied = ProgressSum(progress, "rewriting packs", sum(map(live_bytes, plan.packs)))
+        copied = ProgressSum(progress, "rewriting packs", sum(pack.live_bytes for pack in plan.packs))
         done = repack_packs(engine, live, plan.packs, mode=mode, progress=copied.add, executor=executor)
         rewritten, after, notes = done.packs, done.written_bytes, [*notes, *done.notes]
-    packs = tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten)
-    kept, before = len(candidates) - len(plan.packs), sum(map(live_bytes, rewritten))
+    packs = tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, pack.live_bytes) for pack in rewritten)
+    kept, before = len(candidates) - len(plan.packs), sum(pack.live_bytes for pack in rewritten)
     return RecodeReport(dry_run, chosen, kept, packs, before_bytes=before, after_bytes=after, notes=tuple(notes))

@@ -4,19 +4,21 @@ The replaced packs are condemned; the next `gc` frees them. Roots never change, 
 as they are, and no block becomes a delta: a relocation never adds a base (docs/decisions/009-bounded-delta-chains.md).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.buffers import batches
-from tensorstore_ck.common.executor import Executor
+from tensorstore_ck.common.executor import Executor, LocalThreads
 from tensorstore_ck.common.ids import Ulid
-from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import at_newest
+from tensorstore_ck.engine.reachability import Entries
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, Encoder, Mode, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer
@@ -31,6 +33,8 @@ BATCH_BYTES: Final = 16 << 30
 CLUSTER_BATCH_BYTES: Final = 256 << 30
 """The size of a batch where the store cannot be full. A batch ends when its last piece is done: in a large batch few workers wait for
 that."""
+LOOK_PACKS: Final = 16
+"""Packs that a worker of a cluster looks at in one piece."""
 SAMPLE_BLOCKS: Final = 8
 """Blocks of a pack that are encoded to estimate its new size."""
 WORTH: Final = 0.97
@@ -38,73 +42,104 @@ WORTH: Final = 0.97
 _OPAQUE: Final = frozenset({Codec.LZ4, Codec.ZSTD})
 
 
-class RepackScan(NamedTuple):
-    """Packs with their needed entries."""
+class Candidate(NamedTuple):
+    """A pack that may be rewritten."""
 
-    packs: list[SparsePack]
-    notes: list[str]
-    """Why packs could not be read."""
+    pack: Ulid
+    size_bytes: int
+    entries: Entries
+    """The needed ones, in order."""
+
+
+class PlannedPack(NamedTuple):
+    """A pack to rewrite. Its footer is read when its turn comes: the footers of all packs take 80 bytes for each block of a store."""
+
+    pack: Ulid
+    size_bytes: int
+    live_bytes: int
+    """Stored bytes of its needed entries."""
 
 
 class RepackPlan(NamedTuple):
-    """Packs that would get smaller."""
+    """Packs to rewrite, in order."""
 
-    packs: list[SparsePack]
+    packs: list[PlannedPack]
+    kept: list[Ulid]
+    """Packs that would not get smaller."""
     after_bytes: int
-    """Their estimated size."""
+    """The estimated size of `packs`."""
+    notes: list[str]
+    """Why packs could not be read."""
 
 
 class RepackResult(NamedTuple):
     """Packs that were rewritten."""
 
-    packs: list[SparsePack]
+    packs: list[PlannedPack]
     written_bytes: int
     """With relocation maps."""
     notes: list[str]
     """Why packs could not be read."""
 
 
-def scan_packs(engine: Engine, live: LiveSet, candidates: Mapping[ObjectKey, ListedObject], progress: Progress) -> RepackScan:
-    """Reads the footers of packs, and finds their needed entries."""
-    sparse: dict[Ulid, SparsePack] = {}
-    notes: list[str] = []
+def plan_repack(
+    engine: Engine,
+    live: LiveSet,
+    candidates: Mapping[ObjectKey, ListedObject],
+    *,
+    mode: Mode | None,
+    progress: Progress,
+    executor: Executor | None = None,
+) -> RepackPlan:
+    """The packs that would get smaller by `mode`, estimated from some blocks of each; all that can be read if it is None.
+
+    `executor` reads the packs; by default threads of this process.
+    """
     looked = ProgressSum(progress, "looking at packs", len(candidates))
+    listed = (Candidate(key.ulid, candidates[key].size_bytes, live.live_entries(key.ulid)) for key in sorted(candidates))
+    pieces = batches(listed, lambda _: 1, LOOK_PACKS if executor is not None else 1)
+    packs, kept, after_bytes, notes = list[PlannedPack](), list[Ulid](), 0, list[str]()
+    for seen in (executor or LocalThreads(cpu_threads())).run(partial(look_at, engine.backend, mode), pieces):
+        for pack, after, problem in seen:
+            if problem is not None:
+                notes.append(f"{ObjectKey('pack', pack.pack).name} was not changed: {problem}")
+            elif mode is not None and after > WORTH * pack.live_bytes:
+                kept.append(pack.pack)
+            else:
+                packs.append(pack)
+                after_bytes += after
+        looked.add(len(seen))
+    return RepackPlan(sorted(packs), sorted(kept), after_bytes, sorted(notes))
 
-    def look(key: ObjectKey) -> None:
+
+class SeenPack(NamedTuple):
+    """The result for a candidate."""
+
+    pack: PlannedPack
+    after_bytes: int
+    """The estimated size of its needed entries after rewriting."""
+    problem: str | None
+    """Why it could not be read."""
+
+
+def look_at(backend: Backend, mode: Mode | None, candidates: Sequence[Candidate]) -> list[SeenPack]:
+    """Reads the footers of packs and, with `mode`, some blocks. Any worker may run it."""
+    seen = []
+    for pack, size_bytes, entries in candidates:
         try:
-            footer = read_footer(engine.backend, key.ulid, candidates[key].size_bytes)
-            sparse[key.ulid] = SparsePack(key.ulid, footer, live.live_entries(key.ulid), candidates[key].size_bytes)
+            sparse = SparsePack(pack, read_footer(backend, pack, size_bytes), entries, size_bytes)
+            after_bytes = live_bytes(sparse) if mode is None else _after_bytes(backend, sparse, mode)
         except DamageError as exc:
-            notes.append(f"{key.name} was not changed: {exc}")
-        looked.add(1)
-
-    for_each(candidates, look, cpu_threads())
-    return RepackScan([sparse[pack] for pack in sorted(sparse)], notes)
-
-
-def plan_repack(engine: Engine, scan: RepackScan, mode: Mode, progress: Progress) -> RepackPlan:
-    """The packs that would get smaller, estimated from some blocks of each."""
-    after: dict[Ulid, int] = {}
-    sampled = ProgressSum(progress, "sampling packs", len(scan.packs))
-
-    def sample(pack: SparsePack) -> None:
-        try:
-            after_bytes = _after_bytes(engine, pack, mode)
-        except DamageError as exc:
-            scan.notes.append(f"{ObjectKey('pack', pack.pack).name} was not changed: {exc}")
+            seen.append(SeenPack(PlannedPack(pack, size_bytes, 0), 0, str(exc)))
         else:
-            if after_bytes <= WORTH * live_bytes(pack):
-                after[pack.pack] = after_bytes
-        sampled.add(1)
-
-    for_each(scan.packs, sample, cpu_threads())
-    return RepackPlan([pack for pack in scan.packs if pack.pack in after], sum(after.values()))
+            seen.append(SeenPack(PlannedPack(pack, size_bytes, live_bytes(sparse)), after_bytes, None))
+    return seen
 
 
 def repack_packs(
     engine: Engine,
     live: LiveSet,
-    packs: Iterable[SparsePack],
+    packs: Iterable[PlannedPack],
     *,
     mode: Mode | None,
     url: str | None = None,
@@ -115,32 +150,53 @@ def repack_packs(
 
     Needed entries are determined again for each batch, which may be days later. `mode` encodes blocks again where that is smaller.
     `progress` is called with each number of bytes copied. `executor` copies them; by default this process does.
+
+    Raises:
+        NoSpaceError: there is no space for more copies. Those before are in force.
     """
     done = RepackResult([], 0, [])
     if url is not None:
         engine.placed.claim_new(url)
     is_large = executor is not None and engine.backend.space() is None
-    for batch in batches(packs, live_bytes, CLUSTER_BATCH_BYTES if is_large else BATCH_BYTES):
+    for batch in batches(packs, attrgetter("live_bytes"), CLUSTER_BATCH_BYTES if is_large else BATCH_BYTES):
         anchor, left = at_newest(engine.log, partial(_still_needed, live, batch))
+        opened = _open(engine, left, done.notes)
         read = None if mode is None else partial(_read_smaller, engine.backend, mode)
-        compacted = compact(engine, packs=left, progress=progress, read=read, url=url, executor=executor)
+        compacted = compact(engine, packs=opened, progress=progress, read=read, url=url, executor=executor)
         moved = commit_relocations(engine, compacted.moves, live, anchor)
-        done.packs.extend(pack for pack in left if pack.pack in moved)
+        done.packs.extend(PlannedPack(pack.pack, pack.size_bytes, live_bytes(pack)) for pack in opened if pack.pack in moved)
         done.notes.extend(compacted.problems)
         others = {move.pack for move in compacted.moves} - moved
         done.notes.extend(f"{ObjectKey('pack', pack).name} was not changed: other entries of it are needed now" for pack in sorted(others))
         done = done._replace(written_bytes=done.written_bytes + compacted.written_bytes)
+        if compacted.no_space is not None:
+            raise compacted.no_space
     return done
 
 
-def _still_needed(live: LiveSet, packs: Iterable[SparsePack], anchor: int, view: RefTable) -> tuple[int, list[SparsePack]]:
+def _still_needed(live: LiveSet, packs: Iterable[PlannedPack], anchor: int, view: RefTable) -> tuple[int, list[Candidate]]:
     live.update(view)
     keys = [(pack, ObjectKey("pack", pack.pack)) for pack in packs]
     left = [pack for pack, key in keys if view.object_state(key) is None and live.needs(key)]
-    return anchor, [pack._replace(entries=live.live_entries(pack.pack)) for pack in left]
+    return anchor, [Candidate(pack.pack, pack.size_bytes, live.live_entries(pack.pack)) for pack in left]
 
 
-def _after_bytes(engine: Engine, pack: SparsePack, mode: Mode) -> int:
+def _open(engine: Engine, packs: Sequence[Candidate], notes: list[str]) -> list[SparsePack]:
+    """Reads the footers of packs; notes why those that are left out cannot be read."""
+    opened: dict[Ulid, SparsePack] = {}
+
+    def read(candidate: Candidate) -> None:
+        pack, size_bytes, entries = candidate
+        try:
+            opened[pack] = SparsePack(pack, read_footer(engine.backend, pack, size_bytes), entries, size_bytes)
+        except DamageError as exc:
+            notes.append(f"{ObjectKey('pack', pack).name} was not changed: {exc}")
+
+    for_each(packs, read, cpu_threads() if engine.backend.is_local else REMOTE_THREADS)
+    return [opened[candidate.pack] for candidate in packs if candidate.pack in opened]
+
+
+def _after_bytes(backend: Backend, pack: SparsePack, mode: Mode) -> int:
     """Estimates the new size of a pack's live entries from some that are not deltas."""
     rows = pack.footer.entries
     entries = pack.entries[~np.isin(rows["codec"][pack.entries], list(CODECS_WITH_BASES))]
@@ -150,7 +206,7 @@ def _after_bytes(engine: Engine, pack: SparsePack, mode: Mode) -> int:
     after = sum(
         len(block.stored)
         for entry in picked.tolist()
-        for block in _read_smaller(engine.backend, mode=mode, pack=pack.pack, footer=pack.footer, run=[entry])
+        for block in _read_smaller(backend, mode=mode, pack=pack.pack, footer=pack.footer, run=[entry])
     )
     share = after / max(1, int(rows["stored"][picked].sum(dtype=np.int64)))
     return live_bytes(pack) - int((1 - share) * int(rows["stored"][entries].sum(dtype=np.int64)))

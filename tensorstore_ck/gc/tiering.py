@@ -15,10 +15,9 @@ from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.format.codec import Mode
-from tensorstore_ck.gc.compact import SparsePack, live_bytes
 from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
 from tensorstore_ck.gc.mark_reachable import LiveSet, require_total_order
-from tensorstore_ck.gc.repack import RepackScan, plan_repack, repack_packs, scan_packs
+from tensorstore_ck.gc.repack import PlannedPack, plan_repack, repack_packs
 from tensorstore_ck.gc.report import Progress, ProgressSum, ignore_progress
 from tensorstore_ck.log import ObjectKey, RefTable
 from tensorstore_ck.log.cache import Table, write_rows
@@ -100,24 +99,21 @@ def run_tiering(engine: Engine, *, dry_run: bool = False, claim_locations: bool 
     moving = {key for key, (url, _) in plan.targets.items() if url != locations.get(key.ulid)}
     judged = _incompressible(engine.table)
     staying = {key for key in plan.targets.keys() - moving if key.ulid not in judged}
-    scan = scan_packs(engine, live, {key: listed[key] for key in moving | staying}, progress)
-    to_move = [pack for pack in scan.packs if ObjectKey("pack", pack.pack) in moving]
-    to_judge = RepackScan([pack for pack in scan.packs if ObjectKey("pack", pack.pack) in staying], scan.notes)
-    worth = plan_repack(engine, to_judge, MODE, progress)
+    to_move = plan_repack(engine, live, {key: listed[key] for key in moving}, mode=None, progress=progress)
+    worth = plan_repack(engine, live, {key: listed[key] for key in staying}, mode=MODE, progress=progress)
     moved: list[TieredPack] = []
-    written, notes = worth.after_bytes + sum(map(live_bytes, to_move)), scan.notes
+    written, notes = to_move.after_bytes + worth.after_bytes, [*to_move.notes, *worth.notes]
     if not dry_run:
         written = 0
-        worth_it = {pack.pack for pack in worth.packs}
-        _note_incompressible(engine.table, {pack.pack for pack in to_judge.packs} - worth_it, gone=judged - {key.ulid for key in listed})
-    copied = ProgressSum(progress, "rewriting packs", sum(map(live_bytes, [*to_move, *worth.packs])))
-    for (url, small), packs in _grouped(plan, [*to_move, *worth.packs]):
+        _note_incompressible(engine.table, worth.kept, gone=judged - {key.ulid for key in listed})
+    copied = ProgressSum(progress, "rewriting packs", sum(pack.live_bytes for pack in [*to_move.packs, *worth.packs]))
+    for (url, small), packs in _grouped(plan, [*to_move.packs, *worth.packs]):
         done = packs
         if not dry_run:
             rewritten = repack_packs(engine, live, packs, mode=MODE if small else None, url=url, progress=copied.add)
             done, written, notes = rewritten.packs, written + rewritten.written_bytes, [*notes, *rewritten.notes]
         keys = [(pack, ObjectKey("pack", pack.pack)) for pack in done]
-        moved += [TieredPack(key.name, live_bytes(pack), url, key in moving) for pack, key in keys]
+        moved += [TieredPack(key.name, pack.live_bytes, url, key in moving) for pack, key in keys]
     return TierReport(dry_run=dry_run, snapshots=plan.snapshots, packs=tuple(moved), written_bytes=written, notes=tuple(notes))
 
 
@@ -147,9 +143,9 @@ def _plan(engine: Engine, live: LiveSet, listed: dict[ObjectKey, ListedObject], 
     return _TierPlan(len(wanted), targets)
 
 
-def _grouped(plan: _TierPlan, packs: list[SparsePack]) -> Iterator[tuple[tuple[str | None, bool], list[SparsePack]]]:
+def _grouped(plan: _TierPlan, packs: list[PlannedPack]) -> Iterator[tuple[tuple[str | None, bool], list[PlannedPack]]]:
     """Groups packs by target location and encoding."""
-    groups: dict[tuple[str | None, bool], list[SparsePack]] = {}
+    groups: dict[tuple[str | None, bool], list[PlannedPack]] = {}
     for pack in packs:
         groups.setdefault(plan.targets[ObjectKey("pack", pack.pack)], []).append(pack)
     yield from groups.items()

@@ -11,9 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar, Unpack
 
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.engine.read.rank_states import count_rank_states, open_rank_state
-from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
+from tensorstore_ck.engine.read.snapshot_reader import MergedSnapshot, SnapshotReader, open_snapshot
 from tensorstore_ck.format.random_streams import RULE, Streams
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.address import Resolved, is_staged_address
@@ -59,12 +58,16 @@ class Restoring:
     reading: GroupReading | None = None
     """How this rank reads together with the others of `group`."""
 
-    _opened: SnapshotContent | None = None
+    _opened: SnapshotReader | MergedSnapshot | None = None
 
-    def _content(self) -> SnapshotContent:
+    @property
+    def _position(self) -> float:
+        return 0.0 if self.group is None else (self.group.rank() + 0.5) / self.group.size()
+
+    def _content(self) -> SnapshotReader | MergedSnapshot:
         """Opened once: reading the tables of a large state takes as long as reading a small state's tensors."""
         if self._opened is None:  # no `cached_property`: in Python 3.11 it holds one lock for all instances while it reads the store
-            self._opened = open_snapshot(self.engine, self.info)
+            self._opened = open_snapshot(self.engine, self.info, position=self._position)
         return self._opened
 
     def lazy(self, require_open: Callable[[], object] = lambda: None) -> "LazySnapshot":
@@ -85,17 +88,17 @@ class Restoring:
         if group is None or reading is None:
             return restore(self._content(), **how)
         together = partial(restore, group=group, unclaimed=reading.unclaimed, **how)
-        open_content = partial(open_snapshot, self.engine, self.info, reading.read_blocks, position=(group.rank() + 0.5) / group.size())
         if broadcast:
             from tensorstore_ck.state.broadcast_reads import BroadcastContent  # noqa: PLC0415 - loads torch.distributed
 
-            return together(BroadcastContent(open_content(), group, reading.agree))
+            return together(BroadcastContent(self._content().reading_with(reading.read_blocks), group, reading.agree))
         if not reading.must_agree:
-            return together(open_content())
+            return together(self._content().reading_with(reading.read_blocks))
         from tensorstore_ck.state.shared_parts import PartSharingContent, SharedParts  # noqa: PLC0415 - loads torch.distributed
 
         parts = SharedParts(self.engine, self.info, group, reading.agree)
-        return together(PartSharingContent(open_content(read_part=parts.read), parts))
+        content = open_snapshot(self.engine, self.info, reading.read_blocks, position=self._position, read_part=parts.read)
+        return together(PartSharingContent(content, parts))
 
     def finish(self) -> None:
         """Takes part in the last step of all ranks, if this rank has read nothing together with the others."""

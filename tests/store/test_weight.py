@@ -52,7 +52,7 @@ MOST_LINES = {
     "events": 300,
     "feed": 1200,
     "format": 5200,
-    "gc": 3500,
+    "gc": 3600,
     "integrations": 20300,
     "log": 7200,
     "maintenance": 7600,

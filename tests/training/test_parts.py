@@ -5,11 +5,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tensorstore_ck as tsck
 from tensorstore_ck.engine.read import snapshot_reader
 from tensorstore_ck.format.layout import decode_layout
 from tensorstore_ck.training import TrainingState
+from tests.group_of_one import group_of_one
 from tests.training.job import Job, make, run
 
 STEPS = 3
@@ -52,6 +54,15 @@ def test_a_restore_opens_the_tables_of_a_snapshot_once(store: tsck.Store) -> Non
     with patch.object(snapshot_reader, "decode_layout", wraps=decode_layout) as decoded:
         make(99).training.restore(store, "runs/job")
     assert decoded.call_count == 1
+
+
+def test_a_rank_opens_the_shared_tables_once_and_those_of_its_own_state_once(store: tsck.Store) -> None:
+    job = make()
+    with group_of_one():
+        job.training.put(store, ref="runs/job", step=4, group=dist.group.WORLD)
+        with patch.object(snapshot_reader, "decode_layout", wraps=decode_layout) as decoded:
+            make(99).training.restore(store, "runs/job", group=dist.group.WORLD)
+    assert decoded.call_count == 2
 
 
 def test_plain_values_are_read_without_the_objects_of_the_job(store: tsck.Store) -> None:

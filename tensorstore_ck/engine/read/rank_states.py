@@ -1,8 +1,10 @@
 """The states that the ranks of a snapshot saved as their own."""
 
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
-from tensorstore_ck.errors import MismatchError, NotFoundError
+from tensorstore_ck.engine.freed_meanwhile import raise_if_expired
+from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader, require_part_of_each_rank
+from tensorstore_ck.errors import DamageError, MismatchError, NotFoundError
+from tensorstore_ck.format.part import part_name
 from tensorstore_ck.log import SnapshotInfo
 
 
@@ -13,9 +15,15 @@ def count_rank_states(engine: Engine, info: SnapshotInfo, world_size: int | None
         NotFoundError: none.
         MismatchError: their number is not `world_size`.
     """
-    ranks = SnapshotReader(engine, info).world_size
+    record = engine.read_record(info)
+    try:
+        ranks = engine.read_part(record, 0).world_size  # its layout, which may be large, is not needed
+    except DamageError as exc:
+        raise_if_expired(engine.log, info, exc)
+        raise
+    require_part_of_each_rank(record, ranks, part_name(record.parts[0]))
     what = f"snapshot {info.root.hex()[:16]} (step {info.step})"
-    if len(engine.read_record(info).parts) == ranks:
+    if len(record.parts) == ranks:
         raise NotFoundError(f"{what} has no rank states: it was saved without rank_state=", object_id=info.root.hex())
     if world_size not in (None, ranks):
         raise MismatchError(

@@ -5,6 +5,7 @@ and a part is opened only when something of it is wanted. A snapshot whose ranks
 is read as one (see `merge_layout_parts`). The save has checked that a tensor of several layouts has the same bytes in all of them.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -52,9 +53,13 @@ def open_snapshot(
     """The snapshot, whatever layouts its ranks had. For the other parameters see `SnapshotReader`."""
     first = SnapshotReader(engine, info, 0, read, position=position, read_part=read_part, layouts=layouts)
     others = first_ranks(first.part.layout_of or b"")[1:]
-    if not others:
-        return first
-    return MergedSnapshot([first, *(first.reader_of(rank) for rank in others)])
+    return MergedSnapshot([first, *(first.reader_of(rank) for rank in others)]) if others else first
+
+
+def require_part_of_each_rank(record: Record, world_size: int, name: str) -> None:
+    """Raises `CorruptObjectError` if a record lists neither a part for each rank, nor two. `name`: the part that states `world_size`."""
+    if len(record.parts) not in (world_size, 2 * world_size):
+        raise CorruptObjectError(f"{name} is one of {world_size}, but there are {len(record.parts)}", object_id=name)
 
 
 class SnapshotReader:
@@ -104,10 +109,7 @@ class SnapshotReader:
         self.budget.add_stored(self.part.stored_bytes + (self.record.stored_bytes if budget is None else 0))
         self.name = first.name
         self.world_size = self.part.world_size
-        if len(self.record.parts) not in (self.world_size, 2 * self.world_size):
-            raise CorruptObjectError(
-                f"{self.name} is one of {self.world_size}, but there are {len(self.record.parts)}", object_id=self.name
-            )
+        require_part_of_each_rank(self.record, self.world_size, self.name)
         self._alike = (rank,) if self.part.layout_of is None else ranks_with_layout(self.part.layout_of, rank, self.world_size)
         nearest = sorted(self._alike, key=lambda other: abs(other + 0.5 - position * self.world_size))
         self._nearest = [*dict.fromkeys([nearest[0], rank, *nearest])]  # this one is open already
@@ -135,6 +137,12 @@ class SnapshotReader:
             budget=self.budget,
             layouts=self._layouts,
         )
+
+    def reading_with(self, read: ReadBlocks) -> "SnapshotReader":
+        """The same open snapshot, whose tensors `read` reads."""
+        other = copy.copy(self)
+        other._read_blocks = read
+        return other
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
@@ -351,6 +359,12 @@ class MergedSnapshot:
         self.layout = merged.layout
         self._places = merged.locations
         self._blobs = merged.blob_locations
+
+    def reading_with(self, read: ReadBlocks) -> "MergedSnapshot":
+        """As `SnapshotReader.reading_with`."""
+        other = copy.copy(self)
+        other.readers = [reader.reading_with(read) for reader in self.readers]
+        return other
 
     def blob(self, index: int) -> bytes:
         """The verified bytes of a large value."""

@@ -33,6 +33,9 @@ P = ParamSpec("P")
 
 INITIAL_MAP_BYTES: Final = 64 << 20
 DEFAULT_PATIENCE_SECONDS: Final = 1.0
+READ_AHEAD_BELOW_BYTES: Final = 256 << 20
+"""A larger file is mostly the block index. Lookups in it are random: with the kernel's read-ahead each one that is not in the page cache
+reads up to 8 MiB around it."""
 _MAX_READERS: Final = 1024
 _LOCK_BYTES: Final = (_MAX_READERS + 16) * 64
 """Of lock.mdb: as many readers, and their head."""
@@ -228,7 +231,14 @@ class Environment:
         allocate(self.folder / "lock.mdb", _LOCK_BYTES)  # LMDB writes it through a map, and the other one by system calls
         # With sync or metasync off a power failure leaves LMDB damaged, or back in time.
         opened = lmdb.open(
-            str(self.folder), map_size=self._map_bytes, sync=True, metasync=True, writemap=False, max_readers=_MAX_READERS, mode=0o600
+            str(self.folder),
+            map_size=self._map_bytes,
+            sync=True,
+            metasync=True,
+            writemap=False,
+            max_readers=_MAX_READERS,
+            mode=0o600,
+            readahead=_size_of(self.folder / "data.mdb") < READ_AHEAD_BELOW_BYTES,
         )
         try:
             opened.reader_check()  # killed readers keep their slots, and the pages that they read
@@ -356,6 +366,13 @@ def _is_stopped(pid: int) -> bool:
             return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
     except OSError:
         return False
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def allocate(path: Path, size_bytes: int) -> None:

@@ -40,6 +40,7 @@ def rebuild_packs(engine: Engine, needed: BlockTables, source: BlockSource, anch
 
     Raises:
         SnapshotExpiredError: gc truncated tombstones since `anchor`: check the store again.
+        NoSpaceError: there is no space for the new packs.
     """
     packs, outcomes = [], []
     blocks = _Blocks(engine, source)
@@ -51,6 +52,8 @@ def rebuild_packs(engine: Engine, needed: BlockTables, source: BlockSource, anch
             footer = Footer(table, np.zeros(0, BASE_DTYPE))
             packs.append(SparsePack(pack, footer, np.array(good), int(table["stored"].sum(dtype=np.int64))))
     done = compact(engine, packs, read=blocks.read)
+    if done.no_space is not None:
+        raise done.no_space
     for move in done.moves:
         commit_relocation(engine, move, anchor)
     made = {move.pack: move.targets for move in done.moves}

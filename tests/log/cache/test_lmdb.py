@@ -533,3 +533,21 @@ def test_a_file_that_grows_during_a_look_at_it_is_not_taken_for_one_that_was_cut
     assert table.get(b"one") == b"v"
     assert grown
     table.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux only")
+def test_the_kernel_reads_ahead_in_small_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups in a large block index are random: else each reads megabytes."""
+
+    def reads_ahead() -> bool:
+        table = open_lmdb_table(tmp_path)
+        try:
+            fill(table, 300)
+            maps = Path("/proc/self/smaps").read_text().split(f"{tmp_path}/data.mdb\n")[1]
+            return " rr " not in maps.partition("VmFlags:")[2].partition("\n")[0]
+        finally:
+            table.close()
+
+    assert reads_ahead()
+    monkeypatch.setattr(environment_module, "READ_AHEAD_BELOW_BYTES", 100_000)
+    assert not reads_ahead()
