@@ -18,6 +18,13 @@
 #define HOT
 #endif
 
+/* Before a loop whose iterations do not depend on each other, whatever its pointers are. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define INDEPENDENT
+#endif
+
 #ifdef _MSC_VER
 #include <intrin.h>
 #define THREAD_LOCAL __declspec(thread)
