@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
 from tensorstore_ck.common.buffers import Buffer
+from tensorstore_ck.common.threads import Scratch
 from tensorstore_ck.format.codec.byte_planes import Elements, encode_planes, estimate_planes_share, guess_elements
-from tensorstore_ck.format.codec.byte_split import Words, words_of
+from tensorstore_ck.format.codec.byte_split import words_of
 from tensorstore_ck.format.codec.cast import KINDS, encode_cast
 from tensorstore_ck.format.codec.changed_words import Changes, find_changes
 from tensorstore_ck.format.codec.delta import encode_all, encode_few, estimate_delta_share, is_dense, max_changes, sample_differences
@@ -22,7 +23,7 @@ TRIED: Final = 0.96
 """A difference is encoded if it is estimated at up to this share. Samples estimate it 0.01 to 0.02 too low: of the blocks of a training
 between this share and `WORTH`, one in twenty was worth it, and by 2 %."""
 SMALL: Final = 1 / 16
-"""A difference of few words up to this share of the block is taken without estimating the block by itself, which takes as long as its coding."""
+"""A difference of few words is taken up to this share of the block; to estimate the block by itself takes as long as their coding."""
 LEVELS: Final = {"fast": 1, "small": 9}
 """zstd levels."""
 
@@ -45,8 +46,10 @@ class EncodedDelta(NamedTuple):
 class Encoder:
     """Encodes blocks. Not thread-safe."""
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, mode: Mode, scratch: Scratch | None = None) -> None:
+        """`scratch`: memory to work in, which encoders may share."""
         self._mode: Mode = mode
+        self._scratch = scratch or Scratch()
         self._coder: EntropyCoder | None = None
 
     def encode_tensor(self, raw: Buffer, elements: Elements) -> Encoded:
@@ -84,9 +87,11 @@ class Encoder:
                 return EncodedDelta(Encoded(Codec.DELTA, tuple(pieces)), changes)
         own_share = estimate_planes_share(some, rotated=elements.is_float)
         if changes is None:
-            if estimate_delta_share(differences) > TRIED * own_share:
+            is_tried = estimate_delta_share(differences) <= TRIED * own_share
+            coded = encode_all(view, base, elements, coder, self._scratch) if is_tried else None
+            if coded is None:
                 return None
-            pieces = encode_all(view, base, elements, coder)
+            pieces = coded
         if sum(map(len, pieces)) > WORTH * len(view) * own_share:
             return None
         return EncodedDelta(Encoded(Codec.DELTA, tuple(pieces)), changes)
