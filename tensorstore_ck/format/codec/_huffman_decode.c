@@ -188,7 +188,7 @@ static size_t read_code(Frame *frame, const uint8_t *from, size_t size)
 }
 
 /* What 0, 1, 2, ... bits decode to: their first symbol, and then what the bits after it decode to. */
-HOT static void make_steps(Frame *frame)
+HOT_SHIFTS static void make_steps(Frame *frame)
 {
     frame->steps[1] = 0;
     for (unsigned known = 1; known <= STEP_BITS; known++)
@@ -241,7 +241,7 @@ static inline size_t rounds_of(const Stream *stream)
 }
 
 /* Decodes four streams at a time while no step can pass an end of any; then what is left of each, as sorted words leave more in some. */
-HOT static void decode_fast(Stream streams[STREAMS], const uint64_t *steps)
+HOT_SHIFTS static void decode_fast(Stream streams[STREAMS], const uint64_t *steps)
 {
     Stream a = streams[0], b = streams[1], c = streams[2], d = streams[3];
     for (;;) {
