@@ -77,7 +77,7 @@ def shares_of(earlier: State, later: State, kind: str) -> Shares:
     for start in range(0, len(raw), BLOCK_BYTES):
         block, other = raw[start : start + BLOCK_BYTES], base[start : start + BLOCK_BYTES]
         planes += sum(map(len, planes_or_raw(block, FP32, coder)))
-        coded = encode_all(block, other, FP32, coder, scratch)
+        coded = encode_all(block, other, FP32, coder, scratch=scratch)
         difference += len(block) if coded is None else sum(map(len, coded))
     by_bytes, by_length = limits(words_of(raw, 4), words_of(base, 4))
     return Shares(planes / len(raw), difference / len(raw), by_bytes / BITS, by_length / BITS)

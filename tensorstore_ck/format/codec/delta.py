@@ -99,7 +99,7 @@ def encode_few(changes: Changes, elements: Elements, coder: EntropyCoder) -> lis
 
 
 def encode_all(
-    raw: memoryview, base: memoryview, elements: Elements, coder: EntropyCoder, scratch: Scratch
+    raw: memoryview, base: memoryview, elements: Elements, coder: EntropyCoder, *, scratch: Scratch
 ) -> list[bytes | memoryview] | None:
     """The pieces of the stored bytes, with a difference for each word; None if nothing is worth coding. The pieces are not in `scratch`."""
     form, order = (SORTED, FLOATS) if elements.is_float else (DENSE, INTEGERS)

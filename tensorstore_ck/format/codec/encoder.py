@@ -88,7 +88,7 @@ class Encoder:
         own_share = estimate_planes_share(some, rotated=elements.is_float)
         if changes is None:
             is_tried = estimate_delta_share(differences) <= TRIED * own_share
-            coded = encode_all(view, base, elements, coder, self._scratch) if is_tried else None
+            coded = encode_all(view, base, elements, coder, scratch=self._scratch) if is_tried else None
             if coded is None:
                 return None
             pieces = coded

@@ -188,9 +188,9 @@ def test_a_difference_is_not_encoded_where_a_sample_shows_that_it_gains_little(m
     """To encode it takes twice as long as to encode the block by itself, which then follows."""
     tried = list[object]()
 
-    def noted(*args: Any) -> Any:
+    def noted(*args: Any, scratch: Scratch) -> Any:
         tried.append(args)
-        return encode_all(*args)
+        return encode_all(*args, scratch=scratch)
 
     monkeypatch.setattr("tensorstore_ck.format.codec.encoder.encode_all", noted)
     rng = np.random.default_rng(0)
