@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from benches._traces import WARM_UP, State, copy_of, pretraining
+from tensorstore_ck.common.threads import Scratch
 from tensorstore_ck.format.codec import Elements
 from tensorstore_ck.format.codec.byte_planes import planes_or_raw
 from tensorstore_ck.format.codec.byte_split import words_of, zigzag_differences
@@ -71,12 +72,13 @@ def as_bytes(tensors: list[torch.Tensor]) -> memoryview:
 
 def shares_of(earlier: State, later: State, kind: str) -> Shares:
     base, raw = as_bytes(tensors_of(earlier, kind)), as_bytes(tensors_of(later, kind))
-    coder = EntropyCoder(LEVELS["small"])
+    coder, scratch = EntropyCoder(LEVELS["small"]), Scratch()
     planes = difference = 0
     for start in range(0, len(raw), BLOCK_BYTES):
         block, other = raw[start : start + BLOCK_BYTES], base[start : start + BLOCK_BYTES]
         planes += sum(map(len, planes_or_raw(block, FP32, coder)))
-        difference += sum(map(len, encode_all(block, other, FP32, coder)))
+        coded = encode_all(block, other, FP32, coder, scratch=scratch)
+        difference += len(block) if coded is None else sum(map(len, coded))
     by_bytes, by_length = limits(words_of(raw, 4), words_of(base, 4))
     return Shares(planes / len(raw), difference / len(raw), by_bytes / BITS, by_length / BITS)
 

@@ -15,7 +15,7 @@ from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.common.buffers import Buffer, batches
 from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid
 from tensorstore_ck.common.save_progress import SaveMeter
-from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.threads import Scratch, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
 from tensorstore_ck.engine.reachability import BlockLocations, extents_of, with_bases
@@ -294,6 +294,7 @@ class RunWriter:
         self._captured, self._packs, self._sample, self.ids = captured, packs, sample, ids
         self.coding, self.earlier, self.masters = coding, earlier, masters
         self._computed, self._must_agree = computed, must_agree
+        self.scratch = Scratch()
         self.specs, self._read = captured.layout.tensors[:], captured.read
         self.weights: Mapping[int, int] = masters.of if masters is not None else {}
         """The tensors that are stored as casts of others, which must be written first."""
@@ -325,7 +326,7 @@ class _EncodedRun:
 
     def __init__(self, writer: RunWriter, blocks: Sequence[TensorBlock], buffers: Sequence[Buffer]) -> None:
         self._writer, self._blocks, self._buffers = writer, blocks, buffers
-        self._encoder = Encoder(writer.coding.mode)
+        self._encoder = Encoder(writer.coding.mode, writer.scratch)
         self._little_changed: dict[int, Comparison] = {}
         """Number in the run -> the block, compared with the one before."""
         self._sampled: dict[int, bytes] = {}

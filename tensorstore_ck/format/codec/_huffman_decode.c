@@ -41,8 +41,8 @@ static int begin_bits(BitReader *reader, const uint8_t *start, size_t size)
 /* The next bits, at most 16, and zeros behind the last one. */
 static unsigned peek_bits(const BitReader *reader, unsigned count)
 {
-    size_t top = (reader->left + 7) / 8, from = top > 3 ? top - 3 : 0, known = reader->left - 8 * from;
-    uint64_t bits = get_le(reader->start + from, (int)(top - from));
+    size_t top = (reader->left + 7) / 8, from = top > 8 ? top - 8 : 0, known = reader->left - 8 * from;
+    uint64_t bits = top < 8 ? get_le(reader->start, (int)top) : load64((const char *)reader->start + from, 0);
     bits = known >= count ? bits >> (known - count) : bits << (count - known);
     return (unsigned)bits & ((1u << count) - 1);
 }
@@ -188,7 +188,7 @@ static size_t read_code(Frame *frame, const uint8_t *from, size_t size)
 }
 
 /* What 0, 1, 2, ... bits decode to: their first symbol, and then what the bits after it decode to. */
-HOT static void make_steps(Frame *frame)
+HOT_SHIFTS static void make_steps(Frame *frame)
 {
     frame->steps[1] = 0;
     for (unsigned known = 1; known <= STEP_BITS; known++)
@@ -232,19 +232,23 @@ static inline void take_steps(Stream *stream, const uint64_t *steps)
     stream->bits = (bits | 1) << (used & 7);
 }
 
-/* Decodes four streams while no step can pass the ends of any; returns what is left of each to `readers`. */
-HOT static void decode_fast(Stream streams[STREAMS], const uint64_t *steps)
+/* As often as `take_steps` can be called without passing an end of the stream. */
+static inline size_t rounds_of(const Stream *stream)
+{
+    size_t readable = (size_t)(stream->at - stream->start) / 7, space = (size_t)(stream->end - stream->to);
+    size_t writable = space > 8 ? (space - 8) / (5 * MAX_SYMBOLS) : 0;
+    return readable < writable ? readable : writable;
+}
+
+/* Decodes four streams at a time while no step can pass an end of any; then what is left of each, as sorted words leave more in some. */
+HOT_SHIFTS static void decode_fast(Stream streams[STREAMS], const uint64_t *steps)
 {
     Stream a = streams[0], b = streams[1], c = streams[2], d = streams[3];
     for (;;) {
         size_t rounds = SIZE_MAX;
         Stream *each[STREAMS] = {&a, &b, &c, &d};
-        for (int s = 0; s < STREAMS; s++) {
-            size_t readable = (size_t)(each[s]->at - each[s]->start) / 7, space = (size_t)(each[s]->end - each[s]->to);
-            size_t writable = space > 8 ? (space - 8) / (5 * MAX_SYMBOLS) : 0;
-            rounds = readable < rounds ? readable : rounds;
-            rounds = writable < rounds ? writable : rounds;
-        }
+        for (int s = 0; s < STREAMS; s++)
+            rounds = rounds_of(each[s]) < rounds ? rounds_of(each[s]) : rounds;
         if (!rounds)
             break;
         for (; rounds > 0; rounds--) {
@@ -255,6 +259,13 @@ HOT static void decode_fast(Stream streams[STREAMS], const uint64_t *steps)
         }
     }
     streams[0] = a, streams[1] = b, streams[2] = c, streams[3] = d;
+    for (int s = 0; s < STREAMS; s++) {
+        Stream alone = streams[s];
+        for (size_t rounds; (rounds = rounds_of(&alone)) > 0;)
+            for (; rounds > 0; rounds--)
+                take_steps(&alone, steps);
+        streams[s] = alone;
+    }
 }
 
 static int decode_rest(BitReader *reader, const uint16_t symbols[STEPS], uint8_t *to, const uint8_t *end)

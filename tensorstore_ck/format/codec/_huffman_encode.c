@@ -77,7 +77,7 @@ typedef struct {
     } while (0)
 
 /* Two streams at a time, as each symbol waits for the one before. Writes up to 8 bytes more than it must. */
-HOT static void put_fives(Stream streams[2], size_t fives, const uint64_t words[256])
+HOT_SHIFTS static void put_fives(Stream streams[2], size_t fives, const uint64_t words[256])
 {
     Stream one = streams[0], other = streams[1];
     for (; fives > 0; fives--) {

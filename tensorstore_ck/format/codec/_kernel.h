@@ -18,6 +18,20 @@
 #define HOT
 #endif
 
+/* As HOT, for shifts by numbers that are computed: BMI2 does them in one step. GCC 12 is the first that chooses by the level. */
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define HOT_SHIFTS __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
+#define HOT_SHIFTS HOT
+#endif
+
+/* Before a loop whose iterations do not depend on each other, whatever its pointers are. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define INDEPENDENT
+#endif
+
 #ifdef _MSC_VER
 #include <intrin.h>
 #define THREAD_LOCAL __declspec(thread)

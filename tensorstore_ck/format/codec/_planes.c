@@ -40,11 +40,11 @@
     }
 
 /* What most numbers are cut into: each word is written once. */
-#define MERGE(BITS, WORD)                                                                                                                  \
-    HOT static void merge##BITS(const char *restrict a, const char *restrict b, const char *restrict c, size_t count, int rotated,         \
-                                char *restrict to)                                                                                         \
+#define MERGE(NAME, BITS, WORD)                                                                                                            \
+    HOT static void merge##NAME(const char *const from[], size_t count, int rotated, char *restrict to)                                    \
     {                                                                                                                                      \
-        (void)c;                                                                                                                           \
+        const char *restrict a = from[0], *restrict b = from[1], *restrict c = from[2], *restrict d = from[3];                             \
+        (void)c, (void)d;                                                                                                                  \
         if (rotated)                                                                                                                       \
             for (size_t i = 0; i < count; i++) {                                                                                           \
                 uint##BITS##_t word = (uint##BITS##_t)(WORD);                                                                              \
@@ -55,8 +55,28 @@
                 store##BITS(to, i, (uint##BITS##_t)(WORD));                                                                                \
     }
 
-MERGE(16, (unsigned)load8(a, i) << 8 | load8(b, i))
-MERGE(32, (uint32_t)load8(a, i) << 24 | (uint32_t)load8(b, i) << 16 | load16(c, i))
+MERGE(11, 16, (unsigned)load8(a, i) << 8 | load8(b, i))
+MERGE(112, 32, (uint32_t)load8(a, i) << 24 | (uint32_t)load8(b, i) << 16 | load16(c, i))
+MERGE(121, 32, (uint32_t)load8(a, i) << 24 | (uint32_t)load16(b, i) << 8 | load8(c, i))
+MERGE(1111, 32, (uint32_t)load8(a, i) << 24 | (uint32_t)load8(b, i) << 16 | (uint32_t)load8(c, i) << 8 | load8(d, i))
+
+typedef void (*MergeLoop)(const char *const[], size_t, int, char *restrict);
+
+/* NULL: these groups are joined one after another. */
+static MergeLoop merge_of(const Group *groups, int group_count)
+{
+    static const struct {
+        int widths;
+        MergeLoop merge;
+    } forms[] = {{0x11, merge11}, {0x112, merge112}, {0x121, merge121}, {0x1111, merge1111}};
+    int widths = 0;
+    for (int g = 0; g < group_count && g < 5; g++)
+        widths = widths << 4 | groups[g].width;
+    for (size_t form = 0; form < sizeof forms / sizeof *forms; form++)
+        if (forms[form].widths == widths)
+            return forms[form].merge;
+    return NULL;
+}
 
 #define BOTH(BITS, WIDTH) SPLIT(BITS, WIDTH) JOIN(BITS, WIDTH)
 BOTH(8, 8)
@@ -193,12 +213,9 @@ static int open_source(Source *source, const Group *group, size_t count)
 static int decode_into(const Group *groups, int group_count, char *into, size_t count, int item_bytes, int rotated)
 {
     static const RotateLoop rotations[4] = {rotate8, rotate16, rotate32, rotate64};
-    enum { PAIRS, TRIPLES, OTHER } form = OTHER;
+    const MergeLoop merge = merge_of(groups, group_count);
+    const char *from[MAX_GROUPS];
     uint64_t merged[PIECE];
-    if (group_count == 2 && item_bytes == 2)
-        form = PAIRS;
-    else if (group_count == 3 && item_bytes == 4 && groups[2].width == 2)
-        form = TRIPLES;
     for (size_t at = 0, words_here; at < count; at += words_here) {
         words_here = count - at < PIECE ? count - at : PIECE;
         for (int g = 0; g < group_count; g++) {
@@ -212,20 +229,20 @@ static int decode_into(const Group *groups, int group_count, char *into, size_t 
             words_here = source->left < words_here ? source->left : words_here;
         }
         char *to = into + at * (size_t)item_bytes;
-        if (form == PAIRS)
-            merge16(scratch[0].at, scratch[1].at, NULL, words_here, rotated, to);
-        else if (form == TRIPLES)
-            merge32(scratch[0].at, scratch[1].at, scratch[2].at, words_here, rotated, to);
+        for (int g = 0; merge && g < group_count; g++)
+            from[g] = scratch[g].at;
+        if (merge)
+            merge(from, words_here, rotated, to);
         for (int g = 0, shift = 8 * item_bytes; g < group_count; g++) {
             shift -= 8 * groups[g].width;
-            if (form == OTHER)
+            if (!merge)
                 join(scratch[g].at, words_here, item_bytes, shift, !g, groups[g].width, (char *)merged);
             scratch[g].left -= words_here;
             scratch[g].at += groups[g].how == CONSTANT ? 0 : words_here * (size_t)groups[g].width;
         }
-        if (form == OTHER && rotated)
+        if (!merge && rotated)
             rotations[log_of(item_bytes)]((const char *)merged, words_here, to);
-        else if (form == OTHER)
+        else if (!merge)
             memcpy(to, merged, words_here * (size_t)item_bytes);
     }
     return DECODED;

@@ -18,18 +18,18 @@ from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.threads import Scratch
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import compiled
-from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, encode_few_words, estimate_planes_share, planes_or_raw
+from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, encode_few_words, encode_planes, estimate_planes_share
 from tensorstore_ck.format.codec.byte_split import Words, add_differences, bytes_of, words_of, zigzag_differences
 from tensorstore_ck.format.codec.changed_words import Changes, FewChanges, apply_changes
 from tensorstore_ck.format.codec.entropy import EntropyCoder
 
 
-def sorted_differences(words: Words, base: Words) -> Words:
-    """Zigzag differences of floats, stably sorted by the exponent of the base."""
+def sorted_differences(words: Words, base: Words, scratch: Scratch | None = None) -> Words:
+    """Zigzag differences of floats, stably sorted by the exponent of the base; in `scratch`, or in new memory."""
     if not compiled.HAS_KERNEL:
         differences: Words = zigzag_differences(words, base, is_float=True)[np.argsort(exponents(base), kind="stable")]
         return differences
-    into = np.empty_like(words)
+    into: Words = words_of(scratch.take("differences", words.nbytes), words.itemsize) if scratch is not None else np.empty_like(words)
     compiled.kernel.take_differences(bytes_of(words), bytes_of(base), bytes_of(into), words.dtype.itemsize)
     return into
 
@@ -98,13 +98,15 @@ def encode_few(changes: Changes, elements: Elements, coder: EntropyCoder) -> lis
     return [_HEADER.pack(SPARSE, order, elements.item_bytes, changes.changed, sum(map(len, first))), *first, *second]
 
 
-def encode_all(raw: memoryview, base: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview]:
-    """The pieces of the stored bytes, with a difference for each word."""
+def encode_all(
+    raw: memoryview, base: memoryview, elements: Elements, coder: EntropyCoder, *, scratch: Scratch
+) -> list[bytes | memoryview] | None:
+    """The pieces of the stored bytes, with a difference for each word; None if nothing is worth coding. The pieces are not in `scratch`."""
     form, order = (SORTED, FLOATS) if elements.is_float else (DENSE, INTEGERS)
     words, others = words_of(raw, elements.item_bytes), words_of(base, elements.item_bytes)
-    differences = sorted_differences(words, others) if form == SORTED else zigzag_differences(words, others, is_float=False)
-    coded = planes_or_raw(bytes_of(differences), elements._replace(is_float=False), coder)
-    return [_HEADER.pack(form, order, elements.item_bytes, 0, 0), *coded]
+    differences = sorted_differences(words, others, scratch) if form == SORTED else zigzag_differences(words, others, is_float=False)
+    coded = encode_planes(bytes_of(differences), elements._replace(is_float=False), coder)
+    return None if coded is None else [_HEADER.pack(form, order, elements.item_bytes, 0, 0), *coded]
 
 
 def elements_of_delta(stored: Buffer) -> Elements:

@@ -14,7 +14,7 @@ from tests.effort import in_turns
 pytestmark = pytest.mark.skipif(not compiled.HAS_KERNEL, reason="no compiler was there when this was installed")
 
 LENGTHS = range(4097)
-WIDTHS = {1: [[1]], 2: [[1, 1], [2]], 4: [[1, 1, 2], [1, 1, 1, 1], [4]], 8: [[1, 1, 2, 4], [1, 1, 1, 1, 1, 1, 2], [8]]}
+WIDTHS = {1: [[1]], 2: [[1, 1], [2]], 4: [[1, 1, 2], [1, 2, 1], [1, 1, 1, 1], [4]], 8: [[1, 1, 2, 4], [1, 1, 1, 1, 1, 1, 2], [8]]}
 WAYS = [(item_bytes, widths, rotated) for item_bytes, ways in WIDTHS.items() for widths in ways for rotated in (True, False)][:-1]
 """An odd number: each way takes its turn with lengths of every remainder that a vector leaves."""
 BLOCK = 1 << 17
@@ -125,6 +125,19 @@ def test_frames_are_ones_that_zstd_reads() -> None:
         into = bytearray(size)
         assert compiled.kernel.decode_groups([(1, HUFFMAN, frame)], into, 1, False) is None
         assert into == raw.tobytes(), size
+
+
+def test_streams_of_which_one_takes_longer_are_decoded_to_their_ends() -> None:
+    """Sorted bytes: a stream has nearly all of a frame's bits, another next to none."""
+    rng = np.random.default_rng(0)
+    for number, size in enumerate([*range(1500, 1600), *range(BLOCK - 50, BLOCK + 1)]):
+        raw = np.sort(values(size, 2, rng))
+        raw[size // 4 :][raw[size // 4 :] > 100] = 100
+        raw = np.roll(raw, number % 4 * size // 4)
+        (frame,) = encoded(memoryview(raw.tobytes()), 1, [1], HUFFMAN, rotated=False)
+        into = bytearray(size)
+        assert compiled.kernel.decode_groups([(1, HUFFMAN, frame)], into, 1, False) is None
+        assert into == raw.tobytes() == zstandard.ZstdDecompressor().decompress(frame), size
 
 
 def test_frames_of_zstd_are_decoded_as_by_zstd() -> None:

@@ -1,6 +1,7 @@
 """Every codec gives back the bytes that it got, and refuses what it did not make."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensorstore_ck.common.threads import Scratch
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import Codec, Elements, Encoded, Encoder, compiled, decode, elements_of
 from tensorstore_ck.format.codec.byte_split import Words
+from tensorstore_ck.format.codec.delta import encode_all
 from tensorstore_ck.format.codec.entropy import EntropyCoder
 
 ELEMENTS = [Elements(size, is_float) for size in (1, 2, 4, 8) for is_float in (False, True)]
@@ -179,6 +182,39 @@ def test_matches_are_searched_for_where_pieces_show_that_they_pay(monkeypatch: p
     Encoder("small").encode_tensor(chance, Elements(1, is_float=False))
     assert searched
     assert sum(searched) <= len(chance) / 16
+
+
+def test_a_difference_is_not_encoded_where_a_sample_shows_that_it_gains_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To encode it takes twice as long as to encode the block by itself, which then follows."""
+    tried = list[object]()
+
+    def noted(*args: Any, scratch: Scratch) -> Any:
+        tried.append(args)
+        return encode_all(*args, scratch=scratch)
+
+    monkeypatch.setattr("tensorstore_ck.format.codec.encoder.encode_all", noted)
+    rng = np.random.default_rng(0)
+    before = (rng.normal(size=1 << 19) * 0.02).astype("<f4")
+    for step, tries in ((0.004, 1), (0.006, 0)):
+        tried.clear()
+        after = before + (rng.normal(size=len(before)) * step).astype("<f4")
+        difference = Encoder("small").encode_delta(after.tobytes(), memoryview(before.tobytes()), Elements(4, is_float=True))
+        assert (difference is not None, len(tried)) == (bool(tries), tries)
+
+
+def test_what_was_encoded_stays_while_other_blocks_are_encoded_in_the_same_memory() -> None:
+    rng, scratch = np.random.default_rng(0), Scratch()
+    blocks = [(rng.normal(size=1 << 15) * 0.02).astype("<f4") for _ in range(4)]
+    pairs = [(block + (rng.normal(size=len(block)) * 1e-4).astype("<f4"), block) for block in blocks]
+    pairs.append((rng.integers(0, 1 << 32, 1 << 15, "<u4").view("<f4"), blocks[0]))  # its differences are noise
+    encoded = [
+        Encoder("small", scratch).encode_delta(after.tobytes(), memoryview(base.tobytes()), Elements(4, is_float=True))
+        for after, base in pairs
+    ]
+    assert encoded.pop() is None
+    for difference, (after, base) in zip(encoded, pairs[:-1], strict=True):
+        assert difference is not None
+        assert again(difference.encoded, after.tobytes(), [base.tobytes()]) == after.tobytes()
 
 
 def test_patterns_of_few_changes_become_tiny() -> None:
