@@ -1,9 +1,10 @@
 """A folder of a local or network filesystem, by system calls.
 
-Knows no format. Acknowledged writes survive a power failure: the file is synced before it gets its name, the folder after,
-and each folder's own entry once per process. A failed fsync is final (the kernel may drop the dirty pages and report success
-next time): the file is dropped, and the folder is changed before it is synced again (`_fsync_folder`). Objects with unique names
-are opened with O_EXCL under their final name, since a torn one is an orphan; `create` and `replace` use a temporary in the same folder.
+Knows no format. Acknowledged writes survive a power failure: the file is synced before it gets its name, the folder after, and
+the entries of folders once per process, all of one folder together. A failed fsync is final (the kernel may drop the dirty pages and
+report success next time): the file is dropped, and the folder is changed before it is synced again (`_fsync_folder`). Objects with
+unique names are opened with O_EXCL under their final name, since a torn one is an orphan; `create` and `replace` use a temporary in
+the same folder.
 """
 # ruff: noqa: D102 - protocol.py documents the methods
 
@@ -60,6 +61,12 @@ class LocalBackend(Backend):
     def __getstate__(self) -> dict[str, object]:
         """Without locks, which no other process needs."""
         return {**self.__dict__, "_folder_locks": {}}
+
+    def make_folders(self, names: Iterable[str]) -> None:
+        """Makes folders at the root. They become durable with the first object at the root."""
+        for name in names:
+            with os_errors("make", name, self.url):
+                self._make_folder(f"{self._root}/{check_name(name)}")
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         path = self._path(name)
@@ -323,6 +330,7 @@ class LocalBackend(Backend):
             self._make_folder(os.path.dirname(folder))
             self._make_folder(folder, is_second_try=True)
             return
+        self._durable_folders.discard(folder)  # an earlier folder of this name was removed
         if self._root.startswith(f"{folder}/"):  # above the root: `_sync_folder` does not
             self._fsync_folder(os.path.dirname(folder))
 
@@ -331,15 +339,23 @@ class LocalBackend(Backend):
 
         Those are synced once per process, even if another process made them: it may have died before it synced them.
         """
-        self._fsync_folder(folder)
+        if not self._sync:
+            return
+        (self._sync_subfolders if folder == self._root else self._fsync_folder)(folder)
         while folder not in self._durable_folders:
             entry, folder = folder, os.path.dirname(folder)
             if entry == self._root:
                 self._sync_root_entry()
                 folder = entry
             else:
-                self._fsync_folder(folder)
+                self._sync_subfolders(folder)
             self._durable_folders.add(entry)
+
+    def _sync_subfolders(self, folder: str) -> None:
+        """Makes all entries of `folder` durable, and notes which folders are among them: those that were there before the fsync."""
+        present = [] if self._within else [entry.path for entry in _scanned(folder) if entry.is_dir(follow_symlinks=False)]
+        self._fsync_folder(folder)
+        self._durable_folders.update(present)
 
     def _sync_root_entry(self) -> None:
         with contextlib.suppress(PermissionError):  # the folder above is another user's, and need not be readable

@@ -8,6 +8,7 @@ read fails (ESTALE, EIO), and the next one, with a new handle, succeeds. EIO of 
 reads are tried again: a failed write or fsync is final.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -123,6 +124,22 @@ def read_range(path: str, dir_fd: int | None, offset: int, target: memoryview) -
         return read_at(fd, target, offset)
     finally:
         os.close(fd)
+
+
+def copy_range(path: str, offset: int, fd: int, at: int, size: int) -> int:
+    """Copies bytes of the file `path` to `at` of the file `fd`, without this process's memory; returns how many bytes.
+
+    Fewer where the system or the filesystem cannot: then a copy through memory says what is wrong.
+    """
+    done = 0
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: not Linux
+        source = os.open(path, _READ)
+        try:
+            while done < size and (count := os.copy_file_range(source, fd, size - done, offset_src=offset + done, offset_dst=at + done)):
+                done += count
+        finally:
+            os.close(source)
+    return done
 
 
 def regular_size(status: os.stat_result, name: str) -> int:

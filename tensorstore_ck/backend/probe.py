@@ -60,9 +60,9 @@ def probe_create(backend: Backend) -> bool:
     return not create_problem(backend)
 
 
-def create_problem(backend: Backend, *, unsynced: Backend | None = None) -> str:
-    """Why `create` is not exclusive, by two quick races of `unsynced`, the same backend without fsync; empty if it is."""
-    problems, _ = in_folder(backend, lambda folder: _create_problems(backend, folder, QUICK_ROUNDS, unsynced))
+def create_problem(backend: Backend) -> str:
+    """Why `create` is not exclusive, by two quick races; empty if it is."""
+    problems, _ = in_folder(backend, lambda folder: _create_problems(backend, folder, QUICK_ROUNDS))
     return next(iter(problems), "")
 
 
@@ -106,7 +106,7 @@ def in_folder(backend: Backend, work: Callable[[str], T]) -> tuple[T, tuple[str,
     return result, problems
 
 
-def _create_problems(backend: Backend, folder: str, rounds: int, unsynced: Backend | None = None) -> list[str]:
+def _create_problems(backend: Backend, folder: str, rounds: int) -> list[str]:
     name = f"{folder}twice"
     try:
         first, second = backend.create(name, b"first"), backend.create(name, b"second")
@@ -120,7 +120,7 @@ def _create_problems(backend: Backend, folder: str, rounds: int, unsynced: Backe
     for number in range(rounds):
         if number and time.monotonic() - began > RACE_SECONDS:
             break
-        problem = _race(unsynced or backend, f"{folder}race-{number}")
+        problem = _race(backend, f"{folder}race-{number}")
         if problem:
             return [problem]
     return []

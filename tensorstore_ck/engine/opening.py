@@ -18,6 +18,7 @@ from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.cold.allowed_locations import parse_allowed
 from tensorstore_ck.backend.cold.cold_locations import ColdLocations
 from tensorstore_ck.backend.cold.locations import LocationOpener
+from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.probe import create_problem
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
@@ -46,7 +47,9 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.events import logged_observers
 from tensorstore_ck.format.codec import CodecOption, CodecPolicy, DeltaRules
 from tensorstore_ck.format.ref_statement import LogName
+from tensorstore_ck.format.sealed import FOLDERS
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
+from tensorstore_ck.format.writer_record import WRITERS
 from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark, foreign_object, holds_snapshots
 from tensorstore_ck.log.block_index import BlockIndex, forget_packs
 from tensorstore_ck.log.cache import MemoryTable, Table, open_table
@@ -55,6 +58,8 @@ from tensorstore_ck.log.ref_verifier import RefVerifier
 from tensorstore_ck.log.trust_file import read_trust
 
 _logger: Final = logging.getLogger("tensorstore_ck")
+_FIRST_FOLDERS: Final = ("log", FOLDERS["pack"], FOLDERS["part"], FOLDERS["snapshot"], WRITERS.removesuffix("/"))
+"""The folders of the objects that every save writes."""
 
 
 def open_engine(
@@ -101,8 +106,7 @@ def open_engine(
         if config is None:
             _require_folder(backend)
         if config is None and create:
-            unsynced = open_backend(url, no_sync=True) if backend.is_local else None  # fsyncs do not matter for exclusion
-            config = init_store(backend, single_writer_unsafe=single_writer_unsafe, unsynced=unsynced)
+            config = init_store(backend, single_writer_unsafe=single_writer_unsafe)
             _logger.warning("made a new store at %s", backend.url)
         if config is None:
             raise NotAStoreError(
@@ -272,12 +276,8 @@ def require_same_store(backend: Backend, config: StoreConfig, encoded: bytes) ->
         )
 
 
-def init_store(
-    backend: Backend, *, single_writer_unsafe: bool = False, exist_ok: bool = True, unsynced: Backend | None = None
-) -> StoreConfig:
+def init_store(backend: Backend, *, single_writer_unsafe: bool = False, exist_ok: bool = True) -> StoreConfig:
     """Probes the backend and writes store.json; one of several concurrent processes wins, and all agree.
-
-    `unsynced` writes to the same place without fsync.
 
     Raises:
         AlreadyExistsError: there is a store, and `exist_ok` is false; or another program's files are where the store's would be.
@@ -292,7 +292,11 @@ def init_store(
             f"Give the store a folder of its own, for example {backend.url}/store",
             object_id=backend.url,
         )
-    problem = create_problem(backend, unsynced=unsynced)
+    transient: Backend = backend  # for what is deleted again, or is only a reserve
+    if isinstance(backend, LocalBackend):
+        backend.make_folders(_FIRST_FOLDERS)  # one fsync, that for store.json, makes all of them durable
+        transient = LocalBackend(backend.url, sync=False)
+    problem = create_problem(transient)
     if problem and not single_writer_unsafe:
         raise UnsafeBackendError(
             f"commits to {backend.url} could be lost: {problem} (`tsck probe` tries more). Use another backend; or, if this one ignores "
@@ -306,5 +310,5 @@ def init_store(
         raise BackendUnavailableError(f"{CONFIG_NAME} could not be written to {backend.url}: try again", object_id=CONFIG_NAME)
     if config.uuid != mine.uuid and outcome is not Created.CREATED and not exist_ok:
         raise AlreadyExistsError(f"there is already a store at {backend.url}", object_id=backend.url)
-    fill_reserve(unsynced or backend)
+    fill_reserve(transient)
     return config

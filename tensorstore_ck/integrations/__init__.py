@@ -22,6 +22,7 @@ tracked_snapshots.py     what both note of a snapshot, and the pin that keeps it
 filesystem.py            ``tsck://``: snapshots as a read-only fsspec filesystem
 virtual_safetensors.py   the ``.safetensors`` files in it, whose bytes are made when they are read
 safetensors_format.py    dtypes and limits of the safetensors format
+crc32.py                 the CRC-32 of bytes that were summed in pieces
 model_signature.py       signatures of exported folders, as model-signing writes and verifies them
 model_file_names.py      files next to a model's weights
 prometheus/              a Prometheus endpoint over several stores

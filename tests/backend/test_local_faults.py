@@ -15,6 +15,7 @@ import pytest
 
 from tensorstore_ck.backend import Created, local_io
 from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.local_io import copy_range
 from tensorstore_ck.backend.local_writer import WINDOW_BYTES
 from tensorstore_ck.errors import (
     BackendUnavailableError,
@@ -198,6 +199,17 @@ def test_short_writes_and_reads_are_continued(backend: LocalBackend, monkeypatch
         target = bytearray(8)
         backend.read_into(name, 1, memoryview(target))
         assert target == b"12345678"
+
+
+def test_short_copies_of_a_range_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = os.copy_file_range
+    monkeypatch.setattr(os, "copy_file_range", lambda source, target, size, **offsets: copy(source, target, min(size, 7), **offsets))
+    (tmp_path / "from").write_bytes(bytes(range(200)))
+    with (tmp_path / "to").open("wb") as file:
+        assert copy_range(str(tmp_path / "from"), 50, file.fileno(), 3, size=100) == 100
+        assert copy_range(str(tmp_path / "from"), 190, file.fileno(), 103, size=100) == 10  # its end
+        assert copy_range(str(tmp_path / "missing"), 0, file.fileno(), 0, size=100) == 0
+    assert (tmp_path / "to").read_bytes() == bytes([0, 0, 0, *range(50, 150), *range(190, 200)])
 
 
 def test_more_buffers_than_one_call_takes(backend: LocalBackend) -> None:

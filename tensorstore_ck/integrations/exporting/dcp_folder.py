@@ -80,7 +80,7 @@ def write_checkpoint(job: ExportJob, meta: MetaState, state: dict[Any, Any], pla
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for number, group in enumerate(split_files(items, _size, job.max_file_bytes)):
         name = f"__0_{number}.distcp"
-        with OutputFile(os.path.join(folder, name), target.path) as file:
+        with OutputFile(os.path.join(folder, name), target.path, is_summed=True) as file:
             at = 0
             for item in group:
                 storage[item[0].index] = _StorageInfo(name, at, _size(item))

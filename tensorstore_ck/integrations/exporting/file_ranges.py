@@ -1,9 +1,10 @@
 """Bytes of stored tensors in ranges of files: verified before they are written, or copied and verified in the file.
 
-A large raw block of a local store is copied from its pack to the file, and read back only: what the file holds is compared with the
-block's id. So its bytes are hashed once.
+A large raw block of a local store is copied from its pack to the file, by the kernel where it can, and read back only: what the file holds
+is compared with the block's id, at once. So its bytes are hashed once, and while one thread writes, another one compares.
 """
 
+import math
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -89,14 +90,19 @@ def _copy_blocks(engine: Engine, wanted: Sequence[WantedBlock], *, info: Snapsho
             buffers.piece = memoryview(bytearray(COPY_BYTES))
         assert isinstance(block.target, RangesTarget)
         places = block.target.whole(block.start, block.raw) or ()
-        for at in range(0, block.raw, COPY_BYTES):
+        name = pack_name(block.pack)
+        done = 0
+        if engine.reads.rate == math.inf:
+            path = f"{engine.backend.url}/{name}"  # elsewhere, where it was moved to a cold location: then nothing is copied
+            done = min((file.copy_unhashed(path, block.offset, offset, block.raw) for file, offset in places), default=0)
+        for at in range(done, block.raw, COPY_BYTES):
             piece = buffers.piece[: min(COPY_BYTES, block.raw - at)]
-            engine.backend.read_into(pack_name(block.pack), block.offset + at, piece)
+            engine.backend.read_into(name, block.offset + at, piece)
             for file, offset in places:
                 file.write_unhashed(offset + at, piece)
         expected = block.source.part.block_id(block.row)
         for file, offset in places:
-            file.expect(Piece(offset, block.raw, expected, partial(_read_verified, engine, info, block)))
+            file.compare(Piece(offset, block.raw, expected, partial(_read_verified, engine, info, block)))
         if engine.on_read is not None:
             engine.on_read(block.raw)
 

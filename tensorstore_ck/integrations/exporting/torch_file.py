@@ -52,7 +52,7 @@ class TorchOutput:
 
     def __init__(self, path: str, shown: str, template: TorchZipTemplate) -> None:
         """`shown`: its name in messages, since `path` is temporary."""
-        self._file, self._template = OutputFile(path, shown), template
+        self._file, self._template = OutputFile(path, shown, is_summed=True), template
 
     def __enter__(self) -> Self:
         return self

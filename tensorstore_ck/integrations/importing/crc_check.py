@@ -8,7 +8,6 @@ import threading
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from math import prod
 from typing import Final, NamedTuple
 
@@ -17,10 +16,10 @@ import numpy as np
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
 from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.integrations.crc32 import combined
 from tensorstore_ck.state.byte_sources import address_of, memory_at
 
 _PIECE_BYTES: Final = 4 << 20
-_POLYNOMIAL: Final = 0xEDB88320
 
 
 class ExpectedCrc(NamedTuple):
@@ -112,34 +111,6 @@ class _Sums:
             for _, (size, checksum) in sorted(self._found[number].items()):
                 total = combined(total, checksum, size)
             self._expected[number].compare(total)
-
-
-def combined(first: int, second: int, size: int) -> int:
-    """The CRC-32 of bytes of sum `first` followed by `size` bytes of sum `second`."""
-    return _product(_power(size), first) ^ second if first else second
-
-
-@lru_cache(64)
-def _power(size: int) -> int:
-    """The polynomial of `size` zero bytes: x to the power of 8 x `size`, modulo the CRC's."""
-    power, square, exponent = 1 << 31, 1 << 30, 8 * size
-    while exponent:
-        if exponent & 1:
-            power = _product(square, power)
-        square = _product(square, square)
-        exponent >>= 1
-    return power
-
-
-def _product(one: int, other: int) -> int:
-    """The product of two polynomials over GF(2), modulo the CRC's; the highest bit is the lowest power."""
-    product, bit = 0, 1 << 31
-    while bit:
-        if one & bit:
-            product ^= other
-        other = (other >> 1) ^ _POLYNOMIAL if other & 1 else other >> 1
-        bit >>= 1
-    return product
 
 
 def _address(view: memoryview) -> int:

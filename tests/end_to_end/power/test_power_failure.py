@@ -188,7 +188,7 @@ def losses(work: Path, *, no_sync: bool, states: int) -> int:
         (work / "image").write_bytes(image)
         try:
             check_state(work / "image", work, acknowledged, number)
-        except (Loss, AssertionError, tsck.StoreError) as exc:
+        except (Loss, AssertionError, tsck.StoreError, Warning) as exc:  # the store's warnings are errors here
             count += 1
             print(f"state {number}: {exc}")
     return count

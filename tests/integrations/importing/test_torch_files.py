@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tensorstore_ck as tsck
+from tensorstore_ck.integrations.crc32 import combined
 from tensorstore_ck.integrations.importing import import_checkpoint
-from tensorstore_ck.integrations.importing.crc_check import combined
 from tests.integrations.importing.conftest import Bring, Refuse, archive
 from tests.integrations.importing.same import require_same
 
