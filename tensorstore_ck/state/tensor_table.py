@@ -158,6 +158,10 @@ class ByteSources(LazySources):
             made | dict(enumerate(more, len(chosen))),
         )
 
+    def owners(self, numbers: Sequence[int]) -> list[object]:
+        """Objects that keep the memory of these tensors alive."""
+        return [self._made.get(number, self._owners[number]) for number in numbers]
+
     def at(self, number: int) -> ByteSource:
         """See `LazySources`."""
         if number in self._made:
