@@ -12,7 +12,7 @@ setup(
         Extension(
             "tensorstore_ck.format.codec._kernel",
             sorted(glob(f"{FOLDER}/*.c")),
-            depends=[f"{FOLDER}/_kernel.h"],
+            depends=sorted(glob(f"{FOLDER}/*.h")),
             extra_compile_args=[] if os.name == "nt" else ["-O3"],  # the environment's CFLAGS replace Python's own
             define_macros=[("Py_LIMITED_API", "0x030b0000")],
             py_limited_api=True,

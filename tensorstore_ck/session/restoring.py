@@ -164,7 +164,7 @@ def restoring(
     """See `Store.restoring`."""
     ranks = process_group(group)
     session.finish_staged(address, ranks, timeout_seconds)
-    session.context.frozen.known.clear()  # a restore may fill them
+    session.context.frozen.states = ()  # a restore may fill them
 
     def find(address: str) -> Resolved:
         resolved = session.engine.resolve(address)

@@ -7,6 +7,7 @@ tensor of plain bytes. So every byte is stored once, and a restore makes the ten
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from struct import Struct
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -16,6 +17,9 @@ ALIGNMENT_BYTES: Final = 16
 """Every allocator's alignment. Offsets in a storage keep their address modulo it, so that views stay addressable."""
 MAX_GAP_BYTES: Final = 4096
 """Gaps between two tensors of a storage are kept up to this size. Otherwise two rows of a large buffer would store the whole buffer."""
+
+BOUNDS: Final = Struct("=QQ")
+"""Where an allocation starts and stops."""
 
 Numbers = npt.NDArray[np.intp]
 Addresses = npt.NDArray[np.uint64]
@@ -49,9 +53,8 @@ class MemoryAreas:
     """The areas of all leaves, as columns."""
 
     def __init__(self, areas: Iterable[Area] = ()) -> None:
-        self.starts: list[int] = []
-        self.stops: list[int] = []
-        """Equal to `starts` for leaves without bytes."""
+        self.bounds = bytearray()
+        """Rows of `BOUNDS`; both are equal for leaves without bytes."""
         self.devices: dict[int, object] = {}
         """Leaf -> device, for leaves on one."""
         self.repeating: list[int] = []
@@ -61,12 +64,12 @@ class MemoryAreas:
     def append(self, area: Area) -> None:
         """Adds the next leaf's area."""
         device, start, stop, repeats = area or (None, 0, 0, False)
+        leaf = len(self.bounds) // BOUNDS.size
         if device is not None:
-            self.devices[len(self.starts)] = device
+            self.devices[leaf] = device
         if repeats:
-            self.repeating.append(len(self.starts))
-        self.starts.append(start)
-        self.stops.append(stop)
+            self.repeating.append(leaf)
+        self.bounds += BOUNDS.pack(start, stop)
 
 
 class CoveringArea(NamedTuple):
@@ -109,7 +112,7 @@ class _Cluster(NamedTuple):
 
 def find_alias_candidates(areas: MemoryAreas) -> list[int]:
     """The leaves whose allocation overlaps another's, or whose elements repeat: few or none in most states."""
-    starts, stops = np.array(areas.starts, np.uint64), np.array(areas.stops, np.uint64)
+    starts, stops = np.frombuffer(areas.bounds, np.uint64).reshape(-1, 2).T.copy()
     leaves_on: defaultdict[object, list[int]] = defaultdict(list)
     for leaf, device in areas.devices.items():
         leaves_on[device].append(leaf)

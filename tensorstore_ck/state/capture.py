@@ -11,16 +11,16 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format import hash_probes, sharding
 from tensorstore_ck.format.layout import MAX_ITEM_BYTES, ExplicitRegions, Layout, Node, Sharding, SharedStorage, Spread, TensorSpec
 from tensorstore_ck.format.sharding import Mesh
 from tensorstore_ck.format.tree import ATTRIBUTES, SHORT_PATH, LeafNames
 from tensorstore_ck.format.values import MAX_NESTING, PLAIN_TYPES, encode, key_text, move_to_blobs, numpy_dtype_name, pack_numbers
-from tensorstore_ck.state.aliasing import AreaOffset, CoveringArea, find_alias_candidates, plan_aliases
+from tensorstore_ck.state.aliasing import AliasPlan, AreaOffset, find_alias_candidates, plan_aliases
 from tensorstore_ck.state.boxes import Box, Boxes, coverage_error, is_checkpointable
-from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, source_of
+from tensorstore_ck.state.byte_sources import Array, source_of
 from tensorstore_ck.state.device.device_blocks import device_blocks
 from tensorstore_ck.state.device.waited_copies import follow_all
 from tensorstore_ck.state.memory_extents import area_of, extent_of
@@ -31,7 +31,8 @@ from tensorstore_ck.state.registered_types import DTYPE_NAMES, FACTORIES, NamedS
 from tensorstore_ck.state.sharded_tensors import FlatShard, SpreadDescriber, share_of
 from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, unwrap_shards
 from tensorstore_ck.state.sourced_tensor import SourcedTensor
-from tensorstore_ck.state.tensor_table import TensorKind, TensorSpecs, TensorTable
+from tensorstore_ck.state.stored_tensors import NumberOf, stored_tensors
+from tensorstore_ck.state.tensor_table import TensorTable
 from tensorstore_ck.state.unsupported_types import advice_for
 
 _SHARES: Final = frozenset({Box, Boxes, RankShare})
@@ -72,9 +73,8 @@ class CaptureWalk:
         self._refuse = refuse
         self._top: list[Node] = [None]
         self._table = TensorTable()
-        # The nodes of tensors, to be replaced if some turn out to be views.
-        self._tensor_nodes: list[list[Any]] = []
-        self._tensor_positions: list[int] = []
+        self._tensor_nodes: list[tuple[list[Any], range]] = []
+        """Where the nodes of tensors are, to be replaced if some turn out to be views."""
 
     def visit(self, state: object) -> None:
         """Walks the whole state."""
@@ -84,45 +84,47 @@ class CaptureWalk:
         """Decides which tensors share memory, and returns the result."""
         table = self._table
         aliases = plan_aliases({leaf: extent_of(table.objects[leaf]) for leaf in find_alias_candidates(table.areas)})
-        names, forms, sources = table.names, table.forms, table.sources()
-        own: Sequence[int] = range(len(names))
-        number_of: Sequence[int] | dict[int, int] = own
+        stored = stored_tensors(table, aliases, self._names)
+        storages = self._shared_storages(aliases, stored.number_of)
         if aliases.views:
-            own = [leaf for leaf in own if leaf not in aliases.views]
-            names = [names[leaf] for leaf in own] + [self._names.name(f"{names[extra.first]}.__storage__") for extra in aliases.extras]
-            forms = [forms[leaf] for leaf in own] + [_form_of(extra) for extra in aliases.extras]
-            sources = sources.pick(own, [_source_of(extra, table.objects[extra.first]) for extra in aliases.extras])
-            own += [-1 - position for position in range(len(aliases.extras))]
-            number_of = {leaf: number for number, leaf in enumerate(own)}
+            self._renumber(aliases, stored.number_of)
+        spreads = [self._spreads.get(leaf) for leaf in stored.leaves] if self._spreads else ()
+        explicit = [ExplicitRegions(stored.number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
+        if table.areas.devices:
+            follow_all(table.areas.devices.values())
+        layout = Layout(stored.specs, self._top[0], storages, list(self._meshes), spreads)
+        return CapturedState(layout, self._values, self._blobs, stored.sources, explicit, device_blocks=device_blocks())
+
+    def _shared_storages(self, aliases: AliasPlan, number_of: NumberOf) -> list[SharedStorage]:
+        """The storages that several tensors share, or that begin before their only tensor."""
         storages = []
         for storage in aliases.storages:
             for base, _ in storage.offsets:
                 self._check_addressable(base)
-            members = sorted((number_of[base], offset) for base, offset in storage.offsets)
-            storages.append(SharedStorage(storage.size_bytes, tuple(m for m, _ in members), tuple(offset for _, offset in members)))
-        if aliases.views:
-            for nodes, position in zip(self._tensor_nodes, self._tensor_positions, strict=True):
+            tensors, offsets = zip(*sorted((number_of[base], offset) for base, offset in storage.offsets), strict=True)
+            storages.append(SharedStorage(storage.size_bytes, tensors, offsets))
+        return storages
+
+    def _renumber(self, aliases: AliasPlan, number_of: NumberOf) -> None:
+        """Puts the node of a view, or of a tensor with its final number, in place of each node that the walk made of a leaf."""
+        for nodes, positions in self._tensor_nodes:
+            for position in positions:
                 node = nodes[position]
                 leaf = node if type(node) is int else node[1]
                 view = aliases.views.get(leaf)
-                nodes[position] = self._view_node(leaf, view, number_of) if view else self._node(leaf, number_of[leaf])
-        spreads = [self._spreads.get(leaf) for leaf in own] if self._spreads else ()
-        explicit = [ExplicitRegions(number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
-        layout = Layout(TensorSpecs(names, forms), self._top[0], storages, list(self._meshes), spreads)
-        if table.areas.devices:
-            follow_all(table.areas.devices.values())
-        return CapturedState(layout, self._values, self._blobs, sources, explicit, device_blocks=device_blocks())
+                nodes[position] = self._view_node(leaf, view, number_of[view.base]) if view else self._node(leaf, number_of[leaf])
 
     def _node(self, leaf: int, number: int) -> Node:
         flags = self._table.flags.get(leaf)
         return ["t", number, flags] if flags else number
 
-    def _view_node(self, leaf: int, view: AreaOffset, number_of: Sequence[int] | dict[int, int]) -> Node:
+    def _view_node(self, leaf: int, view: AreaOffset, base: int) -> Node:
+        """`base`: the number of the tensor that it views."""
         self._check_addressable(leaf)
-        form, viewed = self._table.forms[leaf], self._table.objects[leaf]
+        kind, viewed = self._table.kind_of(leaf), self._table.objects[leaf]
         strides = viewed.stride() if isinstance(viewed, torch.Tensor) else tuple(step // viewed.itemsize for step in viewed.strides)
         flags = self._table.flags.get(leaf, 0)
-        return ["w", number_of[view.base], form.dtype, list(form.shape), list(strides), view.offset_bytes, flags]
+        return ["w", base, kind.dtype, list(kind.shape), list(strides), view.offset_bytes, flags]
 
     def _check_addressable(self, leaf: int) -> None:
         """Checks that strides can describe a leaf that shares memory."""
@@ -280,15 +282,14 @@ class CaptureWalk:
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 
-    def _visit_run(self, items: Sequence[Any], paths: Sequence[str], nodes: list[Any], start: int) -> int:
+    def _visit_run(self, items: list[Any], paths: Sequence[str], nodes: list[Any], start: int) -> int:
         """Adds consecutive ordinary tensors at once; returns where they end."""
         table, first = self._table, len(self._table.objects)
         stop = table.add_run(items, start)
         table.names += self._names.names(paths[start:stop])
         numbers = range(first, len(table.objects))
         nodes[start:stop] = map(self._node, numbers, numbers) if table.flags else numbers
-        self._tensor_nodes += [nodes] * len(numbers)
-        self._tensor_positions += range(start, stop)
+        self._tensor_nodes.append((nodes, range(start, stop)))
         return stop
 
     def _visit_tensor(self, tensor: torch.Tensor, path: str, nodes: list[Any], position: int) -> None:
@@ -308,8 +309,7 @@ class CaptureWalk:
 
     def _set_node(self, number: int, nodes: list[Any], position: int) -> None:
         nodes[position] = self._node(number, number)
-        self._tensor_nodes.append(nodes)
-        self._tensor_positions.append(position)
+        self._tensor_nodes.append((nodes, range(position, position + 1)))
 
     def _visit_spread(self, value: Any, path: str, nodes: list[Any], position: int) -> None:
         """Visits a tensor that is spread over ranks."""
@@ -384,15 +384,3 @@ def require_dense(tensor: torch.Tensor, name: str) -> str:
         raise UnsupportedValueError(f"cannot store {name}: {what}; {advice}", object_id=name)
     require_plain(tensor, name, "it")
     return dtype
-
-
-def _form_of(extra: CoveringArea) -> TensorKind:
-    return TensorKind("uint8", 1, (extra.stop - extra.start,), extra.stop - extra.start)
-
-
-def _source_of(extra: CoveringArea, first: torch.Tensor | Array) -> ByteSource:
-    size = extra.stop - extra.start
-    if isinstance(first, np.ndarray) or first.is_cpu:
-        return MemorySource(extra.start, first, size)
-    storage = first.untyped_storage()
-    return CopySource(torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, extra.start - storage.data_ptr(), (size,), (1,)))

@@ -50,6 +50,11 @@ def slot_bytes(captured: CapturedState, skip: Collection[int] = ()) -> int:
     return int(_offsets(_sizes(captured, skip))[-1])
 
 
+def bytes_of(captured: CapturedState, numbers: Collection[int]) -> int:
+    """The size in bytes of these tensors."""
+    return int(ByteSources.of(captured.sources).sizes[_array_of(numbers)].sum()) if numbers else 0
+
+
 def copy_captured(
     captured: CapturedState,
     slot: Slot,
@@ -84,19 +89,20 @@ def copy_captured(
     if memory is None or offsets[-1] > slot.size_bytes:
         what = "was released" if memory is None else f"has {slot.size_bytes}"
         raise InvalidOptionError(f"a capture needs {offsets[-1]} bytes of a slot, and this one {what}: take one of slot_bytes()")
-    addresses = ByteSources.of(captured.sources).addresses
+    sources = ByteSources.of(captured.sources)
+    addresses = sources.addresses
     rest = _OtherSources(memory)
     arriving: dict[int, list[DeviceCopy]] = {}
     for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist():
         if several := rest.add(captured.sources[number], int(offsets[number]), int(sizes[number])):
             arriving[number] = several
-    copies = _CopiedSources(slot, offsets, sizes, {number: captured.sources[number] for number in skip})
+    copies = _CopiedSources(slot, offsets, sizes, sources, skipped=skip)
     device_blocks: DeviceBlocks | None = captured.device_blocks if skip else None
     if arriving:
         started = start_copies(captured, copies=arriving, device_copies=slot.arena.device_copies, copying=slot.arrivals, overlap=overlap)
         copies.arrivals, device_blocks = started.arrivals, started.blocks or device_blocks
-        copies.others |= started.kept
-    moves = np.stack((offsets[:-1] + address_of(memory), addresses, sizes), axis=1)[addresses != 0]
+        copies.others = started.kept
+    moves = np.stack((offsets[:-1] + address_of(memory), addresses, sizes), axis=1)[(addresses != 0) & (sizes > 0)]
     jobs = _jobs(np.concatenate((moves, rest.moves())), threads)
     for_each(jobs, move, min(threads, len(jobs)))
     rest.copy_strided()
@@ -111,7 +117,7 @@ def copy_captured(
 def _changed(addresses: Numbers, targets: Numbers, sizes: Numbers, sampling: Sampling) -> set[int]:
     """The tensors at `addresses` whose sample differs from their copies at `targets`."""
     is_small = sizes <= INLINE_TENSOR_BYTES
-    small, larger = (np.flatnonzero((addresses != 0) & chosen) for chosen in (is_small, ~is_small))
+    small, larger = (np.flatnonzero((addresses != 0) & (sizes > 0) & chosen) for chosen in (is_small, ~is_small))
     sampled = pieces_of_many(larger, sizes[larger], sampling.verify_share, sampling.turn)
     numbers, starts, lengths = np.concatenate((np.stack((small, np.zeros_like(small), sizes[small]), axis=1), sampled)).T
     differs = differing(np.stack((targets[numbers] + starts, addresses[numbers] + starts, lengths), axis=1))
@@ -133,8 +139,12 @@ def _changed_rest(captured: CapturedState, copies: "_CopiedSources", numbers: Se
 def _sizes(captured: CapturedState, skip: Collection[int]) -> Numbers:
     """How many bytes of each tensor are copied."""
     sizes = ByteSources.of(captured.sources).sizes.copy()
-    sizes[list(skip)] = 0
+    sizes[_array_of(skip)] = 0
     return sizes
+
+
+def _array_of(numbers: Collection[int]) -> Numbers:
+    return np.fromiter(numbers, np.int64, len(numbers))
 
 
 def _offsets(sizes: Numbers) -> Numbers:
@@ -145,17 +155,25 @@ def _offsets(sizes: Numbers) -> Numbers:
 class _CopiedSources(LazySources):
     """Sources over a slot."""
 
-    def __init__(self, slot: Slot, offsets: Numbers, sizes: Numbers, others: dict[int, ByteSource]) -> None:
+    def __init__(self, slot: Slot, offsets: Numbers, sizes: Numbers, originals: ByteSources, skipped: Collection[int]) -> None:
+        """`skipped`: the numbers of tensors that are read where they were captured; keeps no memory of others."""
         self._slot = slot
         self._offsets = offsets
         self._sizes = sizes
-        self.others = others
-        """Tensors that were not copied."""
+        self._is_skipped = np.zeros(len(sizes), np.bool_)
+        self._is_skipped[_array_of(skipped)] = True
+        self._originals = originals if self._is_skipped.all() else originals.pick(np.flatnonzero(self._is_skipped).tolist(), [])
+        self._position = np.cumsum(self._is_skipped) - 1
+        """Of a skipped tensor among the originals."""
+        self.others: Mapping[int, ByteSource] = {}
+        """Tensors that a device keeps, and that were not copied."""
         self.arrivals: Mapping[int, DeviceArrival] = {}
         """Copies from a device that may still be under way."""
 
     def at(self, number: int) -> ByteSource:
         """See `LazySources`."""
+        if self._is_skipped[number]:
+            return self._originals.at(int(self._position[number]))
         if number in self.others:
             return self.others[number]
         memory = self._slot.memory
@@ -167,7 +185,7 @@ class _CopiedSources(LazySources):
     def read(self, number: int, start: int, stop: int) -> memoryview:
         """See `LazySources`."""
         memory = self._slot.memory
-        if memory is None or number in self.others or number in self.arrivals:
+        if memory is None or self._is_skipped[number] or number in self.others or number in self.arrivals:
             return super().read(number, start, stop)
         first = int(self._offsets[number])
         return memory[first + start : first + stop].data
@@ -179,7 +197,7 @@ class _CopiedSources(LazySources):
             return super().gather(ranges)
         tensors, starts, sizes = ranges
         addresses = address_of(memory) + self._offsets[tensors] + starts
-        addresses[np.isin(tensors, [*self.others, *self.arrivals])] = 0
+        addresses[self._is_skipped[tensors] | np.isin(tensors, [*self.others, *self.arrivals])] = 0
         return gather(addresses, sizes, lambda at: self.read(int(tensors[at]), int(starts[at]), int(starts[at] + sizes[at])))
 
     def __len__(self) -> int:

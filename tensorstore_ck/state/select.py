@@ -24,6 +24,10 @@ class Selection:
         """Whether any glob matches."""
         return any(pattern.match(path) for pattern in self._patterns.values())
 
+    def fitting(self, paths: Sequence[str]) -> list[int]:
+        """The positions of the paths that `fits`."""
+        return [position for position, path in enumerate(paths) if self.fits(path)]
+
     def require_used(self, tree: Tree) -> None:
         """Checks that each glob matches a leaf.
 

@@ -8,6 +8,7 @@ more, in garbage collection, than the queries to torch. The save makes `TensorSp
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from struct import Struct
 from typing import Any, Final, NamedTuple, overload
 
 import numpy as np
@@ -22,11 +23,22 @@ from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
 from tensorstore_ck.state.aliasing import Area, MemoryAreas
 from tensorstore_ck.state.boxes import CHECKPOINTABLE_MARK
 from tensorstore_ck.state.byte_sources import WRITABLE, Array, CopySource, MemorySource, memory_view
-from tensorstore_ck.state.plain_memory import PLAIN
+from tensorstore_ck.state.plain_memory import PLAIN, is_dense
 from tensorstore_ck.state.registered_types import DTYPE_NAMES
 
 SMALL_BYTES: Final = 16 << 10
 """Without the kernel, smaller pieces keep the GIL: two threads exchanging it took three times as long for 20,000 copies of 256 bytes."""
+
+_PLACE: Final = Struct("=qq")
+"""Of a tensor: its address, 0 if it is not contiguous host memory; and the number of its kind."""
+_KIND: Final = Struct("=qq")
+"""Of a kind: its bytes, and whether it is complex."""
+_RULES: Final = (
+    getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), torch.Tensor, torch.nn.Parameter, torch.Tensor.untyped_storage,
+    torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes, torch.Tensor.is_neg, torch.Tensor.is_conj, hasattr, CHECKPOINTABLE_MARK,
+    "dtype", "requires_grad",
+)  # fmt: skip
+"""What the kernel asks about each tensor, in the order of its `Rules`."""
 
 _memmove, _memcmp = ctypes.CDLL(None).memmove, ctypes.CDLL(None).memcmp
 _memmove_with_gil, _memcmp_with_gil = ctypes.PyDLL(None).memmove, ctypes.PyDLL(None).memcmp
@@ -84,9 +96,17 @@ class TensorKind(NamedTuple):
 class TensorSpecs(Sequence[TensorSpec]):
     """The `TensorSpec` of each tensor, made on first use."""
 
-    def __init__(self, names: Sequence[str], forms: Sequence[TensorKind]) -> None:
+    def __init__(self, names: Sequence[str], kinds: Sequence[TensorKind], kind_numbers: Numbers) -> None:
+        """`kind_numbers`: of each tensor, its kind among the `kinds`."""
         self.names = names
-        self.forms = forms
+        self.kinds = kinds
+        self.kind_numbers = kind_numbers
+
+    def pick(self, numbers: Sequence[int], names: Sequence[str], kinds: Sequence[TensorKind]) -> "TensorSpecs":
+        """The tensors with these numbers, followed by others with `names` and `kinds`."""
+        more = np.arange(len(self.kinds), len(self.kinds) + len(kinds))
+        chosen = np.concatenate((self.kind_numbers[numbers], more))
+        return TensorSpecs([*(self.names[number] for number in numbers), *names], [*self.kinds, *kinds], chosen)
 
     @overload
     def __getitem__(self, number: int) -> TensorSpec: ...
@@ -103,7 +123,8 @@ class TensorSpecs(Sequence[TensorSpec]):
 
     @cached_property
     def _all(self) -> list[TensorSpec]:
-        return [TensorSpec(name, *form[:3], form.order) for name, form in zip(self.names, self.forms, strict=True)]
+        described = [(*kind[:3], kind.order) for kind in self.kinds]
+        return [TensorSpec(name, *described[kind]) for name, kind in zip(self.names, self.kind_numbers.tolist(), strict=True)]
 
 
 class ByteSources(LazySources):
@@ -136,6 +157,10 @@ class ByteSources(LazySources):
             [*(self._owners[number] for number in chosen), *added._owners],
             made | dict(enumerate(more, len(chosen))),
         )
+
+    def owners(self, numbers: Sequence[int]) -> list[object]:
+        """Objects that keep the memory of these tensors alive."""
+        return [self._made.get(number, self._owners[number]) for number in numbers]
 
     def at(self, number: int) -> ByteSource:
         """See `LazySources`."""
@@ -171,83 +196,114 @@ class TensorTable:
         self.objects: list[torch.Tensor | Array] = []
         """Also keeps them alive, so that ids stay valid."""
         self.names: list[str] = []
-        self.forms: list[TensorKind] = []
         self.flags: dict[int, int] = {}
         """Number -> flags, if any."""
         self.areas = MemoryAreas()
-        self._addresses: list[int] = []
+        self.kinds: list[TensorKind] = []
+        """Each once."""
+        self._number_of_kind: dict[TensorKind, int] = {}
+        self._known_kinds: dict[tuple[torch.dtype, torch.Size], int] = {}
+        self._kind_facts = bytearray()
+        """Rows of `_KIND`, one for each of the kinds."""
+        self._places = bytearray()
+        """Rows of `_PLACE`, one for each tensor."""
         self._owners: list[object] = []
         self._made: dict[int, ByteSource] = {}
-        self._known_forms: dict[tuple[torch.dtype, torch.Size], TensorKind] = {}
+        self._columns = (
+            self.number_of, self.objects, self._owners, self.flags, dict[bytes, int](), self._kind_facts, self.areas.bounds, self._places
+        )  # fmt: skip
+        """What the kernel adds to, in the order of its `Columns`; without `_new_kind`, which would keep this object alive."""
 
-    def add_run(self, items: Sequence[Any], start: int) -> int:
+    def add_run(self, items: list[Any], start: int) -> int:
         """Adds items from `start` on while they are new, dense, contiguous tensors; returns where that ends.
 
         The caller adds their `names`, and handles the item that ended the run.
         """
-        objects, forms, owners, addresses = self.objects, self.forms, self._owners, self._addresses
-        starts, stops, number_of, known_forms = self.areas.starts, self.areas.stops, self.number_of, self._known_forms
-        position, first, mark = start, len(objects), CHECKPOINTABLE_MARK
+        stop = start
+        if compiled.HAS_KERNEL and _RULES[0] is not None:
+            stop = compiled.kernel.add_tensors(_RULES, (*self._columns, self._new_kind), items, start)
+        while stop < len(items) and self._add_plain(items[stop]):
+            stop += 1
+        return stop
+
+    def _add_plain(self, tensor: Any) -> bool:
+        """What the kernel does for most tensors: adds this one, if it is new, dense and contiguous."""
         try:
-            for position in range(start, len(items)):
-                tensor = items[position]
-                kind, key = type(tensor), id(tensor)
-                # Sparse, nested and other opaque tensors have no shape or no storage: torch raises.
-                if kind not in PLAIN or key in number_of or not tensor.is_contiguous() or tensor.is_neg() or hasattr(tensor, mark):
-                    return position
-                form = known_forms.get((tensor.dtype, tensor.shape)) or self._new_form(tensor)
-                if form is None or (form.is_complex and tensor.is_conj()) or (form.strides and tensor.stride() != form.strides):
-                    return position
-                size, storage = form.size_bytes, tensor.untyped_storage()
-                area = storage.data_ptr()
-                area_stop = area + storage.nbytes()
-                address = area + tensor.storage_offset() * form.item_bytes
-                is_on_host = tensor.is_cpu
-                if (size and address + size > area_stop) or not (is_on_host or tensor.is_cuda):
-                    return position
-                number_of[key] = number = first + position - start
-                objects.append(tensor)
-                forms.append(form)
-                starts.append(area)
-                stops.append(area_stop if size else area)
-                addresses.append(address if is_on_host else 0)
-                owners.append(storage if is_on_host else tensor)
-                flags = (REQUIRES_GRAD if tensor.requires_grad else 0) | (PARAMETER if kind is torch.nn.Parameter else 0)
-                if flags:
-                    self.flags[number] = flags
-                if not is_on_host:
-                    self.areas.devices[number] = tensor.device
+            kind = type(tensor)
+            # Sparse, nested and other opaque tensors have no shape or no storage: torch raises.
+            if kind not in PLAIN or id(tensor) in self.number_of or not is_dense(tensor) or hasattr(tensor, CHECKPOINTABLE_MARK):
+                return False
+            form_number = self._known_kinds.get((tensor.dtype, tensor.shape))
+            if form_number is None and (form_number := self._new_kind(tensor)) is None:
+                return False
+            form, storage, is_on_host = self.kinds[form_number], tensor.untyped_storage(), tensor.is_cpu
+            size, area = form.size_bytes, storage.data_ptr()
+            area_stop, address = area + storage.nbytes(), area + tensor.storage_offset() * form.item_bytes
+            if (form.strides and tensor.stride() != form.strides) or (size and address + size > area_stop):
+                return False
+            if not (is_on_host or tensor.is_cuda):
+                return False
+            flags = (REQUIRES_GRAD if tensor.requires_grad else 0) | (PARAMETER if kind is torch.nn.Parameter else 0)
+            device = None if is_on_host else tensor.device
         except RuntimeError:
-            return position
-        return len(items)
+            return False
+        self._add_row(tensor, address if is_on_host else 0, form_number, flags)
+        self.areas.append((device, area, area_stop if size else area, False))
+        self._owners.append(storage if is_on_host else tensor)
+        return True
 
     def add(self, tensor: torch.Tensor | Array, spec: TensorSpec, source: ByteSource, area: Area, flags: int = 0) -> int:
         """Adds a described tensor or array, and returns its number."""
-        number = self.number_of[id(tensor)] = len(self.objects)
-        self.objects.append(tensor)
+        kind = TensorKind(spec.dtype, spec.item_bytes, spec.shape, source.size_bytes, order=spec.order)
+        number = self._add_row(tensor, _address_of(source), self._number_of(kind), flags)
         self.names.append(spec.name)
-        self.forms.append(TensorKind(spec.dtype, spec.item_bytes, spec.shape, source.size_bytes, order=spec.order))
         self.areas.append(area)
-        self._addresses.append(_address_of(source))
         self._owners.append(None)
         self._made[number] = source
+        return number
+
+    def kind_of(self, number: int) -> TensorKind:
+        """The kind of one tensor."""
+        kind: int = _PLACE.unpack_from(self._places, number * _PLACE.size)[1]
+        return self.kinds[kind]
+
+    def specs(self) -> TensorSpecs:
+        """What all tensors and arrays are."""
+        return TensorSpecs(self.names, self.kinds, self._rows()[1])
+
+    def sources(self) -> ByteSources:
+        """The bytes of all tensors and arrays."""
+        addresses, kinds = self._rows()
+        sizes = np.array([kind.size_bytes for kind in self.kinds], np.int64)[kinds]
+        return ByteSources(addresses, sizes, self._owners, self._made)
+
+    def _rows(self) -> Numbers:
+        return np.frombuffer(self._places, np.int64).reshape(-1, 2).T.copy()
+
+    def _add_row(self, tensor: torch.Tensor | Array, address: int, kind: int, flags: int) -> int:
+        number = self.number_of[id(tensor)] = len(self.objects)
+        self.objects.append(tensor)
+        self._places += _PLACE.pack(address, kind)
         if flags:
             self.flags[number] = flags
         return number
 
-    def sources(self) -> ByteSources:
-        """The bytes of all tensors and arrays."""
-        sizes = np.array([form.size_bytes for form in self.forms], np.int64)
-        return ByteSources(np.array(self._addresses, np.int64), sizes, self._owners, self._made)
-
-    def _new_form(self, tensor: torch.Tensor) -> TensorKind | None:
+    def _new_kind(self, tensor: torch.Tensor) -> int | None:
+        """The number of a contiguous tensor's kind; None if its dtype has no stored form."""
         dtype, shape = tensor.dtype, tuple(tensor.shape)
         if dtype not in DTYPE_NAMES:
             return None
         spec = TensorSpec("", DTYPE_NAMES[dtype], dtype.itemsize, shape)
         strides = spec.strides if 1 in shape and len(shape) > 1 else None
-        form = TensorKind(*spec[1:4], spec.size_bytes, dtype.is_complex, strides=strides)
-        return self._known_forms.setdefault((dtype, tensor.shape), form)
+        number = self._number_of(TensorKind(*spec[1:4], spec.size_bytes, dtype.is_complex, strides=strides))
+        return self._known_kinds.setdefault((dtype, tensor.shape), number)
+
+    def _number_of(self, kind: TensorKind) -> int:
+        number = self._number_of_kind.setdefault(kind, len(self.kinds))
+        if number == len(self.kinds):
+            self.kinds.append(kind)
+            self._kind_facts += _KIND.pack(kind.size_bytes, kind.is_complex)
+        return number
 
 
 def _address_of(source: ByteSource) -> int:
@@ -284,7 +340,8 @@ class RecentLayouts:
         if not isinstance(specs, TensorSpecs):
             return captured._replace(own=own)
         # The tree as bytes: 1, 1.0 and True are equal keys of a dict, but different ones of a layout.
-        key = (specs.names, specs.forms, pack_body(layout.tree), layout.storages, layout.meshes, layout.spreads)
+        kinds = specs.kinds, specs.kind_numbers.tobytes()
+        key = (specs.names, *kinds, pack_body(layout.tree), layout.storages, layout.meshes, layout.spreads)
         recent = self._kept
         found = next((kept for kept in recent if kept.key == key), _KeptLayout(key, layout, {}))
         self._kept = [found, *(kept for kept in recent if kept is not found)][:MAX_LAYOUTS]

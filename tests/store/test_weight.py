@@ -57,7 +57,7 @@ MOST_LINES = {
     "log": 7200,
     "maintenance": 7600,
     "redaction": 200,
-    "session": 11200,
+    "session": 11300,
     "state": 7300,
     "store": 1800,
     "training": 5000,

@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include "_kernel.h"
+#include "_tensors.h"
 
 #define MAX_BUFFERS (MAX_GROUPS + 1)
 
@@ -361,6 +362,7 @@ static PyMethodDef methods[] = {
     {"apply_changes", apply_changes, METH_VARARGS, "(gaps, values, into, item_bytes, is_float): whether the gaps fit, and were applied."},
     {"copy_memory", copy_memory, METH_VARARGS, "(moves): copies; rows of a target address, a source address and a size, as int64."},
     {"compare_memory", compare_memory, METH_VARARGS, "(moves, differs): sets a byte for each row: whether the bytes at both addresses differ."},
+    {"add_tensors", add_tensors, METH_VARARGS, "(rules, columns, items, start): where a run of ordinary tensors ends; adds those to the columns."},
     {NULL, NULL, 0, NULL},
 };
 

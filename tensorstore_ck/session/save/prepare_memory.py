@@ -40,8 +40,7 @@ def prepare(
         UnsupportedValueError: the state cannot be saved.
     """
     captured = capture(state, None if group is None else describer_of(group))
-    selection = Selection(frozen) if frozen else None
-    frozen_tensors = [number for number, spec in enumerate(captured.layout.tensors) if selection is not None and selection.fits(spec.name)]
+    frozen_tensors = Selection(frozen).fitting([spec.name for spec in captured.layout.tensors]) if frozen else ()
     open_storages(context.gates_of(optimizers))
     return Preparation(slot_bytes(captured, frozen_tensors), partial(_hash, captured, 0 if group is None else group.rank(), context))
 

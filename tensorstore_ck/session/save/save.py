@@ -37,7 +37,7 @@ from tensorstore_ck.session.save.staged_save import PublishAlone, Publisher, Sta
 from tensorstore_ck.session.save.staged_upload import StagedUpload
 from tensorstore_ck.session.staging.staging_destination import StagingDestination
 from tensorstore_ck.state.capture import capture
-from tensorstore_ck.state.capture_copy import Slot, copy_captured, slot_bytes
+from tensorstore_ck.state.capture_copy import Slot, bytes_of, copy_captured, slot_bytes
 from tensorstore_ck.state.device.capture_proofs import Overlap
 from tensorstore_ck.state.tensor_table import RecentLayouts
 
@@ -134,6 +134,8 @@ class Save:
         self._options: SaveOptions | None = None
         self._captured: CapturedState | None = None
         self._changed_by = changed_by
+        self.frozen_bytes = 0
+        """The bytes of frozen tensors, which `copy_into` did not copy."""
         self._is_copied = False
         """Whether the state was copied into memory that a later save reuses: of each save in the background."""
 
@@ -188,7 +190,7 @@ class Save:
                 captured = state
             else:
                 captured = capture(state, self._coordination.describer)
-                if frozen or self._context.frozen.known:
+                if frozen or self._context.frozen.states:
                     captured = self._context.frozen.mark(captured, frozen, self._coordination.scope)
             self._captured = captured if rank_state is None else captured._replace(own=capture(rank_state))
             self._state = None  # the caller's containers may be freed
@@ -212,14 +214,10 @@ class Save:
         """The memory that `copy_into` needs; computed only if the state is copied."""
         return sum(slot_bytes(state, state.frozen) for state in self._states())
 
-    @cached_property
-    def frozen_bytes(self) -> int:
-        """The bytes of frozen tensors, which are not copied."""
-        return sum(state.sources[tensor].size_bytes for state in self._states() for tensor in state.frozen)
-
     def copy_into(self, slot: Slot) -> None:
         """Copies the state, which may be changed afterwards."""
         captured = self.capture()
+        self.frozen_bytes = sum(bytes_of(state, state.frozen) for state in self._states())
         sampling, self._options = self.check().sampling_of_copies(self.number)
         overlap = self._overlap(captured) if sampling.verify_share and captured.device_blocks is not None else None
         copy = partial(copy_captured, slot=slot, threads=cpu_threads(), sampling=sampling)

@@ -1,14 +1,21 @@
 """Tensors that are said to be frozen: neither copied nor read again, and found out when they change."""
 
+import random
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 import tensorstore_ck as tsck
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import BackendUnavailableError, FrozenChangedError
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.session.save.frozen_tensors import VERIFY_EVERY
+from tensorstore_ck.session.save.frozen_tensors import VERIFY_EVERY, FrozenTensors
+from tensorstore_ck.state import capture
+from tensorstore_ck.state.capture_copy import memory_key
+from tensorstore_ck.state.select import Selection
+from tests.effort import effort
 from tests.session.save.places import MIB, Scene, scene
 
 BASE = 3_000_000
@@ -178,3 +185,80 @@ def test_a_save_that_fails_learns_nothing_wrong(place: Scene) -> None:
         put(place, state, step).wait()
         check(place, state, step)
     assert place.store.fsck(read_data=True).ok
+
+
+# --- by columns and by name -------------------------------------------------------------------------------------------
+
+
+class ByName:
+    """What `FrozenTensors` does, in a dict: a name -> its place, and an object that stands for what is known."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, tuple[object, object]] = {}
+
+    def mark(self, captured: CapturedState, globs: list[str], scope: bytes) -> dict[int, object]:
+        frozen = {}
+        for number, spec in enumerate(captured.layout.tensors):
+            if not (globs and Selection(globs).fits(spec.name)):
+                self.known.pop(spec.name, None)
+                continue
+            place = (scope, spec, *memory_key(captured.sources[number]))
+            if spec.name not in self.known or self.known[spec.name][0] != place:
+                self.known[spec.name] = place, object()
+            frozen[number] = self.known[spec.name][1]
+        return frozen
+
+
+def test_random_saves_know_what_a_dict_of_names_would_know() -> None:
+    """Tensors that move, change their shape or dtype, are frozen or not; states with other names, in turns; each twice or more."""
+    for seed in range(effort(150, 5_000)):
+        rng = random.Random(seed)
+        by_columns, by_name, same = FrozenTensors(), ByName(), dict[int, object]()
+        kept: list[object] = []
+        tensors = [torch.ones(4) for _ in range(3)]
+        names, globs, scope = list[str](), list[str](), b""
+        saves: list[tuple[list[str], list[str], bytes, list[torch.Tensor]]] = []
+        for _ in range(24):
+            if rng.random() < 0.5:
+                position = rng.randrange(3)
+                base = (
+                    torch.ones(4) if rng.random() < 0.2 else torch.as_strided(tensors[position].detach().view(torch.float32), (4,), (1,), 0)
+                )
+                tensors[position] = rng.choice((base, base.view(torch.int32), base.view(2, 2), base[::2], base[1::2]))
+                kept.append(base)
+            if not names or rng.random() < 0.3:
+                names = rng.choice((["a.1", "a.2", "b.1"], ["a.1", "b.2"], ["c.1", "a.2"], ["a.2", "a.1"]))
+                globs[:] = rng.choice(([], ["*"], ["a.*"], ["b.1"], ["nothing"]))
+                scope = rng.choice((b"", b"group"))
+            elif rng.random() < 0.3:
+                names, globs[:], scope, tensors = rng.choice(saves[-3:])
+            saves.append((names, [*globs], scope, [*tensors]))
+            state = dict(zip(names, tensors, strict=False))
+            captured = capture(state)
+            found, expected = by_columns.mark(captured, globs, scope).frozen, by_name.mark(captured, globs, scope)
+            assert sorted(found) == sorted(expected), seed
+            for number, known in expected.items():
+                assert same.setdefault(id(known), found[number]) is found[number], seed
+            assert len({id(known) for known in same.values()}) == len(same), seed
+            kept += [captured, *expected.values(), *found.values()]  # no address or id is used again
+            if rng.random() < 0.1:
+                by_columns.states = ()
+                by_name.known.clear()
+
+
+def test_a_state_in_turns_with_another_keeps_what_is_known_of_it(place: Scene) -> None:
+    state, other = new_state(), {"more": torch.ones(4)}
+    read = []
+    for step in range(3):
+        read.append(is_read(place, put(place, state, step)))
+        place.store.put_snapshot(other, ref="other", step=step, frozen=["more"], unchanged="ok")
+    assert read == [True, False, False]
+
+
+def test_the_memory_of_what_is_no_longer_frozen_is_freed(place: Scene) -> None:
+    state = new_state()
+    put(place, state, 0).wait()
+    memory = weakref.ref(state["base"]["w"].untyped_storage())
+    put(place, {"base": {"w": torch.ones(3)}, "head": state["head"]}, 1).wait()
+    del state
+    assert memory() is None
