@@ -20,7 +20,7 @@ from tensorstore_ck.backend.local_io import read_file, read_range, regular_size,
 from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner, make_folder
 from tensorstore_ck.backend.local_writer import DirectWriter, LocalWriter
 from tensorstore_ck.backend.object_names import NAME, bad_name, check_name, check_prefix
-from tensorstore_ck.backend.os_errors import os_errors, store_error
+from tensorstore_ck.backend.os_errors import link_failed, os_errors, store_error
 from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.common.free_space import Space
@@ -28,13 +28,12 @@ from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
 from tensorstore_ck.common.threads import ProcessLock
-from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, InvalidUrlError, MissingObjectError, UnsafeBackendError
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, InvalidUrlError, MissingObjectError
 
 TEMPORARY_PREFIX: Final = ".tmp-"
 
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_NO_HARD_LINKS: Final = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 _LINK_TRIES: Final = 8
 
 
@@ -152,7 +151,7 @@ class LocalBackend(Backend):
             except FileNotFoundError:
                 continue  # another process deleted our temporary as a leftover
             except OSError as exc:
-                return _link_failed(name, exc, self.url)
+                return link_failed(name, exc, self.url)
             else:
                 try:
                     self._sync_folder(os.path.dirname(path))
@@ -397,17 +396,3 @@ def _scanned(folder: str) -> Collection[os.DirEntry[str]]:
 
 def _is_temporary(name: str) -> bool:
     return name.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
-
-
-def _link_failed(name: str, exc: OSError, folder: str) -> Created:
-    """Raises if surely no link was made; otherwise it may have been made."""
-    if exc.errno in _NO_HARD_LINKS:
-        raise UnsafeBackendError(
-            f"cannot create {name}: {os.strerror(exc.errno)}; this filesystem has no hard links, so commits cannot be exclusive on it. "
-            "Keep the store on another filesystem or on an object store",
-            object_id=name,
-        ) from exc
-    error = store_error(exc, "create", name, folder)
-    if isinstance(error, BackendUnavailableError):
-        return Created.UNKNOWN
-    raise error from exc

@@ -10,12 +10,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from tensorstore_ck.backend.object_names import MISSING_ADVICE
+from tensorstore_ck.backend.protocol import Created
 from tensorstore_ck.common.free_space import disk_of
-from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, NoSpaceError, PermissionDeniedError, StoreError
+from tensorstore_ck.errors import (
+    BackendUnavailableError,
+    MissingObjectError,
+    NoSpaceError,
+    PermissionDeniedError,
+    StoreError,
+    UnsafeBackendError,
+)
 
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMLINK}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
 _ADVICE = {
     errno.ENOENT: MISSING_ADVICE,
@@ -75,3 +84,17 @@ def os_errors(action: str, name: str, folder: str = "") -> Iterator[None]:
         yield
     except OSError as exc:
         raise store_error(exc, action, name, folder) from exc
+
+
+def link_failed(name: str, exc: OSError, folder: str) -> Created:
+    """Raises if surely no link was made; otherwise it may have been made."""
+    if exc.errno in _NO_HARD_LINKS:
+        raise UnsafeBackendError(
+            f"cannot create {name}: {os.strerror(exc.errno)}; this filesystem has no hard links, so commits cannot be exclusive on it. "
+            "Keep the store on another filesystem or on an object store",
+            object_id=name,
+        ) from exc
+    error = store_error(exc, "create", name, folder)
+    if isinstance(error, BackendUnavailableError):
+        return Created.UNKNOWN
+    raise error from exc
