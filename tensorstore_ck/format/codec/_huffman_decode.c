@@ -41,6 +41,8 @@ static int begin_bits(BitReader *reader, const uint8_t *start, size_t size)
 /* The next bits, at most 16, and zeros behind the last one. */
 static unsigned peek_bits(const BitReader *reader, unsigned count)
 {
+    if (!count)
+        return 0;
     size_t top = (reader->left + 7) / 8, from = top > 8 ? top - 8 : 0, known = reader->left - 8 * from;
     uint64_t bits = top < 8 ? get_le(reader->start, (int)top) : load64((const char *)reader->start + from, 0);
     bits = known >= count ? bits >> (known - count) : bits << (count - known);
@@ -214,7 +216,7 @@ typedef struct {
     uint8_t *to, *end;
 } Stream;
 
-static inline void take_steps(Stream *stream, const uint64_t *steps)
+INLINE void take_steps(Stream *stream, const uint64_t *steps)
 {
     uint64_t bits = stream->bits, step;
     uint8_t *to = stream->to;
@@ -233,7 +235,7 @@ static inline void take_steps(Stream *stream, const uint64_t *steps)
 }
 
 /* As often as `take_steps` can be called without passing an end of the stream. */
-static inline size_t rounds_of(const Stream *stream)
+INLINE size_t rounds_of(const Stream *stream)
 {
     size_t readable = (size_t)(stream->at - stream->start) / 7, space = (size_t)(stream->end - stream->to);
     size_t writable = space > 8 ? (space - 8) / (5 * MAX_SYMBOLS) : 0;

@@ -54,6 +54,8 @@ DENSE, SPARSE, SORTED = 1, 2, 3
 INTEGERS, FLOATS = 0, 1
 SPARSE_TO: Final = 0.1
 """The sparse form is used up to this share of changed elements."""
+ONE_SCALE_SPREAD: Final = 2.0
+"""The standard deviation of the exponents; of normally distributed numbers it is 1.6."""
 _HEADER: Final = struct.Struct("<BBBxII")
 HEAD_BYTES: Final = _HEADER.size
 
@@ -79,6 +81,11 @@ def estimate_delta_share(differences: Words) -> float:
     if changed <= SPARSE_TO:
         return changed * (1 + 1 / differences.itemsize)
     return estimate_planes_share(differences, rotated=False)
+
+
+def has_one_scale(some: Words) -> bool:
+    """Whether a sample of floats looks like normally distributed numbers of one scale."""
+    return bool(np.std(exponents(some)) < ONE_SCALE_SPREAD)
 
 
 def max_changes(size_bytes: int, item_bytes: int) -> int:

@@ -9,10 +9,18 @@ from typing import Final, Literal, NamedTuple
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.threads import Scratch
 from tensorstore_ck.format.codec.byte_planes import Elements, encode_planes, estimate_planes_share, guess_elements
-from tensorstore_ck.format.codec.byte_split import words_of
+from tensorstore_ck.format.codec.byte_split import Words, words_of
 from tensorstore_ck.format.codec.cast import KINDS, encode_cast
 from tensorstore_ck.format.codec.changed_words import Changes, find_changes
-from tensorstore_ck.format.codec.delta import encode_all, encode_few, estimate_delta_share, is_dense, max_changes, sample_differences
+from tensorstore_ck.format.codec.delta import (
+    encode_all,
+    encode_few,
+    estimate_delta_share,
+    has_one_scale,
+    is_dense,
+    max_changes,
+    sample_differences,
+)
 from tensorstore_ck.format.codec.entropy import EntropyCoder, sample
 from tensorstore_ck.format.codec.registry import Codec, encode_lz4, encode_zstd
 
@@ -20,8 +28,9 @@ Mode = Literal["raw", "fast", "small"]
 WORTH: Final = 0.97
 """A difference must be smaller than this share of the block encoded by itself, else reading its base costs more than it saves."""
 TRIED: Final = 0.96
-"""A difference is encoded if it is estimated at up to this share. Samples estimate it 0.01 to 0.02 too low: of the blocks of a training
-between this share and `WORTH`, one in twenty was worth it, and by 2 %."""
+"""Where a base has one scale, a difference is encoded if it is estimated at up to this share. Samples estimate it 0.01 to 0.02 too low: of
+such blocks of a training between this share and `WORTH`, one in twenty was worth it, and by 2 %. For other bases a sample may estimate it
+0.2 too high, since differences are sorted by scale, with a code for each."""
 SMALL: Final = 1 / 16
 """A difference of few words is taken up to this share of the block; to estimate the block by itself takes as long as their coding."""
 LEVELS: Final = {"fast": 1, "small": 9}
@@ -76,8 +85,8 @@ class Encoder:
         view, coder, item_bytes = memoryview(raw).cast("B"), self._coder_of_mode(), elements.item_bytes
         limit, some = max_changes(len(view), item_bytes), None
         if changes is None or changes.changed > limit:
-            some = sample(words_of(view, item_bytes))
-            differences = sample_differences(some, sample(words_of(base, item_bytes)), is_float=elements.is_float)
+            some, other = sample(words_of(view, item_bytes)), sample(words_of(base, item_bytes))
+            differences = sample_differences(some, other, is_float=elements.is_float)
             if changes is None and not is_dense(differences):
                 changes = find_changes(view, base, item_bytes, is_float=elements.is_float, limit=limit)
         if changes is not None and changes.changed > limit:
@@ -89,7 +98,7 @@ class Encoder:
                 return EncodedDelta(Encoded(Codec.DELTA, tuple(pieces)), changes)
         own_share = estimate_planes_share(sample(words_of(view, item_bytes)) if some is None else some, rotated=elements.is_float)
         if changes is None:
-            is_tried = estimate_delta_share(differences) <= TRIED * own_share
+            is_tried = estimate_delta_share(differences) <= _tried_to(other, elements) * own_share
             coded = encode_all(view, base, elements, coder, scratch=self._scratch) if is_tried else None
             if coded is None:
                 return None
@@ -122,4 +131,9 @@ def may_be_worth_reading(raw: Buffer, base_sample: bytes, elements: Elements) ->
     differences = sample_differences(some, other, is_float=elements.is_float)
     if not is_dense(differences):
         return True
-    return estimate_delta_share(differences) <= TRIED * estimate_planes_share(some, rotated=elements.is_float)
+    return estimate_delta_share(differences) <= _tried_to(other, elements) * estimate_planes_share(some, rotated=elements.is_float)
+
+
+def _tried_to(base_sample: Words, elements: Elements) -> float:
+    """Up to which estimated share a difference is encoded."""
+    return TRIED if elements.is_float and has_one_scale(base_sample) else WORTH
