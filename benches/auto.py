@@ -39,10 +39,9 @@ Seconds = dict[str, dict[str, list[float]]]
 class Throttled(StoreBackend):
     """An object store limited to `rate` bytes a second in each direction."""
 
-    is_local = False
-
     def __init__(self, inner: Backend, rate: float) -> None:
         super().__init__(inner)
+        self.is_local = False
         self._rate = rate
 
     def begin(self) -> None:

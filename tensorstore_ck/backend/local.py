@@ -2,9 +2,8 @@
 
 Knows no format. Acknowledged writes survive a power failure: the file is synced before it gets its name, the folder after, and
 the entries of folders once per process, all of one folder together. A failed fsync is final (the kernel may drop the dirty pages and
-report success next time): the file is dropped, and the folder is changed before it is synced again (`_fsync_folder`). Objects with
-unique names are opened with O_EXCL under their final name, since a torn one is an orphan; `create` and `replace` use a temporary in
-the same folder.
+report success next time): the file is dropped, and the folder is changed before it is synced again (`_fsync_folder`). Objects with unique
+names are opened with O_EXCL, since a torn one is an orphan; `create` and `replace` use a temporary in the same folder.
 """
 # ruff: noqa: D102 - protocol.py documents the methods
 
@@ -340,21 +339,23 @@ class LocalBackend(Backend):
         """
         if not self._sync:
             return
-        (self._sync_subfolders if folder == self._root else self._fsync_folder)(folder)
+        durable = set(self._synced_subfolders(folder) if folder == self._root else ())
+        if folder != self._root:
+            self._fsync_folder(folder)
         while folder not in self._durable_folders:
-            entry, folder = folder, os.path.dirname(folder)
-            if entry == self._root:
+            durable.add(folder)
+            if folder == self._root:
                 self._sync_root_entry()
-                folder = entry
-            else:
-                self._sync_subfolders(folder)
-            self._durable_folders.add(entry)
+                break
+            folder = os.path.dirname(folder)
+            durable.update(self._synced_subfolders(folder))
+        self._durable_folders.update(durable)  # not before: a folder is durable once the root's entry is, and this may fail
 
-    def _sync_subfolders(self, folder: str) -> None:
-        """Makes all entries of `folder` durable, and notes which folders are among them: those that were there before the fsync."""
+    def _synced_subfolders(self, folder: str) -> Iterable[str]:
+        """Makes all entries of `folder` durable, and returns which folders are among them: those that were there before the fsync."""
         present = [] if self._within else [entry.path for entry in _scanned(folder) if entry.is_dir(follow_symlinks=False)]
         self._fsync_folder(folder)
-        self._durable_folders.update(present)
+        return present
 
     def _sync_root_entry(self) -> None:
         with contextlib.suppress(PermissionError):  # the folder above is another user's, and need not be readable

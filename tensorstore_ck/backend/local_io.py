@@ -126,6 +126,16 @@ def read_range(path: str, dir_fd: int | None, offset: int, target: memoryview) -
         os.close(fd)
 
 
+def read_ahead(path: str, offset: int, size: int) -> None:
+    """Reads bytes of a file into the page cache, if the system can; returns when they are there or about to be."""
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: not Linux
+        fd = os.open(path, _READ)
+        try:
+            os.posix_fadvise(fd, offset, size, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
+
+
 def copy_range(path: str, offset: int, fd: int, at: int, size: int) -> int:
     """Copies bytes of the file `path` to `at` of the file `fd`, without this process's memory; returns how many bytes.
 

@@ -308,6 +308,8 @@ def init_store(backend: Backend, *, single_writer_unsafe: bool = False, exist_ok
     config = read_config(backend)
     if config is None:
         raise BackendUnavailableError(f"{CONFIG_NAME} could not be written to {backend.url}: try again", object_id=CONFIG_NAME)
+    if config.uuid == mine.uuid and outcome is Created.UNKNOWN:
+        backend.sync_folders(CONFIG_NAME)
     if config.uuid != mine.uuid and outcome is not Created.CREATED and not exist_ok:
         raise AlreadyExistsError(f"there is already a store at {backend.url}", object_id=backend.url)
     fill_reserve(transient)

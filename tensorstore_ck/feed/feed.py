@@ -201,8 +201,9 @@ class Feed:
 
     def _is_idle(self) -> bool:
         """Whether the branch was at `version`, and the log has no entry since: one request, where a poll that finds nothing is two."""
+        idle_at = self._idle_at  # another thread's poll may change it
         try:
-            return self._idle_at is not None and self._engine.log.chain.read(self._idle_at + 1) is None
+            return idle_at is not None and self._engine.log.chain.read(idle_at + 1) is None
         except BrokenLogError:
             return False  # a poll reads what can be read
 

@@ -12,9 +12,9 @@ from typing import Final
 from tensorstore_ck.backend.reserve import fill_reserve, has_reserve, within_reserve
 from tensorstore_ck.common.buffers import batches
 from tensorstore_ck.common.executor import Executor, require_no_rate
-from tensorstore_ck.common.ids import ulid_text
+from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.errors import GcRefusedError, StoreError, UnsafeBackendError
+from tensorstore_ck.errors import GcRefusedError, NoSpaceError, StoreError, UnsafeBackendError
 from tensorstore_ck.gc.compact import SparsePack, commit_relocations, compact, live_bytes
 from tensorstore_ck.gc.free_objects import DELETE_BATCH, OBJECTS_AN_ENTRY, changed_log, condemn, delete, truncate_tombstones
 from tensorstore_ck.gc.mark_reachable import LiveSet
@@ -215,10 +215,14 @@ class _Gc:
                 self._notes.extend(compacted.problems)
                 if not compacted.moves:
                     continue
-                moved = commit_relocations(self._engine, compacted.moves, self._planner.live, self._planner.anchor)
+                moved = set[Ulid]()
+                try:
+                    moved = commit_relocations(self._engine, compacted.moves, self._planner.live, self._planner.anchor)
+                    self._sweep()
+                except NoSpaceError:  # of an entry; what does not need one is still done
+                    left += 0 if moved else len(compacted.moves)
                 new_bytes += compacted.written_bytes
                 done += [pack for pack in fitting if pack.pack in moved]
-                self._sweep()
                 self._delete(ObjectKey("pack", pack) for pack in moved)
         if left:
             self._notes.append(f"{left} sparse packs were not rewritten: there is no space for copies of their live blocks")

@@ -86,7 +86,8 @@ class SparsePacks:
         self._budget_bytes = budget_bytes
         self._packs: list[SparsePack] = []
         """Those within the budget, the first one beyond it, which ends them, and those that came since the last cut."""
-        self._live_bytes = 0
+        self._new_bytes = 0
+        """Live bytes of the packs that came since the last cut."""
         self._added = 0
         self._lock = threading.Lock()
 
@@ -95,10 +96,10 @@ class SparsePacks:
         with self._lock:
             self._added += 1
             self._packs.append(pack)
-            self._live_bytes += live_bytes(pack)
-            if self._live_bytes > 2 * self._budget_bytes:
+            self._new_bytes += live_bytes(pack)
+            if self._new_bytes > self._budget_bytes:
                 self._packs = self._packs[: self._count_within() + 1]
-                self._live_bytes = sum(map(live_bytes, self._packs))
+                self._new_bytes = 0
 
     def chosen(self) -> tuple[list[SparsePack], int]:
         """The packs to rewrite, and the number of further ones."""

@@ -2,7 +2,7 @@
 next one, and finds out whether it is there when the backend did not say. Format: FORMAT.md, "Log entries".
 
 A writer decodes an entry before it writes it, so that no reader rejects it. Entries are created in order, so the log ends at the first
-number that is not there; an entry missing before another one is damage. Knows nothing of the ref table.
+number that is not there; an entry missing before another one is damage. Of the ref table it knows the row of a published snapshot alone.
 """
 
 import logging

@@ -80,7 +80,9 @@ class Session:
             if torch_group is None:  # with ranks this happens in the round, so that an error reaches all at once
                 save.check()
                 save.capture()
-            return self.queue.finish(self.queue.begin(save, called))
+            queued = self.queue.begin(save, called)
+            del save  # so that the queue has the only reference: it drops what the state holds before anybody knows of the end
+            return self.queue.finish(queued)
         except (MemoryError, RuntimeError) as exc:
             raise memory_error(exc, f"the save to {ref!r}") from exc.__cause__
 
@@ -96,7 +98,7 @@ class Session:
         **given: "Unpack[StateArguments]",
     ) -> PendingSnapshot:
         """See `Store.put_snapshot_async`; `optimizers` is its `changed_by`."""
-        if optimizers != ():
+        if type(optimizers) is not tuple or optimizers:
             given["changed_by"] = _optimizers(optimizers)
         torch_group = None if group is None else process_group(group)
         check_on_full(on_full)

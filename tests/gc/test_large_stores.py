@@ -44,11 +44,13 @@ class FullOnce(MemoryBackend):
     """Has no space for some of the new packs."""
 
     fails_at: int | None = None
+    stays_full = False
+    """Whether nothing fits from then on, as with a bucket's quota."""
 
     def _insert(self, name: str, data: Buffer) -> bool:
-        if name.startswith("packs/") and self.fails_at is not None:
+        if self.fails_at is not None and (name.startswith("packs/") or self.fails_at < 0):
             self.fails_at -= 1
-            if self.fails_at == -1:
+            if self.fails_at == -1 or (self.fails_at < 0 and self.stays_full):
                 raise NoSpaceError(f"{name}: no space left", object_id=name)
         return super()._insert(name, data)
 
@@ -85,6 +87,20 @@ def test_a_piece_without_space_leaves_the_others_in_force(fails_at: int) -> None
     assert count_packs(backend) == packs
     require_sound(store, {"a": state(0), "b": state(10), "c": state(20)})
     assert len(run_gc(store.engine, AT_ONCE, executor=Workers()).rewritten) == 3 - copied
+    require_sound(store, {"a": state(0), "b": state(10), "c": state(20)})
+
+
+def test_gc_ends_well_where_no_log_entry_fits_either() -> None:
+    backend = FullOnce()
+    backend.stays_full = True
+    store = three_sparse_packs(backend)
+    backend.fails_at = 1
+    report = run_gc(store.engine, AT_ONCE, executor=Workers())
+    assert report.rewritten == ()
+    assert report.notes == ("3 sparse packs were not rewritten: there is no space for copies of their live blocks",)
+    require_sound(store, {"a": state(0), "b": state(10), "c": state(20)})
+    backend.fails_at = None
+    assert len(run_gc(store.engine, AT_ONCE).rewritten) == 3
     require_sound(store, {"a": state(0), "b": state(10), "c": state(20)})
 
 

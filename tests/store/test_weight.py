@@ -51,7 +51,7 @@ MOST_LINES = {
     "errors": 400,
     "events": 300,
     "feed": 1200,
-    "format": 5200,
+    "format": 5300,
     "gc": 3600,
     "integrations": 20300,
     "log": 7200,

@@ -41,7 +41,7 @@ class StepCounter(NamedTuple):
 
 @dataclass(slots=True)
 class StepCounters:
-    """The counters of one layout, and its weights."""
+    """The counters of one layout."""
 
     found: list[StepCounter] = field(default_factory=list)
     tensors: set[int] = field(default_factory=set)
@@ -50,8 +50,8 @@ class StepCounters:
     """Whether there are others."""
     may_skip: bool = False
     """Whether the state has a gradient scaler, which lets optimizers skip steps."""
-    weights: set[int] = field(default_factory=set)
-    """The numbers of all other tensors of floating or complex numbers."""
+    weights: set[int] | None = None
+    """The numbers of all other tensors of floating or complex numbers; None: nobody asked yet."""
 
 
 def find_counters(captured: CapturedState) -> StepCounters:
@@ -61,9 +61,6 @@ def find_counters(captured: CapturedState) -> StepCounters:
     if counters is None:
         counters = StepCounters()
         _CounterSearch(captured.layout, counters).visit(captured.layout.tree, "", "", 0)
-        for number, spec in enumerate(captured.layout.tensors[:]):
-            if number not in counters.tensors and is_floating(spec.dtype, spec.item_bytes):
-                counters.weights.add(number)
         kept[StepCounters] = counters
     return counters
 
@@ -171,11 +168,21 @@ class ParentComparison:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def _has_moved(self, before: Part) -> bool:
-        blocks, weights = self._tensors.plan.blocks, self._counters.weights
+        blocks, weights = self._tensors.plan.blocks, self._weights()
         for row in self._moved_rows(before):
             if blocks[row].tensor in weights:
                 return True
         return not weights.isdisjoint(self._moved_inline(before))
+
+    def _weights(self) -> set[int]:
+        """See `StepCounters.weights`."""
+        counters = self._counters
+        if counters.weights is None:
+            counters.weights = set()
+            for number, spec in enumerate(self._captured.layout.tensors[:]):
+                if number not in counters.tensors and is_floating(spec.dtype, spec.item_bytes):
+                    counters.weights.add(number)
+        return counters.weights
 
     def _moved_rows(self, before: Part) -> list[int]:
         """The blocks of tensors that differ."""

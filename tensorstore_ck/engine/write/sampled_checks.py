@@ -27,6 +27,8 @@ SAMPLE_SHARE: Final = 1 / 256
 MIN_SAMPLE_BYTES: Final = 256 << 10
 """The least sample of a state; smaller states are sampled in full."""
 STRIDE_BYTES: Final = 4 << 20
+THREAD_BYTES: Final = 1 << 20
+"""Of a sample that is compared: for so many more, one thread more."""
 _ALIGN: Final = 16
 """No element is larger than this, or lies across a multiple of it."""
 MAX_NAMED: Final = 3
@@ -246,8 +248,9 @@ class CaptureSample:
                 if block_id(read(tensor, start, stop)) != digest:
                     changed.add(tensor)
 
-        # On one thread the comparison took a sixth of a save of unchanged tensors on 16 cores.
-        for_each(self._runs, compare, min(cpu_threads(), len(self._runs)))
+        # On one thread the comparison took a sixth of a save of unchanged tensors on 16 cores; to begin one costs as much as a MiB.
+        sampled_bytes = sum(map(len, self._runs)) * int(self._verify_share * STRIDE_BYTES)
+        for_each(self._runs, compare, min(cpu_threads(), len(self._runs), 1 + sampled_bytes // THREAD_BYTES))
         if self._hashed and self._captured.device_blocks is not None:
             again_ids = self._captured.device_blocks.ids(self._captured.sources, self._hashed)
             compared = zip(self._hashed, self._device_ids, again_ids, strict=True)

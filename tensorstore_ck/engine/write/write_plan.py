@@ -80,7 +80,7 @@ class WritePlan(NamedTuple):
     cuts: Mapping[int, bytes]
     """Which blocks of each frozen tensor this rank stores: another rank may store them at the next save."""
     layout_lengths: Sequence[int]
-    """The lengths of the blocks of the encoded layout."""
+    """The lengths of the blocks of the encoded layout; none if another rank stores it."""
 
 
 def plan_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> WritePlan:
@@ -92,11 +92,11 @@ def plan_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> WriteP
     if plan is None:
         if len(kept) > MAX_PLANS:
             kept.clear()
-        plan = kept[key] = _cut(captured, places_of(captured, slot, block_bytes), regions)
+        plan = kept[key] = _cut(captured, places_of(captured, slot, block_bytes), regions, stores_layout=slot.rank == slot.layout_ranks[0])
     return plan
 
 
-def _cut(captured: CapturedState, places: Sequence[tuple[Region, int, BlockShare]], regions: bytes) -> WritePlan:
+def _cut(captured: CapturedState, places: Sequence[tuple[Region, int, BlockShare]], regions: bytes, *, stores_layout: bool) -> WritePlan:
     blocks, small, specs = list[TensorBlock](), list[tuple[int, int, int]](), captured.layout.tensors[:]
     cuts: dict[int, list[tuple[object, ...]]] = {}
     for region, start, share in places:
@@ -115,7 +115,8 @@ def _cut(captured: CapturedState, places: Sequence[tuple[Region, int, BlockShare
     ranges = SourceRanges(*np.array(small, np.int64).reshape(-1, 3).T)
     inlined = InlineTensors(ranges, np.cumsum(ranges.sizes), runs)
     frozen_cuts = {tensor: repr(several).encode() for tensor, several in cuts.items()}
-    return WritePlan(blocks, inlined, regions, frozen_cuts, layout_lengths=cut_opaque(captured.layout.encode()))
+    layout_lengths = cut_opaque(captured.layout.encode()) if stores_layout else ()
+    return WritePlan(blocks, inlined, regions, frozen_cuts, layout_lengths)
 
 
 def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> list[tuple[Region, int, BlockShare]]:

@@ -1,7 +1,7 @@
 """A file that is written in any order, by several threads, and then read back.
 
-Records the hash of every write, or compares what the file holds with what the writer expects, at once. `read_back` reads the file from the
-file system and compares; `finish` also checks that every byte was written. Knows no formats, tensors or stores.
+Records the hash of every write, or compares what the page cache holds with what the writer expects, at once. `read_back` reads the rest of
+the file from the file system and compares; `finish` also checks that every byte was written. Knows no formats, tensors or stores.
 """
 
 import mmap
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Self
 
 from blake3 import blake3
 
-from tensorstore_ck.backend.local_io import copy_range, read_at, start_write_back, write_at
+from tensorstore_ck.backend.local_io import copy_range, read_ahead, read_at, start_write_back, write_at
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.errors import CorruptObjectError
@@ -79,6 +79,7 @@ class OutputFile:
 
     def copy_unhashed(self, path: str, start: int, offset: int, size: int) -> int:
         """Copies bytes of the file `path` from `start` on, as `write_unhashed` writes; returns how many: see `copy_range`."""
+        read_ahead(path, start, size=size)  # of several threads at once: a disk or a network answers many requests as fast as one
         with self._writing:
             return copy_range(path, start, self._fd, offset, size=size)
 

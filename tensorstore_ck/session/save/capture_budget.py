@@ -59,7 +59,7 @@ class CaptureMemory:
                 f"{human_bytes(limit)}: raise it, name tensors that do not change in frozen=, or use put_snapshot, which copies nothing",
                 object_id="host_memory_bytes",
             )
-        queued.slot = Slot(arena, needed)  # set before it has memory, so that `queued.release` finds it after any interrupt
+        queued.slot = Slot(arena, needed)  # set before it has memory, so that the queue releases it after any interrupt
         return arena.fill(queued.slot)
 
     def admit(

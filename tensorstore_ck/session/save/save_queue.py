@@ -77,7 +77,7 @@ class SaveQueue:
     # --- saves --------------------------------------------------------------------------------------------------------
 
     def submit(self, save: Capturable, on_full: OnFull, called: float) -> PendingSnapshot:
-        """Captures a save that was called at the time `called`, after `require_no_worker`; the thread does the rest.
+        """Copies a save that was captured after `require_no_worker`, and called at the time `called`; the thread writes and commits it.
 
         Raises:
             StoreError: it cannot be captured; or the error of an earlier save for which nobody waited.

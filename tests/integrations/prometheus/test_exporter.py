@@ -283,7 +283,19 @@ def test_a_scrape_reads_nothing_and_a_refresh_writes_nothing(
     store = make_store()
     put(store, "runs/a", 1)
     calls: list[str] = []
-    for name in ("get", "read_into", "size", "list", "put", "replace", "create", "delete", "open_writer", "open_whole_writer"):
+    for name in (
+        "get",
+        "get_if_there",
+        "read_into",
+        "size",
+        "list",
+        "put",
+        "replace",
+        "create",
+        "delete",
+        "open_writer",
+        "open_whole_writer",
+    ):
         method = getattr(LocalBackend, name)
 
         def counted(self: Any, *args: Any, _name: str = name, _method: Any = method, **options: Any) -> Any:
@@ -293,7 +305,7 @@ def test_a_scrape_reads_nothing_and_a_refresh_writes_nothing(
         monkeypatch.setattr(LocalBackend, name, counted)
     served = serve(store.url)
     served.refreshed(measure=True)
-    assert {"get", "list"} <= set(calls) <= {"get", "read_into", "size", "list"}
+    assert {"get", "list"} <= set(calls) <= {"get", "get_if_there", "read_into", "size", "list"}
     calls.clear()
     assert served.scrape()["tsck_up", store.url] == 1
     assert calls == []
