@@ -16,7 +16,7 @@ pack_counts.py      how many entries each pack has, cached on this host
 writers.py          writer records: which processes have ended
 runs.py             runs of neighbouring blocks, each read at once
 compact.py          copies live entries of sparse packs into new packs
-repack.py           rewrites packs smaller, or at another location
+recode_or_move.py   rewrites packs smaller, or at another location
 recode.py           encodes the packs of chosen snapshots smaller
 tiering.py          re-encodes and moves packs as retention policies ask
 usage.py            bytes per ref, job, snapshot and pack

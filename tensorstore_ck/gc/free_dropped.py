@@ -21,8 +21,8 @@ from tensorstore_ck.gc.compact import read_footer
 from tensorstore_ck.gc.free_objects import OBJECTS_AN_ENTRY, changed_log, condemn, delete, truncate_tombstones
 from tensorstore_ck.gc.mark_reachable import LiveSet, require_total_order
 from tensorstore_ck.gc.options import GcOptions
+from tensorstore_ck.gc.recode_or_move import PlannedPack, repack_packs
 from tensorstore_ck.gc.released import Releases
-from tensorstore_ck.gc.repack import PlannedPack, repack_packs
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
 
 DEFAULTS: Final = GcOptions()

@@ -10,7 +10,7 @@ from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.format.codec import check_recode_mode
 from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
 from tensorstore_ck.gc.mark_reachable import LiveSet, require_total_order
-from tensorstore_ck.gc.repack import plan_repack, repack_packs
+from tensorstore_ck.gc.recode_or_move import plan_repack, repack_packs
 from tensorstore_ck.gc.report import Progress, ProgressSum, RewrittenPack, ignore_progress
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 from tensorstore_ck.log.address import resolve

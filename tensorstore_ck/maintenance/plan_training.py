@@ -11,7 +11,7 @@ from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.retention import Policy
-from tensorstore_ck.log.retention.keep_rules import KeepCandidate, choose
+from tensorstore_ck.log.retention.choose_kept import KeepCandidate, choose
 from tensorstore_ck.maintenance.optimal_interval import SaveCosts, best, daly, ettr, require_costs, young
 
 DTYPES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}

@@ -53,7 +53,7 @@ def packs_written_by(cluster: Any, tsck: Tsck, *args: str) -> int:
     before = set(Path("ck/packs").rglob("*"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tensorstore_ck.gc.compact.PackWriter", None)
-        patch.setattr("tensorstore_ck.gc.repack.read_blocks", None)
+        patch.setattr("tensorstore_ck.gc.recode_or_move.read_blocks", None)
         assert tsck(*args, "--dask", cluster.scheduler_address).code == 0
     assert tsck("fsck", "--read-data").code == 0
     return sum(path.is_file() for path in set(Path("ck/packs").rglob("*")) - before)

@@ -124,7 +124,7 @@ def test_recode_keeps_what_was_copied_before_the_disk_was_full() -> None:
 
 
 def test_workers_look_at_the_packs_that_recode_may_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorstore_ck.gc.repack.LOOK_PACKS", 2)
+    monkeypatch.setattr("tensorstore_ck.gc.recode_or_move.LOOK_PACKS", 2)
     store = open_store(MemoryBackend())
     for seed, ref in enumerate("abc"):
         store.put_snapshot(compressible(seed), ref=ref, codec="raw")

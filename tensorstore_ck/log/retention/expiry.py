@@ -11,7 +11,7 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
-from tensorstore_ck.log.retention.keep_rules import KeepCandidate, Verdict, choose, reasons_despite_policy, unmatched
+from tensorstore_ck.log.retention.choose_kept import KeepCandidate, Verdict, choose, reasons_despite_policy, unmatched
 from tensorstore_ck.log.retention.policy import Policy
 
 LONG: Final = 256

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.errors import BackendUnavailableError, SnapshotDroppedError, WaitTimeoutError
+from tensorstore_ck.errors import BackendUnavailableError, ConflictError, SnapshotDroppedError, WaitTimeoutError
 from tensorstore_ck.session.save.queued_save import Worker
+from tensorstore_ck.session.save.save import Save
 from tests.session.save.places import MIB, SECONDS, Scene, check, put_beside
 
 IN_WORK = ["get log/", "open packs/", "append", "close", "put parts/"]
@@ -219,6 +220,16 @@ def test_what_is_held_of_a_save_does_not_hold_its_state(place: Scene) -> None:
     assert [pending.done() for pending in puts] == [True] * 4
     gc.collect()
     assert [state() for state in states] == [None] * 4
+
+
+def test_a_waited_save_is_gone_before_its_end_is_told(place: Scene) -> None:
+    """Its captured values may be large, and whoever catches the error may keep its frames."""
+    alive: dict[str, int] = {}
+    place.store.on_event(lambda event: alive.update({event.kind: sum(isinstance(one, Save) for one in gc.get_objects())}))
+    place.store.put_snapshot({"w": torch.ones(3)}, ref="job")
+    with pytest.raises(ConflictError):
+        place.store.put_snapshot({"w": torch.ones(3)}, ref="job", expect=None)
+    assert alive == {"published": 0, "failed": 0}
 
 
 # --- progress and what is under way -----------------------------------------------------------------------------------

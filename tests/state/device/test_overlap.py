@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -230,9 +231,10 @@ def test_an_optimizer_in_a_group(device: LateDevice, store: tsck.Store, job: Job
             pending.wait()
 
 
-def test_what_is_no_optimizer_is_refused(store: tsck.Store) -> None:
+@pytest.mark.parametrize("changed_by", ["adam", np.zeros(0), np.zeros(3)])
+def test_what_is_no_optimizer_is_refused(store: tsck.Store, changed_by: Any) -> None:
     with pytest.raises(InvalidOptionError, match="changed_by must be a torch optimizer"):
-        store.put_snapshot_async({}, ref=REF, changed_by="adam")  # type: ignore[arg-type]
+        store.put_snapshot_async({}, ref=REF, changed_by=changed_by)
 
 
 def test_a_closed_store_leaves_no_hooks(device: LateDevice, job: Job) -> None:
