@@ -151,7 +151,9 @@ class CapturedState(NamedTuple):
     sources: Sequence[ByteSource]
     """For each tensor of the layout, the bytes that this rank holds, one region after another."""
     explicit: Sequence[ExplicitRegions] = ()
+    """The regions that this rank holds of tensors whose layout does not say it."""
     frozen: Mapping[int, FrozenTensor] = MappingProxyType({})
+    """The tensors that the user called frozen, by number, and what is known of their blocks."""
     device_blocks: DeviceBlocks | None = None
     """None: no tensor is on a device."""
     own: "CapturedState | None" = None

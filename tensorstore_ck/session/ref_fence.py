@@ -197,15 +197,26 @@ class RefFence:
         self.check_step(engine, view, asked)
         parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)
-        nearest = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
+        similar = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
         began_ns = engine.clock()
         if _logger.isEnabledFor(logging.DEBUG):
-            roots = [root.hex() if isinstance(root, bytes) else str(root) for root in (parent, expected, nearest)]
+            roots = [root.hex() if isinstance(root, bytes) else str(root) for root in (parent, expected, similar)]
             _logger.debug(
                 "save %s@%s: continues %s, moves the ref from %s, compares with %s; codec %s", asked.ref, asked.step, *roots, coding.mode
             )
-        what = (asked.metadata, asked.metrics, coding, nearest, asked.checks, began_ns, asked.origin)
-        return SaveRequest(asked.ref, asked.step, parent, expected, *what)
+        return SaveRequest(
+            asked.ref,
+            asked.step,
+            parent,
+            expected,
+            metadata=asked.metadata,
+            metrics=asked.metrics,
+            coding=coding,
+            similar=similar,
+            checks=asked.checks,
+            began_ns=began_ns,
+            origin=asked.origin,
+        )
 
     def parent(self, view: RefTable, ref: str, given: object = LAST_SEEN) -> Digest | None:
         """The snapshot that a new one continues: what this handle last saved or restored on the ref, or the ref's head.
