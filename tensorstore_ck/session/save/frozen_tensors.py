@@ -67,7 +67,9 @@ class _FrozenState:
         from tensorstore_ck.state.capture_copy import memory_key  # noqa: PLC0415 - loads torch
 
         self.scope, self.names, self.numbers = scope, specs.names, numbers
-        self._kinds, self._kind_numbers, self._addresses = specs.kinds, specs.kind_numbers[numbers], sources.addresses[numbers]
+        # Not the kinds: one tensor has other strides and is_complex in them by how the capture described it.
+        self._kinds = [(kind.dtype, kind.item_bytes, kind.shape, kind.order, kind.size_bytes) for kind in specs.kinds]
+        self._kind_numbers, self._addresses = specs.kind_numbers[numbers], sources.addresses[numbers]
         elsewhere = np.flatnonzero((self._addresses == 0) & (sources.sizes[numbers] > 0)).tolist()
         self._keys = {position: memory_key(sources[int(numbers[position])]) for position in elsewhere}
         """Position among the frozen tensors -> memory, of those that are not contiguous host memory."""

@@ -310,7 +310,8 @@ def test_random_saves_know_what_a_dict_of_names_would_know() -> None:
                 base = (
                     torch.ones(4) if rng.random() < 0.2 else torch.as_strided(tensors[position].detach().view(torch.float32), (4,), (1,), 0)
                 )
-                tensors[position] = rng.choice((base, base.view(torch.int32), base.view(2, 2), base[::2], base[1::2]))
+                row, odd = base.view(1, 4), base.as_strided((1, 4), (7, 1))  # the same tensor
+                tensors[position] = rng.choice((base, base.view(torch.int32), base.view(2, 2), base[::2], base[1::2], row, odd))
                 kept.append(base)
             if not names or rng.random() < 0.3:
                 names = rng.choice((["a.1", "a.2", "b.1"], ["a.1", "b.2"], ["c.1", "a.2"], ["a.2", "a.1"]))
