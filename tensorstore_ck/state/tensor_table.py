@@ -205,7 +205,7 @@ class TensorTable:
         self.kinds: list[TensorKind] = []
         """Each once."""
         self._number_of_kind: dict[TensorKind, int] = {}
-        self._known_kinds: dict[tuple[torch.dtype, torch.Size], int] = {}
+        self._known_kinds: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}
         self._kind_facts = bytearray()
         """Rows of `_KIND`, one for each of the kinds."""
         self._places = bytearray()
@@ -243,7 +243,7 @@ class TensorTable:
                 if kind not in PLAIN or key in number_of or not tensor.is_contiguous() or tensor.is_neg() or hasattr(tensor, mark):
                     return position
                 form_number = known_kinds.get((tensor.dtype, tensor.shape))
-                if form_number is None and (form_number := self._new_kind(tensor)) is None:
+                if form_number is None and (form_number := self._new_kind(tensor.dtype, tuple(tensor.shape))) is None:
                     return position
                 form, storage, is_on_host = kinds[form_number], tensor.untyped_storage(), tensor.is_cpu
                 if (form.is_complex and tensor.is_conj()) or (form.strides and tensor.stride() != form.strides):
@@ -305,15 +305,14 @@ class TensorTable:
     def _rows(self) -> Numbers:
         return np.frombuffer(self._places, np.int64).reshape(-1, 2).T.copy()
 
-    def _new_kind(self, tensor: torch.Tensor) -> int | None:
+    def _new_kind(self, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:
         """The number of a contiguous tensor's kind; None if its dtype has no stored form."""
-        dtype, shape = tensor.dtype, tuple(tensor.shape)
         if dtype not in DTYPE_NAMES:
             return None
         spec = TensorSpec("", DTYPE_NAMES[dtype], dtype.itemsize, shape)
         strides = spec.strides if 1 in shape and len(shape) > 1 else None
         number = self._number_of(TensorKind(*spec[1:4], spec.size_bytes, dtype.is_complex, strides=strides))
-        return self._known_kinds.setdefault((dtype, tensor.shape), number)
+        return self._known_kinds.setdefault((dtype, shape), number)
 
     def _number_of(self, kind: TensorKind) -> int:
         if (known := self._number_of_kind.get(kind)) is not None:

@@ -11,7 +11,7 @@ import torch
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.codec import compiled
-from tensorstore_ck.state import capture
+from tensorstore_ck.state import capture, tensor_table
 from tensorstore_ck.state.registered_types import DTYPE_NAMES
 from tensorstore_ck.state.tensor_table import ByteSources, TensorTable
 from tests.effort import effort
@@ -214,3 +214,48 @@ def test_a_tensor_that_is_too_large_is_refused_by_its_path(has_kernel: bool, mon
     with pytest.raises(UnsupportedValueError, match=r"cannot store a\.huge: ") as raised:
         capture({"a": {"before": torch.ones(2), "huge": torch.ones(1).expand(2**61)}})
     assert raised.value.object_id == "a.huge"
+
+
+def test_another_meaning_of_the_table_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": torch.ones(2), "b": torch.ones(3)}
+    expected = outcome(state)
+    monkeypatch.setattr(tensor_table, "_RULES", (object(), *tensor_table._RULES[1:]))
+    assert outcome(state) == expected
+
+
+def test_no_question_follows_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, state = [], {"a": torch.ones(2), "b": torch.ones(3)}
+    expected = outcome(state)
+
+    def fail(_: object) -> int:
+        asked.append("start")
+        raise ValueError("injected")
+
+    def size(_: object) -> int:
+        asked.append("size")
+        return 0
+
+    rules = [*tensor_table._RULES]
+    rules[rules.index(torch.UntypedStorage.data_ptr)], rules[rules.index(torch.UntypedStorage.nbytes)] = fail, size
+    monkeypatch.setattr(tensor_table, "_RULES", (*rules,))
+    assert outcome(state) == expected
+    assert asked == ["start", "start"]
+
+
+def test_a_tensor_that_changes_its_shape_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its dims are freed when they become few; others of either shape are what they are."""
+    asked = list[torch.dtype]()
+
+    def probe(tensor: torch.Tensor) -> torch.dtype:
+        if not asked:
+            tensor.resize_(6)
+        asked.append(tensor.dtype)
+        return tensor.dtype
+
+    monkeypatch.setattr(torch.Tensor, "probe", property(probe), raising=False)
+    monkeypatch.setattr(tensor_table, "_RULES", tuple("probe" if rule == "dtype" else rule for rule in tensor_table._RULES))
+    shape = (1, 2, 1, 3, 1, 1, 1)
+    table = TensorTable()
+    assert table.add_run([torch.ones(shape), torch.ones(shape), torch.ones(6)], 0) == len(asked) == 3
+    table.names = ["a", "b", "c"]
+    assert [spec.shape for spec in table.specs()] == [shape, shape, (6,)]
