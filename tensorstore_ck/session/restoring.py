@@ -164,7 +164,7 @@ def restoring(
     """See `Store.restoring`."""
     ranks = process_group(group)
     session.finish_staged(address, ranks, timeout_seconds)
-    session.context.frozen.states = ()  # a restore may fill them
+    session.context.frozen.forget()  # a restore may fill them
 
     def find(address: str) -> Resolved:
         resolved = session.engine.resolve(address)
@@ -176,9 +176,12 @@ def restoring(
     def must_agree(info: SnapshotInfo) -> bool:
         return broadcast or len(session.engine.recent_record(info).parts) >= SHARED_PARTS
 
-    result, resolved = _read_together(
-        session, address=address, find=find, read=read, group=ranks, must_agree=must_agree, timeout_seconds=timeout_seconds
-    )
+    try:
+        result, resolved = _read_together(
+            session, address=address, find=find, read=read, group=ranks, must_agree=must_agree, timeout_seconds=timeout_seconds
+        )
+    finally:
+        session.context.frozen.forget()  # what a save of another thread read meanwhile
     session.fence.note_restored(resolved)
     return result, Snapshot.from_info(resolved.info)
 

@@ -16,18 +16,21 @@ import numpy.typing as npt
 import torch
 
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, LazySources, Numbers, SourceRanges
+from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.codec import compiled
 from tensorstore_ck.format.layout import Layout, TensorSpec
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
-from tensorstore_ck.state.aliasing import Area, MemoryAreas
+from tensorstore_ck.state.aliasing import BOUNDS, Area, MemoryAreas
 from tensorstore_ck.state.boxes import CHECKPOINTABLE_MARK
 from tensorstore_ck.state.byte_sources import WRITABLE, Array, CopySource, MemorySource, memory_view
-from tensorstore_ck.state.plain_memory import PLAIN, is_dense
+from tensorstore_ck.state.plain_memory import PLAIN
 from tensorstore_ck.state.registered_types import DTYPE_NAMES
 
 SMALL_BYTES: Final = 16 << 10
 """Without the kernel, smaller pieces keep the GIL: two threads exchanging it took three times as long for 20,000 copies of 256 bytes."""
+
+MAX_TENSOR_BYTES: Final = (1 << 63) - 1
 
 _PLACE: Final = Struct("=qq")
 """Of a tensor: its address, 0 if it is not contiguous host memory; and the number of its kind."""
@@ -202,7 +205,7 @@ class TensorTable:
         self.kinds: list[TensorKind] = []
         """Each once."""
         self._number_of_kind: dict[TensorKind, int] = {}
-        self._known_kinds: dict[tuple[torch.dtype, torch.Size], int] = {}
+        self._known_kinds: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}
         self._kind_facts = bytearray()
         """Rows of `_KIND`, one for each of the kinds."""
         self._places = bytearray()
@@ -219,43 +222,65 @@ class TensorTable:
 
         The caller adds their `names`, and handles the item that ended the run.
         """
-        stop = start
-        if compiled.HAS_KERNEL and _RULES[0] is not None:
-            stop = compiled.kernel.add_tensors(_RULES, (*self._columns, self._new_kind), items, start)
-        while stop < len(items) and self._add_plain(items[stop]):
-            stop += 1
-        return stop
+        if not compiled.HAS_KERNEL or _RULES[0] is None:
+            return self._add_plain(items, start)
+        columns = (*self._columns, self._new_kind)
+        while True:
+            stop = compiled.kernel.add_tensors(_RULES, columns, items, start)
+            if stop == len(items) or (start := self._add_plain(items, stop, until_host=True)) == stop:
+                return stop
 
-    def _add_plain(self, tensor: Any) -> bool:
-        """What the kernel does for most tensors: adds this one, if it is new, dense and contiguous."""
+    def _add_plain(self, items: list[Any], start: int, *, until_host: bool = False) -> int:
+        """What the kernel does for tensors in host memory. `until_host`: ends after the first of these, for the kernel to go on."""
+        objects, owners, places, bounds = self.objects, self._owners, self._places, self.areas.bounds
+        number_of, known_kinds, kinds, mark = self.number_of, self._known_kinds, self.kinds, CHECKPOINTABLE_MARK
+        position = start
         try:
-            kind = type(tensor)
-            # Sparse, nested and other opaque tensors have no shape or no storage: torch raises.
-            if kind not in PLAIN or id(tensor) in self.number_of or not is_dense(tensor) or hasattr(tensor, CHECKPOINTABLE_MARK):
-                return False
-            form_number = self._known_kinds.get((tensor.dtype, tensor.shape))
-            if form_number is None and (form_number := self._new_kind(tensor)) is None:
-                return False
-            form, storage, is_on_host = self.kinds[form_number], tensor.untyped_storage(), tensor.is_cpu
-            size, area = form.size_bytes, storage.data_ptr()
-            area_stop, address = area + storage.nbytes(), area + tensor.storage_offset() * form.item_bytes
-            if (form.strides and tensor.stride() != form.strides) or (size and address + size > area_stop):
-                return False
-            if not (is_on_host or tensor.is_cuda):
-                return False
-            flags = (REQUIRES_GRAD if tensor.requires_grad else 0) | (PARAMETER if kind is torch.nn.Parameter else 0)
-            device = None if is_on_host else tensor.device
+            for position in range(start, len(items)):
+                tensor = items[position]
+                kind, key = type(tensor), id(tensor)
+                # Sparse, nested and other opaque tensors have no shape or no storage: torch raises.
+                if kind not in PLAIN or key in number_of or not tensor.is_contiguous() or tensor.is_neg() or hasattr(tensor, mark):
+                    return position
+                form_number = known_kinds.get((tensor.dtype, tensor.shape))
+                if form_number is None and (form_number := self._new_kind(tensor.dtype, tuple(tensor.shape))) is None:
+                    return position
+                form, storage, is_on_host = kinds[form_number], tensor.untyped_storage(), tensor.is_cpu
+                if (form.is_complex and tensor.is_conj()) or (form.strides and tensor.stride() != form.strides):
+                    return position
+                size, area = form.size_bytes, storage.data_ptr()
+                area_stop, address = area + storage.nbytes(), area + tensor.storage_offset() * form.item_bytes
+                if (size and address + size > area_stop) or not (is_on_host or tensor.is_cuda):
+                    return position
+                flags = (REQUIRES_GRAD if tensor.requires_grad else 0) | (PARAMETER if kind is torch.nn.Parameter else 0)
+                device = None if is_on_host else tensor.device
+                number = number_of[key] = len(objects)
+                objects.append(tensor)
+                owners.append(storage if is_on_host else tensor)
+                places += _PLACE.pack(address if is_on_host else 0, form_number)
+                bounds += BOUNDS.pack(area, area_stop if size else area)
+                if flags:
+                    self.flags[number] = flags
+                if device is not None:
+                    self.areas.devices[number] = device
+                elif until_host:
+                    return position + 1
         except RuntimeError:
-            return False
-        self._add_row(tensor, address if is_on_host else 0, form_number, flags)
-        self.areas.append((device, area, area_stop if size else area, False))
-        self._owners.append(storage if is_on_host else tensor)
-        return True
+            return position
+        return len(items)
 
     def add(self, tensor: torch.Tensor | Array, spec: TensorSpec, source: ByteSource, area: Area, flags: int = 0) -> int:
         """Adds a described tensor or array, and returns its number."""
         kind = TensorKind(spec.dtype, spec.item_bytes, spec.shape, source.size_bytes, order=spec.order)
-        number = self._add_row(tensor, _address_of(source), self._number_of(kind), flags)
+        if kind.size_bytes > MAX_TENSOR_BYTES:
+            what = f"it has {kind.size_bytes} bytes, and a tensor can have {MAX_TENSOR_BYTES}; store what it was expanded from"
+            raise UnsupportedValueError(f"cannot store {spec.name}: {what}", object_id=spec.name)
+        kind_number, number = self._number_of(kind), len(self.objects)
+        self.number_of[id(tensor)] = number
+        self.objects.append(tensor)
+        self._places += _PLACE.pack(_address_of(source), kind_number)
+        if flags:
+            self.flags[number] = flags
         self.names.append(spec.name)
         self.areas.append(area)
         self._owners.append(None)
@@ -280,29 +305,22 @@ class TensorTable:
     def _rows(self) -> Numbers:
         return np.frombuffer(self._places, np.int64).reshape(-1, 2).T.copy()
 
-    def _add_row(self, tensor: torch.Tensor | Array, address: int, kind: int, flags: int) -> int:
-        number = self.number_of[id(tensor)] = len(self.objects)
-        self.objects.append(tensor)
-        self._places += _PLACE.pack(address, kind)
-        if flags:
-            self.flags[number] = flags
-        return number
-
-    def _new_kind(self, tensor: torch.Tensor) -> int | None:
+    def _new_kind(self, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:
         """The number of a contiguous tensor's kind; None if its dtype has no stored form."""
-        dtype, shape = tensor.dtype, tuple(tensor.shape)
         if dtype not in DTYPE_NAMES:
             return None
         spec = TensorSpec("", DTYPE_NAMES[dtype], dtype.itemsize, shape)
         strides = spec.strides if 1 in shape and len(shape) > 1 else None
         number = self._number_of(TensorKind(*spec[1:4], spec.size_bytes, dtype.is_complex, strides=strides))
-        return self._known_kinds.setdefault((dtype, tensor.shape), number)
+        return self._known_kinds.setdefault((dtype, shape), number)
 
     def _number_of(self, kind: TensorKind) -> int:
-        number = self._number_of_kind.setdefault(kind, len(self.kinds))
-        if number == len(self.kinds):
-            self.kinds.append(kind)
-            self._kind_facts += _KIND.pack(kind.size_bytes, kind.is_complex)
+        if (known := self._number_of_kind.get(kind)) is not None:
+            return known
+        facts, number = _KIND.pack(kind.size_bytes, kind.is_complex), len(self.kinds)
+        self.kinds.append(kind)
+        self._kind_facts += facts
+        self._number_of_kind[kind] = number
         return number
 
 

@@ -11,12 +11,15 @@ import torch
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.codec import compiled
-from tensorstore_ck.state import capture
+from tensorstore_ck.state import capture, tensor_table
 from tensorstore_ck.state.registered_types import DTYPE_NAMES
 from tensorstore_ck.state.tensor_table import ByteSources, TensorTable
 from tests.effort import effort
 
-pytestmark = pytest.mark.skipif(not compiled.HAS_KERNEL, reason="no compiler was there when this was installed")
+pytestmark = [
+    pytest.mark.skipif(not compiled.HAS_KERNEL, reason="no compiler was there when this was installed"),
+    pytest.mark.skipif(not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch lacks DLPack's table of functions"),
+]
 
 DTYPES = sorted(DTYPE_NAMES, key=str)
 STORAGE_BYTES = 1 << 12
@@ -140,7 +143,30 @@ def both(state: object, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object
         return by_kernel, outcome(state)
 
 
-def test_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
+class CountingKernel:
+    """Counts the tensors that the kernel adds."""
+
+    def __init__(self) -> None:
+        self.added = 0
+        self._kernel = compiled.kernel
+
+    def add_tensors(self, rules: tuple[Any, ...], columns: tuple[Any, ...], items: list[Any], start: int) -> int:
+        stop = self._kernel.add_tensors(rules, columns, items, start)
+        self.added += stop - start
+        return stop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> CountingKernel:
+    counting = CountingKernel()
+    monkeypatch.setattr(compiled, "kernel", counting)
+    return counting
+
+
+def test_random_states(kernel: CountingKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     refused, seeds = 0, range(effort(400, 20_000))
     for seed in seeds:
         rng = random.Random(seed)
@@ -151,6 +177,7 @@ def test_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
         assert by_kernel == by_python, seed
         refused += isinstance(by_kernel, str)
     assert 0 < refused < len(seeds) // 2
+    assert kernel.added > len(seeds)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch calls some of them prototypes
@@ -163,12 +190,72 @@ def test_what_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_kernel_takes_each_dtype(dtype: torch.dtype) -> None:
+def test_the_kernel_takes_each_dtype(dtype: torch.dtype, kernel: CountingKernel) -> None:
     """Also in a run of others of the same size: no two dtypes are taken for one."""
     flat = torch.zeros(64, dtype=torch.uint8)
     others = [flat.view(other) for other in DTYPES if other.itemsize == dtype.itemsize and other is not dtype]
-    table = TensorTable()
-    assert table.add_run([*others, flat.view(dtype)], 0) == len(others) + 1
+    table, items = TensorTable(), [*others, flat.view(dtype)]
+    assert table.add_run(items, 0) == len(items)
+    assert kernel.added == sum("bits" not in str(item.dtype) for item in items)  # DLPack has no name for these
     table.names = [""] * (len(others) + 1)
     assert table.specs()[-1].dtype == DTYPE_NAMES[dtype]
     assert len({spec.dtype for spec in table.specs()}) == len(others) + 1
+
+
+def test_the_kernel_goes_on_after_a_tensor_that_python_adds(kernel: CountingKernel) -> None:
+    items = [torch.empty(0, 1), torch.ones(2), torch.ones(3), torch.empty(0, 1), torch.ones(4)]
+    assert TensorTable().add_run(items, 0) == len(items)
+    assert kernel.added == 3
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_a_tensor_that_is_too_large_is_refused_by_its_path(has_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "HAS_KERNEL", has_kernel)
+    with pytest.raises(UnsupportedValueError, match=r"cannot store a\.huge: ") as raised:
+        capture({"a": {"before": torch.ones(2), "huge": torch.ones(1).expand(2**61)}})
+    assert raised.value.object_id == "a.huge"
+
+
+def test_another_meaning_of_the_table_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": torch.ones(2), "b": torch.ones(3)}
+    expected = outcome(state)
+    monkeypatch.setattr(tensor_table, "_RULES", (object(), *tensor_table._RULES[1:]))
+    assert outcome(state) == expected
+
+
+def test_no_question_follows_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, state = [], {"a": torch.ones(2), "b": torch.ones(3)}
+    expected = outcome(state)
+
+    def fail(_: object) -> int:
+        asked.append("start")
+        raise ValueError("injected")
+
+    def size(_: object) -> int:
+        asked.append("size")
+        return 0
+
+    rules = [*tensor_table._RULES]
+    rules[rules.index(torch.UntypedStorage.data_ptr)], rules[rules.index(torch.UntypedStorage.nbytes)] = fail, size
+    monkeypatch.setattr(tensor_table, "_RULES", (*rules,))
+    assert outcome(state) == expected
+    assert asked == ["start", "start"]
+
+
+def test_a_tensor_that_changes_its_shape_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its dims are freed when they become few; others of either shape are what they are."""
+    asked = list[torch.dtype]()
+
+    def probe(tensor: torch.Tensor) -> torch.dtype:
+        if not asked:
+            tensor.resize_(6)
+        asked.append(tensor.dtype)
+        return tensor.dtype
+
+    monkeypatch.setattr(torch.Tensor, "probe", property(probe), raising=False)
+    monkeypatch.setattr(tensor_table, "_RULES", tuple("probe" if rule == "dtype" else rule for rule in tensor_table._RULES))
+    shape = (1, 2, 1, 3, 1, 1, 1)
+    table = TensorTable()
+    assert table.add_run([torch.ones(shape), torch.ones(shape), torch.ones(6)], 0) == len(asked) == 3
+    table.names = ["a", "b", "c"]
+    assert [spec.shape for spec in table.specs()] == [shape, shape, (6,)]

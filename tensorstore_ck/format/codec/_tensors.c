@@ -34,7 +34,7 @@ typedef struct {
     const DLPackTable *dlpack;
 } Rules;
 
-/* What is known of the tensors before, and is added to: see `TensorTable`. `new_kind` is asked for the number of a new kind, or None. */
+/* What is known of the tensors before, and is added to: see `TensorTable`. `new_kind` is asked for the number of a dtype and shape, or None. */
 typedef struct {
     PyObject *number_of, *objects, *owners, *flags, *kind_of, *kinds, *bounds, *places, *new_kind;
 } Columns;
@@ -108,35 +108,55 @@ static int is_row_major(const DLTensor *described)
     return 1;
 }
 
-/* The number of a tensor's kind: its dtype and shape. */
+/* Asks for the number of a kind that was not seen before: an int, or None. */
+static PyObject *number_new_kind(const Columns *to, PyObject *dtype, const int64_t *extents, int32_t ndim)
+{
+    PyObject *shape = PyTuple_New(ndim);
+    for (int32_t dim = 0; shape && dim < ndim; dim++) {
+        PyObject *extent = PyLong_FromLongLong(extents[dim]);
+        if (!extent || PyTuple_SetItem(shape, dim, extent) < 0)
+            Py_CLEAR(shape);
+    }
+    PyObject *number = shape ? PyObject_CallFunctionObjArgs(to->new_kind, dtype, shape, NULL) : NULL;
+    Py_XDECREF(shape);
+    return number;
+}
+
+/* The number of a tensor's kind: its dtype and shape. Only the first line reads what DLPack described, which is the tensor's memory: any
+   call of Python may let another thread resize it. */
 static int find_kind(const Columns *to, const Rules *rules, PyObject *tensor, const DLTensor *described, int64_t *number)
 {
     int64_t key[MOST_DIMS + 1];
+    memcpy(key + 1, described->shape, (size_t)described->ndim * sizeof *key);
     PyObject *dtype = PyObject_GetAttr(tensor, rules->dtype);
     if (!dtype)
         return ended();
     key[0] = (int64_t)(intptr_t)dtype; /* every dtype is one object, for ever */
-    Py_DECREF(dtype);
-    memcpy(key + 1, described->shape, (size_t)described->ndim * sizeof *key);
     PyObject *name = PyBytes_FromStringAndSize((const char *)key, (Py_ssize_t)sizeof *key * (described->ndim + 1));
     PyObject *found = name ? PyDict_GetItemWithError(to->kind_of, name) : NULL; /* borrowed */
     Py_XINCREF(found);
     if (!found && name && !PyErr_Occurred()) {
-        found = PyObject_CallFunctionObjArgs(to->new_kind, tensor, NULL);
+        found = number_new_kind(to, dtype, key + 1, described->ndim);
         if (found && found != Py_None && PyDict_SetItem(to->kind_of, name, found) < 0)
             Py_CLEAR(found);
     }
     Py_XDECREF(name);
+    Py_DECREF(dtype);
     if (!found)
         return ended();
     *number = found == Py_None ? -1 : (int64_t)PyLong_AsLongLong(found);
     Py_DECREF(found);
+    if (PyErr_Occurred())
+        return ended();
     return *number < 0 || *number >= PyByteArray_Size(to->kinds) / (Py_ssize_t)sizeof(Kind) ? ENDED : ADDED;
 }
 
 static int add_described(const Columns *to, const Rules *rules, PyObject *tensor, PyObject *id, PyObject *storage, Place place)
 {
-    const int64_t start = number_from(rules->start, storage), bytes = number_from(rules->size, storage);
+    const int64_t start = number_from(rules->start, storage);
+    if (PyErr_Occurred())
+        return ended();
+    const int64_t bytes = number_from(rules->size, storage);
     if (PyErr_Occurred())
         return ended();
     Kind kind;
@@ -209,8 +229,10 @@ PyObject *add_tensors(PyObject *module, PyObject *args)
                           &PyByteArray_Type, &to.places, &to.new_kind))
         return NULL;
     rules.dlpack = PyCapsule_GetPointer(rules.capsule, "dlpack_exchange_api");
-    if (!rules.dlpack)
-        return NULL;
+    if (!rules.dlpack) { /* a torch that means something else by it: the caller describes all tensors */
+        PyErr_Clear();
+        return PyLong_FromSsize_t(position);
+    }
     if (rules.dlpack->major != DLPACK_MAJOR || !rules.dlpack->describe)
         return PyLong_FromSsize_t(position);
     for (; position < PyList_Size(items); position++) {

@@ -1,8 +1,11 @@
 """Tensors that the user declared frozen: they are captured without a copy, and not read at each save.
 
 Knowledge of a tensor is valid for the same memory only, which is kept alive so that nothing else can be allocated there. Another state with
-the same names, or another shard of a tensor, is read. A save whose frozen tensors are those of an earlier one, in the same memory, compares
-columns: an object for each of 20,000 tensors took as long as their copy. The objects are made when a save writes.
+the same names, or another shard of a tensor, is read.
+
+While the tensors of one state are known, a save whose frozen tensors are the same, in the same memory, compares columns: an object for
+each of 20,000 tensors took as long as their copy. While those of several states are known, as of two branches in turns, each save goes
+through the names. The objects are made when a save writes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.engine.interfaces import CapturedState, FrozenTensor, Numbers
 
 if TYPE_CHECKING:
@@ -21,29 +25,31 @@ VERIFY_EVERY: Final = 10
 
 
 class LazyFrozen(Mapping[int, FrozenTensor]):
-    """Number of a tensor -> what is known of it. The objects are made on first use."""
+    """Number of a tensor -> what is known of it. The objects are made on first use, once, though several threads may write with them."""
 
     def __init__(self, numbers: Numbers) -> None:
-        self._known: dict[int, FrozenTensor | None] = dict.fromkeys(numbers.tolist())
+        self._numbers = dict.fromkeys(numbers.tolist())
+        self._known: dict[int, FrozenTensor] = {}
 
     def put(self, number: int, known: FrozenTensor) -> None:
         """Sets what is known of a tensor."""
         self._known[number] = known
 
     def __getitem__(self, number: int) -> FrozenTensor:
-        found = self._known[number]
-        if found is None:
-            found = self._known[number] = FrozenTensor(VERIFY_EVERY)
-        return found
+        if (found := self._known.get(number)) is not None:
+            return found
+        if number not in self._numbers:
+            raise KeyError(number)
+        return self._known.setdefault(number, FrozenTensor(VERIFY_EVERY))
 
     def __contains__(self, number: object) -> bool:
-        return number in self._known
+        return number in self._numbers
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._known)
+        return iter(self._numbers)
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._numbers)
 
 
 class _Known(NamedTuple):
@@ -61,7 +67,9 @@ class _FrozenState:
         from tensorstore_ck.state.capture_copy import memory_key  # noqa: PLC0415 - loads torch
 
         self.scope, self.names, self.numbers = scope, specs.names, numbers
-        self._kinds, self._kind_numbers, self._addresses = specs.kinds, specs.kind_numbers[numbers], sources.addresses[numbers]
+        # Not the kinds: one tensor has other strides and is_complex in them by how the capture described it.
+        self._kinds = [(kind.dtype, kind.item_bytes, kind.shape, kind.order, kind.size_bytes) for kind in specs.kinds]
+        self._kind_numbers, self._addresses = specs.kind_numbers[numbers], sources.addresses[numbers]
         elsewhere = np.flatnonzero((self._addresses == 0) & (sources.sizes[numbers] > 0)).tolist()
         self._keys = {position: memory_key(sources[int(numbers[position])]) for position in elsewhere}
         """Position among the frozen tensors -> memory, of those that are not contiguous host memory."""
@@ -111,10 +119,17 @@ class FrozenTensors:
     """The frozen tensors of one store handle."""
 
     def __init__(self) -> None:
-        self.states: Sequence[_FrozenState] = ()
-        """What is known. A name is in one of them at most. Replaced as a whole, by () to forget all: several threads may save."""
+        self._lock = ProcessLock()
+        """For what follows and the states themselves: threads may save and restore at the same time."""
+        self._states: Sequence[_FrozenState] = ()
+        """What is known. A name is in one of them at most. Replaced as a whole."""
         self._selected: tuple[Sequence[str], Sequence[str], Numbers] | None = None
         """The last globs and names, and the numbers of the names that the globs match."""
+
+    def forget(self) -> None:
+        """Forgets all: the next save reads its tensors."""
+        with self._lock.here:
+            self._states = ()
 
     def mark(self, captured: CapturedState, globs: Sequence[str], scope: bytes = b"") -> CapturedState:
         """The state with the tensors marked as frozen whose names match. `scope`: the group that saves it.
@@ -124,23 +139,30 @@ class FrozenTensors:
         Raises:
             InvalidOptionError: `globs` are invalid.
         """
-        earlier = self.states
+        with self._lock.here:
+            if not globs and not self._states:
+                return captured
+            return captured._replace(frozen=self._mark(captured, globs, scope))
+
+    def _mark(self, captured: CapturedState, globs: Sequence[str], scope: bytes) -> LazyFrozen:
+        known = self._states
         from tensorstore_ck.state.tensor_table import ByteSources, TensorSpecs  # noqa: PLC0415 - loads torch
 
         specs, sources = captured.layout.tensors, ByteSources.of(captured.sources)
         assert isinstance(specs, TensorSpecs)
         state = _FrozenState(scope, specs, sources, self._select(globs, specs.names))
-        if len(earlier) == 1 and earlier[0].is_same(state):
-            return captured._replace(frozen=earlier[0].frozen)
+        if len(known) == 1 and known[0].is_same(state) and self._states is known:
+            return known[0].frozen
         state.owners = sources.owners(state.numbers.tolist())
-        if len(earlier) == 1 and not globs and earlier[0].names == specs.names:
-            earlier = ()  # all are forgotten
+        earlier = () if len(known) == 1 and not globs and known[0].names == specs.names else known  # (): all are forgotten
         for other in earlier:
             for name in specs.names:
-                if (known := other.take(name)) is not None:
-                    state.learn(name, known)
-        self.states = [each for each in (state, *earlier) if len(each)]
-        return captured._replace(frozen=state.frozen)
+                if (taken := other.take(name)) is not None:
+                    state.learn(name, taken)
+        if self._states is not known:  # a signal handler of this thread restored or saved meanwhile: nothing from before it counts
+            return LazyFrozen(state.numbers)
+        self._states = [each for each in (state, *earlier) if len(each)]
+        return state.frozen
 
     def _select(self, globs: Sequence[str], names: Sequence[str]) -> Numbers:
         if not globs:

@@ -189,9 +189,7 @@ class Save:
             if isinstance(state, CapturedState):
                 captured = state
             else:
-                captured = capture(state, self._coordination.describer)
-                if frozen or self._context.frozen.states:
-                    captured = self._context.frozen.mark(captured, frozen, self._coordination.scope)
+                captured = self._context.frozen.mark(capture(state, self._coordination.describer), frozen, self._coordination.scope)
             self._captured = captured if rank_state is None else captured._replace(own=capture(rank_state))
             self._state = None  # the caller's containers may be freed
         return self._captured

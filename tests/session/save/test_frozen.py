@@ -1,13 +1,16 @@
 """Tensors that are said to be frozen: neither copied nor read again, and found out when they change."""
 
 import random
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tensorstore_ck as tsck
+from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import BackendUnavailableError, FrozenChangedError
 from tensorstore_ck.gc import GcOptions
@@ -15,7 +18,7 @@ from tensorstore_ck.session.save.frozen_tensors import VERIFY_EVERY, FrozenTenso
 from tensorstore_ck.state import capture
 from tensorstore_ck.state.capture_copy import memory_key
 from tensorstore_ck.state.select import Selection
-from tests.effort import effort
+from tests.effort import PATIENCE_SECONDS, effort
 from tests.session.save.places import MIB, Scene, scene
 
 BASE = 3_000_000
@@ -152,6 +155,89 @@ def test_a_restore_forgets(place: Scene) -> None:
     check(place, state, 2)
 
 
+def test_a_save_during_a_restore_teaches_nothing(place: Scene) -> None:
+    """It reads tensors that the restore has not filled yet."""
+    state, other = new_state(), new_state()
+    other["base"]["w"].fill_(9)
+    place.store.put_snapshot(other, ref="other", step=0)
+    stop = place.gate.stop("read packs/")
+    restore = threading.Thread(target=place.store.checkout, args=("other",), kwargs={"into": state})
+    restore.start()
+    stop.await_reached()
+    put(place, state, 0).wait()
+    stop.let_go()
+    restore.join()
+    assert is_read(place, put(place, state, 1))
+    check(place, state, 1)
+
+
+class NoticedLock(ProcessLock):
+    """Sets `waits` when a thread must wait for it."""
+
+    waits = threading.Event()
+
+    @property
+    def here(self) -> "NoticedLock":
+        return self
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.waits.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def in_another_thread(call: Callable[[], object]) -> threading.Thread:
+    """Returns when the thread waits for the lock."""
+    ended = list[bool]()
+
+    def run() -> None:
+        call()
+        ended.append(True)
+        NoticedLock.waits.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert NoticedLock.waits.wait(PATIENCE_SECONDS)
+    assert not ended, "it changed what is known while a save used it"
+    return thread
+
+
+def in_a_signal_handler(call: Callable[[], object]) -> None:
+    call()
+
+
+@pytest.mark.parametrize("run", [in_another_thread, in_a_signal_handler])
+@pytest.mark.parametrize("how", ["restore", "save"])
+def test_what_is_forgotten_during_a_save_stays_forgotten(how: str, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore, or a save that freezes nothing, while the tensors of another state are marked."""
+    monkeypatch.setattr("tensorstore_ck.session.save.frozen_tensors.ProcessLock", NoticedLock, raising=False)
+    monkeypatch.setattr(NoticedLock, "waits", threading.Event())
+    fitting, started = Selection.fitting, list[threading.Thread | None]()
+    with scene() as place:
+        state = new_state()
+        put(place, state, 0).wait()
+        calls = {
+            "restore": lambda: place.store.checkout("job@0", into=state),
+            "save": lambda: place.store.put_snapshot(state, ref="job", step=1, unchanged="ok"),
+        }
+
+        def interrupted(self: Selection, names: list[str]) -> list[int]:
+            monkeypatch.setattr(Selection, "fitting", fitting)
+            started.append(run(calls[how]))
+            return fitting(self, names)
+
+        monkeypatch.setattr(Selection, "fitting", interrupted)
+        place.store.put_snapshot({"more": torch.ones(4)}, ref="other", step=0, frozen=["more"], unchanged="ok")
+        for thread in filter(None, started):
+            thread.join()
+        state["base"]["w"].fill_(9)
+        assert is_read(place, put(place, state, 2))
+        check(place, state, 2)
+
+
 def test_blocks_that_gc_freed_are_written_again(place: Scene) -> None:
     state = new_state()
     put(place, state, 0).wait()
@@ -224,7 +310,8 @@ def test_random_saves_know_what_a_dict_of_names_would_know() -> None:
                 base = (
                     torch.ones(4) if rng.random() < 0.2 else torch.as_strided(tensors[position].detach().view(torch.float32), (4,), (1,), 0)
                 )
-                tensors[position] = rng.choice((base, base.view(torch.int32), base.view(2, 2), base[::2], base[1::2]))
+                row, odd = base.view(1, 4), base.as_strided((1, 4), (7, 1))  # the same tensor
+                tensors[position] = rng.choice((base, base.view(torch.int32), base.view(2, 2), base[::2], base[1::2], row, odd))
                 kept.append(base)
             if not names or rng.random() < 0.3:
                 names = rng.choice((["a.1", "a.2", "b.1"], ["a.1", "b.2"], ["c.1", "a.2"], ["a.2", "a.1"]))
@@ -242,7 +329,7 @@ def test_random_saves_know_what_a_dict_of_names_would_know() -> None:
             assert len({id(known) for known in same.values()}) == len(same), seed
             kept += [captured, *expected.values(), *found.values()]  # no address or id is used again
             if rng.random() < 0.1:
-                by_columns.states = ()
+                by_columns.forget()
                 by_name.known.clear()
 
 
