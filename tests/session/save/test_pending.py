@@ -225,7 +225,7 @@ def test_what_is_held_of_a_save_does_not_hold_its_state(place: Scene) -> None:
 def test_a_waited_save_is_gone_before_its_end_is_told(place: Scene) -> None:
     """Its captured values may be large, and whoever catches the error may keep its frames."""
     alive: dict[str, int] = {}
-    place.store.on_event(lambda event: alive.update({event.kind: sum(isinstance(one, Save) for one in gc.get_objects())}))
+    place.store.on_event(lambda event: alive.update({event.kind: sum(type(one) is Save for one in gc.get_objects())}))
     place.store.put_snapshot({"w": torch.ones(3)}, ref="job")
     with pytest.raises(ConflictError):
         place.store.put_snapshot({"w": torch.ones(3)}, ref="job", expect=None)
