@@ -202,6 +202,22 @@ def test_a_difference_is_not_encoded_where_a_sample_shows_that_it_gains_little(m
         assert (difference is not None, len(tried)) == (bool(tries), tries)
 
 
+@pytest.mark.parametrize("seed", [13, 22, 37])
+def test_a_difference_to_rows_of_different_scales_is_kept(seed: int) -> None:
+    """A sample estimates it at 0.96 to 0.97 of the block by itself, and it is a fifth smaller: sorted, each scale has a code of its own."""
+
+    def bfloat16(numbers: Words) -> bytes:
+        return (numbers.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
+
+    rng = np.random.default_rng(seed)
+    before = np.repeat(10.0 ** rng.uniform(-6, 0, 1024), 1024) * rng.normal(size=1 << 20)
+    after = bfloat16(before + rng.normal(size=1 << 20) * 0.0014)
+    alone = Encoder("small").encode_tensor(after, Elements(2, is_float=True))
+    difference = Encoder("small").encode_delta(after, memoryview(bfloat16(before)), Elements(2, is_float=True))
+    assert difference is not None
+    assert len(stored(difference.encoded)) < 0.85 * len(stored(alone))
+
+
 def test_what_was_encoded_stays_while_other_blocks_are_encoded_in_the_same_memory() -> None:
     rng, scratch = np.random.default_rng(0), Scratch()
     blocks = [(rng.normal(size=1 << 15) * 0.02).astype("<f4") for _ in range(4)]
