@@ -137,7 +137,8 @@ void survey_planes(const char *words, size_t count, int item_bytes, int rotated,
 enum { DECODED = -1 };
 int decode_groups(const Group *groups, int group_count, char *into, size_t count, int item_bytes, int rotated);
 
-/* _differences.c: see delta.py; by the binary logarithm of a word's bytes. For at most 2^32 - 1 words; `base` may be where the words go. */
+/* _differences.c: see delta.py; by the binary logarithm of a word's bytes. For at most 2^32 - 1 words; `base` may be where the words go.
+   Nobody may change `base` meanwhile: it is read twice, and its words say where others go. */
 typedef void (*DifferenceLoop)(const char *from, const char *base, char *into, size_t count);
 extern const DifferenceLoop take_loops[4], add_loops[4];
 
