@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Self
@@ -68,15 +68,23 @@ class Feed:
     """
 
     def __init__(
-        self, engine: Engine, ref: str, wanted: Wanted, *, poll_seconds: float = POLL_SECONDS, host_cache: str | None = None
+        self,
+        engine: Engine,
+        ref: str,
+        wanted: Wanted,
+        *,
+        on_change: Callable[[], object],
+        poll_seconds: float = POLL_SECONDS,
+        host_cache: str | None = None,
     ) -> None:
-        """See `Store.follow`."""
+        """See `Store.follow`. `on_change` is called when a swap has changed tensors, or has undone that."""
         if not poll_seconds > 0:
             raise InvalidOptionError(f"poll_seconds must be above 0, not {poll_seconds}", object_id="poll_seconds")
         if host_cache is not None and not engine.backend.is_local:
             cache = HostCache(engine.backend, host_cache)
             engine = replace(engine, backend=cache, forget_copies=cache.distrust)
         self._engine, self._ref, self._wanted, self._poll_seconds = engine, ref, wanted, poll_seconds
+        self._on_change = on_change
         self._polling = threading.Lock()
         """One thread at a time looks for a version."""
         self._lock = threading.Lock()
@@ -245,6 +253,8 @@ class Feed:
             for change in begun:
                 change.undo()
             raise
+        finally:
+            self._on_change()
         self._version, self._ids, self._staged = staged.version, staged.ids, None
         self._note("swapped", staged.version, pause_seconds=time.perf_counter() - started)
         return staged.version
