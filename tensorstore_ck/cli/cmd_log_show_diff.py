@@ -26,7 +26,7 @@ from tensorstore_ck.cli.output import (
 from tensorstore_ck.cli.pager import emit_paged, no_pager_option
 from tensorstore_ck.cli.plot import draw_png, draw_text
 from tensorstore_ck.common.units import human_bytes, iso_time
-from tensorstore_ck.log.snapshot import GroupCost, SnapshotDetails
+from tensorstore_ck.log.snapshot import GroupCost, PinnedSnapshot, SnapshotDetails
 from tensorstore_ck.log.snapshot_condition import names_in
 from tensorstore_ck.maintenance.describe import SnapshotDiff
 from tensorstore_ck.maintenance.metric_plot import metric_points
@@ -112,10 +112,11 @@ def show(address: str, choice: StoreChoice, *, stats: bool, everything: bool, as
     with choice.look() as store:
         details = store.show(address)
         statistics = store.statistics(details.snapshot.root) if stats else []
-    lines = _details_lines(details, limit)
+        pins = [pin for pin in store.pins() if pin.snapshot.id == details.snapshot.id]
+    lines = _details_lines(details, pins, limit)
     if stats:
         lines += _statistics_lines(statistics, limit)
-    emit_paged({**fields_of(details), "statistics": statistics} if stats else details, lines, as_json=as_json)
+    emit_paged({**fields_of(details), "pins": pins, **({"statistics": statistics} if stats else {})}, lines, as_json=as_json)
 
 
 def _statistics_lines(statistics: "Sequence[TensorStatistics]", limit: int | None) -> list[str]:
@@ -143,7 +144,11 @@ def _number(number: float | None) -> str:
     return "-" if number is None else short_number(number)
 
 
-def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
+def _pin_text(pin: PinnedSnapshot) -> str:
+    return printable(pin.owner) + ("" if pin.expires_ns is None else f" until {iso_time(pin.expires_ns)}")
+
+
+def _details_lines(details: SnapshotDetails, pins: Sequence[PinnedSnapshot], limit: int | None) -> list[str]:
     snapshot = details.snapshot
     logical, stored, new = map(human_bytes, (snapshot.logical_bytes, details.stored_bytes, snapshot.new_bytes))
     lines = facts(
@@ -159,6 +164,7 @@ def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
             ("saved by", printable(", ".join(snapshot.triggers))),
             ("took", "" if snapshot.duration_ns is None else f"{snapshot.duration_ns / 1e9:.2f} s"),
             ("mark", red(mark_text(snapshot)) if snapshot.mark else ""),
+            ("pinned by", ", ".join(map(_pin_text, pins))),
             ("size", f"{logical}, stored as {stored}; the save made the store grow by {new}"),
             ("ranks", str(details.ranks) if details.ranks > 1 else ""),
             ("id", snapshot.id),

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Self
@@ -17,14 +17,14 @@ from tensorstore_ck.common.threads import cpu_threads, for_each, shielded
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.read.snapshot_reader import Layouts, open_snapshot
-from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, InputError, InvalidOptionError, SnapshotExpiredError
+from tensorstore_ck.errors import BackendUnavailableError, InputError, InvalidOptionError, SnapshotExpiredError
 from tensorstore_ck.events import Event, Kind
 from tensorstore_ck.feed.followed_tensor import Change, FollowedTensor
 from tensorstore_ck.feed.held_blocks import HeldBlocks, Place, place_of
 from tensorstore_ck.feed.host_cache import HostCache
 from tensorstore_ck.feed.match_tensors import Wanted, match_tensors
 from tensorstore_ck.feed.read_changes import ChangesReader
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log import Order, RefTable, SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 
 POLL_SECONDS: Final = 1.0
@@ -68,15 +68,23 @@ class Feed:
     """
 
     def __init__(
-        self, engine: Engine, ref: str, wanted: Wanted, *, poll_seconds: float = POLL_SECONDS, host_cache: str | None = None
+        self,
+        engine: Engine,
+        ref: str,
+        wanted: Wanted,
+        *,
+        on_change: Callable[[], object],
+        poll_seconds: float = POLL_SECONDS,
+        host_cache: str | None = None,
     ) -> None:
-        """See `Store.follow`."""
+        """See `Store.follow`. `on_change` is called when a swap has changed tensors, or has undone that."""
         if not poll_seconds > 0:
             raise InvalidOptionError(f"poll_seconds must be above 0, not {poll_seconds}", object_id="poll_seconds")
         if host_cache is not None and not engine.backend.is_local:
             cache = HostCache(engine.backend, host_cache)
             engine = replace(engine, backend=cache, forget_copies=cache.distrust)
         self._engine, self._ref, self._wanted, self._poll_seconds = engine, ref, wanted, poll_seconds
+        self._on_change = on_change
         self._polling = threading.Lock()
         """One thread at a time looks for a version."""
         self._lock = threading.Lock()
@@ -129,22 +137,26 @@ class Feed:
             NoSpaceError: what changes does not fit into the memory that is free.
             BackendUnavailableError: the store cannot be read now.
         """
+        return self._look(self._ref if address is None else address, verify=verify)
+
+    def _look(self, address: str, *, verify: bool = False, order: Order = "next first") -> FeedVersion | None:
+        """As `poll`, in a view that is read in this order."""
         try:
             with self._polling:
                 try:
                     with self._lock:
                         self._is_staging = True
-                    return self._poll(self._ref if address is None else address, verify=verify)
+                    return self._find_and_stage(address, verify=verify, order=order)
                 finally:
                     self._is_staging = False
         finally:
             self._deliver()
 
-    def _poll(self, address: str, *, verify: bool) -> FeedVersion | None:
+    def _find_and_stage(self, address: str, *, verify: bool, order: Order) -> FeedVersion | None:
         if self._closed.is_set():
             raise InputError(f"the feed of {self._ref!r} was closed: call follow again", object_id=self._ref)
         self._idle_at = None
-        view = self._newest_view()
+        view = self._engine.log.readable_view(order=order)
         info = self._find(address, view)
         current, self._staged = self._staged, None
         if verify:
@@ -161,7 +173,7 @@ class Feed:
             try:
                 self._staged = self._stage(info)
             except SnapshotExpiredError:
-                newest = self._find(address, self._newest_view())
+                newest = self._find(address, self._engine.log.readable_view(order="next first"))
                 if newest.ulid == info.ulid:
                     raise
                 self._staged = self._stage(newest)
@@ -170,8 +182,9 @@ class Feed:
     def wait(self, timeout_seconds: float | None = None) -> FeedVersion | None:
         """Looks until a version is staged, and returns it; None if there is none within `timeout_seconds`, or the feed was closed.
 
-        Goes on while the store does not answer. After a poll that found nothing it asks for the next log entry alone; every tenth look is
-        a poll, which also notices that the log was taken back.
+        Goes on while the store does not answer. After a poll that found nothing it asks for the next log entry alone, and takes a version
+        that this entry publishes, though a newer one may have followed it; every tenth look, and the first, is a poll, which also notices
+        that the log was taken back.
 
         Raises:
             BackendUnavailableError: the store did not answer the last poll before the timeout.
@@ -181,7 +194,7 @@ class Feed:
         while True:
             trouble: BackendUnavailableError | None = None
             try:
-                version = None if looks % LOOKS_A_POLL and self._is_idle() else self.poll()
+                version = self._look_for_next() if looks % LOOKS_A_POLL else self.poll()
             except BackendUnavailableError as exc:
                 version, trouble = None, exc
             except InputError:
@@ -199,13 +212,11 @@ class Feed:
                 return None
             looks += 1
 
-    def _is_idle(self) -> bool:
-        """Whether the branch was at `version`, and the log has no entry since: one request, where a poll that finds nothing is two."""
+    def _look_for_next(self) -> FeedVersion | None:
+        """As `poll`; one request where the branch was at `version`, and the log has no entry since."""
         idle_at = self._idle_at  # another thread's poll may change it
-        try:
-            return idle_at is not None and self._engine.log.chain.read(idle_at + 1) is None
-        except BrokenLogError:
-            return False  # a poll reads what can be read
+        version = None if idle_at is None else self._look(self._ref, order="next alone")
+        return self.poll() if version is None and (idle_at is None or self._idle_at != idle_at) else version
 
     def swap(self) -> FeedVersion | None:
         """Makes the tensors the staged version, and returns it; None if nothing is staged, or another thread is in `poll`.
@@ -245,12 +256,11 @@ class Feed:
             for change in begun:
                 change.undo()
             raise
+        finally:
+            self._on_change()
         self._version, self._ids, self._staged = staged.version, staged.ids, None
         self._note("swapped", staged.version, pause_seconds=time.perf_counter() - started)
         return staged.version
-
-    def _newest_view(self) -> RefTable:
-        return self._engine.log.readable_view(next_first=True)
 
     def _find(self, address: str, view: RefTable) -> SnapshotInfo:
         info = self._engine.resolve(address, view).info

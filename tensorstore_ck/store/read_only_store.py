@@ -347,7 +347,8 @@ class ReadOnlyStore:
         from tensorstore_ck.feed.match_tensors import Wanted  # noqa: PLC0415 - loads torch
 
         folder = None if host_cache is None else os.fspath(host_cache)
-        return Feed(self.engine, ref, Wanted(into, select, rename, dtype), poll_seconds=poll_seconds, host_cache=folder)
+        forget = self.session.context.frozen.forget  # the next save reads what a swap may have changed
+        return Feed(self.engine, ref, Wanted(into, select, rename, dtype), on_change=forget, poll_seconds=poll_seconds, host_cache=folder)
 
     def on_event(self, callback: Callback) -> Callable[[], None]:
         """Calls ``callback(event)`` at each `Event` of this handle's saves and feeds; returns a function that unsubscribes.

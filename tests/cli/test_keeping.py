@@ -18,6 +18,10 @@ def test_pins(history: Tsck) -> None:
     line = history("pin").out.splitlines()[1]
     assert "ada" in line
     assert "mmlu" in line
+    [shown] = [line for line in history("show", "runs/gpt~1").out.splitlines() if line.startswith("pinned by")]
+    assert "ada until 20" in shown
+    assert [pin["owner"] for pin in history("show", "runs/gpt~1", "--json").json["pins"]] == ["ada"]
+    assert "pinned by" not in history("show", "runs/gpt").out
     assert history("unpin", "runs/gpt~1").code == 25
     assert history("unpin", "runs/gpt~1", "--owner", "ada").code == 0
     assert "no pins" in history("pin").out

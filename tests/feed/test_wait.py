@@ -98,3 +98,26 @@ def test_a_wait_sees_that_the_log_went_back(backend: MemoryBackend, monkeypatch:
         version = feed.wait()
     assert version is not None
     assert version.step == 0
+
+
+def test_a_version_during_a_wait_is_one_request_beside_record_part_and_differences(
+    backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, state, faults = open_store(backend), first_state(), NotedFaults()
+    backend.is_local = False
+    save(trainer, state, 0)
+
+    def happen(number: int) -> bool:
+        if number == 3:
+            train(state, 1)
+            save(trainer, state, 1)
+            faults.noted.clear()
+        return False
+
+    meanwhile(monkeypatch, happen)
+    feed = follower(backend, faults).follow(REF, into=zeros(state))
+    update(feed)
+    version = feed.wait()
+    assert version is not None
+    assert version.step == 1
+    assert [what.split()[1].partition("/")[0] for what in faults.noted] == ["log", "snapshots", "parts", "packs"]
