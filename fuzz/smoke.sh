@@ -11,7 +11,7 @@ fi
 export python seconds="${1:-4}"
 fuzz() {
     log=$(mktemp)
-    if "$python" "$1" -max_total_time="$seconds" -rss_limit_mb=1536 -timeout=10 -artifact_prefix="${TMPDIR:-/tmp}/" -print_final_stats=1 >"$log" 2>&1; then
+    if "$python" "$1" -max_total_time="$seconds" -rss_limit_mb=1536 -timeout=60 -artifact_prefix="${TMPDIR:-/tmp}/" -print_final_stats=1 >"$log" 2>&1; then
         echo "fuzz: $1: $(grep -o 'number_of_executed_units: *[0-9]*' "$log" | grep -o '[0-9]*$') inputs, $(grep -o 'peak_rss_mb: *[0-9]*' "$log" | grep -o '[0-9]*$') MiB at most"
     else
         tail -60 "$log"

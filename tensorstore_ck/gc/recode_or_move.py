@@ -1,4 +1,4 @@
-"""Rewrites packs that are needed: smaller, or to another location. Each batch is committed by itself, so a killed run loses one batch.
+"""Rewrites packs that are needed: smaller, or to another location. Each batch is committed by itself: a stopped run loses one.
 
 The replaced packs are condemned; the next `gc` frees them. Roots never change, as block ids are hashes of raw bytes. Deltas are copied
 as they are, and no block becomes a delta: a relocation never adds a base (docs/decisions/009-bounded-delta-chains.md).
@@ -29,10 +29,12 @@ from tensorstore_ck.gc.report import Progress, ProgressSum
 from tensorstore_ck.gc.runs import span_bytes
 from tensorstore_ck.log import ObjectKey, RefTable
 
+OWN_BATCH_BYTES: Final = 1 << 30
+"""The size of a batch that this process copies as one piece: what a run has to copy again after Ctrl-C, a kill or a full disk."""
 BATCH_BYTES: Final = 16 << 30
 CLUSTER_BATCH_BYTES: Final = 256 << 30
-"""The size of a batch where the store cannot be full. A batch ends when its last piece is done: in a large batch few workers wait for
-that."""
+"""The size of a batch of a cluster where the store cannot be full. A batch ends when its last piece is done: in a large batch few workers
+wait for that."""
 LOOK_PACKS: Final = 16
 """Packs that a worker of a cluster looks at in one piece."""
 SAMPLE_BLOCKS: Final = 8
@@ -157,8 +159,7 @@ def repack_packs(
     done = RepackResult([], 0, [])
     if url is not None:
         engine.placed.claim_new(url)
-    is_large = executor is not None and engine.backend.space() is None
-    for batch in batches(packs, attrgetter("live_bytes"), CLUSTER_BATCH_BYTES if is_large else BATCH_BYTES):
+    for batch in batches(packs, attrgetter("live_bytes"), _batch_bytes(engine, executor)):
         anchor, left = at_newest(engine.log, partial(_still_needed, live, batch))
         opened = _open(engine, left, done.notes)
         read = None if mode is None else partial(_read_smaller, engine.backend, mode)
@@ -172,6 +173,12 @@ def repack_packs(
         if compacted.no_space is not None:
             raise compacted.no_space
     return done
+
+
+def _batch_bytes(engine: Engine, executor: Executor | None) -> int:
+    if executor is None:
+        return OWN_BATCH_BYTES
+    return CLUSTER_BATCH_BYTES if engine.backend.space() is None else BATCH_BYTES
 
 
 def _still_needed(live: LiveSet, packs: Iterable[PlannedPack], anchor: int, view: RefTable) -> tuple[int, list[Candidate]]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from fsspec.registry import _registry
 
 import tensorstore_ck as tsck
 from tensorstore_ck.common.user_frames import short_errors, user_stacklevel
@@ -50,13 +49,6 @@ def _again(store: tsck.Store) -> object:
         return other.put_snapshot_async(STATE, ref="runs/a", step=1).wait()
 
 
-def _without_s3fs(store: tsck.Store) -> object:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(sys.modules, "s3fs", None)
-        patched.delitem(_registry, "s3", raising=False)  # where an earlier test has loaded it
-        return tsck.open("s3://bucket/ckpt")
-
-
 CASES: dict[str, tuple[str, Callable[[tsck.Store], object]]] = {
     "wrong ref": ("not_found", lambda store: store.checkout("runs/b")),
     "wrong step": ("not_found", lambda store: store.show("runs/a@7")),
@@ -77,7 +69,7 @@ CASES: dict[str, tuple[str, Callable[[tsck.Store], object]]] = {
     "a wrong row": ("invalid_option", lambda store: store.open_snapshot("runs/a")["w"][4000]),
     "a corrupt block, row by row": ("corrupt_object", _rows_of_corrupt),
     "the first step of a watch": ("invalid_name", lambda store: next(store.watch("runs/a@1"))),
-    "a missing extra": ("missing_extra", _without_s3fs),
+    "a missing extra": ("missing_extra", lambda _: tsck.open("dropbox://bucket/ckpt")),
 }
 
 

@@ -44,6 +44,7 @@ class FullOnce(MemoryBackend):
     """Has no space for some of the new packs."""
 
     fails_at: int | None = None
+    error: BaseException = NoSpaceError("no space left", object_id="packs")
     stays_full = False
     """Whether nothing fits from then on, as with a bucket's quota."""
 
@@ -51,7 +52,7 @@ class FullOnce(MemoryBackend):
         if self.fails_at is not None and (name.startswith("packs/") or self.fails_at < 0):
             self.fails_at -= 1
             if self.fails_at == -1 or (self.fails_at < 0 and self.stays_full):
-                raise NoSpaceError(f"{name}: no space left", object_id=name)
+                raise self.error
         return super()._insert(name, data)
 
 
@@ -109,14 +110,20 @@ def compressible(seed: int) -> dict[str, Any]:
     return {"weights": (generator.standard_normal(50_000) * 0.02).astype(np.float32)}
 
 
-def test_recode_keeps_what_was_copied_before_the_disk_was_full() -> None:
+@pytest.mark.parametrize(
+    ("workers", "error"), [(Workers(), NoSpaceError("full")), (None, NoSpaceError("full")), (None, KeyboardInterrupt())]
+)
+def test_recode_keeps_what_was_copied_before_it_was_stopped(
+    monkeypatch: pytest.MonkeyPatch, workers: Workers | None, error: BaseException
+) -> None:
+    monkeypatch.setattr("tensorstore_ck.gc.recode_or_move.OWN_BATCH_BYTES", 1)
     backend = FullOnce()
     store = open_store(backend)
     for seed, ref in enumerate("abc"):
         store.put_snapshot(compressible(seed), ref=ref, codec="raw")
-    backend.fails_at = 2
-    with pytest.raises(NoSpaceError):
-        recode_snapshots(store.engine, [], codec="small", executor=Workers())
+    backend.fails_at, backend.error = 2, error
+    with pytest.raises(type(error)):
+        recode_snapshots(store.engine, [], codec="small", executor=workers)
     backend.fails_at = None
     assert len(store.recode(codec="small", dry_run=True).rewritten) == 1
     assert store.fsck(read_data=True).ok
