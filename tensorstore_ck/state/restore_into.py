@@ -33,7 +33,7 @@ from tensorstore_ck.state.match_names import (
 )
 from tensorstore_ck.state.memory_order import in_order_of
 from tensorstore_ck.state.optimizer_scalars import with_exact_scalars
-from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
+from tensorstore_ck.state.plain_memory import PLAIN, has_memory, is_plain, require_plain
 from tensorstore_ck.state.rank_shares import RankShare
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.registered_types import encode_torch, registered_class
@@ -304,8 +304,8 @@ class RestorePlan:
         if problem is not None:
             return self._mismatch(name, problem, target)
         if not isinstance(target, torch.Tensor) or not target.is_meta:
-            if isinstance(target, torch.Tensor):
-                require_plain(target, name, "the tensor to restore into")
+            if isinstance(target, torch.Tensor) and not (is_known and has_memory(target)):
+                require_plain(target, name, "the tensor to restore into")  # raises, and says why
             self.fills.append(FillTask(target, leaf, form, name))
             return lambda: target
         self.wanted.append((leaf, target.dtype))
