@@ -217,7 +217,7 @@ class QueuedSave:
 
     @property
     def has_memory(self) -> bool:
-        """Whether it has memory to capture into."""
+        """Whether it has memory for its copy."""
         return self.slot is not None and self.slot.memory is not None
 
     def makes_obsolete(self, earlier: "QueuedSave") -> bool:

@@ -220,7 +220,7 @@ class SaveQueue:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def prepare(self, size_bytes: int, warm_up: Callable[[], object]) -> None:
-        """Allocates memory for captures of this size, in a thread, which then calls `warm_up`."""
+        """Allocates memory for copies of this size, in a thread, which then calls `warm_up`."""
         self._enter()
         self._memory.prepare(size_bytes, warm_up)
 
