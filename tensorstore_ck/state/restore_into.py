@@ -20,7 +20,7 @@ from tensorstore_ck.state.allocate import LeafForm, TensorAllocator, WantedLeaf,
 from tensorstore_ck.state.boxes import CHECKPOINTABLE_MARK
 from tensorstore_ck.state.fill_in_place import FillTask, find_conflicts, is_same_tensor, read_in_place
 from tensorstore_ck.state.load_report import LoadReport, UnclaimedNames
-from tensorstore_ck.state.match_names import (
+from tensorstore_ck.state.match_target import (
     NamesByPrefix,
     container_paths,
     describe_mismatch,

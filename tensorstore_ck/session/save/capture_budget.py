@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
-from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.waiting import Changes
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, WaitTimeoutError
 from tensorstore_ck.session.save.queued_save import Admission, Capturable, QueuedSave
 
@@ -113,7 +113,7 @@ class CaptureMemory:
         return self.arena
 
     def wait_until_taken(self, queued: QueuedSave, save: Capturable, under_way: int) -> None:
-        """As `wait`, until there is a slot. A function of its own, so that the caller's `except` meets Ctrl-C: see common/changes.py."""
+        """As `wait`, until there is a slot. A function of its own, so that the caller's `except` meets Ctrl-C: see common/waiting.py."""
         while not self.wait(queued, save, under_way):
             pass
 

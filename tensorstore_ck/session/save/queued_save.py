@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.save_progress import Progress
 from tensorstore_ck.common.threads import Helper
+from tensorstore_ck.common.waiting import Changes
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.save_status import SaveStatus

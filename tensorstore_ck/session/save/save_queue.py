@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.host_memory import memory_error
 from tensorstore_ck.common.threads import shielded
+from tensorstore_ck.common.waiting import Changes
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotDroppedError, StoreError
 from tensorstore_ck.events import Event, Kind, Observers
 from tensorstore_ck.log import SnapshotInfo
