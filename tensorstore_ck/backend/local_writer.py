@@ -25,8 +25,8 @@ import numpy.typing as npt
 from tensorstore_ck.backend.local_io import start_write_back, write_at
 from tensorstore_ck.backend.os_errors import store_error
 from tensorstore_ck.common.buffers import Buffer, byte_views
-from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.huge_pages import new_pages
+from tensorstore_ck.common.waiting import Changes
 from tensorstore_ck.errors import BackendUnavailableError
 
 WRITE_BACK_BYTES: Final = 64 << 20

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, Final, Generic, Literal, NamedTuple, TypeVar
 from tensorstore_ck.backend.remote_errors import FINAL_STATUSES, PASSING_CODES, PASSING_STATUSES, error_code, http_status, remote_errors
 from tensorstore_ck.backend.s3_quirks import drop_checksums, may_refuse_checksums, refuses_checksums
 from tensorstore_ck.backend.wait_notices import NOTICE_SECONDS, WaitNotices
-from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.retry import JITTER, next_delay
+from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, MissingObjectError, StoreError
 from tensorstore_ck.events import Callback
 

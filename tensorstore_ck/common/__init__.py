@@ -2,7 +2,7 @@
 
 buffers.py           bytes as callers pass them; items in batches of up to a number of bytes
 byte_cache.py        decoded objects in memory, up to a number of bytes
-changes.py           threads that wait for a change
+waiting.py           threads that wait for a change
 condition_values.py  the values that a test in a condition may compare with
 conditions.py        conditions on metrics and fields, parsed into a tree
 deprecation.py       old spellings of arguments and methods

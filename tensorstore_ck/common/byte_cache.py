@@ -68,7 +68,7 @@ class ByteCache(Generic[K, V]):
             self._drop_oldest(self._max_bytes, least=1)
 
     def _drop_oldest(self, max_bytes: float, least: int) -> None:
-        """Under the lock, as the next ones. Functions of their own: see common/changes.py."""
+        """Under the lock, as the next ones. Functions of their own: see common/waiting.py."""
         while self._kept_bytes > max_bytes and len(self._kept) > least:
             self._drop_first()
 

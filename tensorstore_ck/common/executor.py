@@ -96,7 +96,7 @@ class _End:
 
 
 def _results(results: "SimpleQueue[Result | _End]", ahead: SimpleQueue[bool], running: int) -> Iterator[Result]:
-    """What `running` threads return. A function of its own, so that `finally` ends them after Ctrl-C: see common/changes.py."""
+    """What `running` threads return. A function of its own, so that `finally` ends them after Ctrl-C: see common/waiting.py."""
     while running:
         result = results.get()
         if not isinstance(result, _End):

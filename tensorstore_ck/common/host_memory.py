@@ -1,4 +1,4 @@
-"""How much host memory is free: the default limit of captures, whether a restore fits, and the error of an allocation that failed."""
+"""How much host memory is free: the default limit of copies of states, whether a restore fits, the error of an allocation that failed."""
 
 import contextlib
 import os

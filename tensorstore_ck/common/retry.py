@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Final, TypeVar
 
-from tensorstore_ck.common.changes import Flag
+from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.errors import BackendUnavailableError, StoreError
 
 FIRST_WAIT_SECONDS: Final = 0.5

@@ -119,7 +119,7 @@ class SaveMeter:
             return self._snapshot_at(self._clock())
 
     def _snapshot_at(self, now: float) -> Progress:
-        """Under the lock. A function of its own: see common/changes.py."""
+        """Under the lock. A function of its own: see common/waiting.py."""
         begun, shown = list[Stage](), None
         seconds, sizes_bytes = dict[Stage, float](), dict[Stage, int]()
         for stage, tally in self._tallies.items():

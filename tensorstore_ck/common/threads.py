@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
-from tensorstore_ck.common.changes import Flag
+from tensorstore_ck.common.waiting import Flag
 
 Task = TypeVar("Task")
 T = TypeVar("T")

@@ -10,11 +10,11 @@ from typing import Final, NamedTuple, Self
 
 import torch
 
-from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.host_memory import memory_errors, require_memory
 from tensorstore_ck.common.ids import Clock, Digest
 from tensorstore_ck.common.threads import cpu_threads, for_each, shielded
 from tensorstore_ck.common.user_frames import short_errors
+from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.read.snapshot_reader import Layouts, open_snapshot
 from tensorstore_ck.errors import BackendUnavailableError, InputError, InvalidOptionError, SnapshotExpiredError

@@ -12,7 +12,7 @@ from tensorstore_ck.feed.followed_tensor import FollowedTensor, SeveralTensors
 from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves, parse
 from tensorstore_ck.state.fill_in_place import FillTask, is_alias
 from tensorstore_ck.state.load_report import LoadReport
-from tensorstore_ck.state.match_names import is_whole
+from tensorstore_ck.state.match_target import is_whole
 from tensorstore_ck.state.restore_into import RestorePlan
 from tensorstore_ck.state.select import Rename, Selection, listed
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber, group_ranks, share_of

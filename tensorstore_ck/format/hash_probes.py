@@ -6,6 +6,7 @@ given up early.
 """
 
 from collections.abc import Iterable, Sequence
+from math import isqrt
 from typing import Final
 
 RANDOM_HASHES: Final = frozenset({str, bytes, bool, type(None)})
@@ -15,6 +16,8 @@ MAX_PROBES_A_KEY: Final = 30
 MAX_PROBES_AN_ELEMENT: Final = 250
 """The same in a set, which also looks at the slots next to each one."""
 FREE_PROBES: Final = 20_000
+FEW_KEYS: Final = isqrt(FREE_PROBES)
+"""Up to this number even keys that all collide take little time, and need no check."""
 LINEAR_PROBES_OF_SETS: Final = 9
 _HASH_BITS: Final = (1 << 64) - 1
 _MIN_SLOTS: Final = 8
@@ -78,10 +81,10 @@ def reject_slow_keys(keys: Sequence[object], *, is_set: bool) -> None:
         ValueError: it would.
         TypeError: a key is not hashable.
     """
-    if len(keys) * len(keys) <= FREE_PROBES:
+    if len(keys) <= FEW_KEYS:
         return
     chosen = [key for key in keys if type(key) not in RANDOM_HASHES]
-    if len(chosen) * len(chosen) > FREE_PROBES and not _are_consecutive(chosen):
+    if len(chosen) > FEW_KEYS and not _are_consecutive(chosen):
         HashProbes(is_set=is_set).add(map(hash, chosen))
 
 

@@ -13,8 +13,8 @@ live_bits.py       LiveBits: a bit for each entry of each pack
 part_summary.py     the entries that a part refers to, cached on this host
 listing.py          the objects in the backend
 pack_counts.py      how many entries each pack has, cached on this host
-writers.py          writer records: which processes have ended
-runs.py             runs of neighbouring blocks, each read at once
+ended_writers.py    writer records: which processes have ended
+block_runs.py       runs of neighbouring blocks, each read at once
 compact.py          copies live entries of sparse packs into new packs
 recode_or_move.py   rewrites packs smaller, or at another location
 recode.py           encodes the packs of chosen snapshots smaller

@@ -25,8 +25,8 @@ from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, StoredBlock, d
 from tensorstore_ck.format.pack import Footer, pack_name, stored_check
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.format.sealed import object_hash
+from tensorstore_ck.gc.block_runs import cut_runs, span_bytes
 from tensorstore_ck.gc.mark_reachable import LiveSet
-from tensorstore_ck.gc.runs import cut_runs, span_bytes
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
 from tensorstore_ck.log.block_index import Base, Location
 

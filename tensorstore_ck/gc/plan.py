@@ -21,13 +21,13 @@ from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, TRAILER, Footer
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
+from tensorstore_ck.gc.ended_writers import WriterRecords
 from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
 from tensorstore_ck.gc.mark_reachable import LiveSet, RootNeeds
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.pack_counts import PackCounts
 from tensorstore_ck.gc.released import Released, Releases
 from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, due_time, forget_command, gc_command, ignore_progress, unpin_command
-from tensorstore_ck.gc.writers import WriterRecords
 from tensorstore_ck.log import FOLDERS, ChildRecord, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold, without_named_parent
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.ref_table import RowsAtHead

@@ -22,11 +22,11 @@ from tensorstore_ck.engine.reachability import Entries
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, Encoder, Mode, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer
+from tensorstore_ck.gc.block_runs import span_bytes
 from tensorstore_ck.gc.compact import SparsePack, commit_relocations, compact, live_bytes, read_blocks, read_footer
 from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.mark_reachable import LiveSet
 from tensorstore_ck.gc.report import Progress, ProgressSum
-from tensorstore_ck.gc.runs import span_bytes
 from tensorstore_ck.log import ObjectKey, RefTable
 
 OWN_BATCH_BYTES: Final = 1 << 30

@@ -314,7 +314,7 @@ class Log:
         return shielded(append)
 
     def _append_until_first(self, build: Build, write_id: bytes | None, also: Also | None, at: RefTable | None) -> Appended:
-        """Under the lock; see common/changes.py. Where `create` may overwrite, it does not find out that another process was faster."""
+        """Under the lock; see common/waiting.py. Where `create` may overwrite, it does not find out that another process was faster."""
         if at is not None and (head := at.head()) is not None and self._shared and head.n == self._followed_n > 0:
             now = None
             with suppress(StoreError):  # another process of this host may have seen an entry that the log does not have any more

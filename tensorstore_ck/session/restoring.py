@@ -1,4 +1,4 @@
-"""Restores snapshots: the bodies of `Store.checkout`, `rank_state` and `streams`, in one process or by all ranks of a group.
+"""Restores snapshots: the bodies of `Store.checkout`, `rank_state`, `streams`, `finish_staged`, in one process or by all ranks of a group.
 
 With ``group=`` everything is read within one attempt of the ranks (`GroupRestore`): an error on one rank ends the restore on all at once.
 torch is imported only by what takes or returns tensors.
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar, Unpack
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.read.rank_states import count_rank_states, open_rank_state
 from tensorstore_ck.engine.read.snapshot_reader import MergedSnapshot, SnapshotReader, open_snapshot
+from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.random_streams import RULE, Streams
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.log.address import Resolved, is_staged_address
+from tensorstore_ck.log.address import Resolved, is_staged_address, resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.session.group.group_restore import GroupReading, GroupRestore
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
@@ -160,16 +161,16 @@ def restoring(
     broadcast: bool = False,
     allow_marked: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
-) -> tuple[T, Snapshot]:
+) -> tuple[T, SnapshotInfo]:
     """See `Store.restoring`."""
-    ranks = process_group(group)
-    session.finish_staged(address, ranks, timeout_seconds)
+    ranks = None if group is None else process_group(group)
+    finish_staged(session, address, ranks, timeout_seconds)
     session.context.frozen.forget()  # a restore may fill them
 
     def find(address: str) -> Resolved:
         resolved = session.engine.resolve(address)
         _logger.debug("%s is step %s of %s, root %s", address, resolved.info.step, resolved.info.ref, resolved.info.root.hex())
-        if not allow_marked:
+        if resolved.info.mark and not allow_marked:
             refuse_marked(Snapshot.from_info(resolved.info), address, "pass allow_marked=True")
         return resolved
 
@@ -183,7 +184,25 @@ def restoring(
     finally:
         session.context.frozen.forget()  # what a save of another thread read meanwhile
     session.fence.note_restored(resolved)
-    return result, Snapshot.from_info(resolved.info)
+    return result, resolved.info
+
+
+def finish_staged(session: Session, address: str, ranks: "ProcessGroup | None", timeout_seconds: float) -> None:
+    """See `Store.finish_staged`."""
+    if ranks is not None:
+        session.resume_ranks(ranks, timeout_seconds)
+    session.queue.wait_idle(uploads=session.engine.tier is None or not _is_staged(session.engine, address))
+
+
+def _is_staged(engine: Engine, address: str) -> bool:
+    """Whether the address means a snapshot that is staged and not published yet."""
+    if is_staged_address(address):
+        return True
+    try:
+        view = engine.log.view()
+        return view.staged(resolve(view, address).info.ulid) is not None
+    except StoreError:
+        return False
 
 
 def rank_state(

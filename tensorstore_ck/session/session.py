@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 from tensorstore_ck.common.host_memory import default_limit_bytes, memory_error
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, StoreError
-from tensorstore_ck.log.address import is_staged_address, resolve
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, ProcessGroups, process_group
@@ -152,11 +151,6 @@ class Session:
             self.engine, groups=self.groups, group=torch_group, state=state, rank_state=rank_state, timeout_seconds=timeout_seconds
         )
 
-    def finish_staged(self, address: str, group: "ProcessGroup | None", timeout_seconds: float) -> None:
-        """See `Store.finish_staged`."""
-        self._resume(group, timeout_seconds)
-        self.queue.wait_idle(uploads=self.engine.tier is None or not self._is_staged(address))
-
     def close(self) -> None:
         """See `Store.close`."""
         try:
@@ -172,19 +166,9 @@ class Session:
         self.groups.close()
         self.engine.close()
 
-    def _is_staged(self, address: str) -> bool:
-        """Whether the address means a snapshot that is staged and not published yet."""
-        if is_staged_address(address):
-            return True
-        try:
-            view = self.engine.log.view()
-            return view.staged(resolve(view, address).info.ulid) is not None
-        except StoreError:
-            return False
-
-    def _resume(self, group: "ProcessGroup | None", timeout_seconds: float) -> None:
+    def resume_ranks(self, group: "ProcessGroup", timeout_seconds: float) -> None:
         """At the first use of a group, continues the saves that its ranks staged before."""
-        if group is not None and self.engine.tier is not None and group not in self._resumed_groups:
+        if self.engine.tier is not None and group not in self._resumed_groups:
             for staged in resume_ranks(self.context, self.engine.tier, group, timeout_seconds):
                 self.queue.resume(staged, staged.ref, staged.step, staged.rank)
             if self.engine.tier.options.replicate_to_peers:
@@ -216,7 +200,7 @@ class Session:
             coordination = Alone(self.context, next(self._numbers))
         else:
             self.engine.writes.share(group.size())
-            self._resume(group, timeout_seconds)
+            self.resume_ranks(group, timeout_seconds)
             coordination = RankRound(self.context, group, ref, timeout_seconds)
         return Save(self.context, coordination, state, ref=ref, **given)
 

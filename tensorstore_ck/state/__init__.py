@@ -28,7 +28,7 @@ standard_types.py       types of the standard library, dataclasses and enums
 torchao_types.py        torchao's classes
 restore.py              validates the options of a restore and runs it
 restore_into.py         restores into an existing state
-match_names.py          compares stored leaves with a target's
+match_target.py         compares stored leaves with a target's
 fill_in_place.py        fills existing tensors
 allocate.py             allocates new tensors; converts dtypes at a restore
 optimizer_scalars.py    counters of optimizers, which `dtype=` does not convert

@@ -1,6 +1,6 @@
-"""Host memory for captures, under a hard limit: allocated once, and reused from one capture to the next.
+"""Host memory for copies of captured states, under a hard limit: allocated once, and reused from one copy to the next.
 
-`capture_copy` copies states into its slots; the caller decides when to capture, and what to do when all memory is in use. Pages come
+`capture_copy` copies states into its slots; the caller decides when to copy, and what to do when all memory is in use. Pages come
 directly from the system in the requested size, and are returned as soon as they are unused: torch's allocator of pinned memory rounds
 up to a power of two and keeps freed memory, so it could not hold the limit.
 """
@@ -29,7 +29,7 @@ _REGISTER_PORTABLE: Final = 1
 
 
 class Arena:
-    """Host memory that captures are copied into: allocated once, reused, never more than `limit_bytes`. Thread-safe."""
+    """Host memory that captured states are copied into: allocated once, reused, never more than `limit_bytes`. Thread-safe."""
 
     def __init__(self, limit_bytes: int, *, pinned: bool = False) -> None:
         """`pinned`: CUDA devices copy into it while the caller computes. Without CUDA it has no effect."""
@@ -49,7 +49,7 @@ class Arena:
             return sum(map(len, [*self._free, *self._in_use.values()]))
 
     def take(self, size_bytes: int) -> "Slot | None":
-        """Memory for a capture; None if it does not fit now. Never waits.
+        """Memory for a copy; None if it does not fit now. Never waits.
 
         Raises:
             NoSpaceError: the system refuses memory that the limit allows.
@@ -70,7 +70,7 @@ class Arena:
             return slot.memory is not None
 
     def prepare(self, size_bytes: int, count: int) -> None:
-        """Allocates memory for `count` captures of this size, as far as the limit allows. A capture that comes meanwhile waits for it.
+        """Allocates memory for `count` copies of this size, as far as the limit allows. A copy that is made meanwhile waits for it.
 
         Raises:
             NoSpaceError: the system refuses memory that the limit allows.
@@ -107,7 +107,7 @@ class Arena:
         self._free.sort(key=lambda memory: memory.nbytes)
         best = next((number for number, memory in enumerate(self._free) if memory.nbytes >= size_bytes), None)
         has_room = wanted <= left - self._free_bytes()
-        if best is not None and (self._free[best].nbytes <= 2 * wanted or not has_room):  # else it is kept for a larger capture
+        if best is not None and (self._free[best].nbytes <= 2 * wanted or not has_room):  # else it is kept for a larger copy
             return self._free.pop(best)
         while wanted > left - self._free_bytes():
             del self._free[0]
@@ -122,7 +122,7 @@ class Arena:
 
 
 class Slot:
-    """Memory of one capture: see `Arena.take`."""
+    """Memory of one copy: see `Arena.take`."""
 
     def __init__(self, arena: Arena, size_bytes: int) -> None:
         self.arena = arena
@@ -133,7 +133,7 @@ class Slot:
         """Copies from devices into it that may still be under way."""
 
     def release(self) -> None:
-        """Returns the memory for other captures; its content must not be read any more. Idempotent."""
+        """Returns the memory for other copies; its content must not be read any more. Idempotent."""
         try:
             for arrival in self.arrivals:
                 arrival.wait()

@@ -110,6 +110,8 @@ def read_in_place(content: SnapshotContent, fills: list[FillTask]) -> None:
 
 def _choose(members: list[FillTask]) -> tuple[FillTask, ByteTarget, list[FillTask]] | None:
     """The task that receives the bytes of a stored tensor, and those to copy from it afterwards; None if none can receive them."""
+    if len(members) == 1 and members[0].leaf.kind == "tensor":  # nearly always
+        return members[0], _target(members[0]), []
     targets = [(fill, _target(fill)) for fill in members if fill.leaf.kind == "tensor"]
     plain = [(fill, target) for fill, target in targets if isinstance(target, MemoryTarget)]
     for first, target in (plain or targets)[:1]:

@@ -8,7 +8,7 @@ import torch
 
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.hash_probes import reject_slow_keys
+from tensorstore_ck.format.hash_probes import FEW_KEYS, reject_slow_keys
 from tensorstore_ck.format.tree import Container, Leaf, Tree
 from tensorstore_ck.format.values import PLAIN_TYPES, decode
 from tensorstore_ck.state.registered_types import FACTORIES, decode_torch, namedtuple_class, registered_name
@@ -89,7 +89,8 @@ def _build_container(container: Container, items: list[Any], content: SnapshotCo
     try:
         name = f"a key of {where!r}"
         keys = [key if type(key) is str else decode(key, decode_other=decode_torch, name=name) for key in container.keys]
-        reject_slow_keys(keys, is_set=False)
+        if len(keys) > FEW_KEYS:
+            reject_slow_keys(keys, is_set=False)
         for key, item in zip(keys, items, strict=True):
             made[key] = item
     except (TypeError, ValueError) as exc:

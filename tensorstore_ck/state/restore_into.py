@@ -17,24 +17,23 @@ from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError,
 from tensorstore_ck.format.tree import ROOT, Container, Leaf, LeafNames, Tree, leaves, parse
 from tensorstore_ck.format.values import MAX_NESTING, PLAIN_TYPES, encode, key_text
 from tensorstore_ck.state.allocate import LeafForm, TensorAllocator, WantedLeaf, form_of, require_memory_for
-from tensorstore_ck.state.boxes import is_checkpointable
+from tensorstore_ck.state.boxes import CHECKPOINTABLE_MARK
 from tensorstore_ck.state.fill_in_place import FillTask, find_conflicts, is_same_tensor, read_in_place
 from tensorstore_ck.state.load_report import LoadReport, UnclaimedNames
-from tensorstore_ck.state.match_names import (
+from tensorstore_ck.state.match_target import (
     NamesByPrefix,
     container_paths,
-    containers,
     describe_mismatch,
     describe_target_mismatch,
     has_tensors,
     is_expanded,
     is_whole,
-    own_leaves,
+    leaves_and_containers,
     value_conflict,
 )
 from tensorstore_ck.state.memory_order import in_order_of
 from tensorstore_ck.state.optimizer_scalars import with_exact_scalars
-from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
+from tensorstore_ck.state.plain_memory import PLAIN, has_memory, is_plain, require_plain
 from tensorstore_ck.state.rank_shares import RankShare
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.registered_types import encode_torch, registered_class
@@ -56,7 +55,7 @@ def restore_into(
     finish = plan.visit(into, "", 0)
     plan.check(strict=strict, report=report, unclaimed=unclaimed)
     adopted = [leaf for tree in plan.adopted for leaf in require_buildable(tree, content, plan.dtype).items()]
-    plan.wanted += with_exact_scalars(content, adopted)
+    plan.wanted += adopted if plan.dtype is None else with_exact_scalars(content, adopted)
     require_memory_for(content.layout, plan.wanted, device)
     fresh = TensorAllocator(content.layout, plan.wanted, device)
     plan.tensor_of = fresh.get
@@ -114,9 +113,10 @@ class RestorePlan:
         """Replacements of meta tensors."""
         self._stored: dict[str, Leaf] = {}
         """Name in the target -> leaf."""
-        new_name = renamer(rename)
-        for leaf in own_leaves(tree):
-            name = new_name(leaf.path)
+        new_name = None if rename is None else renamer(rename)
+        own_leaves, containers = leaves_and_containers(tree)
+        for leaf in own_leaves:
+            name = leaf.path if new_name is None else new_name(leaf.path)
             if name is None:
                 continue
             if not isinstance(name, str):
@@ -126,7 +126,7 @@ class RestorePlan:
                 raise MismatchError(f"rename gives {other!r} and {leaf.path!r} the same name {name!r}", object_id=name)
             self._stored[name] = leaf
         self._below = NamesByPrefix(self._stored)
-        self._containers = {container.path: container for container in reversed(list(containers(tree)))}
+        self._containers = {container.path: container for container in reversed(containers)}
 
     def check(self, *, strict: bool, report: LoadReport | None, unclaimed: UnclaimedNames | None) -> None:
         """Checks that everything fits. `unclaimed` collects names that this rank does not expect, but another one may."""
@@ -156,7 +156,7 @@ class RestorePlan:
             return self._visit_dict(target, path, depth)
         if kind is list or kind is tuple:
             return self._visit_list(target, path, depth)
-        if kind in PLAIN and not is_checkpointable(target):
+        if kind in PLAIN and not hasattr(target, CHECKPOINTABLE_MARK):
             return self._visit_tensor(target, self._name(path))
         registered = registered_class(kind)
         if registered is not None and registered.wraps:
@@ -304,8 +304,8 @@ class RestorePlan:
         if problem is not None:
             return self._mismatch(name, problem, target)
         if not isinstance(target, torch.Tensor) or not target.is_meta:
-            if isinstance(target, torch.Tensor):
-                require_plain(target, name, "the tensor to restore into")
+            if isinstance(target, torch.Tensor) and not (is_known and has_memory(target)):
+                require_plain(target, name, "the tensor to restore into")  # raises, and says why
             self.fills.append(FillTask(target, leaf, form, name))
             return lambda: target
         self.wanted.append((leaf, target.dtype))

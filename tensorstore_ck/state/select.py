@@ -65,13 +65,11 @@ class Selection:
         return Container(node=tree.node, path=tree.path, keys=keys, children=[child for child in kept if child], attributes=tree.attributes)
 
 
-def renamer(rename: Rename | None) -> Callable[[str], str | None]:
+def renamer(rename: Rename) -> Callable[[str], str | None]:
     """A function from stored names to names in the target (None: leave it out).
 
     In a mapping the longest prefix wins, and a prefix ends at a dot: ``{"module": "model"}`` does not change ``module_ema.w``.
     """
-    if rename is None:
-        return str
     if not isinstance(rename, Mapping):
         if not callable(rename):
             raise InvalidOptionError(f"rename must be a mapping of prefixes or a function, not {rename!r}", object_id="rename")

@@ -127,7 +127,7 @@ class TensorSpecs(Sequence[TensorSpec]):
     @cached_property
     def _all(self) -> list[TensorSpec]:
         described = [(*kind[:3], kind.order) for kind in self.kinds]
-        return [TensorSpec(name, *described[kind]) for name, kind in zip(self.names, self.kind_numbers.tolist(), strict=True)]
+        return [TensorSpec(name, *described[number]) for name, number in zip(self.names, self.kind_numbers.tolist(), strict=True)]
 
 
 class ByteSources(LazySources):
@@ -238,26 +238,32 @@ class TensorTable:
         try:
             for position in range(start, len(items)):
                 tensor = items[position]
-                kind, key = type(tensor), id(tensor)
+                tensor_type, tensor_id = type(tensor), id(tensor)
                 # Sparse, nested and other opaque tensors have no shape or no storage: torch raises.
-                if kind not in PLAIN or key in number_of or not tensor.is_contiguous() or tensor.is_neg() or hasattr(tensor, mark):
+                if (
+                    tensor_type not in PLAIN
+                    or tensor_id in number_of
+                    or not tensor.is_contiguous()
+                    or tensor.is_neg()
+                    or hasattr(tensor, mark)
+                ):
                     return position
-                form_number = known_kinds.get((tensor.dtype, tensor.shape))
-                if form_number is None and (form_number := self._new_kind(tensor.dtype, tuple(tensor.shape))) is None:
+                kind_number = known_kinds.get((tensor.dtype, tensor.shape))
+                if kind_number is None and (kind_number := self._new_kind(tensor.dtype, tuple(tensor.shape))) is None:
                     return position
-                form, storage, is_on_host = kinds[form_number], tensor.untyped_storage(), tensor.is_cpu
-                if (form.is_complex and tensor.is_conj()) or (form.strides and tensor.stride() != form.strides):
+                kind, storage, is_on_host = kinds[kind_number], tensor.untyped_storage(), tensor.is_cpu
+                if (kind.is_complex and tensor.is_conj()) or (kind.strides and tensor.stride() != kind.strides):
                     return position
-                size, area = form.size_bytes, storage.data_ptr()
-                area_stop, address = area + storage.nbytes(), area + tensor.storage_offset() * form.item_bytes
+                size, area = kind.size_bytes, storage.data_ptr()
+                area_stop, address = area + storage.nbytes(), area + tensor.storage_offset() * kind.item_bytes
                 if (size and address + size > area_stop) or not (is_on_host or tensor.is_cuda):
                     return position
-                flags = (REQUIRES_GRAD if tensor.requires_grad else 0) | (PARAMETER if kind is torch.nn.Parameter else 0)
+                flags = (REQUIRES_GRAD if tensor.requires_grad else 0) | (PARAMETER if tensor_type is torch.nn.Parameter else 0)
                 device = None if is_on_host else tensor.device
-                number = number_of[key] = len(objects)
+                number = number_of[tensor_id] = len(objects)
                 objects.append(tensor)
                 owners.append(storage if is_on_host else tensor)
-                places += _PLACE.pack(address if is_on_host else 0, form_number)
+                places += _PLACE.pack(address if is_on_host else 0, kind_number)
                 bounds += BOUNDS.pack(area, area_stop if size else area)
                 if flags:
                     self.flags[number] = flags
@@ -289,8 +295,8 @@ class TensorTable:
 
     def kind_of(self, number: int) -> TensorKind:
         """The kind of one tensor."""
-        kind: int = _PLACE.unpack_from(self._places, number * _PLACE.size)[1]
-        return self.kinds[kind]
+        kind_number: int = _PLACE.unpack_from(self._places, number * _PLACE.size)[1]
+        return self.kinds[kind_number]
 
     def specs(self) -> TensorSpecs:
         """What all tensors and arrays are."""
@@ -298,8 +304,8 @@ class TensorTable:
 
     def sources(self) -> ByteSources:
         """The bytes of all tensors and arrays."""
-        addresses, kinds = self._rows()
-        sizes = np.array([kind.size_bytes for kind in self.kinds], np.int64)[kinds]
+        addresses, kind_numbers = self._rows()
+        sizes = np.array([kind.size_bytes for kind in self.kinds], np.int64)[kind_numbers]
         return ByteSources(addresses, sizes, self._owners, self._made)
 
     def _rows(self) -> Numbers:

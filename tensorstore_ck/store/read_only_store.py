@@ -222,7 +222,7 @@ class ReadOnlyStore:
         Returns:
             What `read` returned, and the snapshot.
         """
-        return restoring.restoring(
+        result, info = restoring.restoring(
             self.session,
             address,
             read,
@@ -231,6 +231,7 @@ class ReadOnlyStore:
             allow_marked=allow_marked,
             timeout_seconds=timeout_seconds,
         )
+        return result, Snapshot.from_info(info)
 
     def rank_state(
         self,
@@ -288,7 +289,7 @@ class ReadOnlyStore:
 
         Does not wait for uploads if `address` means a staged snapshot, such as ``runs/gpt^staged``.
         """
-        self.session.finish_staged(address, process_group(group), timeout_seconds)
+        restoring.finish_staged(self.session, address, process_group(group), timeout_seconds)
 
     def retrying(self, call: Callable[[], T], *, attempts: int = 3, pause_seconds: float = 1.0) -> T:
         """Calls `call` until it succeeds, while trying again can help (see `errors`, "retry"), and returns its result.

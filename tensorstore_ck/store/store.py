@@ -250,7 +250,7 @@ class Store(ReadOnlyStore):
         changed_by: "Optimizer | Sequence[Optimizer]" = (),
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
-        """Makes ready what the first `put_snapshot_async` of CUDA tensors needs: pins memory for two captures, in a thread.
+        """Makes ready what the first `put_snapshot_async` of CUDA tensors needs: pins memory for two copies of the state, in a thread.
 
         Pinning takes a third of a second for each GiB, in the first save if not before. Without CUDA this does nothing. Call it when the
         tensors of the optimizer exist, after the first step; `Checkpointer.step` does. All ranks of `group` call it.

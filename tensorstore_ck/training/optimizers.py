@@ -212,7 +212,7 @@ def _names_in(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames
 
 
 def _state_after_trial(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], rates: list[Any], names: ParameterNames) -> State:
-    """A function of its own, so that `finally` undoes the step after Ctrl-C: see common/changes.py."""
+    """A function of its own, so that `finally` undoes the step after Ctrl-C: see common/waiting.py."""
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

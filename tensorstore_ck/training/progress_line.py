@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, Self, TextIO
 
-from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.save_progress import Progress
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.common.user_frames import short_errors
+from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.events import Event, Observed, event_text
 from tensorstore_ck.redaction import one_line
 

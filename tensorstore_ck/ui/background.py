@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.threads import Helper
+from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.errors import StoreError
 
 Progress = Callable[[str, int, int], None]

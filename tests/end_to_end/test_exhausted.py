@@ -11,8 +11,8 @@ import pytest
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.staging.unsent_file import UnsentFile
-from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.threads import Helper, for_each, shielded
+from tensorstore_ck.common.waiting import Changes
 from tensorstore_ck.session.save.queued_save import Worker
 from tests.effort import PATIENCE_SECONDS, effort
 from tests.end_to_end.interrupting import PACKAGE

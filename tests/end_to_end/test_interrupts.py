@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.common.changes import Changes
+from tensorstore_ck.common.waiting import Changes
 from tensorstore_ck.session.save.queued_save import Worker
 from tests.effort import PATIENCE_SECONDS, effort
 from tests.end_to_end.interrupting import PACKAGE, interrupted
@@ -182,7 +182,7 @@ ALLOWED: Final = {
 
 
 def test_no_lock_that_ctrl_c_can_keep() -> None:
-    """`Changes`, `Flag`, `Helper` and `for_each` take the place of what the standard library has for threads: see common/changes.py."""
+    """`Changes`, `Flag`, `Helper` and `for_each` take the place of what the standard library has for threads: see common/waiting.py."""
     sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in Path(PACKAGE).rglob("*.py")}
     assert {name for name, source in sources.items() if UNSAFE.search(source)} == set(ALLOWED)
 

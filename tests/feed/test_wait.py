@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.common.changes import Flag
+from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.feed.feed import LOOKS_A_POLL
 from tensorstore_ck.log.watermark import LogChangedWarning
 from tests.feed.versions import REF, NotedFaults, first_state, follower, save, train, update, zeros

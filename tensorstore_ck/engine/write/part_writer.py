@@ -23,7 +23,7 @@ from tensorstore_ck.engine.write.dedup import FrozenBlocks, skip_unchanged
 from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, Comparison, Fp32Masters, ParentBlocks, PartKey, earlier_part
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Sampling, require_unchanged
-from tensorstore_ck.engine.write.write_plan import SINGLE, PartSlot, WritePlan, plan_of
+from tensorstore_ck.engine.write.write_plan import SINGLE, PartAuthor, WritePlan, plan_of
 from tensorstore_ck.format.codec import Coding, Elements, Encoder, elements_of, sample_of
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name, require_readable
@@ -94,7 +94,7 @@ def write_part(
     known: BlockLookup,
     *,
     anchor: int,
-    slot: PartSlot = SINGLE,
+    author: PartAuthor = SINGLE,
     coding: Coding,
     meter: SaveMeter | None = None,
     apart: bool = False,
@@ -107,7 +107,7 @@ def write_part(
         captured: The state.
         known: Which blocks need not be written.
         anchor: The log entry at which `known` looks blocks up.
-        slot: Which part it is.
+        author: The rank whose part it is.
         coding: How blocks are encoded.
         meter: Counts the progress; an error that it raises ends the work.
         apart: Whether the layout and large values get separate, small packs.
@@ -117,22 +117,22 @@ def write_part(
         FrozenChangedError: a tensor declared frozen has other bytes than when it was last read.
         CaptureChangedError: a tensor has other bytes than when it was read first.
     """
-    earlier, plan = None, plan_of(captured, slot, engine.config.block_bytes)
+    earlier, plan = None, plan_of(captured, author, engine.config.block_bytes)
     if coding.anchor_every:  # blocks may be stored as differences to those of the snapshot before
         layout = layout_id(captured.layout.encode())
-        key = PartKey(layout_id=layout, rank=slot.rank, world_size=slot.world_size, layout_of=slot.layout_of, regions=plan.regions)
+        key = PartKey(layout_id=layout, rank=author.rank, world_size=author.world_size, layout_of=author.layout_of, regions=plan.regions)
         earlier = earlier_part(engine, known.parts, key, coding.anchor_every)
     write = partial(write_tensors, captured, plan, coding=coding, earlier=earlier, sampling=sampling)
     try:
         with open_packs(engine, known, meter) as first:
             if not apart:  # tensors first: after a layout of an odd size, the reads of all of them would be copied a third slower
                 tensors = write(first)
-            packs, blobs = [first], write_blobs(captured, plan, first, slot=slot, coding=coding)
+            packs, blobs = [first], write_blobs(captured, plan, first, author=author, coding=coding)
         if apart:
             with open_packs(engine, known, meter) as second:
                 packs, tensors = [first, second], write(second)
         tensors.sample.verify(tensors.plan.inlined, tensors.inline)
-        written = store_part(engine, captured=captured, blobs=blobs, tensors=tensors, packs=packs, anchor=anchor, slot=slot)
+        written = store_part(engine, captured=captured, blobs=blobs, tensors=tensors, packs=packs, anchor=anchor, author=author)
     except BaseException:
         if earlier is not None:
             earlier.drop_kept()
@@ -155,10 +155,10 @@ def open_packs(engine: Engine, known: BlockLookup, meter: SaveMeter | None = Non
         raise
 
 
-def write_blobs(captured: CapturedState, plan: WritePlan, packs: PackWriter, slot: PartSlot, coding: Coding) -> BlobBlocks:
+def write_blobs(captured: CapturedState, plan: WritePlan, packs: PackWriter, author: PartAuthor, coding: Coding) -> BlobBlocks:
     """Stores the layout and the large values, if this rank is the first one with the layout."""
     encoded_layout = captured.layout.encode()
-    is_first = slot.rank == slot.layout_ranks[0]
+    is_first = author.rank == author.layout_ranks[0]
     ids = list[Digest]()
     blobs = np.zeros(1 + len(captured.blobs) if is_first else 1, BLOB_DTYPE)
     blobs["size"][0] = len(encoded_layout)
@@ -231,7 +231,7 @@ def store_part(
     packs: Sequence[PackWriter],
     *,
     anchor: int,
-    slot: PartSlot,
+    author: PartAuthor,
 ) -> WrittenPart:
     """Writes the part that names these blocks, which are in the closed `packs`.
 
@@ -247,27 +247,27 @@ def store_part(
     extents = extents_of(ids, places)
     part = Part(
         layout_id=layout_id(captured.layout.encode()),
-        rank=slot.rank,
-        world_size=slot.world_size,
+        rank=author.rank,
+        world_size=author.world_size,
         blobs=blobs.rows,
         ids=b"".join(ids),
-        values=encode_values(captured.values if slot.rank == slot.layout_ranks[0] else ()),
+        values=encode_values(captured.values if author.rank == author.layout_ranks[0] else ()),
         inline=tensors.inline,
         packs=extents.packs,
         extents=extents.rows,
         base_ids=extents.base_ids,
         anchor=anchor,
-        layout_of=slot.layout_of,
+        layout_of=author.layout_of,
         regions=tensors.plan.regions,
     )
-    if slot.rank == slot.layout_ranks[0]:
+    if author.rank == author.layout_ranks[0]:
         numbers = msgpack_blobs(captured.values, "the state") if captured.blobs else ()
         parsed = [*map(captured.blobs.__getitem__, numbers)]
-        require_readable(part, captured.layout.encode(), parsed, ranks=slot.world_size, ranks_of_layout=len(slot.layout_ranks))
+        require_readable(part, captured.layout.encode(), parsed, ranks=author.world_size, ranks_of_layout=len(author.layout_ranks))
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
     new_bytes += len(encoded)
-    _logger.debug("part %s of rank %d: %d of %d blocks are new, %d bytes", part_name(ulid), slot.rank, len(added), len(ids), new_bytes)
+    _logger.debug("part %s of rank %d: %d of %d blocks are new, %d bytes", part_name(ulid), author.rank, len(added), len(ids), new_bytes)
     for block, place in added.items():
         if place.bases:
             added[block] = with_bases(place, places)

@@ -32,7 +32,7 @@ from tensorstore_ck.engine.write.publish import (
 )
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings, judge, merged
-from tensorstore_ck.engine.write.write_plan import slot_of_one
+from tensorstore_ck.engine.write.write_plan import only_author
 from tensorstore_ck.errors import NoSpaceError, SnapshotExpiredError, StoreError, UndecidedError
 from tensorstore_ck.format.record import Record, with_store_metadata
 from tensorstore_ck.format.sealed import FOLDERS
@@ -216,9 +216,11 @@ def write(
     """
     engine, is_offline = destination.engine, destination.is_offline
     destination.admit(request, view)
-    head, known, slot = view.head(), destination.known(request, view, 0, 1), slot_of_one(captured)
+    head, known, author = view.head(), destination.known(request, view, 0, 1), only_author(captured)
     anchor = head.n if head is not None else 0
-    written = write_part(engine, captured, known, anchor=anchor, slot=slot, coding=request.coding, meter=meter, sampling=request.sampling)
+    written = write_part(
+        engine, captured, known, anchor=anchor, author=author, coding=request.coding, meter=meter, sampling=request.sampling
+    )
     if is_offline:  # a comparison might have to read from the store
         finiteness = written.tensors.sample.finiteness
         findings = SaveFindings(elements=finiteness.elements, non_finite=finiteness.non_finite)

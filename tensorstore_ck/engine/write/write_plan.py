@@ -18,8 +18,8 @@ MAX_PLANS: Final = 4
 """The plans that are kept for a layout."""
 
 
-class PartSlot(NamedTuple):
-    """Which part of a snapshot it is."""
+class PartAuthor(NamedTuple):
+    """The rank that writes a part, among the ranks of its snapshot."""
 
     rank: int
     world_size: int
@@ -29,11 +29,11 @@ class PartSlot(NamedTuple):
     """See `Part.layout_of`."""
 
 
-SINGLE: Final = PartSlot(0, 1, (0,), None)
+SINGLE: Final = PartAuthor(0, 1, (0,), None)
 
 
-def slot_of_one(captured: CapturedState) -> PartSlot:
-    """The slot of a snapshot's only part. `layout_of` is set where regions are explicit: without it the part id would not cover them."""
+def only_author(captured: CapturedState) -> PartAuthor:
+    """The author of a snapshot's only part; `layout_of` is set where regions are explicit: without it the part id would not cover them."""
     return SINGLE._replace(layout_of=b"") if captured.explicit else SINGLE
 
 
@@ -83,16 +83,18 @@ class WritePlan(NamedTuple):
     """The lengths of the blocks of the encoded layout; none if another rank stores it."""
 
 
-def plan_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> WritePlan:
+def plan_of(captured: CapturedState, author: PartAuthor, block_bytes: int) -> WritePlan:
     """The plan of a part; kept with what is derived from the layout."""
     regions = encode_regions(captured.explicit) if captured.explicit else b""
     kept = captured.derived if captured.derived is not None else {}
-    key = (slot.rank, slot.layout_ranks, block_bytes, regions, *captured.frozen)
+    key = (author.rank, author.layout_ranks, block_bytes, regions, *captured.frozen)
     plan: WritePlan | None = kept.get(key)
     if plan is None:
         if len(kept) > MAX_PLANS:
             kept.clear()
-        plan = kept[key] = _cut(captured, places_of(captured, slot, block_bytes), regions, stores_layout=slot.rank == slot.layout_ranks[0])
+        plan = kept[key] = _cut(
+            captured, places_of(captured, author, block_bytes), regions, stores_layout=author.rank == author.layout_ranks[0]
+        )
     return plan
 
 
@@ -119,10 +121,10 @@ def _cut(captured: CapturedState, places: Sequence[tuple[Region, int, BlockShare
     return WritePlan(blocks, inlined, regions, frozen_cuts, layout_lengths)
 
 
-def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> list[tuple[Region, int, BlockShare]]:
+def places_of(captured: CapturedState, author: PartAuthor, block_bytes: int) -> list[tuple[Region, int, BlockShare]]:
     """What this rank stores: for each share the region, its offset in the tensor's source, and how it is cut."""
-    held = regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
-    bases, shares = source_offsets(captured, held), assign_blocks(captured.layout, held, slot.rank, block_bytes)
+    held = regions_of_rank(captured.layout, author.rank, author.layout_ranks, captured.explicit)
+    bases, shares = source_offsets(captured, held), assign_blocks(captured.layout, held, author.rank, block_bytes)
     return [(held[share.region], bases[share.region] + share.start, share) for share in shares]
 
 

@@ -155,19 +155,19 @@ class DcpSave:
         sampling = Sampling(turn_of(None, self.step), self._request.checks.verify_capture)  # ranks may see different parents
         known, coding = self._destination.known(self._request, view, role.part, role.parts), self._request.coding
         with open_packs(self._engine, known, meter) as packs:
-            tensors = write_tensors(captured, plan_of(captured, role.slot, block_bytes), packs, coding=coding, sampling=sampling)
+            tensors = write_tensors(captured, plan_of(captured, role.author, block_bytes), packs, coding=coding, sampling=sampling)
         tensors.sample.verify(tensors.plan.inlined, tensors.inline)
         return Begun(role=role, captured=captured, packs=packs, tensors=tensors, block_bytes=block_bytes, anchor=anchor)
 
     def _complete(self, begun: Begun, captured: CapturedState, meter: SaveMeter) -> tuple[WrittenPart, RankParts, SaveFindings]:
         """Writes the part, with the values in `captured`, if any."""
-        engine, slot, view = self._engine, begun.role.slot, self._engine.log.view()
-        plan = plan_of(captured, slot, begun.block_bytes)
-        with open_packs(engine, self._destination.known(self._request, view, slot.rank, slot.world_size), meter) as packs:
-            blobs = write_blobs(captured, plan, packs, slot=slot, coding=self._request.coding)
+        engine, author, view = self._engine, begun.role.author, self._engine.log.view()
+        plan = plan_of(captured, author, begun.block_bytes)
+        with open_packs(engine, self._destination.known(self._request, view, author.rank, author.world_size), meter) as packs:
+            blobs = write_blobs(captured, plan, packs, author=author, coding=self._request.coding)
         tensors = begun.tensors._replace(inline=bytes(captured.gather(plan.inlined.ranges)), plan=plan)
         written = store_part(
-            engine, captured=captured, blobs=blobs, tensors=tensors, packs=[begun.packs, packs], anchor=begun.anchor, slot=slot
+            engine, captured=captured, blobs=blobs, tensors=tensors, packs=[begun.packs, packs], anchor=begun.anchor, author=author
         )
         return (
             written,

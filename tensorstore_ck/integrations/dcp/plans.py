@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.write_plan import PartSlot
+from tensorstore_ck.engine.write.write_plan import PartAuthor
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, ExplicitRegions, decode_layout
 from tensorstore_ck.format.sharding import BoxBounds, whole_box
@@ -37,9 +37,9 @@ class Role(NamedTuple):
     """The tensor number of each item in the plan; -1 for a byte item."""
 
     @property
-    def slot(self) -> PartSlot:
-        """For the part writer: all parts have a common layout."""
-        return PartSlot(self.part, self.parts, tuple(range(self.parts)), b"")
+    def author(self) -> PartAuthor:
+        """Whose part it is: all parts have a common layout."""
+        return PartAuthor(self.part, self.parts, tuple(range(self.parts)), b"")
 
 
 class Tiny(NamedTuple):

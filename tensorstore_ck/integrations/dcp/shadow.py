@@ -201,7 +201,7 @@ def _differing(
     captured, layout = begun.captured, begun.captured.layout
     ids, inline = iter(begun.tensors.ids), io.BytesIO(begun.tensors.inline)
     read, source = -1, concatenate_sources(())
-    for region, start, share in places_of(captured, begun.role.slot, begun.block_bytes):
+    for region, start, share in places_of(captured, begun.role.author, begun.block_bytes):
         if (tensor := region.tensor) != read:
             read, source = tensor, concatenate_sources([files.read_tensor(item) for item in boxes[tensor]])
         for length in share.lengths:

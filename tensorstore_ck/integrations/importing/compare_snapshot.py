@@ -10,7 +10,7 @@ from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, block_id
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.write_plan import places_of, slot_of_one
+from tensorstore_ck.engine.write.write_plan import only_author, places_of
 from tensorstore_ck.format.block_assignment import encode_regions
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values
@@ -32,7 +32,7 @@ def is_in_snapshot(store: ReadOnlyStore, captured: CapturedState, info: Snapshot
 
 def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
     """The id of the part that a save by one process would write (FORMAT.md, "Parts")."""
-    slot = slot_of_one(captured)
+    author = only_author(captured)
     layout = captured.layout.encode()
     blobs = np.zeros(1 + len(captured.blobs), BLOB_DTYPE)
     ids: list[Digest] = []
@@ -44,7 +44,7 @@ def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
         blobs[number] = (len(lengths), 0, len(blob))
     inline: list[bytes] = []
     blocks: list[tuple[int, int, int]] = []
-    for region, start, share in places_of(captured, slot, block_bytes):
+    for region, start, share in places_of(captured, author, block_bytes):
         if share.is_inline:
             inline.append(bytes(captured.sources[region.tensor].read(start, start + share.lengths[0])))
             continue
@@ -61,8 +61,8 @@ def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
     for_each(_runs(len(blocks)), hash_run, cpu_threads())
     part = Part(
         layout_id=layout_id(layout),
-        rank=slot.rank,
-        world_size=slot.world_size,
+        rank=author.rank,
+        world_size=author.world_size,
         blobs=blobs,
         ids=b"".join([*ids, *hashes]),
         values=encode_values(captured.values),
@@ -71,7 +71,7 @@ def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
         extents=np.zeros(0, EXTENT_DTYPE),
         base_ids=b"",
         anchor=0,
-        layout_of=slot.layout_of,
+        layout_of=author.layout_of,
         regions=encode_regions(captured.explicit),
     )
     return part.part_id()

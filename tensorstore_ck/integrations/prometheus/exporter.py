@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.catalog.sync import OpenStore
-from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.ids import Clock
 from tensorstore_ck.common.threads import Helper
+from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations.prometheus.collector import Readings, StoreCollector
 from tensorstore_ck.integrations.prometheus.watched_store import WatchedStore, read_states

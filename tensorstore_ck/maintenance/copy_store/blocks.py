@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorstore_ck.backend.protocol import Backend, finishing
-from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.ids import Digest, IdSource, Ulid, block_id
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
+from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import Codec, decode
 from tensorstore_ck.format.pack import pack_name
-from tensorstore_ck.gc.runs import cut_runs, span_bytes
+from tensorstore_ck.gc.block_runs import cut_runs, span_bytes
 from tensorstore_ck.log.block_index import Location
 
 BLOCK_DTYPE: Final = np.dtype([("id", "V32"), ("pack", "<u4"), ("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("codec", "<u2")])

@@ -14,9 +14,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.ids import ULID_BYTES, IdSource, Ulid, derived_hash, new_ulid, ulid_text
 from tensorstore_ck.common.threads import Helper
+from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, StoreRunner
 from tensorstore_ck.session.group.failure_reason import FailureReason

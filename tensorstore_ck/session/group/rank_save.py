@@ -19,7 +19,7 @@ from tensorstore_ck.engine.write.publish import RankParts, checked_parts, retry_
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings
 from tensorstore_ck.engine.write.write_and_commit import Destination, StoreDestination, commit
-from tensorstore_ck.engine.write.write_plan import PartSlot
+from tensorstore_ck.engine.write.write_plan import PartAuthor
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.block_assignment import first_ranks, ranks_with_layout
 from tensorstore_ck.format.layout import Layout
@@ -102,7 +102,7 @@ class RankSave:
         self._planning = Planning(attempt=attempt, memory=memory, rank=group.rank, ranks=group.ranks, in_job=group.in_job)
         self._differing_copies = ""
         """The ranks that no longer hold the same data, where `replica_drift` does not compare; on rank 0."""
-        self._slot: PartSlot
+        self._author: PartAuthor
         self._written: list[WrittenPart] = []
 
     # --- every rank -------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class RankSave:
         pairs = [(int(rank), int(owner)) for rank, owner in outcome.get("drift", ())]
         for rank, owner in pairs:
             if rank == self._group.rank:
-                replica_drift.keep_copy(engine, captured=self._captured, slot=self._slot, info=info, owner=owner)
+                replica_drift.keep_copy(engine, captured=self._captured, author=self._author, info=info, owner=owner)
         if self._group.rank == 0 and any(rank for rank, _ in pairs):
             replica_drift.warn_of_drift(pairs, info)
         if self._differing_copies:
@@ -195,41 +195,41 @@ class RankSave:
 
     def _write_parts(self) -> "RankResult":
         engine, rank, ranks, own = self._destination.engine, self._group.rank, self._group.ranks, self._captured.own
-        turn, slot = self._planning.turn, self.take_slot()
+        turn, author = self._planning.turn, self.take_author()
         anchor, view = engine.log.sync().n, engine.log.view()
         known = self._destination.known(self._request, view, rank, ranks)
         write = partial(write_part, engine, anchor=anchor, coding=self._request.coding, meter=self._meter, sampling=self._request.sampling)
-        self._written = [write(self._captured, known, slot=slot, apart=self._destination.is_staging)]
+        self._written = [write(self._captured, known, author=author, apart=self._destination.is_staging)]
         if own is not None:
-            alone = PartSlot(ranks + rank, ranks, (ranks + rank,), None)
+            alone = PartAuthor(ranks + rank, ranks, (ranks + rank,), None)
             known = self._destination.known(self._request, view, ranks + rank, ranks)
-            self._written.append(write(own, known, slot=alone))
+            self._written.append(write(own, known, author=alone))
         block_bytes = engine.config.block_bytes
-        replicas = self._digests(slot, only_copies=bool(turn))
+        replicas = self._digests(author, only_copies=bool(turn))
         hashes: replica_drift.ReplicaHashes | None = None
         if turn:
             part = self._written[0].part
-            hashes = replica_drift.hash_replicas(self._captured, slot=slot, part=part, block_bytes=block_bytes, turn=turn)
+            hashes = replica_drift.hash_replicas(self._captured, author=author, part=part, block_bytes=block_bytes, turn=turn)
         written, request = self._written[0], self._request
         findings = ParentComparison(engine=engine, view=view, written=written, captured=self._captured, request=request).examine()
         parts = checked_parts(engine, self._written, anchor, engine.log.newest_view())
-        return RankResult(parts, self._reported_bytes(slot), replicas, hashes, findings=findings)
+        return RankResult(parts, self._reported_bytes(author), replicas, hashes, findings=findings)
 
-    def take_slot(self) -> PartSlot:
-        """Sets and returns which part this rank writes."""
+    def take_author(self) -> PartAuthor:
+        """Sets and returns what this rank is among the authors of parts."""
         rank, ranks, layout_of = self._group.rank, self._group.ranks, self._planning.layout_of
-        self._slot = PartSlot(rank, ranks, ranks_with_layout(layout_of, rank, ranks), layout_of)
-        return self._slot
+        self._author = PartAuthor(rank, ranks, ranks_with_layout(layout_of, rank, ranks), layout_of)
+        return self._author
 
-    def _digests(self, slot: PartSlot, *, only_copies: bool = False) -> ReplicaDigests:
+    def _digests(self, author: PartAuthor, *, only_copies: bool = False) -> ReplicaDigests:
         """Digests of the data that this rank shares with others; with `only_copies`, of a part that `replica_drift` does not compare."""
         reported, sums = self._planning.reported_digests(), self._planning.sums()
         block_bytes = self._engine.config.block_bytes
-        return digests_of(self._captured, slot, block_bytes, reported, only_reported=only_copies)._replace(sums=sums)
+        return digests_of(self._captured, author, block_bytes, reported, only_reported=only_copies)._replace(sums=sums)
 
-    def _reported_bytes(self, slot: PartSlot) -> int:
+    def _reported_bytes(self, author: PartAuthor) -> int:
         """The logical bytes that rank 0 does not know: of this rank's own state, and of a layout whose first rank it is."""
-        own, is_first = self._captured.own, slot.rank == slot.layout_ranks[0] > 0
+        own, is_first = self._captured.own, author.rank == author.layout_ranks[0] > 0
         return (own.logical_bytes if own is not None else 0) + (self._captured.logical_bytes if is_first else 0)
 
     # --- rank 0 -----------------------------------------------------------------------------------------------------------

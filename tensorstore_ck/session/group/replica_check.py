@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.write_plan import PartSlot
+from tensorstore_ck.engine.write.write_plan import PartAuthor
 from tensorstore_ck.format.block_assignment import regions_of_rank
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.sealed import Body, take
@@ -56,11 +56,11 @@ class ReplicaDigests(NamedTuple):
 
 
 def digests_of(
-    captured: CapturedState, slot: PartSlot, block_bytes: int, reported: Sequence[ReportedRegions] = (), *, only_reported: bool = False
+    captured: CapturedState, author: PartAuthor, block_bytes: int, reported: Sequence[ReportedRegions] = (), *, only_reported: bool = False
 ) -> ReplicaDigests:
     """Hashes all data that this rank shares with others, block by block. `reported` was hashed already."""
     tensors = captured.layout.tensors
-    held = [] if only_reported else regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
+    held = [] if only_reported else regions_of_rank(captured.layout, author.rank, author.layout_ranks, captured.explicit)
     digests: dict[int, bytes] = {}
     ends: dict[int, int] = {}
     tasks: list[tuple[int, int, list[int]]] = []
@@ -82,14 +82,14 @@ def digests_of(
     for_each(tasks, digest, cpu_threads())
     of_sets: dict[bytes, list[bytes]] = {}
     key_of = cache(set_key)
-    buckets = [0] * bucket_count(captured.layout, slot.world_size)
+    buckets = [0] * bucket_count(captured.layout, author.world_size)
     for number in sorted(digests):
         region = held[number]
         of_sets.setdefault(key_of(region.replicas), []).append(digests[number])
-        buckets[bucket_of(region.tensor, captured.layout, slot.world_size)] ^= int.from_bytes(digests[number][:CHECKSUM_BYTES], "little")
+        buckets[bucket_of(region.tensor, captured.layout, author.world_size)] ^= int.from_bytes(digests[number][:CHECKSUM_BYTES], "little")
     for key, tensor, hashed in reported:
         of_sets.setdefault(key, []).append(hashed)
-        buckets[bucket_of(tensor, captured.layout, slot.world_size)] ^= int.from_bytes(hashed[:CHECKSUM_BYTES], "little")
+        buckets[bucket_of(tensor, captured.layout, author.world_size)] ^= int.from_bytes(hashed[:CHECKSUM_BYTES], "little")
     sets = {key: bytes(derived_hash("set of replicas", *several)[:DIGEST_BYTES]) for key, several in of_sets.items()}
     if not sets:
         return ReplicaDigests({}, b"")

@@ -15,7 +15,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
 from tensorstore_ck.engine.write.request import ANY, SaveRequest
 from tensorstore_ck.engine.write.write_and_commit import save_captured
-from tensorstore_ck.engine.write.write_plan import PartSlot, source_offsets
+from tensorstore_ck.engine.write.write_plan import PartAuthor, source_offsets
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.block_assignment import Region, assign_blocks, regions_of_rank
 from tensorstore_ck.format.layout import Layout, TensorSpec
@@ -73,11 +73,11 @@ def watched(replicas: Sequence[int], rank: int, turn: int) -> int:
     return replicas[(replicas.index(rank) - 1 - turn % (len(replicas) - 1)) % len(replicas)]
 
 
-def hash_replicas(captured: CapturedState, slot: PartSlot, part: Part, block_bytes: int, turn: int) -> ReplicaHashes:
+def hash_replicas(captured: CapturedState, author: PartAuthor, part: Part, block_bytes: int, turn: int) -> ReplicaHashes:
     """The hashes of the data that this rank wrote, from its part, and of its own values of data that another rank writes."""
-    sets = _sets(captured, slot)
+    sets = _sets(captured, author)
     name = "the part of this rank"
-    plan = PartIndex(layout=captured.layout, part=part, layout_ranks=slot.layout_ranks, block_bytes=block_bytes, name=name)
+    plan = PartIndex(layout=captured.layout, part=part, layout_ranks=author.layout_ranks, block_bytes=block_bytes, name=name)
     written = {}
     for replicas, several in sets.items():
         ids = [block_id for held in several for block_id in _stored_ids(part, plan, held.region)[1]]
@@ -85,7 +85,7 @@ def hash_replicas(captured: CapturedState, slot: PartSlot, part: Part, block_byt
             written[set_key(replicas)] = _digest(ids)
     seen = []
     for replicas, several in sets.items():
-        owner = watched(replicas, slot.rank, turn)
+        owner = watched(replicas, author.rank, turn)
         runs = _runs(captured.layout, several, owner, block_bytes)
         if runs:
             seen.append((owner, set_key(replicas), _digest([block_id for ids in _hash(captured, runs) for block_id in ids])))
@@ -108,11 +108,11 @@ def copy_ref(ref: str, rank: int) -> str:
     return f"drift/{ref}/rank-{rank}"
 
 
-def keep_copy(engine: Engine, captured: CapturedState, slot: PartSlot, info: SnapshotInfo, owner: int) -> None:
+def keep_copy(engine: Engine, captured: CapturedState, author: PartAuthor, info: SnapshotInfo, owner: int) -> None:
     """Saves the values of this rank that differ from those that `owner` wrote; warns, also if that fails."""
     try:
-        differing = _differing(engine, captured=captured, slot=slot, info=info, owner=owner)
-        request = _request(engine, info, slot.rank, owner)
+        differing = _differing(engine, captured=captured, author=author, info=info, owner=owner)
+        request = _request(engine, info, author.rank, owner)
         save_captured(engine, _cut_out(captured, differing), request)
         kept = f"its own are kept at {request.ref!r}"
     except StoreError as exc:
@@ -120,14 +120,14 @@ def keep_copy(engine: Engine, captured: CapturedState, slot: PartSlot, info: Sna
     names = list(dict.fromkeys(repr(captured.layout.tensors[held.region.tensor].name) for held in differing))
     where = f" in {listed(names, MAX_NAMED)}" if names else ""
     warnings.warn(
-        f"rank {slot.rank} no longer has the values of rank {owner}{where}, which should be equal: the "
+        f"rank {author.rank} no longer has the values of rank {owner}{where}, which should be equal: the "
         f"snapshot has those of rank {owner}, and {kept}. Look for operations that are not deterministic, and for failing hardware",
         stacklevel=user_stacklevel(),
     )
 
 
-def _sets(captured: CapturedState, slot: PartSlot) -> dict[tuple[int, ...], list[_Held]]:
-    held = regions_of_rank(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
+def _sets(captured: CapturedState, author: PartAuthor) -> dict[tuple[int, ...], list[_Held]]:
+    held = regions_of_rank(captured.layout, author.rank, author.layout_ranks, captured.explicit)
     sets: dict[tuple[int, ...], list[_Held]] = {}
     for region, start in zip(held, source_offsets(captured, held), strict=True):
         if len(region.replicas) > 1:
@@ -168,13 +168,13 @@ def _stored_ids(part: Part, plan: PartIndex, region: Region) -> tuple[int, list[
     return held.start, [part.block_id(row) for row in held.rows]
 
 
-def _differing(engine: Engine, captured: CapturedState, slot: PartSlot, info: SnapshotInfo, owner: int) -> list[_Held]:
+def _differing(engine: Engine, captured: CapturedState, author: PartAuthor, info: SnapshotInfo, owner: int) -> list[_Held]:
     """The regions for which the owner wrote other values."""
     part, block_bytes = engine.read_part(engine.read_record(info), owner), engine.config.block_bytes
     name = f"the part of rank {owner}"
-    plan = PartIndex(layout=captured.layout, part=part, layout_ranks=slot.layout_ranks, block_bytes=block_bytes, name=name)
+    plan = PartIndex(layout=captured.layout, part=part, layout_ranks=author.layout_ranks, block_bytes=block_bytes, name=name)
     differing = []
-    for replicas, several in _sets(captured, slot).items():
+    for replicas, several in _sets(captured, author).items():
         runs = _runs(captured.layout, several, owner, block_bytes) if owner in replicas else []
         for run, ids in zip(runs, _hash(captured, runs), strict=True):
             if _stored_ids(part, plan, run.held.region) != (run.first, ids):

@@ -3,7 +3,7 @@
 A copy lies in the receiver's staging folder in the form of its own files: objects, and a manifest once all of them are durable and
 verified. After a crash, the files of lost hosts are found on the surviving ones.
 
-ring.py          which ranks keep whose files
+copy_holders.py  which ranks keep whose files
 link.py          messages between ranks, over gloo
 piece_stream.py  one stream of bytes from rank to rank, in bounded memory
 exchange.py      what both sides of one exchange share
@@ -20,9 +20,9 @@ pack_reader.py   the side that reads
 pack_wire.py     the protocol between the two
 """
 
+from tensorstore_ck.session.peers.copy_holders import host_of_folder, sources_of, targets_of
 from tensorstore_ck.session.peers.link import PeerLink, connect
 from tensorstore_ck.session.peers.replicator import Replicator
-from tensorstore_ck.session.peers.ring import host_of_folder, sources_of, targets_of
 from tensorstore_ck.session.peers.shared_disks import SharedDisks
 
 __all__ = ["PeerLink", "Replicator", "SharedDisks", "connect", "host_of_folder", "sources_of", "targets_of"]

@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError
 from tensorstore_ck.format.sealed import Body, pack_body, unpack_body
-from tensorstore_ck.session.peers.ring import block_of
+from tensorstore_ck.session.peers.copy_holders import block_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,9 +11,9 @@ import time
 from typing import Final
 
 from tensorstore_ck.backend.staging import StagingFolder
-from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import Helper
+from tensorstore_ck.common.waiting import Changes
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.session.peers.pack_wire import FOUND, MAX_RANGE_BYTES, NOT_FOUND, REQUEST, SECRET_BYTES, admit_reader, receive

@@ -14,12 +14,12 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import BackendUnavailableError
+from tensorstore_ck.session.peers.copy_holders import copies_possible, sources_of, targets_of
 from tensorstore_ck.session.peers.exchange import Exchange
 from tensorstore_ck.session.peers.held_copies import HeldCopies
 from tensorstore_ck.session.peers.link import PeerLink, PeerLostError, PeerProtocolError
 from tensorstore_ck.session.peers.piece_stream import PIECE_BYTES
 from tensorstore_ck.session.peers.receiver import Receiver
-from tensorstore_ck.session.peers.ring import copies_possible, sources_of, targets_of
 from tensorstore_ck.session.peers.sender import Sender
 
 

@@ -13,9 +13,9 @@ from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.ids import ULID_BYTES, Ulid, parse_ulid, split_ulids
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.sealed import Body, take
+from tensorstore_ck.session.peers.copy_holders import host_of_folder
 from tensorstore_ck.session.peers.pack_reader import PackReader, ServerAddress
 from tensorstore_ck.session.peers.pack_server import PackServer
-from tensorstore_ck.session.peers.ring import host_of_folder
 
 DISCARD_PORT = 9
 

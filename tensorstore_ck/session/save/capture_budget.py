@@ -1,4 +1,4 @@
-"""The memory that states are captured into, and which save gets it. The first capture allocates it; a save waits while it is full."""
+"""The memory that captured states are copied into, and which save gets it. The first copy allocates it; a save waits while it is full."""
 
 import logging
 import time
@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
-from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.waiting import Changes
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, WaitTimeoutError
 from tensorstore_ck.session.save.queued_save import Admission, Capturable, QueuedSave
 
@@ -19,10 +19,10 @@ WARN_SECONDS: Final = 5.0
 """A save that has waited for this time logs a warning."""
 
 PREPARED: Final = 2
-"""The number of captures to allocate for: one is made while the one before it is stored."""
+"""The number of copies to allocate for: one is made while the one before it is stored."""
 
 OnFull = Literal["block", "skip", "replace", "newest"]
-"""What a save does if no memory is left to capture into: wait; be skipped; or replace the oldest queued save. `newest`: as `replace`; with
+"""What a save does if no memory is left for its copy: wait; be skipped; or replace the oldest queued save. `newest`: as `replace`; with
 memory left it still replaces the queued saves of its ref that were made with `newest`, so that the newest is stored next."""
 
 _logger: Final = logging.getLogger("tensorstore_ck")
@@ -44,7 +44,7 @@ class CaptureMemory:
         self._preparing: Helper | None = None
 
     def try_take(self, queued: QueuedSave, save: Capturable) -> bool:
-        """Gives `queued` a slot for its capture; returns False if there is none now.
+        """Gives `queued` a slot for its copy; returns False if there is none now.
 
         Raises:
             NoSpaceError: it needs more than there is in all.
@@ -94,7 +94,7 @@ class CaptureMemory:
         return Admission(True, tuple(dropped))
 
     def prepare(self, size_bytes: int, warm_up: Callable[[], object]) -> None:
-        """Allocates memory for captures of this size, in a thread, which then calls `warm_up`. Saves raise what the system refuses."""
+        """Allocates memory for copies of this size, in a thread, which then calls `warm_up`. Saves raise what the system refuses."""
         arena = self._opened()
 
         def allocate() -> None:
@@ -113,7 +113,7 @@ class CaptureMemory:
         return self.arena
 
     def wait_until_taken(self, queued: QueuedSave, save: Capturable, under_way: int) -> None:
-        """As `wait`, until there is a slot. A function of its own, so that the caller's `except` meets Ctrl-C: see common/changes.py."""
+        """As `wait`, until there is a slot. A function of its own, so that the caller's `except` meets Ctrl-C: see common/waiting.py."""
         while not self.wait(queued, save, under_way):
             pass
 

@@ -61,8 +61,8 @@ class RankDryRun(RankSave):
         if go["explain"]:
             return super().write(go)
         self._captured = self._planning.follow(go, self._captured)
-        slot = self.take_slot()
-        return {"replicas": self._digests(slot).record(), "reported_bytes": self._reported_bytes(slot)}
+        author = self.take_author()
+        return {"replicas": self._digests(author).record(), "reported_bytes": self._reported_bytes(author)}
 
     def commit(self, records: list[Body]) -> Body:
         """Compares the hashes; returns the size of the snapshot in bytes."""

@@ -11,7 +11,7 @@ from tensorstore_ck.backend.staging.unsent_file import StagedDamageError
 from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.errors import MissingObjectError
 from tensorstore_ck.format.sealed import Body, take
-from tensorstore_ck.session.peers.ring import host_of_folder
+from tensorstore_ck.session.peers.copy_holders import host_of_folder
 from tensorstore_ck.session.staging.manifest import Manifest
 
 

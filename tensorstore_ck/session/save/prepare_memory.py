@@ -26,7 +26,7 @@ class Preparation(NamedTuple):
     """The rest of the preparation, for a thread."""
 
     size_bytes: int
-    """The size of the memory that a capture needs."""
+    """The size of the memory that a copy needs."""
     warm_up: Callable[[], object]
     """Compiles the kernel that hashes, and makes the devices hash the state: memory for that is allocated then."""
 

@@ -9,8 +9,8 @@ import weakref
 from types import FrameType
 from typing import Final
 
-from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.threads import Helper
+from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.session.save.drain_report import DrainReport
 from tensorstore_ck.session.save.save_queue import GIVE_UP_SECONDS, SaveQueue

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.save_progress import Progress
 from tensorstore_ck.common.threads import Helper
+from tensorstore_ck.common.waiting import Changes
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.save_status import SaveStatus
@@ -217,7 +217,7 @@ class QueuedSave:
 
     @property
     def has_memory(self) -> bool:
-        """Whether it has memory to capture into."""
+        """Whether it has memory for its copy."""
         return self.slot is not None and self.slot.memory is not None
 
     def makes_obsolete(self, earlier: "QueuedSave") -> bool:

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.host_memory import memory_error
 from tensorstore_ck.common.threads import shielded
+from tensorstore_ck.common.waiting import Changes
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotDroppedError, StoreError
 from tensorstore_ck.events import Event, Kind, Observers
 from tensorstore_ck.log import SnapshotInfo
@@ -220,7 +220,7 @@ class SaveQueue:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def prepare(self, size_bytes: int, warm_up: Callable[[], object]) -> None:
-        """Allocates memory for captures of this size, in a thread, which then calls `warm_up`."""
+        """Allocates memory for copies of this size, in a thread, which then calls `warm_up`."""
         self._enter()
         self._memory.prepare(size_bytes, warm_up)
 

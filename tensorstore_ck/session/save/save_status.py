@@ -10,10 +10,10 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Final, Self
 
-from tensorstore_ck.common.changes import Changes
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.save_progress import Progress, SaveMeter
 from tensorstore_ck.common.user_frames import short_errors
+from tensorstore_ck.common.waiting import Changes
 from tensorstore_ck.errors import InvalidOptionError, SnapshotDroppedError, WaitTimeoutError
 from tensorstore_ck.log.snapshot import Snapshot
 

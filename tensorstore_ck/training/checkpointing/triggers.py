@@ -11,10 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.metric_condition import condition
 from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.common.user_frames import short_errors
+from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, SaveCosts, best, require_costs
 

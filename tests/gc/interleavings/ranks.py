@@ -13,7 +13,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import write_part
 from tensorstore_ck.engine.write.publish import condemned_of
-from tensorstore_ck.engine.write.write_plan import PartSlot
+from tensorstore_ck.engine.write.write_plan import PartAuthor
 from tensorstore_ck.errors import MissingObjectError, SnapshotExpiredError
 from tensorstore_ck.format.codec import Coding
 from tensorstore_ck.format.part import Part, decode_part, part_name
@@ -53,9 +53,9 @@ def rescue(engine: Engine, view: RefTable, snapshot: Ulid, parts: list[tuple[Uli
 
 def _write_part(engine: Engine, number: int, ranks: int, labels: str) -> tuple[Ulid, Part]:
     head = engine.log.view().head()
-    slot = PartSlot(number, ranks, (number,), np.arange(ranks, dtype="<u2").tobytes())
+    author = PartAuthor(number, ranks, (number,), np.arange(ranks, dtype="<u2").tobytes())
     written = write_part(
-        engine, captured(labels.split()), DedupIndex(engine, None), anchor=head.n if head else 0, slot=slot, coding=Coding("raw")
+        engine, captured(labels.split()), DedupIndex(engine, None), anchor=head.n if head else 0, author=author, coding=Coding("raw")
     )
     return written.ulid, written.part
 

@@ -18,9 +18,9 @@ from tensorstore_ck.cli.app import Program
 from tensorstore_ck.cli.cmd_copy import copy as copy_command
 from tensorstore_ck.cli.options import byte_rate
 from tensorstore_ck.common import threads
-from tensorstore_ck.common.changes import Flag
 from tensorstore_ck.common.executor import Executor, LocalThreads
 from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.engine.opening import init_store
 from tensorstore_ck.log import Op
 from tensorstore_ck.maintenance.copy_store import Pace, RateLimit, blocks, copy, copy_refs

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import tensorstore_ck as tsck
-from tensorstore_ck.common import changes
+from tensorstore_ck.common import waiting
 from tensorstore_ck.common.stagger import stagger_delay
 from tensorstore_ck.errors import InvalidOptionError, SnapshotDroppedError
 from tensorstore_ck.session.save.save_status import SaveStatus
@@ -60,7 +60,7 @@ WAITS: dict[str, Callable[[Scene, tsck.PendingSnapshot], object]] = {
 
 @pytest.mark.parametrize("how", WAITS)
 def test_a_save_that_somebody_waits_for_does_not_wait_for_its_turn(place: Scene, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(changes, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(waiting, "LOOK_SECONDS", 0.01)
     place.store.put_snapshot(state_of(0), ref="before")
     place.store.engine.stagger_seconds = WINDOW_SECONDS
     pending = put_beside(place.store, 1, size_bytes=40 * MIB if how == "for memory" else SIZE)

@@ -337,7 +337,7 @@ class OpenHashes:
 
 @pytest.mark.usefixtures("cuda_seems_available")
 def test_what_is_prepared_is_there_for_the_first_saves(device: LateDevice, store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory for two captures is allocated in a thread, and the optimizer is tried out before the first save."""
+    """Memory for two copies is allocated in a thread, and the optimizer is tried out before the first save."""
     allocated: list[str] = []
     new_pages = arena._new_pages
 

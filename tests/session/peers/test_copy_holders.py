@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tensorstore_ck.errors import MissingObjectError
 from tensorstore_ck.session.peers import host_of_folder, sources_of, targets_of
-from tensorstore_ck.session.peers.ring import block_of
+from tensorstore_ck.session.peers.copy_holders import block_of
 from tests.effort import effort
 
 FEW = settings(max_examples=effort(40, 200))

@@ -14,6 +14,7 @@ from tensorstore_ck.format.tree import Container, Leaf, Tree
 from tensorstore_ck.format.values import MAX_NESTING
 from tensorstore_ck.state.allocate import CONVERTIBLE, LeafForm
 from tensorstore_ck.state.boxes import Box, Boxes
+from tensorstore_ck.state.rebuild_tree import UNSELECTED
 from tensorstore_ck.state.sharded_tensors import FlatShard
 
 
@@ -54,22 +55,19 @@ def value_conflict(leaf: Leaf, content: SnapshotContent) -> str | None:
     return None
 
 
-def own_leaves(tree: Tree) -> Iterable[Leaf]:
-    """All leaves except those of OrderedDicts' attributes, which are restored with their dict."""
-    if isinstance(tree, Leaf):
-        if tree.index >= 0:
-            yield tree
-        return
-    for child in tree.children:
-        yield from own_leaves(child)
-
-
-def containers(tree: Tree) -> Iterable[Container]:
-    """Every container, depth-first."""
-    if isinstance(tree, Container):
-        yield tree
-        for child in tree.children:
-            yield from containers(child)
+def leaves_and_containers(tree: Tree) -> tuple[list[Leaf], list[Container]]:
+    """All selected leaves and all containers, depth-first; without OrderedDicts' attributes, which are restored with their dict."""
+    leaves: list[Leaf] = []
+    containers: list[Container] = []
+    pending = [tree]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Container):
+            containers.append(item)
+            pending.extend(reversed(item.children))
+        elif item is not UNSELECTED:
+            leaves.append(item)
+    return leaves, containers
 
 
 def has_tensors(target: Any, depth: int) -> bool:
@@ -114,6 +112,6 @@ def describe_target_mismatch(target: Any, form: LeafForm, converted: torch.dtype
     if isinstance(target, np.ndarray):
         return None if target.flags.writeable else "the array here is read-only"
     dims = zip(target.shape, target.stride(), form.strides, strict=True)
-    if any(extent > 1 and own == 0 and step != 0 for extent, own, step in dims):
+    if not target.is_contiguous() and any(extent > 1 and own == 0 and step != 0 for extent, own, step in dims):
         return "the tensor here is expanded: its elements share memory, but not in the snapshot"
     return None
