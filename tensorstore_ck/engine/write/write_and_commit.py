@@ -23,7 +23,7 @@ from tensorstore_ck.engine.write.publish import (
     MAX_TRIES,
     RankParts,
     at_branch,
-    check_expected,
+    check_branch,
     checked_parts,
     condemned_of_ranks,
     publish,
@@ -146,8 +146,8 @@ class StoreDestination:
             QuotaExceededError: the quota of the ref is used up.
         """
         if self._is_alone:
-            check_expected(self.engine, view, request.ref, request.expect)
-        if self._rank == 0:
+            check_branch(self.engine, view, request.ref, request.expect)
+        elif self._rank == 0:
             check_quotas(view, request.ref)
 
     def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:

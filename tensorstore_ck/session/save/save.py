@@ -22,12 +22,11 @@ from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.dedup import held_blocks
-from tensorstore_ck.engine.write.publish import check_expected
+from tensorstore_ck.engine.write.publish import check_branch
 from tensorstore_ck.engine.write.request import SaveArguments, SaveOptions, SaveRequest, check_options
 from tensorstore_ck.engine.write.write_and_commit import Destination, StoreDestination, write_and_commit
 from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NoSpaceError, StoreError
 from tensorstore_ck.log import RefTable, SnapshotInfo
-from tensorstore_ck.log.quota import check_quotas
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.queued_save import Admission
@@ -164,8 +163,7 @@ class Save:
         def check(view: RefTable) -> None:
             fence.catch_up(engine, view, self.ref)
             fence.check_step(engine, view, options)
-            check_expected(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
-            check_quotas(view, self.ref)
+            check_branch(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
 
         if engine.tier is None:
             engine.log.look(check)
