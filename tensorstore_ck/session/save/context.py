@@ -56,7 +56,8 @@ class SaveContext:
     """Waits until a staged save has ended; False if there are none."""
     contact: StoreContact = field(default_factory=StoreContact)
     """Asks the store for what a save needs before it is staged."""
-    frozen: FrozenTensors = field(default_factory=FrozenTensors)
+    frozen: FrozenTensors | None = None
+    """None: no save has named frozen tensors yet."""
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
     """By group, if its ranks keep copies of each other's staged files."""
     noted_waits: int = 0
