@@ -16,6 +16,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Unpack
 
 from tensorstore_ck.backend.staging import StagingTier
+from tensorstore_ck.common.free_space import require_free_space
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.stagger import stagger_delay
 from tensorstore_ck.common.threads import cpu_threads
@@ -246,7 +247,7 @@ class Save:
     def run(self, status: SaveStatus) -> SnapshotInfo | StagedSave:
         """Writes and commits: returns the published snapshot, or with a staging disk the staged save."""
         context, tier = self._context, self._engine.tier
-        with context.explains_errors():
+        try:
             if tier is not None:
                 return self._stage(tier, status)
             wait_turn, window_seconds = None, self._engine.stagger_seconds
@@ -254,7 +255,10 @@ class Save:
                 wait_turn = partial(status.wait_turn, stagger_delay(window_seconds, self.ref, self.rank, self._coordination.ranks))
             with StoreDestination(self._engine, self.rank, is_alone=self._coordination.is_alone, wait_turn=wait_turn) as destination:
                 info = self._coordination.save_together(self._begin, destination, status)
-        context.note_speed(status)
+        except StoreError as exc:
+            raise context.explained(exc)  # noqa: B904 - it has its cause
+        if not self._engine.backend.is_local:  # there, reads come from the page cache, however slow the writes are
+            context.note_speed(status)
         context.fence.note(self.ref, info.root, info.root)
         return info
 
@@ -284,7 +288,8 @@ class Save:
         size_bytes = captured.logical_bytes if self._coordination.is_alone else captured.held_bytes
         status.meter.expect("hash", size_bytes)
         if self._engine.tier is None:
-            context.require_space(self.ref, size_bytes)
+            needed_bytes = size_bytes if fence.current(self.ref) is None else 0  # later saves to a ref mostly share blocks
+            require_free_space(self._engine.backend, self._engine.min_free, needed_bytes, f"the save to {self.ref!r}")
         else:
             self._reserve_on(self._engine.tier, size_bytes, status)
         try:
@@ -295,7 +300,7 @@ class Save:
                 raise
             view = self._engine.log.view()
             request = fence.request_at(self._engine, view, options, is_offline=True)
-        context.limit_writes(view, self.ref)
+        self._engine.limit_writes(view, self.ref)
         return request, captured, view
 
     def _reserve_on(self, tier: StagingTier, needed_bytes: int, status: SaveStatus) -> None:
