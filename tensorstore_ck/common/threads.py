@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
@@ -177,13 +178,22 @@ def shielded(call: Callable[[], T], *, finish: bool = False) -> T:
     """
     if threading.get_ident() != threading.main_thread().ident or _RUNS_HERE.get():
         return call()
-    helper, outcome = _in_helper(call, "tsck-shielded")
+    outcome = SimpleQueue[tuple[bool, T | BaseException]]()
+    helper = Helper(partial(_put_outcome, outcome, contextvars.copy_context(), call), "tsck-shielded")
     try:
         try:
             helper.start()
         except (RuntimeError, MemoryError):
             return _unshielded(call)
-        return _outcome(outcome, helper)
+        while True:
+            is_alive = helper.is_alive()
+            try:
+                is_result, result = outcome.get(timeout=_LOOK_SECONDS)
+            except Empty:
+                if not is_alive:
+                    raise MemoryError("a thread ended without a result") from None
+            else:
+                return result_or_raise(is_result, result)
     except BaseException:
         if finish:
             helper.end()
@@ -198,7 +208,8 @@ def within_seconds(seconds: float, call: Callable[[], T], *, notice_seconds: flo
     Raises:
         TimeoutError: it takes longer.
     """
-    helper, outcome = _in_helper(call, "tsck-limited")
+    outcome = SimpleQueue[tuple[bool, T | BaseException]]()
+    helper = Helper(partial(_put_outcome, outcome, contextvars.copy_context(), call), "tsck-limited")
     try:
         helper.start()
     except (RuntimeError, MemoryError):  # no thread: it may take longer
@@ -214,20 +225,14 @@ def within_seconds(seconds: float, call: Callable[[], T], *, notice_seconds: flo
     raise TimeoutError(f"no answer within {seconds:.3g} s")
 
 
-def _in_helper(call: Callable[[], T], name: str) -> "tuple[Helper, SimpleQueue[tuple[bool, T | BaseException]]]":
-    """A thread, not started, that calls `call`, and where it puts the result or the error."""
-    outcome = SimpleQueue[tuple[bool, T | BaseException]]()
-    context = contextvars.copy_context()
-
-    def run() -> None:
-        try:
-            result = True, context.run(call)
-        except BaseException as exc:  # noqa: BLE001 - raised by the caller
-            outcome.put((False, exc))
-        else:
-            outcome.put(result)
-
-    return Helper(run, name), outcome
+def _put_outcome(outcome: "SimpleQueue[tuple[bool, T | BaseException]]", context: contextvars.Context, call: Callable[[], T]) -> None:
+    """Calls `call` in the caller's `context`, in another thread, and puts its result or its error into `outcome`."""
+    try:
+        result = True, context.run(call)
+    except BaseException as exc:  # noqa: BLE001 - raised by the caller
+        outcome.put((False, exc))
+    else:
+        outcome.put(result)
 
 
 def _unshielded(call: Callable[[], T]) -> T:
@@ -237,18 +242,6 @@ def _unshielded(call: Callable[[], T]) -> T:
         return call()
     finally:
         _RUNS_HERE.reset(token)
-
-
-def _outcome(outcome: "SimpleQueue[tuple[bool, T | BaseException]]", helper: Helper) -> T:
-    while True:
-        is_alive = helper.is_alive()
-        try:
-            is_result, result = outcome.get(timeout=_LOOK_SECONDS)
-        except Empty:
-            if not is_alive:
-                raise MemoryError("a thread ended without a result") from None
-            continue
-        return result_or_raise(is_result, result)
 
 
 def result_or_raise(is_result: bool, result: T | BaseException) -> T:

@@ -39,6 +39,7 @@ from tensorstore_ck.log.block_index import BlockIndex
 from tensorstore_ck.log.cache import Table
 from tensorstore_ck.log.ref_signer import RefSigner
 from tensorstore_ck.log.ref_verifier import RefSignature, RefVerifier
+from tensorstore_ck.log.retention import job_rate
 
 T = TypeVar("T")
 
@@ -157,6 +158,12 @@ class Engine:
         view = self.log.readable_view()
         resolved = resolve(view, address)
         return None if self.trust is None else self.trust.check(self.log, view, resolved)
+
+    def limit_writes(self, view: RefTable, ref: str) -> None:
+        """Takes the share of the store's write rate that policies leave to a job, as of the log that it knows."""
+        rate = job_rate(view, ref, self.clock()) if view.policies() else None
+        if rate != self.writes.job_rate:
+            self.writes.limit_job(rate)
 
     def put_id(self) -> Ulid:
         """A name for an object that a save writes to the store itself."""

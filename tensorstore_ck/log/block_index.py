@@ -58,7 +58,7 @@ class BlockIndex:
     def __init__(self, table: Table) -> None:
         self._table = table
         self._lock = ProcessLock()
-        self._waiting: deque[_Note] = deque(maxlen=_MAX_WAITING)
+        self._waiting: deque[BlockNote] = deque(maxlen=_MAX_WAITING)
         """Not yet written, because another process had the table's lock."""
         self._thread: threading.Thread | None = None
 
@@ -77,7 +77,7 @@ class BlockIndex:
 
         def write() -> None:
             with self._lock.here:
-                self._waiting.extend(_notes(blocks, published_at))
+                self._waiting.extend(notes_of(blocks, published_at))
             if not self._write_waiting(wait=False):  # no save waits for the cache
                 self._write_later()
 
@@ -108,7 +108,7 @@ class BlockIndex:
             self._waiting.clear()
         try:
             with self._table.batch(wait=wait) as batch:
-                _write(batch, notes)
+                write_notes(batch, notes)
         except TableBusyError:
             with self._lock.here:
                 self._waiting.extend(notes)
@@ -118,7 +118,7 @@ class BlockIndex:
         return True
 
 
-class _Note(NamedTuple):
+class BlockNote(NamedTuple):
     """Blocks of one pack."""
 
     published_at: int
@@ -126,20 +126,17 @@ class _Note(NamedTuple):
     blocks: list[tuple[Digest, Location]]
 
 
-def _notes(blocks: Iterable[tuple[Digest, Location]], published_at: int) -> Iterable[_Note]:
-    by_pack: dict[Ulid, _Note] = {}
+def notes_of(blocks: Iterable[tuple[Digest, Location]], published_at: int) -> Iterable[BlockNote]:
+    """The blocks that the index keeps, by their packs: see `BlockIndex.add`."""
+    by_pack: dict[Ulid, BlockNote] = {}
     for block, location in blocks:
         if not location.bases:
-            by_pack.setdefault(location.pack, _Note(published_at, location.pack, [])).blocks.append((block, location))
+            by_pack.setdefault(location.pack, BlockNote(published_at, location.pack, [])).blocks.append((block, location))
     return by_pack.values()
 
 
-def write_blocks(batch: Batch, blocks: Iterable[tuple[Digest, Location]], *, published_at: int) -> None:
-    """As `BlockIndex.add`, in a batch that the caller has begun: that which folds the entry."""
-    _write(batch, _notes(blocks, published_at))
-
-
-def _write(batch: Batch, notes: Iterable[_Note]) -> None:
+def write_notes(batch: Batch, notes: Iterable[BlockNote]) -> None:
+    """Adds blocks to the index, in a batch of its table: see `BlockIndex.add`."""
     view = RefTable(batch)
     head, horizon = view.head(), view.horizon()
     for note in notes:

@@ -121,7 +121,8 @@ class Follower:
             self._require_only_log()
         start = "its start or a checkpoint" if cached is None else f"entry {cached.n}"
         _logger.debug("followed the log from %s to entry %d", start, head.n)
-        self._watermark.check(seen, head, lambda n: met[n] if n in met else self._hash_of(n, head), self._chain.name)
+        there = {entry: met[entry.n] if entry.n in met else self._hash_of(entry.n, head) for entry in seen if entry.n}
+        self._watermark.check(there, head, self._chain.name)
         return head
 
     def fill(self, table: Table) -> None:

@@ -84,12 +84,12 @@ class Op:
         origin: dict[str, Any] = {} if staged is None else {"staged": staged}
         if duration_ns is not None:
             origin["duration_ns"] = duration_ns
-        return _op("put", **origin, **_content(ref, snapshot, record, sealed_record), txn=txn, anchor=anchor, **_described(record))
+        return _op("put", **origin, **_snapshot_fields(ref, snapshot, record, sealed_record), txn=txn, anchor=anchor)
 
     @classmethod
     def staged(cls, ref: str, snapshot: Ulid, record: Record, sealed_record: bytes, *, txn: bytes) -> "Op":
         """Records that a snapshot is durable on its hosts; a later put publishes it, or ``abort(txn)`` drops it."""
-        return _op("staged", critical=False, txn=txn, **_content(ref, snapshot, record, sealed_record), **_described(record))
+        return _op("staged", critical=False, txn=txn, **_snapshot_fields(ref, snapshot, record, sealed_record))
 
     @classmethod
     def branch(cls, name: str, root: Digest) -> "Op":
@@ -247,14 +247,20 @@ def _op(kind: str, /, *, critical: bool = True, **fields: Any) -> Op:
     return Op({"op": kind, "critical": critical, **fields})
 
 
-def _content(ref: str, snapshot: Ulid, record: Record, sealed_record: bytes) -> dict[str, Any]:
-    at = {"ref": ref, "snapshot": snapshot, "root": record.root(), "record": object_hash(sealed_record)}
-    return {**at, "parent": record.parent, "step": record.step}
-
-
-def _described(record: Record) -> dict[str, Any]:
-    sizes = {"logical_bytes": record.logical_bytes, "new_bytes": record.new_bytes}
-    return {"metrics": record.metrics, **sizes, "made_ns": record.time_ns, **record.origin_fields()}
+def _snapshot_fields(ref: str, snapshot: Ulid, record: Record, sealed_record: bytes) -> dict[str, Any]:
+    return {
+        "ref": ref,
+        "snapshot": snapshot,
+        "root": record.root(),
+        "record": object_hash(sealed_record),
+        "parent": record.parent,
+        "step": record.step,
+        "metrics": record.metrics,
+        "logical_bytes": record.logical_bytes,
+        "new_bytes": record.new_bytes,
+        "made_ns": record.time_ns,
+        **record.origin_fields(),
+    }
 
 
 def op_problem(fields: object) -> str | None:

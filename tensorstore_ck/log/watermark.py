@@ -7,7 +7,7 @@ what it found.
 import shlex
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final, Literal
 
@@ -116,13 +116,15 @@ class Watermark:
             self._report_lost(head, name, "is gone, or another one now")
         return not is_dismissed
 
-    def check(self, seen: Sequence[Head], head: Head, hash_of: Callable[[int], Digest | None], name_of: Callable[[int], str]) -> None:
-        """The log was followed to `head`: checks that it has the entries `seen` before.
+    def check(self, there: Mapping[Head, Digest | None], head: Head, name_of: Callable[[int], str]) -> None:
+        """The log was followed to `head`: checks that it has the entries that were seen before.
+
+        `there`: each of these, and the hash that the log has there now; None if the log ends before it.
 
         Raises:
             LogChangedError: it does not, with ``rollback="error"``.
         """
-        lost = max((entry for entry in seen if entry.n and hash_of(entry.n) != entry.hash), default=None)
+        lost = max((entry for entry, digest in there.items() if digest != entry.hash), default=None)
         if lost is not None:
             self._report_lost(lost, name_of(lost.n), f"is gone: the log ends at {head.n}" if lost.n > head.n else _REPLACED)
             if self._file is None:  # nobody can accept it

@@ -119,17 +119,13 @@ def find_alias_candidates(areas: MemoryAreas) -> list[int]:
     has_bytes = starts < stops
     suspects = set(areas.repeating)
     for leaves in (np.delete(np.arange(len(starts)), list(areas.devices)), *map(np.array, leaves_on.values())):
-        suspects.update(_touching(leaves[has_bytes[leaves]], starts, stops))
+        by_start = leaves[has_bytes[leaves]]
+        by_start = by_start[np.argsort(starts[by_start], kind="stable")]
+        reach = np.maximum.accumulate(stops[by_start])
+        # A leaf that begins inside an earlier one overlaps it, and so do all leaves that begin between the two.
+        before = np.flatnonzero(starts[by_start][1:] < reach[:-1])
+        suspects.update(by_start[before].tolist(), by_start[before + 1].tolist())
     return sorted(suspects)
-
-
-def _touching(leaves: Numbers, starts: Addresses, stops: Addresses) -> list[int]:
-    """The `leaves`, of one address space, whose allocation overlaps another's."""
-    leaves = leaves[np.argsort(starts[leaves], kind="stable")]
-    reach = np.maximum.accumulate(stops[leaves])
-    # A leaf that begins inside an earlier one overlaps it, and so do all leaves that begin between the two.
-    before = np.flatnonzero(starts[leaves][1:] < reach[:-1])
-    return [*leaves[before].tolist(), *leaves[before + 1].tolist()]
 
 
 def plan_aliases(extents: dict[int, Extent]) -> AliasPlan:

@@ -21,7 +21,7 @@ from tensorstore_ck.format.values import MAX_NESTING, PLAIN_TYPES, encode, key_t
 from tensorstore_ck.state.aliasing import AliasPlan, AreaOffset, find_alias_candidates, plan_aliases
 from tensorstore_ck.state.boxes import Box, Boxes, coverage_error, is_checkpointable
 from tensorstore_ck.state.byte_sources import Array, source_of
-from tensorstore_ck.state.device.device_blocks import device_blocks
+from tensorstore_ck.state.device.device_blocks import DeviceBlocks
 from tensorstore_ck.state.device.waited_copies import follow_all
 from tensorstore_ck.state.memory_extents import area_of, extent_of
 from tensorstore_ck.state.memory_order import order_of
@@ -31,7 +31,7 @@ from tensorstore_ck.state.registered_types import DTYPE_NAMES, FACTORIES, NamedS
 from tensorstore_ck.state.sharded_tensors import FlatShard, SpreadDescriber, share_of
 from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, unwrap_shards
 from tensorstore_ck.state.sourced_tensor import SourcedTensor
-from tensorstore_ck.state.stored_tensors import NumberOf, stored_tensors
+from tensorstore_ck.state.stored_tensors import NumberOf, StoredTensors, without_views
 from tensorstore_ck.state.tensor_table import TensorTable
 from tensorstore_ck.state.unsupported_types import advice_for
 
@@ -84,10 +84,12 @@ class CaptureWalk:
         """Decides which tensors share memory, and returns the result."""
         table = self._table
         aliases = plan_aliases({leaf: extent_of(table.objects[leaf]) for leaf in find_alias_candidates(table.areas)})
-        stored = stored_tensors(table, aliases, self._names)
-        storages = self._shared_storages(aliases, stored.number_of)
+        every = range(len(table.objects))
+        stored = StoredTensors(every, every, *table.columns())
         if aliases.views:
+            stored = without_views(stored, table, aliases, self._names)
             self._renumber(aliases, stored.number_of)
+        storages = self._shared_storages(aliases, stored.number_of)
         spreads = [self._spreads.get(leaf) for leaf in stored.leaves] if self._spreads else ()
         explicit = [ExplicitRegions(stored.number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
         if table.areas.devices:
@@ -370,6 +372,11 @@ class CaptureWalk:
         if self._refuse is None:
             raise error
         self._refuse(error)
+
+
+def device_blocks() -> DeviceBlocks | None:
+    """None as long as this process has no device."""
+    return DeviceBlocks() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def require_dense(tensor: torch.Tensor, name: str) -> str:

@@ -1,4 +1,6 @@
-"""Which leaves of a state become tensors of its layout: all that are no views, in their order, then extra tensors of plain bytes."""
+"""Which leaves of a state become tensors of its layout: all; or, if some are views, all others, in their order, then extra tensors of
+plain bytes.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -26,12 +28,9 @@ class StoredTensors(NamedTuple):
     sources: ByteSources
 
 
-def stored_tensors(table: TensorTable, aliases: AliasPlan, leaf_names: LeafNames) -> StoredTensors:
-    """The tensors of the layout, by the plan for what shares memory. Extra tensors take their names from `leaf_names`."""
-    specs, sources = table.specs(), table.sources()
-    if not aliases.views:
-        every = range(len(specs))
-        return StoredTensors(every, every, specs, sources)
+def without_views(every: StoredTensors, table: TensorTable, aliases: AliasPlan, leaf_names: LeafNames) -> StoredTensors:
+    """The tensors of the layout if leaves share memory, by the plan for that. Extra tensors take their names from `leaf_names`."""
+    specs, sources = every.specs, every.sources
     leaves = [leaf for leaf in range(len(specs)) if leaf not in aliases.views]
     specs = specs.pick(
         leaves,

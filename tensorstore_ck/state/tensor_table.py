@@ -298,18 +298,11 @@ class TensorTable:
         kind_number: int = _PLACE.unpack_from(self._places, number * _PLACE.size)[1]
         return self.kinds[kind_number]
 
-    def specs(self) -> TensorSpecs:
-        """What all tensors and arrays are."""
-        return TensorSpecs(self.names, self.kinds, self._rows()[1])
-
-    def sources(self) -> ByteSources:
-        """The bytes of all tensors and arrays."""
-        addresses, kind_numbers = self._rows()
+    def columns(self) -> tuple[TensorSpecs, ByteSources]:
+        """What all tensors and arrays are, and their bytes."""
+        addresses, kind_numbers = np.frombuffer(self._places, np.int64).reshape(-1, 2).T.copy()
         sizes = np.array([kind.size_bytes for kind in self.kinds], np.int64)[kind_numbers]
-        return ByteSources(addresses, sizes, self._owners, self._made)
-
-    def _rows(self) -> Numbers:
-        return np.frombuffer(self._places, np.int64).reshape(-1, 2).T.copy()
+        return TensorSpecs(self.names, self.kinds, kind_numbers), ByteSources(addresses, sizes, self._owners, self._made)
 
     def _new_kind(self, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:
         """The number of a contiguous tensor's kind; None if its dtype has no stored form."""

@@ -198,8 +198,8 @@ def test_the_kernel_takes_each_dtype(dtype: torch.dtype, kernel: CountingKernel)
     assert table.add_run(items, 0) == len(items)
     assert kernel.added == sum("bits" not in str(item.dtype) for item in items)  # DLPack has no name for these
     table.names = [""] * (len(others) + 1)
-    assert table.specs()[-1].dtype == DTYPE_NAMES[dtype]
-    assert len({spec.dtype for spec in table.specs()}) == len(others) + 1
+    assert table.columns()[0][-1].dtype == DTYPE_NAMES[dtype]
+    assert len({spec.dtype for spec in table.columns()[0]}) == len(others) + 1
 
 
 def test_the_kernel_goes_on_after_a_tensor_that_python_adds(kernel: CountingKernel) -> None:
@@ -258,4 +258,4 @@ def test_a_tensor_that_changes_its_shape_meanwhile(monkeypatch: pytest.MonkeyPat
     table = TensorTable()
     assert table.add_run([torch.ones(shape), torch.ones(shape), torch.ones(6)], 0) == len(asked) == 3
     table.names = ["a", "b", "c"]
-    assert [spec.shape for spec in table.specs()] == [shape, shape, (6,)]
+    assert [spec.shape for spec in table.columns()[0]] == [shape, shape, (6,)]

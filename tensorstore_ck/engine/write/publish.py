@@ -124,8 +124,7 @@ def at_branch(
 
     `mark`: a mark for the snapshot, and the reason.
     """
-    check_expected(engine, view, record.ref, expect)
-    return moving(engine, view, put, record, quotas=check_quotas(view, record.ref), mark=mark)
+    return moving(engine, view, put, record, quotas=check_branch(engine, view, record.ref, expect), mark=mark)
 
 
 def moving(
@@ -137,6 +136,17 @@ def moving(
     marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
     expired = expire_at_save(view, put, engine.clock(), engine.backend.url) if view.policies() else ()
     return [put, *marks, *expired]
+
+
+def check_branch(engine: Engine, view: RefTable, ref: str, expect: Expected) -> list[Quota]:
+    """Checks that a save may move the ref, and returns the quotas of the ref.
+
+    Raises:
+        ConflictError: the ref is elsewhere; see `check_expected`.
+        QuotaExceededError: a quota of the ref is used up.
+    """
+    check_expected(engine, view, ref, expect)
+    return check_quotas(view, ref) if view.quotas() else []
 
 
 def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -> None:

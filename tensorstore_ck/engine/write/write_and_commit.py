@@ -23,7 +23,7 @@ from tensorstore_ck.engine.write.publish import (
     MAX_TRIES,
     RankParts,
     at_branch,
-    check_expected,
+    check_branch,
     checked_parts,
     condemned_of_ranks,
     publish,
@@ -37,7 +37,7 @@ from tensorstore_ck.errors import NoSpaceError, SnapshotExpiredError, StoreError
 from tensorstore_ck.format.record import Record, with_store_metadata
 from tensorstore_ck.format.sealed import FOLDERS
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
-from tensorstore_ck.log.block_index import write_blocks
+from tensorstore_ck.log.block_index import notes_of, write_notes
 from tensorstore_ck.log.cache import Batch
 from tensorstore_ck.log.quota import check_quotas
 
@@ -146,8 +146,8 @@ class StoreDestination:
             QuotaExceededError: the quota of the ref is used up.
         """
         if self._is_alone:
-            check_expected(self.engine, view, request.ref, request.expect)
-        if self._rank == 0:
+            check_branch(self.engine, view, request.ref, request.expect)
+        elif self._rank == 0:
             check_quotas(view, request.ref)
 
     def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:
@@ -190,7 +190,7 @@ class StoreDestination:
     def _index(self, batch: Batch, n: int) -> None:
         """Adds the new blocks to the block index in the batch that folds the entry: a second batch would wait for the disk again."""
         for part in self._written:
-            write_blocks(batch, part.added.items(), published_at=n)
+            write_notes(batch, notes_of(part.added.items(), n))
         self._is_indexed = True
 
     def go_offline(self) -> bool:

@@ -19,6 +19,7 @@ from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings
 from tensorstore_ck.engine.write.write_and_commit import StoreDestination, commit
 from tensorstore_ck.engine.write.write_plan import plan_of
+from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.plans import Role
 from tensorstore_ck.log import SnapshotInfo
@@ -145,10 +146,12 @@ class DcpSave:
         meter.expect("hash", size)
         engine.writes.share(role.parts)
         view = engine.log.view()
-        self._context.limit_writes(view, self.ref)
+        engine.limit_writes(view, self.ref)
         is_first = view.branch(self.ref) is None
-        with self._context.explains_errors():
+        try:
             require_free_space(engine.backend, engine.min_free, size if is_first else 0, f"the save to {self.ref!r}")
+        except StoreError as exc:
+            raise self._context.explained(exc)  # noqa: B904 - it has its cause
 
     def _begin(self, role: Role, captured: CapturedState, meter: SaveMeter) -> Begun:
         anchor, view, block_bytes = self._engine.log.sync().n, self._engine.log.view(), self._engine.config.block_bytes
@@ -181,9 +184,12 @@ class DcpSave:
         """Writes the coordinator's part, and commits what all ranks have written."""
         if self._error is not None:
             raise self._error
-        with self._context.explains_errors():
+        try:
             info = self._commit(status.meter)
-        self._context.note_speed(status)
+        except StoreError as exc:
+            raise self._context.explained(exc)  # noqa: B904 - it has its cause
+        if not self._engine.backend.is_local:
+            self._context.note_speed(status)
         self._context.fence.note(self.ref, info.root, info.root)
         return info
 

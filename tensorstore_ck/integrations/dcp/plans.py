@@ -19,8 +19,7 @@ from tensorstore_ck.integrations.dcp.flat_layout import FlatLayout, build_flat_l
 from tensorstore_ck.state.allocate import dtype_of
 from tensorstore_ck.state.boxes import held_boxes
 from tensorstore_ck.state.byte_sources import BytesSource
-from tensorstore_ck.state.capture import require_dense
-from tensorstore_ck.state.device.device_blocks import device_blocks
+from tensorstore_ck.state.capture import device_blocks, require_dense
 from tensorstore_ck.state.rank_shares import concatenate_sources
 from tensorstore_ck.state.wrapper_subclasses import is_traceable
 

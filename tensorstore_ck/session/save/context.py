@@ -4,14 +4,12 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from tensorstore_ck.backend.staging import StagingTier
-from tensorstore_ck.common.free_space import require_free_space
 from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.common.printed_commands import name_store
 from tensorstore_ck.common.retry import next_delay
@@ -20,8 +18,6 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
 from tensorstore_ck.events import Event
 from tensorstore_ck.format.store_config import CONFIG_NAME
-from tensorstore_ck.log import RefTable
-from tensorstore_ck.log.retention import job_rate
 from tensorstore_ck.session.group.process_groups import ProcessGroups
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.frozen_tensors import FrozenTensors
@@ -56,7 +52,8 @@ class SaveContext:
     """Waits until a staged save has ended; False if there are none."""
     contact: StoreContact = field(default_factory=StoreContact)
     """Asks the store for what a save needs before it is staged."""
-    frozen: FrozenTensors = field(default_factory=FrozenTensors)
+    frozen: FrozenTensors | None = None
+    """None: no save has named frozen tensors yet."""
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
     """By group, if its ranks keep copies of each other's staged files."""
     noted_waits: int = 0
@@ -90,33 +87,18 @@ class SaveContext:
         return self.known_tensors
 
     def note_speed(self, status: SaveStatus) -> None:
-        """Notes how long the store took to write a save, so that the next ones can choose a codec.
+        """Notes how long a remote store took to write a save, so that the next ones can choose a codec.
 
-        Ignores local file systems, whose reads come from the page cache however slow their writes are, and saves that a rate limit slowed.
+        Ignores saves that a rate limit slowed.
         """
         writes, waits_before = self.engine.writes, self.noted_waits
         self.noted_waits = writes.waits
-        if self.engine.backend.is_local or writes.rate < math.inf or writes.waits > waits_before:
+        if writes.rate < math.inf or writes.waits > waits_before:
             return
         meter, cores = status.meter, cpu_threads()
         hashing = meter.seconds_per_byte("hash", cores)
         if hashing:
             self.engine.codecs.note_written(meter.snapshot().stage_bytes["write"], meter.seconds_per_byte("write", cores) / hashing)
-
-    def limit_writes(self, view: RefTable, ref: str) -> None:
-        """Takes the share of the store's write rate that policies leave to a job, as of the log that it knows."""
-        rate = job_rate(view, ref, self.engine.clock()) if view.policies() else None
-        if rate != self.engine.writes.job_rate:
-            self.engine.writes.limit_job(rate)
-
-    def require_space(self, ref: str, needed_bytes: int) -> None:
-        """Checks that there is space in the store. A ref's first save needs all its bytes; later ones mostly share blocks.
-
-        Raises:
-            NoSpaceError: there is not enough.
-        """
-        needed_bytes = needed_bytes if self.fence.current(ref) is None else 0
-        require_free_space(self.engine.backend, self.engine.min_free, needed_bytes, f"the save to {ref!r}")
 
     def reserve_on(self, tier: StagingTier, needed_bytes: int) -> None:
         """Makes space for a save on the staging disk: may evict copies, and wait for staged saves.
@@ -135,20 +117,18 @@ class SaveContext:
             else:
                 return
 
-    @contextmanager
-    def explains_errors(self) -> Iterator[None]:
-        """Completes the commands in errors, and adds to a `NoSpaceError` what gc would free, in gc's words.
+    def explained(self, error: StoreError) -> StoreError:
+        """The error of a save with complete commands; a `NoSpaceError` also says what gc would free, in gc's words.
 
-        It adds that only for a store in a folder: other stores are expensive to list.
+        It says that only of a store in a folder: other stores are expensive to list.
         """
-        try:
-            yield
-        except StoreError as exc:
-            name_store(exc, self.engine.backend.url)
-            hints = self._freeing_hints() if isinstance(exc, NoSpaceError) else []
-            if not hints:
-                raise
-            raise NoSpaceError(". ".join([str(exc), *hints]), object_id=exc.object_id) from exc
+        name_store(error, self.engine.backend.url)
+        hints = self._freeing_hints() if isinstance(error, NoSpaceError) else []
+        if not hints:
+            return error
+        more = NoSpaceError(". ".join([str(error), *hints]), object_id=error.object_id)
+        more.__cause__ = error
+        return more
 
     def _freeing_hints(self) -> list[str]:
         if self.engine.tier is not None or not self.engine.backend.is_local:

@@ -16,20 +16,21 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Unpack
 
 from tensorstore_ck.backend.staging import StagingTier
+from tensorstore_ck.common.free_space import require_free_space
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.stagger import stagger_delay
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.dedup import held_blocks
-from tensorstore_ck.engine.write.publish import check_expected
+from tensorstore_ck.engine.write.publish import check_branch
 from tensorstore_ck.engine.write.request import SaveArguments, SaveOptions, SaveRequest, check_options
 from tensorstore_ck.engine.write.write_and_commit import Destination, StoreDestination, write_and_commit
 from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NoSpaceError, StoreError
 from tensorstore_ck.log import RefTable, SnapshotInfo
-from tensorstore_ck.log.quota import check_quotas
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.context import SaveContext
+from tensorstore_ck.session.save.frozen_tensors import FrozenTensors
 from tensorstore_ck.session.save.queued_save import Admission
 from tensorstore_ck.session.save.rank_round import Begin, RankRound, UnpreparedState
 from tensorstore_ck.session.save.save_status import SaveStatus
@@ -164,8 +165,7 @@ class Save:
         def check(view: RefTable) -> None:
             fence.catch_up(engine, view, self.ref)
             fence.check_step(engine, view, options)
-            check_expected(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
-            check_quotas(view, self.ref)
+            check_branch(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
 
         if engine.tier is None:
             engine.log.look(check)
@@ -189,7 +189,11 @@ class Save:
             if isinstance(state, CapturedState):
                 captured = state
             else:
-                captured = self._context.frozen.mark(capture(state, self._coordination.describer), frozen, self._coordination.scope)
+                captured = capture(state, self._coordination.describer)
+                if frozen and self._context.frozen is None:
+                    self._context.frozen = FrozenTensors()
+                if self._context.frozen is not None:
+                    captured = self._context.frozen.mark(captured, frozen, self._coordination.scope)
             self._captured = captured if rank_state is None else captured._replace(own=capture(rank_state))
             self._state = None  # the caller's containers may be freed
         return self._captured
@@ -243,7 +247,7 @@ class Save:
     def run(self, status: SaveStatus) -> SnapshotInfo | StagedSave:
         """Writes and commits: returns the published snapshot, or with a staging disk the staged save."""
         context, tier = self._context, self._engine.tier
-        with context.explains_errors():
+        try:
             if tier is not None:
                 return self._stage(tier, status)
             wait_turn, window_seconds = None, self._engine.stagger_seconds
@@ -251,7 +255,10 @@ class Save:
                 wait_turn = partial(status.wait_turn, stagger_delay(window_seconds, self.ref, self.rank, self._coordination.ranks))
             with StoreDestination(self._engine, self.rank, is_alone=self._coordination.is_alone, wait_turn=wait_turn) as destination:
                 info = self._coordination.save_together(self._begin, destination, status)
-        context.note_speed(status)
+        except StoreError as exc:
+            raise context.explained(exc)  # noqa: B904 - it has its cause
+        if not self._engine.backend.is_local:  # there, reads come from the page cache, however slow the writes are
+            context.note_speed(status)
         context.fence.note(self.ref, info.root, info.root)
         return info
 
@@ -281,7 +288,8 @@ class Save:
         size_bytes = captured.logical_bytes if self._coordination.is_alone else captured.held_bytes
         status.meter.expect("hash", size_bytes)
         if self._engine.tier is None:
-            context.require_space(self.ref, size_bytes)
+            needed_bytes = size_bytes if fence.current(self.ref) is None else 0  # later saves to a ref mostly share blocks
+            require_free_space(self._engine.backend, self._engine.min_free, needed_bytes, f"the save to {self.ref!r}")
         else:
             self._reserve_on(self._engine.tier, size_bytes, status)
         try:
@@ -292,7 +300,7 @@ class Save:
                 raise
             view = self._engine.log.view()
             request = fence.request_at(self._engine, view, options, is_offline=True)
-        context.limit_writes(view, self.ref)
+        self._engine.limit_writes(view, self.ref)
         return request, captured, view
 
     def _reserve_on(self, tier: StagingTier, needed_bytes: int, status: SaveStatus) -> None:

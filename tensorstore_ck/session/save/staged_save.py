@@ -108,8 +108,10 @@ class StagedSave:
             ConflictError: the ref is elsewhere: it is given up.
             StoreError: it is given up; or it, or an earlier one, cannot be published now, and stays on the disk: see the error's notes.
         """
-        with self._context.explains_errors():
+        try:
             return self._publish_in_order(status)
+        except StoreError as exc:
+            raise self._context.explained(exc)  # noqa: B904 - it has its cause
 
     def _publish_in_order(self, status: SaveStatus) -> SnapshotInfo:
         source, self._source = self._source, None  # if it stays on the disk, it must not keep the state in memory

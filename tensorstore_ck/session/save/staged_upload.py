@@ -42,7 +42,8 @@ class StagedUpload:
 
     def upload(self, status: SaveStatus, stop: Callable[[], None]) -> None:
         """Uploads what the manifests name, under names that can be published; objects that the store has are not sent again."""
-        self._context.limit_writes(self._context.engine.log.view(), self.ref)
+        engine = self._context.engine
+        engine.limit_writes(engine.log.view(), self.ref)
         for manifest in self.manifests:
             status.meter.expect("upload", manifest.size_bytes)
             status.pause(stagger_delay(self.tier.options.stagger_seconds, self.ref, manifest.rank, manifest.ranks))

@@ -168,11 +168,6 @@ def _warn_of(error: RuntimeError) -> None:
     warnings.warn(f"blocks on a device are hashed by the host this time: {error}", stacklevel=user_stacklevel())
 
 
-def device_blocks() -> DeviceBlocks | None:
-    """None as long as this process has no device."""
-    return DeviceBlocks() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-
-
 def _runs(source: ByteSource, positions: Numbers, starts: Numbers, sizes: Numbers) -> Iterator[_Run]:
     """The runs of blocks in the tensors of a source."""
     if isinstance(source, ChainedSource):
