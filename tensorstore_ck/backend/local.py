@@ -1,20 +1,19 @@
 """A folder of a local or network filesystem, by system calls.
 
-Knows no format. Acknowledged writes survive a power failure: the file is synced before it gets its name, the folder after, and
-the entries of folders once per process, all of one folder together. A failed fsync is final (the kernel may drop the dirty pages and
-report success next time): the file is dropped, and the folder is changed before it is synced again (`_fsync_folder`). Objects with unique
-names are opened with O_EXCL, since a torn one is an orphan; `create` and `replace` use a temporary in the same folder.
+Knows no format. Acknowledged writes survive a power failure: the file and its folders are synced before a write returns. A failed fsync is
+final (the kernel may drop the dirty pages and report success next time): the file is dropped. Objects with unique names are opened with
+O_EXCL, since a torn one is an orphan; `create` and `replace` sync a temporary in the same folder before it gets its name.
 """
 # ruff: noqa: D102 - protocol.py documents the methods
 
 import contextlib
-import errno
 import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Final
 
+from tensorstore_ck.backend.durable_folders import NEW, TEMPORARY_PREFIX, DurableFolders
 from tensorstore_ck.backend.local_io import read_file, read_range, regular_size, try_again, use_direct, write_at
 from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner, make_folder
 from tensorstore_ck.backend.local_writer import DirectWriter, LocalWriter
@@ -26,13 +25,8 @@ from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
-from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, InvalidUrlError, MissingObjectError
 
-TEMPORARY_PREFIX: Final = ".tmp-"
-
-_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _LINK_TRIES: Final = 8
 
 
@@ -52,13 +46,7 @@ class LocalBackend(Backend):
         if self._root == os.path.dirname(self._root):
             raise InvalidUrlError(f"a store cannot be at {self._root}: give it its own folder", object_id=self._root)
         self._sync = sync
-        self._durable_folders: set[str] = set()
-        self._failed_folders: set[str] = set()
-        self._folder_locks: dict[str, ProcessLock] = {}
-
-    def __getstate__(self) -> dict[str, object]:
-        """Without locks, which no other process needs."""
-        return {**self.__dict__, "_folder_locks": {}}
+        self._durable = DurableFolders(self._root, within, sync=sync)
 
     def make_folders(self, names: Iterable[str]) -> None:
         """Makes folders at the root. They become durable with the first object at the root."""
@@ -120,8 +108,7 @@ class LocalBackend(Backend):
     def put(self, name: str, data: Buffer) -> None:
         path = self._path(name)
         try:
-            self._write_file(path, data)
-            self._sync_folder(os.path.dirname(path))
+            self._write_file(path, data, partial(self._seal, path))
         except OSError as exc:
             raise store_error(exc, "write", name, self.url) from exc
 
@@ -134,7 +121,7 @@ class LocalBackend(Backend):
             except OSError:
                 self._unlink_quietly(temporary)
                 raise
-            self._sync_folder(os.path.dirname(path))
+            self._durable.sync_way(os.path.dirname(path))
 
     def create(self, name: str, data: Buffer) -> Created:
         path = self._path(name)
@@ -153,7 +140,7 @@ class LocalBackend(Backend):
                 return link_failed(name, exc, self.url)
             else:
                 try:
-                    self._sync_folder(os.path.dirname(path))
+                    self._durable.sync_way(os.path.dirname(path))
                 except OSError:
                     return Created.UNKNOWN  # it is there, but perhaps not durable: `sync_folders` makes it so
                 return Created.CREATED
@@ -163,21 +150,11 @@ class LocalBackend(Backend):
 
     def sync_folders(self, name: str) -> None:
         with os_errors("sync the folders of", name):
-            folder = os.path.dirname(self._path(name))
-            self._fsync_folder(folder)
-            while folder != self._root:
-                folder = os.path.dirname(folder)
-                self._fsync_folder(folder)
-            self._sync_root_entry()
+            self._durable.sync_all(os.path.dirname(self._path(name)))
 
     def open_writer(self, name: str) -> ObjectWriter:
         path = self._path(name)
-
-        def seal(fd: int) -> None:
-            self._fsync_and_close(fd)
-            self._sync_folder(os.path.dirname(path))
-
-        return self._writer(path, name, seal)
+        return self._writer(path, name, partial(self._seal, path))
 
     def open_whole_writer(self, name: str) -> ObjectWriter:
         path = self._path(name)
@@ -187,7 +164,7 @@ class LocalBackend(Backend):
             try:
                 self._fsync_and_close(fd)
                 os.link(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at, follow_symlinks=False)
-                self._sync_folder(os.path.dirname(path))
+                self._durable.sync_way(os.path.dirname(path))
             except FileNotFoundError as exc:  # another process deleted our temporary as a leftover
                 raise BackendUnavailableError(f"cannot write {name}: its temporary was deleted; try again", object_id=name) from exc
             finally:
@@ -248,12 +225,12 @@ class LocalBackend(Backend):
 
     def _make_file(self, path: str) -> int:
         if self._within is not None:
-            return os.open(path, _NEW, FILE_MODE, dir_fd=self._within.fd())
-        fd = make_as_owner(self._root, partial(os.open, path, _NEW, 0o666))
+            return os.open(path, NEW, FILE_MODE, dir_fd=self._within.fd())
+        fd = make_as_owner(self._root, partial(os.open, path, NEW, 0o666))
         inherit_from_root(fd, self._root)
         return fd
 
-    def _write_file(self, path: str, data: Buffer) -> None:
+    def _write_file(self, path: str, data: Buffer, seal: Callable[[int], None]) -> None:
         fd = self._open_new(path)
         try:
             try:
@@ -261,20 +238,27 @@ class LocalBackend(Backend):
             except BaseException:
                 os.close(fd)
                 raise
-            self._fsync_and_close(fd)
+            seal(fd)
         except BaseException:
             self._unlink_quietly(path)
             raise
 
     def _write_temporary(self, path: str, data: Buffer) -> str:
         temporary = f"{os.path.dirname(path)}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
-        self._write_file(temporary, data)
+        self._write_file(temporary, data, self._fsync_and_close)
         return temporary
 
     def _unlink_quietly(self, path: str) -> None:
         """Removes a file that nothing refers to; `list_uploads` finds one that cannot be removed."""
         with contextlib.suppress(OSError):
             os.unlink(path, dir_fd=self._at)
+
+    def _seal(self, path: str, fd: int) -> None:
+        """Makes a new file and its entry durable, and closes it."""
+        try:
+            self._durable.sync_way(os.path.dirname(path), fd)
+        finally:
+            os.close(fd)
 
     def _fsync_and_close(self, fd: int) -> None:
         try:
@@ -328,66 +312,7 @@ class LocalBackend(Backend):
             self._make_folder(os.path.dirname(folder))
             self._make_folder(folder, is_second_try=True)
             return
-        self._durable_folders.discard(folder)  # an earlier folder of this name was removed
-        if self._root.startswith(f"{folder}/"):  # above the root: `_sync_folder` does not
-            self._fsync_folder(os.path.dirname(folder))
-
-    def _sync_folder(self, folder: str) -> None:
-        """Makes a new entry in `folder` durable, and the entries of the folders on the way from the root.
-
-        Those are synced once per process, even if another process made them: it may have died before it synced them.
-        """
-        if not self._sync:
-            return
-        durable = set(self._synced_subfolders(folder) if folder == self._root else ())
-        if folder != self._root:
-            self._fsync_folder(folder)
-        while folder not in self._durable_folders:
-            durable.add(folder)
-            if folder == self._root:
-                self._sync_root_entry()
-                break
-            folder = os.path.dirname(folder)
-            durable.update(self._synced_subfolders(folder))
-        self._durable_folders.update(durable)  # not before: a folder is durable once the root's entry is, and this may fail
-
-    def _synced_subfolders(self, folder: str) -> Iterable[str]:
-        """Makes all entries of `folder` durable, and returns which folders are among them: those that were there before the fsync."""
-        present = [] if self._within else [entry.path for entry in _scanned(folder) if entry.is_dir(follow_symlinks=False)]
-        self._fsync_folder(folder)
-        return present
-
-    def _sync_root_entry(self) -> None:
-        with contextlib.suppress(PermissionError):  # the folder above is another user's, and need not be readable
-            self._fsync_folder(os.path.dirname(self._root) or ".")
-
-    def _fsync_folder(self, folder: str) -> None:
-        """Makes all entries of `folder` durable.
-
-        After a failed fsync the next one may report success without writing anything, in another process too. So the folder is changed
-        first: a journal commits in order, hence a change that is durable proves that all earlier ones are.
-        """
-        if not self._sync:
-            return
-        lock = self._folder_locks.get(folder) or self._folder_locks.setdefault(folder, ProcessLock())
-        with lock.here:  # one at a time: a thread must know of another one's failed fsync before its own succeeds
-            if folder in self._failed_folders:
-                self._change_folder(folder)
-            fd = os.open(folder, _FOLDER, dir_fd=self._at)
-            try:
-                os.fsync(fd)
-            except OSError as exc:
-                if exc.errno != errno.EINVAL:  # EINVAL: this filesystem has no fsync for folders
-                    self._failed_folders.add(folder)
-                    exc.filename = folder
-                    raise
-            finally:
-                os.close(fd)
-
-    def _change_folder(self, folder: str) -> None:
-        temporary = f"{folder}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
-        os.close(os.open(temporary, _NEW, FILE_MODE, dir_fd=self._at))
-        self._unlink_quietly(temporary)
+        self._durable.made(folder)
 
 
 def _scanned(folder: str) -> Collection[os.DirEntry[str]]:

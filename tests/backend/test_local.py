@@ -2,6 +2,7 @@
 
 import os
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensorstore_ck.backend import local
+from tensorstore_ck.backend import durable_folders, local
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.local_writer import WINDOW_BYTES, DirectWriter
 from tensorstore_ck.errors import (
@@ -18,6 +19,7 @@ from tensorstore_ck.errors import (
     InvalidUrlError,
     StoreError,
 )
+from tests.effort import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -83,6 +85,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
     monkeypatch.setattr(os, "replace", two("rename", os.replace))
     monkeypatch.setattr(os, "mkdir", one("mkdir", os.mkdir))
     monkeypatch.setattr(os, "unlink", one("unlink", os.unlink))
+    monkeypatch.setattr(durable_folders, "for_each", lambda tasks, work, _: [*map(work, tasks)])  # in the order in which they are begun
     return seen
 
 
@@ -158,6 +161,23 @@ def _mapping_flags(address: int) -> set[str]:
 def test_replace_syncs_before_it_renames(backend: LocalBackend, calls: list[str]) -> None:
     backend.replace("log/0/1", b"x")
     assert calls == [*MADE_FOLDERS, "write log/0/TMP", "fsync log/0/TMP", "rename log/0/TMP log/0/1", *SYNCED_FOLDERS]
+
+
+@pytest.mark.parametrize("write", ["put", "writer"])
+def test_all_syncs_of_an_object_on_a_disk_run_at_once(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, write: str) -> None:
+    monkeypatch.setattr(durable_folders, "is_disk_of_this_host", lambda _: True)
+    backend.put("log/1", b"x")
+    syncs = threading.Barrier(2)  # the file and its folder
+
+    def fsync(_: int) -> None:
+        syncs.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if write == "put":
+        backend.put("log/2", b"x")
+    else:
+        backend.open_writer("log/2").close()
+    assert names(backend) == {"log/1", "log/2"}
 
 
 def test_folders_that_another_process_made_are_synced_too(backend: LocalBackend, calls: list[str], root: Path) -> None:

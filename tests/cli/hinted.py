@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.cold.owner_marker import MARKER_NAME
-from tensorstore_ck.backend.local import TEMPORARY_PREFIX
+from tensorstore_ck.backend.durable_folders import TEMPORARY_PREFIX
 from tensorstore_ck.cli import main
 from tensorstore_ck.format.sealed import seal
 from tensorstore_ck.integrations.trainer.saves import require_own_ref
