@@ -165,8 +165,7 @@ def restoring(
     """See `Store.restoring`."""
     ranks = None if group is None else process_group(group)
     finish_staged(session, address, ranks, timeout_seconds)
-    if session.context.frozen is not None:
-        session.context.frozen.forget()  # a restore may fill them
+    session.context.forget_frozen()  # a restore may fill them
 
     def find(address: str) -> Resolved:
         resolved = session.engine.resolve(address)
@@ -183,8 +182,7 @@ def restoring(
             session, address=address, find=find, read=read, group=ranks, must_agree=must_agree, timeout_seconds=timeout_seconds
         )
     finally:
-        if session.context.frozen is not None:
-            session.context.frozen.forget()  # what a save of another thread read meanwhile
+        session.context.forget_frozen()  # what a save of another thread read meanwhile
     session.fence.note_restored(resolved)
     return result, resolved.info
 

@@ -348,7 +348,7 @@ class ReadOnlyStore:
         from tensorstore_ck.feed.match_tensors import Wanted  # noqa: PLC0415 - loads torch
 
         folder = None if host_cache is None else os.fspath(host_cache)
-        forget = self.session.context.frozen.forget  # the next save reads what a swap may have changed
+        forget = self.session.context.forget_frozen  # the next save reads what a swap may have changed
         return Feed(self.engine, ref, Wanted(into, select, rename, dtype), on_change=forget, poll_seconds=poll_seconds, host_cache=folder)
 
     def on_event(self, callback: Callback) -> Callable[[], None]:

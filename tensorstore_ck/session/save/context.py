@@ -86,6 +86,11 @@ class SaveContext:
             self.known_tensors = StoredTensors()
         return self.known_tensors
 
+    def forget_frozen(self) -> None:
+        """Drops what is known of frozen tensors: somebody may have written to them."""
+        if self.frozen is not None:
+            self.frozen.forget()
+
     def note_speed(self, status: SaveStatus) -> None:
         """Notes how long a remote store took to write a save, so that the next ones can choose a codec.
 
