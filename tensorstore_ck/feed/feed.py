@@ -221,8 +221,8 @@ class Feed:
     def swap(self) -> FeedVersion | None:
         """Makes the tensors the staged version, and returns it; None if nothing is staged, or another thread is in `poll`.
 
-        Only copies in memory: call it between two uses of the tensors. All tensors change, or none: after an error they are the version
-        that they were.
+        Only copies in memory: call it between two uses of the tensors, such as a save in the background that has them in ``frozen=``. All
+        tensors change, or none: after an error they are the version that they were.
         """
         try:
             with self._lock:
