@@ -98,7 +98,7 @@ class Feed:
         """Versions mostly have the same one."""
         self._version: FeedVersion | None = None
         self._idle_at: int | None = None
-        """The log entry at which the last poll found the branch at `version`; None if it did not."""
+        """The log entry at which a poll last found the branch at `version`, if it did."""
         self._events: deque[Event] = deque()
         """Not delivered yet: callbacks run without the locks, so that they may call this feed."""
 
@@ -155,7 +155,6 @@ class Feed:
     def _find_and_stage(self, address: str, *, verify: bool, order: Order) -> FeedVersion | None:
         if self._closed.is_set():
             raise InputError(f"the feed of {self._ref!r} was closed: call follow again", object_id=self._ref)
-        self._idle_at = None
         view = self._engine.log.readable_view(order=order)
         info = self._find(address, view)
         current, self._staged = self._staged, None
@@ -221,8 +220,8 @@ class Feed:
     def swap(self) -> FeedVersion | None:
         """Makes the tensors the staged version, and returns it; None if nothing is staged, or another thread is in `poll`.
 
-        Only copies in memory: call it between two uses of the tensors. All tensors change, or none: after an error they are the version
-        that they were.
+        Only copies in memory: call it between two uses of the tensors, such as a save in the background that has them in ``frozen=``. All
+        tensors change, or none: after an error they are the version that they were.
         """
         try:
             with self._lock:

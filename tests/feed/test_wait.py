@@ -41,15 +41,17 @@ def test_wait_pauses_only_at_the_newest_version(backend: MemoryBackend, monkeypa
     def happen(number: int) -> bool:
         assert feed.version is not None
         assert feed.version.root == reader.resolve(REF).root
-        what = generator.choice(["nothing"] * 12 + ["save", "save two", "reset", "another branch", "another version"])
+        what = generator.choice(
+            ["nothing"] * 12 + ["save", "save two", "reset", "another branch", "another branch, save", "another version"]
+        )
         if what == "reset":
             trainer.reset(REF, to=generator.choice(roots))
-        elif what == "another branch":
+        elif what.startswith("another branch"):
             trainer.branch(f"other/{number}", at=roots[0])
         elif what == "another version":  # as another thread does it
             feed.poll(generator.choice(roots))
             feed.swap()
-        for _ in range(["save", "save two"].index(what) + 1 if what.startswith("save") else 0):
+        for _ in range(2 if what == "save two" else int(what.endswith("save"))):
             train(state, number + 1)
             roots.append(save(trainer, state, number).root)
         return number == 100
