@@ -115,6 +115,17 @@ def read_footer(backend: Backend, pack: Ulid, size_bytes: int) -> Footer:
     return read_pack_ends(partial(backend.read_into, name), size_bytes, name).decoded
 
 
+def read_sparse(backend: Backend, pack: Ulid, size_bytes: int, entries: Entries) -> SparsePack:
+    """The pack with its footer. Raises `DamageError` if that is missing or damaged, or has fewer entries than are needed."""
+    footer = read_footer(backend, pack, size_bytes)
+    if len(entries) and int(entries[-1]) >= len(footer.entries):
+        name = pack_name(pack)
+        raise CorruptObjectError(
+            f"{name} has {len(footer.entries)} blocks, and snapshots need more of it: it is another pack", object_id=name
+        )
+    return SparsePack(pack, footer, entries, size_bytes)
+
+
 def compact(
     engine: Engine,
     packs: Sequence[SparsePack],

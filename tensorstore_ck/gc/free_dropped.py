@@ -17,7 +17,7 @@ from tensorstore_ck.common.threads import REMOTE_THREADS, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.errors import DamageError
-from tensorstore_ck.gc.compact import read_footer
+from tensorstore_ck.gc.compact import live_bytes, read_sparse
 from tensorstore_ck.gc.free_objects import OBJECTS_AN_ENTRY, changed_log, condemn, delete, truncate_tombstones
 from tensorstore_ck.gc.mark_reachable import LiveSet, require_total_order
 from tensorstore_ck.gc.options import GcOptions
@@ -130,9 +130,9 @@ def _sparse_packs(engine: Engine, dropped: _Dropped) -> list[PlannedPack]:
             return
         with suppress(DamageError):  # gc reports it
             size_bytes = engine.backend.size(ObjectKey("pack", pack).name)
-            stored = read_footer(engine.backend, pack, size_bytes).entries["stored"]
-            needed_bytes = int(stored[needed].sum(dtype=np.int64))
-            if needed_bytes < DEFAULTS.compact_below * int(stored.sum(dtype=np.int64)):
+            opened = read_sparse(engine.backend, pack, size_bytes, needed)
+            needed_bytes = live_bytes(opened)
+            if needed_bytes < DEFAULTS.compact_below * int(opened.footer.entries["stored"].sum(dtype=np.int64)):
                 sparse.append(PlannedPack(pack, size_bytes, needed_bytes))
 
     packs = [key.ulid for key in dropped.closure.objects() if key.kind == "pack" and key.ulid not in locations and dropped.live.needs(key)]

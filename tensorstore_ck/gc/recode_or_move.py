@@ -23,7 +23,7 @@ from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, Encoder, Mode, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer
 from tensorstore_ck.gc.block_runs import span_bytes
-from tensorstore_ck.gc.compact import SparsePack, commit_relocations, compact, live_bytes, read_blocks, read_footer
+from tensorstore_ck.gc.compact import SparsePack, commit_relocations, compact, live_bytes, read_blocks, read_sparse
 from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.mark_reachable import LiveSet
 from tensorstore_ck.gc.report import Progress, ProgressSum
@@ -129,7 +129,7 @@ def look_at(backend: Backend, mode: Mode | None, candidates: Sequence[Candidate]
     seen = []
     for pack, size_bytes, entries in candidates:
         try:
-            sparse = SparsePack(pack, read_footer(backend, pack, size_bytes), entries, size_bytes)
+            sparse = read_sparse(backend, pack, size_bytes, entries)
             after_bytes = live_bytes(sparse) if mode is None else _after_bytes(backend, sparse, mode)
         except DamageError as exc:
             seen.append(SeenPack(PlannedPack(pack, size_bytes, 0), 0, str(exc)))
@@ -195,7 +195,7 @@ def _open(engine: Engine, packs: Sequence[Candidate], notes: list[str]) -> list[
     def read(candidate: Candidate) -> None:
         pack, size_bytes, entries = candidate
         try:
-            opened[pack] = SparsePack(pack, read_footer(engine.backend, pack, size_bytes), entries, size_bytes)
+            opened[pack] = read_sparse(engine.backend, pack, size_bytes, entries)
         except DamageError as exc:
             notes.append(f"{ObjectKey('pack', pack).name} was not changed: {exc}")
 

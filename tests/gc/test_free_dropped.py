@@ -15,6 +15,7 @@ from tests.gc.stores import (
     Clock,
     Noted,
     State,
+    contents,
     copied,
     counts,
     each_call,
@@ -173,3 +174,19 @@ def test_a_killed_run_is_continued() -> None:
     save_all(store, range(5))
     store.engine.log.append(lambda view: [Op.purge(window.n, window.name) for window in view.windows()])
     assert store.free_dropped("job").snapshots == 3
+
+
+def test_a_pack_that_another_one_has_replaced_is_left() -> None:
+    backend = MemoryBackend()
+    store = open_store(backend)
+    store.set_policy("job", keep_last=2)
+    store.put_snapshot(state(3, 100, 4), ref="job", step=0)
+    [pack] = [name for name in sizes(backend) if name.startswith("packs/")]
+    for step in range(1, 4):
+        store.put_snapshot(state(4, 100 + step), ref="job", step=step)
+    before = contents(backend, "packs/")
+    backend.delete([pack])
+    backend.put(pack, min(before.values(), key=len))
+    found = store.free_dropped("job")
+    assert (found.snapshots, found.rewritten_packs) == (2, 0)
+    assert pack in contents(backend, "packs/")

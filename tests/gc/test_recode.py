@@ -207,3 +207,19 @@ def test_damaged_packs_are_left_and_reported() -> None:
     report = store.recode("run")
     assert report.rewritten == ()
     assert pack in report.notes[0]
+
+
+def test_a_pack_that_another_one_has_replaced_is_left_and_reported() -> None:
+    """It is sound by itself, and has fewer blocks than snapshots need of it."""
+    backend = MemoryBackend()
+    store = open_store(backend)
+    store.put_snapshot(weights(0), ref="run", codec="raw")
+    [pack] = [name for name in sizes(backend) if name.startswith("packs/")]
+    store.put_snapshot(small(1), ref="other")
+    [other] = [name for name in sizes(backend) if name.startswith("packs/") and name != pack]
+    data = backend.get(other, max_bytes=1 << 30)
+    backend.delete([pack])
+    backend.put(pack, data)
+    report = store.recode("run")
+    assert report.rewritten == ()
+    assert pack in report.notes[0]
