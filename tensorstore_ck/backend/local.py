@@ -239,17 +239,16 @@ class LocalBackend(Backend):
             raise bad_name(name)
         return f"{self._root}/{name}"
 
-    def _open_new(self, path: str) -> int:
+    def _open_new(self, path: str, *, is_second_try: bool = False) -> int:
         try:
-            return self._make_file(path)
+            if self._within is not None:
+                return os.open(path, _NEW, FILE_MODE, dir_fd=self._within.fd())
+            fd = make_as_owner(self._root, partial(os.open, path, _NEW, 0o666))
         except FileNotFoundError:
+            if is_second_try:
+                raise
             self._make_folder(os.path.dirname(path))
-            return self._make_file(path)
-
-    def _make_file(self, path: str) -> int:
-        if self._within is not None:
-            return os.open(path, _NEW, FILE_MODE, dir_fd=self._within.fd())
-        fd = make_as_owner(self._root, partial(os.open, path, _NEW, 0o666))
+            return self._open_new(path, is_second_try=True)
         inherit_from_root(fd, self._root)
         return fd
 
@@ -353,7 +352,10 @@ class LocalBackend(Backend):
 
     def _synced_subfolders(self, folder: str) -> Iterable[str]:
         """Makes all entries of `folder` durable, and returns which folders are among them: those that were there before the fsync."""
-        present = [] if self._within else [entry.path for entry in _scanned(folder) if entry.is_dir(follow_symlinks=False)]
+        present: list[str] = []
+        if self._within is None:
+            with os.scandir(folder) as entries:
+                present = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
         self._fsync_folder(folder)
         return present
 
