@@ -352,10 +352,8 @@ class LocalBackend(Backend):
 
     def _synced_subfolders(self, folder: str) -> Iterable[str]:
         """Makes all entries of `folder` durable, and returns which folders are among them: those that were there before the fsync."""
-        present: list[str] = []
-        if self._within is None:
-            with os.scandir(folder) as entries:
-                present = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        with os.scandir(folder) if self._within is None else contextlib.nullcontext(()) as entries:
+            present = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
         self._fsync_folder(folder)
         return present
 
