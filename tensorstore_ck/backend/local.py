@@ -216,17 +216,16 @@ class LocalBackend(Backend):
             raise bad_name(name)
         return f"{self._root}/{name}"
 
-    def _open_new(self, path: str) -> int:
+    def _open_new(self, path: str, *, is_second_try: bool = False) -> int:
         try:
-            return self._make_file(path)
+            if self._within is not None:
+                return os.open(path, NEW, FILE_MODE, dir_fd=self._within.fd())
+            fd = make_as_owner(self._root, partial(os.open, path, NEW, 0o666))
         except FileNotFoundError:
+            if is_second_try:
+                raise
             self._make_folder(os.path.dirname(path))
-            return self._make_file(path)
-
-    def _make_file(self, path: str) -> int:
-        if self._within is not None:
-            return os.open(path, NEW, FILE_MODE, dir_fd=self._within.fd())
-        fd = make_as_owner(self._root, partial(os.open, path, NEW, 0o666))
+            return self._open_new(path, is_second_try=True)
         inherit_from_root(fd, self._root)
         return fd
 

@@ -6,7 +6,6 @@ import shlex
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -260,9 +259,8 @@ def require_same_store(backend: Backend, config: StoreConfig, encoded: bytes) ->
     Raises:
         NotAStoreError: it does not.
     """
-    with suppress(MissingObjectError):
-        if backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES) == encoded:
-            return
+    if backend.get_if_there(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES) == encoded:
+        return
     try:
         present: StoreConfig | None = read_config(backend)
     except CorruptObjectError:

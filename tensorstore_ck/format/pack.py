@@ -67,9 +67,8 @@ pack_name = partial(object_name, "pack")
 """The name of a pack in the store, by its ULID."""
 
 
-def encode_header() -> bytes:
-    """The header of a plain pack."""
-    return HEADER.pack(PACK_MAGIC, PACK_VERSION, 0, bytes(16), bytes(24))
+PLAIN_HEADER: Final[bytes] = HEADER.pack(PACK_MAGIC, PACK_VERSION, 0, bytes(16), bytes(24))
+"""The header of a plain pack."""
 
 
 def stored_check(*pieces: Buffer) -> int:

@@ -2,7 +2,7 @@
 next one, and finds out whether it is there when the backend did not say. Format: FORMAT.md, "Log entries".
 
 A writer decodes an entry before it writes it, so that no reader rejects it. Entries are created in order, so the log ends at the first
-number that is not there; an entry missing before another one is damage. Of the ref table it knows the row of a published snapshot alone.
+number that is not there; an entry missing before another one is damage. Knows no ref table.
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.backend.reserve import within_reserve
-from tensorstore_ck.common.ids import Clock, Digest, Ulid, derived_hash
+from tensorstore_ck.common.ids import Clock, Digest, derived_hash
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.errors import (
     BackendUnavailableError,
@@ -31,7 +31,6 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.format.sealed import object_hash, seal, unseal
 from tensorstore_ck.log.field_checks import COUNT, DIGEST, MAX_ACTOR_CHARS, ULID, first_invalid
 from tensorstore_ck.log.operations import Op, op_problem
-from tensorstore_ck.log.snapshot import SnapshotInfo
 
 Order = Literal["head first", "next first", "next alone"]
 """In which order a reader asks for the head that it knows and for the next entry: see `Log.readable_view`."""
@@ -265,13 +264,6 @@ class Appended(NamedTuple):
     ops: tuple[Op, ...]
     time_ns: int = 0
     """The entry's time; 0 if nothing was appended."""
-
-    def published(self, snapshot: Ulid) -> SnapshotInfo | None:
-        """The snapshot, if this entry publishes it: from the log, independent of the cache."""
-        for op in self.ops:
-            if op.name == "put" and op.fields["snapshot"] == snapshot:
-                return SnapshotInfo.of_op(op.fields, self.n, self.time_ns)
-        return None
 
 
 class EntryWriter:

@@ -86,12 +86,14 @@ def _reset(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
 
 def _move(batch: Batch, view: RefTable, entry: Entry, info: SnapshotInfo, *, name: str, op: str) -> None:
     move = BranchMove(ulid=info.ulid, root=info.root, step=info.step, n=entry.n, time_ns=entry.time_ns, op=op)
-    seq = view.length(name)
+    branch = view.branch(name)
+    seq = view.length(name) if branch is None else branch.length
     rows.MOVES.put(batch, numbered(name, seq), move)
     if move.step is not None:
         rows.STEPS.put(batch, numbered(name, step_number(move.step)), rows.StepRow(seq))
     rows.BRANCHES.put(batch, name.encode(), BranchHead(name, *move[:-1], length=seq + 1))
-    rows.LENGTHS.delete(batch, name.encode())
+    if branch is None:  # else the branch was not removed
+        rows.LENGTHS.delete(batch, name.encode())
     _hold(batch, view, entry, info.ulid, change=1, info=info)
 
 

@@ -106,9 +106,12 @@ class Log:
         if self._readable is not None:
             return self._readable
         for _ in range(_CACHE_TRIES):
-            view = self._usable_view()
-            if view is not None:
-                return view
+            with suppress(CorruptObjectError):  # of the cache: `sync` fills it again
+                view = self._take_view()
+                if (view.head() or self._genesis).n >= self._followed_n:
+                    if not (self._is_strict and self._follower.is_unverified(self.table)):
+                        return view
+                    self.verify()
             self.sync()
 
         def fold() -> RefTable:
@@ -255,18 +258,6 @@ class Log:
         except CorruptObjectError as exc:  # of the cache: see `sync`
             raise TableDamagedError(str(exc), object_id="cache") from exc
 
-    def _usable_view(self) -> RefTable | None:
-        """A view; None if the table is older than `_followed_n`, or must be verified and was not."""
-        with suppress(CorruptObjectError):  # of the cache: `sync` fills it again
-            view = self._take_view()
-            if (view.head() or self._genesis).n < self._followed_n:
-                return None
-            if self._is_strict and self._follower.is_unverified(self.table):
-                self.verify()
-                return None
-            return view
-        return None
-
     def _take_view(self) -> RefTable:
         reader, kept = HeadView(self.table.view(PREFIX), self._fold_until), self._kept
         if kept.head != reader.head or self._is_strict:
@@ -348,11 +339,13 @@ class Log:
         Raises:
             StoreError: an earlier entry decided it, and the log could not be read.
         """
-        if (info := appended.published(snapshot)) is None:
-            return self.view().snapshot(snapshot)
-        with suppress(StoreError):  # of the cache, or of the log that replaces it: the notes are not worth an error
-            return RefTable(self.table).with_note(info)
-        return info
+        for op in appended.ops:
+            if op.name == "put" and op.fields["snapshot"] == snapshot:
+                info = SnapshotInfo.of_op(op.fields, appended.n, appended.time_ns)
+                with suppress(StoreError):  # of the cache, or of the log that replaces it: the notes are not worth an error
+                    return RefTable(self.table).with_note(info)
+                return info
+        return self.view().snapshot(snapshot)
 
     def _append_once(self, build: Build, write_id: bytes | None, also: Also | None, at: RefTable | None = None) -> Appended | None:
         """Checks and builds at `at`, by default at the newest entry, and creates the next entry; None if there is a newer one by then."""

@@ -83,13 +83,15 @@ class CaptureWalk:
     def finish(self) -> CapturedState:
         """Decides which tensors share memory, and returns the result."""
         table = self._table
-        aliases = plan_aliases({leaf: extent_of(table.objects[leaf]) for leaf in find_alias_candidates(table.areas)})
-        every = range(len(table.objects))
+        every, storages = range(len(table.objects)), list[SharedStorage]()
         stored = StoredTensors(every, every, *table.columns())
-        if aliases.views:
-            stored = without_views(stored, table, aliases, self._names)
-            self._renumber(aliases, stored.number_of)
-        storages = self._shared_storages(aliases, stored.number_of)
+        if candidates := find_alias_candidates(table.areas):
+            aliases = plan_aliases({leaf: extent_of(table.objects[leaf]) for leaf in candidates})
+            if aliases.views:
+                stored = without_views(stored, table, aliases, self._names)
+            storages = self._shared_storages(aliases, stored.number_of)
+            if aliases.views:
+                self._renumber(aliases, stored.number_of)
         spreads = [self._spreads.get(leaf) for leaf in stored.leaves] if self._spreads else ()
         explicit = [ExplicitRegions(stored.number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
         if table.areas.devices:

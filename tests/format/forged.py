@@ -9,7 +9,7 @@ import zstandard
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, block_id
 from tensorstore_ck.format.codec import Codec
-from tensorstore_ck.format.pack import ENTRY_DTYPE, encode_footer, encode_header, pack_name, stored_check
+from tensorstore_ck.format.pack import ENTRY_DTYPE, PLAIN_HEADER, encode_footer, pack_name, stored_check
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values, part_name
 from tensorstore_ck.format.record import Record, encode_metadata, record_name
 from tensorstore_ck.format.sealed import seal
@@ -52,7 +52,7 @@ def layout_of(tree: Any, tensors: Sequence[tuple[str, tuple[int, ...]]] = (), **
 def publish(store: Store, *parts: Forged, ranks: int = 1) -> int:
     """Saves a snapshot of these parts on ``bomb``; returns how many bytes were written."""
     engine = store.engine
-    header = encode_header()
+    header = PLAIN_HEADER
     data, rows, row_of = bytearray(header), list[tuple[Any, ...]](), dict[bytes, int]()
     for part in parts:
         for block in [*_cut(part.layout), *(block for blob in part.blobs for block in blob), *part.tensors]:

@@ -20,11 +20,11 @@ from tensorstore_ck.format.layout import ExplicitRegions, Layout, Sharding, Shar
 from tensorstore_ck.format.pack import (
     ENTRY_DTYPE,
     HEADER,
+    PLAIN_HEADER,
     TRAILER,
     Footer,
     decode_footer,
     encode_footer,
-    encode_header,
     footer_bytes,
     stored_check,
 )
@@ -211,7 +211,7 @@ def sealed_checkpoint() -> bytes:
 
 def pack_of(blocks: list[bytes], *, compress: bool = True) -> bytes:
     """A pack with these blocks."""
-    header = encode_header()
+    header = PLAIN_HEADER
     body = bytearray(header)
     entries = np.zeros(len(blocks), ENTRY_DTYPE)
     for number, raw in enumerate(blocks):

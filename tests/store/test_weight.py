@@ -33,9 +33,9 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(67, 470, 1230),
-    "put_snapshot_async": Weight(71, 540, 1370),
-    "checkout": Weight(45, 265, 1440),
+    "put_snapshot": Weight(61, 440, 1180),
+    "put_snapshot_async": Weight(65, 510, 1320),
+    "checkout": Weight(44, 265, 1430),
 }
 """For four linear layers and their optimizer, on CPython 3.11. Functions and calls are rounded up: threads that meet take a few more."""
 ASYNC_SHARE = 1.15

@@ -31,7 +31,7 @@ from tensorstore_ck.format.blake3_tree import take_slice
 from tensorstore_ck.format.block_assignment import decode_regions
 from tensorstore_ck.format.codec import Codec, decode
 from tensorstore_ck.format.layout import MAX_RANKS, decode_layout
-from tensorstore_ck.format.pack import ENTRY_DTYPE, FOOTER_MAGIC, TRAILER, decode_footer, encode_header
+from tensorstore_ck.format.pack import ENTRY_DTYPE, FOOTER_MAGIC, PLAIN_HEADER, TRAILER, decode_footer
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, GROUP_HEADER, PART_HEADER, decode_part, decode_values
 from tensorstore_ck.format.proof import decode_proof
 from tensorstore_ck.format.record import Record, decode_metadata, decode_record
@@ -134,10 +134,10 @@ def checkpoint(keys: list[bytes], sizes: bytes | None = None) -> bytes:
 
 def footer(count: int) -> bytes:
     rows = np.zeros(count, ENTRY_DTYPE)
-    rows["offset"] = len(encode_header())
+    rows["offset"] = len(PLAIN_HEADER)
     table = rows.tobytes()
     counts = struct.pack("<QQ", count, 0)
-    return table + TRAILER.pack(count, 0, derived_hash("pack footer", encode_header(), table, counts), FOOTER_MAGIC)
+    return table + TRAILER.pack(count, 0, derived_hash("pack footer", PLAIN_HEADER, table, counts), FOOTER_MAGIC)
 
 
 def moved(count: int) -> bytes:
@@ -246,7 +246,7 @@ ROWS: Final[dict[str, Row]] = {
     "part of small tuples": Row(lambda n: part(values=many(packed(["u", []]))(n)), read_part, OBJECT),
     "part of one large set": Row(lambda n: part(values=packed([["e", [["u", [at]] for at in range(n)]]])), read_part, OBJECT),
     "regions": Row(lambda n: struct.pack(f"<{3 + 2 * n}q", 0, 1, n, *[at for pair in range(n) for at in (pair, 1)]), read_regions, 16),
-    "footer of a pack": Row(footer, lambda data: decode_footer(encode_header(), data, len(encode_header()) + len(data), "a pack")),
+    "footer of a pack": Row(footer, lambda data: decode_footer(PLAIN_HEADER, data, len(PLAIN_HEADER) + len(data), "a pack")),
     "map of moves": Row(moved, lambda data: decode_relocation(data, "x", object_hash(data))),
     "map of moves of maps": Row(
         lambda n: sealed("moved", x=many(b"\x80")(50 * n)), lambda data: decode_relocation(data, "x", object_hash(data))

@@ -50,17 +50,20 @@ class StepCounters:
     """Whether there are others."""
     may_skip: bool = False
     """Whether the state has a gradient scaler, which lets optimizers skip steps."""
-    weights: set[int] | None = None
-    """The numbers of all other tensors of floating or complex numbers; None: nobody asked yet."""
+    weights: set[int] = field(default_factory=set)
+    """The numbers of all other tensors of floating or complex numbers."""
 
 
 def find_counters(captured: CapturedState) -> StepCounters:
-    """The counters in the tree of a state's layout, which is searched once."""
+    """The counters in the tree of a state's layout, and its weights. The layout is searched once."""
     kept = captured.derived if captured.derived is not None else {}
     counters: StepCounters | None = kept.get(StepCounters)
     if counters is None:
         counters = StepCounters()
         _CounterSearch(captured.layout, counters).visit(captured.layout.tree, "", "", 0)
+        for number, spec in enumerate(captured.layout.tensors[:]):
+            if number not in counters.tensors and is_floating(spec.dtype, spec.item_bytes):
+                counters.weights.add(number)
         kept[StepCounters] = counters
     return counters
 
@@ -143,7 +146,10 @@ class ParentComparison:
         self._captured = captured
         self._step = request.step
         self._past = _snapshots_before(engine, view, written.part, request)
-        self._known: list[_Predecessor] = []
+        self._before = next(self._past, None)
+        """The snapshot before this one; None if there is none that can be compared."""
+        self._earlier: list[_Predecessor] = []
+        """Those before it, as far as they were read."""
         self._counters = find_counters(captured)
         self._places = self._find_places(self._counters.tensors)
 
@@ -151,7 +157,7 @@ class ParentComparison:
         """The findings. Reads no more snapshots than necessary."""
         sample, finiteness = self._tensors.sample, self._tensors.sample.finiteness
         findings = SaveFindings(elements=finiteness.elements, non_finite=finiteness.non_finite)
-        before = self._before(0)
+        before = self._before
         if before is not None and finiteness.non_finite:
             rows = set(self._moved_rows(before.part))
             small = set(self._moved_inline(before.part))
@@ -161,28 +167,18 @@ class ParentComparison:
             findings.has_moved = self._has_moved(before.part)
             is_later = self._step is not None and before.info.step is not None and self._step > before.info.step
             if not findings.has_moved and is_later:
-                findings.had_moved = any(self._has_moved(predecessor.part) for predecessor in self._all_before())
+                findings.had_moved = any(self._has_moved(predecessor.part) for predecessor in self._all_earlier())
         self._count(findings)
         return findings
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def _has_moved(self, before: Part) -> bool:
-        blocks, weights = self._tensors.plan.blocks, self._weights()
+        blocks, weights = self._tensors.plan.blocks, self._counters.weights
         for row in self._moved_rows(before):
             if blocks[row].tensor in weights:
                 return True
         return not weights.isdisjoint(self._moved_inline(before))
-
-    def _weights(self) -> set[int]:
-        """See `StepCounters.weights`."""
-        counters = self._counters
-        if counters.weights is None:
-            counters.weights = set()
-            for number, spec in enumerate(self._captured.layout.tensors[:]):
-                if number not in counters.tensors and is_floating(spec.dtype, spec.item_bytes):
-                    counters.weights.add(number)
-        return counters.weights
 
     def _moved_rows(self, before: Part) -> list[int]:
         """The blocks of tensors that differ."""
@@ -200,7 +196,7 @@ class ParentComparison:
     def _count(self, findings: SaveFindings) -> None:
         if not self._counters.found:
             return
-        now, before = self._read_counters(self._part), self._before(0)
+        now, before = self._read_counters(self._part), self._before
         then = {} if before is None else self._read_counters(before.part)
         for name, values in now.items():
             counts = findings.counts[name] = StepCounts(min(values), max(values), self._counters.may_skip)
@@ -213,7 +209,7 @@ class ParentComparison:
 
     def _look_back(self, name: str, before: _Predecessor, counts: StepCounts) -> None:
         """Notes how the counters moved before. A single step does not count, since counters of micro-batches may move by one then, too."""
-        for earlier in self._all_before():
+        for earlier in self._all_earlier():
             between = steps_between(earlier.info.step, before.info.step) or 0
             if between > 1 and (seen := self._read_counters(earlier.part).get(name)):
                 counts.most_earlier, counts.steps_earlier = max(seen), between
@@ -248,21 +244,14 @@ class ParentComparison:
 
     # --- the snapshots before -----------------------------------------------------------------------------------------
 
-    def _before(self, number: int) -> _Predecessor | None:
-        """The `number`-th snapshot before this one; None if there is none that can be compared."""
-        while len(self._known) <= number:
-            following = next(self._past, None)
-            if following is None:
-                return None
-            self._known.append(following)
-        return self._known[number]
-
-    def _all_before(self) -> Iterator[_Predecessor]:
-        for number in range(1, LOOK_BACK + 1):
-            before = self._before(number)
-            if before is None:
-                return
-            yield before
+    def _all_earlier(self) -> Iterator[_Predecessor]:
+        """Up to `LOOK_BACK` snapshots before the one before this one, newest first."""
+        for number in range(LOOK_BACK):
+            if number == len(self._earlier):
+                if (earlier := next(self._past, None)) is None:
+                    return
+                self._earlier.append(earlier)
+            yield self._earlier[number]
 
 
 def _snapshots_before(engine: Engine, view: RefTable, own: Part, request: SaveRequest) -> Iterator[_Predecessor]:

@@ -23,9 +23,9 @@ from tensorstore_ck.format.pack import (
     ENTRY_DTYPE,
     HEADER,
     PACK_LIMIT_BYTES,
+    PLAIN_HEADER,
     decode_footer,
     encode_footer,
-    encode_header,
     pack_name,
     stored_check,
 )
@@ -236,7 +236,7 @@ class PackWriter:
             ulid = self._new_id()
             pack = _OpenPack(ulid, self._backend.open_writer(pack_name(ulid)))
             self._unsealed.append(pack)
-            pack.writer.append([encode_header()])
+            pack.writer.append([PLAIN_HEADER])
             self._open.append(pack)
         return pack
 
@@ -244,7 +244,7 @@ class PackWriter:
         """Writes the footer and makes the pack durable."""
         pack.rows.sort(key=itemgetter(1))
         entries = np.array(pack.rows, ENTRY_DTYPE)
-        header, data_bytes = encode_header(), HEADER.size + int(entries["stored"].sum(dtype=np.int64))
+        header, data_bytes = PLAIN_HEADER, HEADER.size + int(entries["stored"].sum(dtype=np.int64))
         bases = list[tuple[int, int, Digest]]()
         for number, row in enumerate(pack.rows) if pack.based else ():
             if (based := pack.based.get(row[0])) is not None:

@@ -255,8 +255,8 @@ class CaptureSample:
             again_ids = self._captured.device_blocks.ids(self._captured.sources, self._hashed)
             compared = zip(self._hashed, self._device_ids, again_ids, strict=True)
             changed |= {block.tensor for block, before, after in compared if after is not None and after != before}
-        differing = inlined.differing(data, self._captured.gather(inlined.ranges))
-        changed |= set(inlined.ranges.tensors[differing].tolist())
+        if (again := self._captured.gather(inlined.ranges)) != data:
+            changed |= set(inlined.ranges.tensors[inlined.differing(data, again)].tolist())
         if changed:
             require_unchanged(self._captured, changed - self._captured.frozen.keys())
 

@@ -140,10 +140,6 @@ class Environment:
             self._lmdb.reader_check()
             return self._lmdb.begin(write=write)
 
-    def begin_writing(self) -> Any:
-        """A write transaction, in a map as large as other processes made it; the caller holds the batch's lock."""
-        return self.in_map(lambda txn: txn, write=True)
-
     def grow(self) -> None:
         """Doubles the map; the caller holds the batch's lock and has no open transaction."""
         with self._map_lock:
@@ -302,6 +298,7 @@ class BatchLock:
         """`patience_seconds`: how long to wait for a holder without progress that is not stopped, such as one that syncs a busy disk."""
         self._path = path
         self._patience_seconds = patience_seconds
+        self._count = 0
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     @contextmanager
@@ -323,8 +320,9 @@ class BatchLock:
 
     def show_progress(self) -> None:
         """Called by the holder while it works."""
+        self._count += 1
         with suppress(OSError):  # a full disk: waiting processes give up sooner
-            os.pwrite(self._file, _NUMBERS.pack((self._progress()[0] + 1) % (1 << 64), os.getpid()), 0)
+            os.pwrite(self._file, _NUMBERS.pack(self._count, os.getpid()), 0)
 
     def close(self) -> None:
         """Closes the file."""

@@ -257,7 +257,11 @@ class _LmdbBatch(Batch):
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
         self._journal: list[tuple[bytes, bytes | None]] = []
-        self._txn = environment.begin_writing()
+        self._txn: Any = None
+        environment.in_map(self._begin, write=True)
+
+    def _begin(self, txn: Any) -> None:
+        self._txn = txn
 
     def get(self, key: bytes) -> bytes | None:
         return get_row(self._txn, key)
@@ -307,7 +311,7 @@ class _LmdbBatch(Batch):
             self._txn.abort()
             self._environment.lock.show_progress()
             self._environment.grow()
-            self._txn = self._environment.begin_writing()
+            self._environment.in_map(self._begin, write=True)
             try:
                 for key, value in self._journal:
                     if value is None:
