@@ -36,7 +36,7 @@ _TOGETHER: Final = {
     "cmd_pin_forget_gc": ("pin", "unpin", "forget", "undo", "gc"),
     "cmd_policy_quota": ("policy", "quota"),
     "cmd_put_get": ("put", "get"),
-    "cmd_recode_tier": ("recode", "tier"),
+    "cmd_copy_recode_tier": ("copy", "recode", "tier"),
     "cmd_refs": ("branch", "reset", "tag", "untag", "annotate", "mark"),
     "cmd_sign": ("keygen", "sign", "verify", "verify-files"),
     "cmd_ui_exporter": ("ui", "exporter"),

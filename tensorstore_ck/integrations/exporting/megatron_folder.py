@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.tree import Container, Leaf, Tree
+from tensorstore_ck.integrations.exporting.atomic_target import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.byte_routing import size_bytes
 from tensorstore_ck.integrations.exporting.dcp_folder import write_checkpoint
-from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.meta_state import MetaState
 from tensorstore_ck.integrations.exporting.output_file import write_file
-from tensorstore_ck.integrations.megatron_layout import COMMON, is_object_key
+from tensorstore_ck.integrations.trainer_names import COMMON, is_object_key
 from tensorstore_ck.state.allocate import TensorAllocator
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.select import listed
@@ -67,7 +67,7 @@ def write_megatron(job: ExportJob) -> WrittenExport:
 def _register_types() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns of packages that are not installed
-        from tensorstore_ck.integrations.megatron.safe_types import register_safe_types  # noqa: PLC0415 - an extra
+        from tensorstore_ck.integrations.megatron.version import register_safe_types  # noqa: PLC0415 - an extra
 
         register_safe_types()
 

@@ -19,7 +19,7 @@ from nvidia_resiliency_ext.checkpointing.local.replication.strategies import NoR
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import DamageError, InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations.nvrx.rank_store import RankStore
-from tensorstore_ck.integrations.trainer.versions import Package, changed_functions
+from tensorstore_ck.integrations.trainer.adapter import Package, changed_functions
 
 PACKAGE: Final = Package(
     title="NVRx", name="nvidia-resiliency-ext", lowest=(0, 4), above=(0, 8), tested="nvidia-resiliency-ext>=0.4.1,<=0.7.0"
@@ -145,8 +145,6 @@ class LocalCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             return {ckpt_id: self._load_fn(ckpt_id) for ckpt_id in needed}, plan, None
         except (StoreError, NoReplicasAvailableError) as exc:
             return {}, plan, (isinstance(exc, DamageError), f"rank {self.rank}: {exc}")
-
-    # --- what NVRx calls ----------------------------------------------------------------------------------------------
 
     def _my_ckpt_ids(self) -> list[CkptID]:
         return self._own.ids()

@@ -24,7 +24,7 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import
 
 from tensorstore_ck.errors import ConflictError, DamageError, MissingExtraError
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.integrations.trainer.attach import register_attributes
+from tensorstore_ck.integrations.trainer.adapter import register_attributes
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
 
@@ -134,7 +134,7 @@ def register_state_dict_types() -> None:
     if "megatron.core" not in sys.modules:
         return
     try:
-        from tensorstore_ck.integrations.megatron.safe_types import register_safe_types  # noqa: PLC0415 - it needs Megatron-core
+        from tensorstore_ck.integrations.megatron.version import register_safe_types  # noqa: PLC0415 - it needs Megatron-core
     except MissingExtraError:  # another version of it: a save says that its state dict cannot be stored
         return
     register_safe_types()

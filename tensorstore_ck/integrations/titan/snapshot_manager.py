@@ -26,13 +26,13 @@ from torchtitan.tools.logging import logger
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MismatchError, NotFoundError, StoreError
-from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
+from tensorstore_ck.integrations.trainer.adapter import all_ranks, opened
 from tensorstore_ck.integrations.trainer.saves import future_of, new_checkpointer
 from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
-from tensorstore_ck.training.parameter_names import walk
+from tensorstore_ck.training.model_state import walk
 from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.state_sides import PARTS
@@ -156,8 +156,6 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             rank_values={key: held for key, held in own.items() if held is not None},
         )
 
-    # --- save ---------------------------------------------------------------------------------------------------------
-
     @short_errors
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._should_save(curr_step, last_step):
@@ -212,8 +210,6 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
     def _close(self) -> None:
         self._finish_saves()
         self._store.close()
-
-    # --- load ---------------------------------------------------------------------------------------------------------
 
     @short_errors
     def _load(self, step: int = -1) -> bool:

@@ -20,7 +20,7 @@ from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.torch_checkpointing import rank_items
 from tensorstore_ck.integrations.torch_checkpointing.rank_items import ItemSpecs, UnfitItemsError, require_id
-from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
+from tensorstore_ck.integrations.trainer.adapter import all_ranks, opened
 from tensorstore_ck.integrations.trainer.pointers import newest_noted, note_at
 from tensorstore_ck.integrations.trainer.saves import future_of
 from tensorstore_ck.log.field_checks import validate_ref_name
@@ -119,8 +119,6 @@ class CheckpointManager:
         """Also of one rank, which may have DTensors."""
         return all_ranks(also_one=True)
 
-    # --- save ---------------------------------------------------------------------------------------------------------
-
     def save(self, checkpoint_id: str, checkpoint: Mapping[str, Any]) -> "Future[Snapshot] | None":
         """Saves a payload, after the previous save has ended. All ranks call it, each with its own side.
 
@@ -189,8 +187,6 @@ class CheckpointManager:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait(self._timeout_seconds)
-
-    # --- load ---------------------------------------------------------------------------------------------------------
 
     def load(
         self,
@@ -336,8 +332,6 @@ class CheckpointManager:
                 object_id=names[0],
             )
         return own
-
-    # --- the rest -----------------------------------------------------------------------------------------------------
 
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
         """Checks a payload; a process that saves alone also allocates memory for background saves: see `Store.prepare`.

@@ -16,7 +16,7 @@ from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, SaveCosts, best, require_costs
+from tensorstore_ck.maintenance.advise import DEFAULT_MTBF_SECONDS, SaveCosts, best, require_costs
 
 FIRST_SECONDS: Final = 600.0
 """The interval of `auto` until costs are measured."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import tensorstore_ck as tsck
-from tensorstore_ck.integrations.exporting import ExportReport, byte_routing, export_snapshot, file_ranges, output_file
+from tensorstore_ck.integrations.exporting import ExportReport, byte_routing, export_snapshot, output_file
 from tests.gc.stores import open_store
 from tests.integrations.exporting.states import small_blocks, training_state, without_unsavable
 
@@ -17,8 +17,8 @@ Export = Callable[..., ExportReport]
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_file, "PIECE_BYTES", 8192)
-    monkeypatch.setattr(file_ranges, "MIN_BYTES", 1)
-    monkeypatch.setattr(file_ranges, "COPY_BYTES", 1000)
+    monkeypatch.setattr(byte_routing, "MIN_BYTES", 1)
+    monkeypatch.setattr(byte_routing, "COPY_BYTES", 1000)
     monkeypatch.setattr(byte_routing, "WINDOW_BYTES", 8192)
     monkeypatch.setattr(byte_routing, "BATCH_BYTES", 20000)
 

@@ -26,7 +26,7 @@ from tensorstore_ck.errors import (
     PermissionDeniedError,
     SnapshotMarkedBadError,
 )
-from tensorstore_ck.integrations.exporting import FORMATS, byte_routing, export_snapshot, file_ranges, output_file
+from tensorstore_ck.integrations.exporting import FORMATS, byte_routing, export_snapshot, output_file
 from tests.gc.stores import AT_ONCE, open_store
 from tests.integrations.exporting.states import small_blocks
 
@@ -146,7 +146,7 @@ def test_bytes_that_come_wrong_once_are_written_again(
 
     def read(name: str, offset: int, target: memoryview) -> None:
         read_into(name, offset, target)
-        if name.startswith("packs/") and len(target) == file_ranges.COPY_BYTES and not harmed:
+        if name.startswith("packs/") and len(target) == byte_routing.COPY_BYTES and not harmed:
             harmed.append(name)
             target[5] ^= 1
 
@@ -199,7 +199,7 @@ def test_blocks_that_are_encoded_and_moved_meanwhile(
         read_into, moved = backend.read_into, list[str]()
 
         def read(name: str, offset: int, target: memoryview) -> None:
-            if name.startswith("packs/") and len(target) == file_ranges.COPY_BYTES and not moved:
+            if name.startswith("packs/") and len(target) == byte_routing.COPY_BYTES and not moved:
                 moved.append(name)
                 other.recode("run", codec="small")
                 other.gc(AT_ONCE)
@@ -214,14 +214,14 @@ def test_blocks_that_are_encoded_and_moved_meanwhile(
 
 @pytest.mark.parametrize("lost", ["all", "one"])
 def test_bytes_that_never_came(store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
-    write = file_ranges.RangesTarget.write
+    write = byte_routing.RangesTarget.write
 
     def lose(self: Any, start: int, data: memoryview) -> None:
         if lost == "one" and start != 4096:
             write(self, start, data)
 
-    monkeypatch.setattr(file_ranges, "MIN_BYTES", 1 << 20)  # all blocks are read
-    monkeypatch.setattr(file_ranges.RangesTarget, "write", lose)
+    monkeypatch.setattr(byte_routing, "MIN_BYTES", 1 << 20)  # all blocks are read
+    monkeypatch.setattr(byte_routing.RangesTarget, "write", lose)
     with pytest.raises(CorruptObjectError, match="was not written"):
         export_snapshot(store, "run", tmp_path / "out", format=kind, exclude=["b.turned"])
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ import tensorstore_ck as ck
 from tensorstore_ck.integrations.exporting import byte_routing, export_snapshot
 from tensorstore_ck.integrations.importing import import_checkpoint
 from tensorstore_ck.integrations.weight_names import read_names
-from tensorstore_ck.integrations.weight_names.states import convert_state
+from tensorstore_ck.integrations.weight_names.content import convert_state
 from tests.cli.conftest import Tsck, tsck
 from tests.gc.stores import open_store
 from tests.integrations.exporting.states import small_blocks
