@@ -113,11 +113,14 @@ class LeafNames:
 
     def names(self, paths: Sequence[str]) -> Sequence[str]:
         """`name` of each path, in order; fast if no path needs a change."""
-        unique = dict.fromkeys(paths, 1)
-        is_new = len(unique) == len(paths) and self._taken.keys().isdisjoint(unique.keys())
-        if not is_new or max(map(len, paths), default=0) > MAX_NAME_BYTES - 32 or not all(map(str.isascii, paths)):
+        unique, taken = dict.fromkeys(paths, 1), self._taken
+        is_new = len(unique) == len(paths) and (not taken or taken.keys().isdisjoint(unique.keys()))
+        if not is_new or max(map(len, paths), default=0) > MAX_NAME_BYTES - 32 or not "".join(paths).isascii():
             return [self.name(path) for path in paths]
-        self._taken.update(unique)
+        if taken:
+            taken.update(unique)
+        else:
+            self._taken = unique
         return paths
 
 

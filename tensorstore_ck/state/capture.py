@@ -263,13 +263,13 @@ class CaptureWalk:
 
     def _keys(self, value: dict[Any, Any], path: str) -> tuple[list[Any], list[str]]:
         """The encoded keys of a dict at `path`, and the paths of its items."""
-        kinds = set(map(type, value))
-        if kinds == {str} and all(map(str.isascii, value)):
-            return list(value), list(map(path.__add__, value))  # as `encode` would return them
-        if len(value) ** 2 > hash_probes.FREE_PROBES and (fault := hash_probes.fault_of(list(value), is_set=False)):
+        plain, kinds = list(value), set(map(type, value))
+        if kinds == {str} and "".join(plain).isascii():
+            return plain, [path + key for key in plain] if path else plain  # as `encode` would return them
+        if len(value) ** 2 > hash_probes.FREE_PROBES and (fault := hash_probes.fault_of(plain, is_set=False)):
             self._fail(path[:-1], fault, "use other keys, such as text")
         if kinds == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63:
-            return list(value), list(map(path.__add__, map(str, value)))
+            return plain, list(map(path.__add__, map(str, value)))
         keys = [self._key(key, path) for key in value]
         return keys, [path + key_text(key) for key in keys]
 

@@ -5,6 +5,7 @@ of the layout, each at a multiple of `ALIGN_BYTES`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -255,10 +256,11 @@ def _jobs(moves: Numbers, threads: int) -> list[Numbers]:
     sizes = moves[:, 2]
     piece_bytes = int(sizes.sum()) // (2 * threads)
     piece_bytes = min(max(piece_bytes, PIECE_BYTES), MAX_PIECE_BYTES)
-    jobs = []
+    large = []
     for target, address, size in moves[sizes > PIECE_BYTES].tolist():
         starts = range(0, size, piece_bytes)
-        jobs += [np.array([(target + start, address + start, min(piece_bytes, size - start))]) for start in starts]
+        large += [np.array([(target + start, address + start, min(piece_bytes, size - start))]) for start in starts]
     small = moves[sizes <= PIECE_BYTES]
-    jobs += np.split(small, np.flatnonzero(np.diff(np.cumsum(small[:, 2]) // PIECE_BYTES)) + 1)
-    return sorted(jobs, key=lambda job: -int(job[:, 2].sum()))
+    ends = (np.flatnonzero(np.diff(np.cumsum(small[:, 2]) // PIECE_BYTES)) + 1).tolist()
+    together = [small[start:end] for start, end in pairwise([0, *ends, len(small)])]
+    return [*sorted(large, key=lambda job: -int(job[0, 2])), *together]
