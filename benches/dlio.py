@@ -6,6 +6,7 @@ for each rank. Loads are cold: before each the page cache drops all files of the
 
 On a virtual machine the first use of memory that its host has not provided takes seconds for a GiB. A save through the page cache leaves
 provided memory behind when its files are dropped, and one with O_DIRECT leaves none: so as much memory is used and freed before each load.
+Where the host takes free memory back (Linux's free page reporting, `/sys/module/page_reporting`), most of it is gone after two seconds.
 """
 
 import argparse
