@@ -154,28 +154,37 @@ def read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
     run_bytes = min(len(wanted) * engine.config.block_bytes // (RUNS_A_THREAD * threads), RUN_BYTES) if local else 0
     share_bytes = 0 if local else sum(block.stored for block in wanted) // (RUNS_A_THREAD * threads)
     merge_bytes = DIRECT_BYTES if local else max(MERGE_BYTES, min(share_bytes, RUN_BYTES))
-    whole = [block for block in wanted if block.codec not in CODECS_WITH_BASES]
-    runs = list(_merge(whole, direct=local, merge_bytes=merge_bytes, run_bytes=run_bytes))
-    runs += [[block] for block in wanted if block.codec == Codec.DELTA]
+    others = [block for block in wanted if block.codec not in CODECS_WITH_BASES]
+    runs = [[block] for block in wanted if block.codec == Codec.DELTA]  # first: the longest tasks, and the masters of weights
+    runs += _merge(others, direct=local, merge_bytes=merge_bytes, run_bytes=run_bytes)
     roundings = [[block] for block in wanted if block.codec == Codec.CAST]
     scratch = Scratch()
-    at_hand: dict[Digest, memoryview] = {}
+    at_hand: dict[Digest, memoryview] = {}  # restored whole into one piece of memory
+    early: list[list[WantedBlock]] = []
 
-    def fetch(run: list[WantedBlock]) -> None:
-        read = partial(_fetch_based, at_hand=at_hand) if run[0].codec in CODECS_WITH_BASES else _fetch
+    def fetch(run: list[WantedBlock], *, may_wait: bool = True) -> None:
+        block, read, is_rounding = run[0], partial(_fetch, engine, run, scratch), run[0].codec == Codec.CAST
+        if block.codec in CODECS_WITH_BASES:
+            place = _location(block)
+            if is_rounding and may_wait and any(base.block not in at_hand for base in place.bases):
+                early.append(run)
+                return
+            read = partial(_fetch_based, engine, block, place, scratch=scratch, at_hand=at_hand if is_rounding else {})
         try:
-            read(engine, run, scratch)
+            read()
         except CorruptObjectError:
-            for pack in _packs_of(run[0]):
+            for pack in _packs_of(block):
                 engine.distrust(pack_name(pack))
-            read(engine, run, scratch)  # once more: the bytes that came may be wrong although the stored ones are right
+            read()  # once more: the bytes that came may be wrong although the stored ones are right
+        for whole in run if roundings and not is_rounding else ():
+            if (memory := whole.target.memory()) is not None:
+                at_hand[whole.source.part.block_id(whole.row)] = memory[whole.start : whole.start + whole.raw]
         if engine.on_read is not None:
             engine.on_read(sum(block.raw for block in run))
 
-    for_each(runs, fetch, min(threads, len(runs)))
-    if roundings:  # their masters are most likely restored by now
-        at_hand |= _in_place(wanted)
-        for_each(roundings, fetch, min(threads, len(roundings)))
+    for_each(runs + roundings, fetch, min(threads, len(runs) + len(roundings)))
+    if early:  # their masters were still being restored, or are not wanted
+        for_each(early, partial(fetch, may_wait=False), min(threads, len(early)))
 
 
 def _fetch(engine: Engine, run: list[WantedBlock], scratch: Scratch) -> None:
@@ -269,20 +278,8 @@ def _belong_together(block: WantedBlock, later: WantedBlock) -> bool:
     return _is_straight(pair) and (_is_in_one_place(pair) or (block.target.memory() is None and later.target.memory() is None))
 
 
-def _in_place(wanted: list[WantedBlock]) -> dict[Digest, memoryview]:
-    """Blocks that were restored whole into one piece of memory."""
-    restored = {}
-    for block in wanted:
-        memory = block.target.memory() if block.codec != Codec.CAST else None
-        if memory is not None:
-            restored[block.source.part.block_id(block.row)] = memory[block.start : block.start + block.raw]
-    return restored
-
-
-def _fetch_based(engine: Engine, run: list[WantedBlock], scratch: Scratch, at_hand: Mapping[Digest, memoryview]) -> None:
+def _fetch_based(engine: Engine, block: WantedBlock, place: Location, scratch: Scratch, at_hand: Mapping[Digest, memoryview]) -> None:
     """Reads a block that is encoded against others, and delivers it."""
-    (block,) = run
-    place = _location(block)
     whole = block.target.memory()
     into = None if whole is None else whole[block.start : block.start + block.raw]
     raw = decode_at(engine.backend, place, into, at_hand=at_hand, scratch=scratch)

@@ -212,11 +212,13 @@ def write_tensors(
     first_and_last: tuple[list[TensorBlock], list[TensorBlock]] = ([], [])  # weights come after their masters
     for block in blocks:
         first_and_last[block.tensor in writer.weights].append(block)
+    runs = list[list[TensorBlock]]()
     for several in filter(None, first_and_last):
         run_bytes = sum([block.stop - block.start for block in several]) // (RUNS_A_THREAD * threads)
         run_bytes = min(max(run_bytes, MIN_RUN_BYTES), MAX_RUN_BYTES)
-        runs = [*batches(several, lambda block: block.stop - block.start, run_bytes, RUN_BLOCKS)]
-        for_each(runs, writer.store, min(threads, len(runs)))
+        runs += batches(several, lambda block: block.stop - block.start, run_bytes, RUN_BLOCKS)
+    for_each(runs, writer.store, min(threads, len(runs)))
+    for_each([*writer.early], writer.store, min(threads, len(writer.early)))
     if frozen is not None:
         frozen.note(ids)
     sample.note_inline(plan.inlined, small)
@@ -298,9 +300,15 @@ class RunWriter:
         self.specs, self._read = captured.layout.tensors[:], captured.read
         self.weights: Mapping[int, int] = masters.of if masters is not None else {}
         """The tensors that are stored as casts of others, which must be written first."""
+        self.early: list[Sequence[TensorBlock]] = []
+        """Runs that `store` left for later: masters of their weights were still being stored."""
 
     def store(self, blocks: Sequence[TensorBlock]) -> None:
         """Stores the blocks of a run, in order."""
+        weights = [block for block in blocks if block.tensor in self.weights]
+        if self.masters is not None and any(self.ids[each.row] is ZERO_DIGEST for one in weights for each in self.masters.blocks(one)):
+            self.early.append(blocks)
+            return
         buffers: list[Buffer] = []
         for block in blocks:
             data = self._read(block.tensor, block.start, block.stop)

@@ -28,7 +28,8 @@ HOT static void count_streams(const uint8_t *raw, const size_t counts[STREAMS], 
             occurrences[s][from[s][rest]]++;
 }
 
-void count_bytes(const uint8_t *raw, size_t size, size_t counts[STREAMS], uint32_t occurrences[STREAMS][256], uint32_t all[256])
+/* How often each byte occurs in each of the streams, whose sizes become `counts`, and in all of them. */
+static void count_bytes(const uint8_t *raw, size_t size, size_t counts[STREAMS], uint32_t occurrences[STREAMS][256], uint32_t all[256])
 {
     size_t quarter = (size + STREAMS - 1) / STREAMS, left = size;
     for (int s = 0; s < STREAMS; left -= counts[s++])

@@ -125,20 +125,34 @@ static PyObject *encode(PyObject *module, PyObject *args)
 
 static PyObject *survey(PyObject *module, PyObject *args)
 {
-    PyObject *source;
-    int item_bytes, rotated;
+    PyObject *sources[2];
+    int item_bytes, rotated, places;
     Plane planes[MAX_GROUPS];
     Buffers buffers = {.count = 0};
     (void)module;
-    if (!PyArg_ParseTuple(args, "Oip", &source, &item_bytes, &rotated) || !add_buffer(&buffers, source, PyBUF_SIMPLE))
+    if (!PyArg_ParseTuple(args, "OOipi", &sources[0], &sources[1], &item_bytes, &rotated, &places))
         return NULL;
-    const Py_buffer *words = &buffers.views[0];
-    if (width_of(item_bytes) == 4 || words->len % item_bytes || words->len / item_bytes > UINT32_MAX)
-        return release(&buffers, misfit("whole words of 1, 2, 4 or 8 bytes"));
+    for (int i = 0; i < 2; i++)
+        if (!add_buffer(&buffers, sources[i], PyBUF_SIMPLE))
+            return release(&buffers, NULL);
+    const Py_buffer *words = &buffers.views[0], *logarithms = &buffers.views[1];
+    if (width_of(item_bytes) == 4 || words->len % item_bytes || places < 1 || places > item_bytes)
+        return release(&buffers, misfit("whole words of 1, 2, 4 or 8 bytes, and no more places than these"));
+    const Py_ssize_t count = words->len / item_bytes;
+    if (count > UINT32_MAX || (size_t)logarithms->len <= (size_t)count * sizeof(double) || (uintptr_t)logarithms->buf % sizeof(double))
+        return release(&buffers, misfit("a logarithm for each number of words"));
     Py_BEGIN_ALLOW_THREADS
-    survey_planes(words->buf, (size_t)(words->len / item_bytes), item_bytes, rotated, planes);
+    survey_planes(words->buf, (size_t)count, item_bytes, rotated, logarithms->buf, planes, places);
     Py_END_ALLOW_THREADS
-    return release(&buffers, PyBytes_FromStringAndSize((const char *)planes, (Py_ssize_t)sizeof *planes * item_bytes));
+    PyObject *rows = PyList_New(places);
+    for (int place = 0; rows && place < places; place++) {
+        const Plane *each = &planes[place];
+        PyObject *row = Py_BuildValue("dKKKK", each->logarithms, (unsigned long long)each->repeats, (unsigned long long)each->squares,
+                                      (unsigned long long)each->values, (unsigned long long)each->values_squared);
+        if (!row || PyList_SetItem(rows, place, row) < 0)
+            Py_CLEAR(rows);
+    }
+    return release(&buffers, rows);
 }
 
 static int take_group(Buffers *buffers, PyObject *row, Group *group)
@@ -351,8 +365,7 @@ static PyObject *compare_memory(PyObject *module, PyObject *args)
 static PyMethodDef methods[] = {
     {"take_differences", take_differences, METH_VARARGS, "(words, base, into, item_bytes): the zigzag differences, sorted."},
     {"add_differences", add_differences, METH_VARARGS, "(sorted, base, into, item_bytes): the words again."},
-    {"survey_planes", survey, METH_VARARGS,
-     "(words, item_bytes, rotated): of each place of the words 256 uint32, how often each byte occurs, and two uint64, see `Plane`."},
+    {"survey_words", survey, METH_VARARGS, "(words, logarithms, item_bytes, rotated, places): of so many places of the words a `Plane`."},
     {"round_words", rounding, METH_VARARGS, "(masters, into): fp32 numbers as bfloat16."},
     {"are_roundings", compare_roundings, METH_VARARGS, "(masters, words): whether `round_words` would make these words."},
     {"encode_groups", encode, METH_VARARGS, "(words, into, item_bytes, rotated, widths, hows): where in `into` each group of bytes is."},

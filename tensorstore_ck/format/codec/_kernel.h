@@ -90,8 +90,6 @@ size_t describe_code(const uint8_t lengths[256], unsigned longest, uint8_t *to);
 /* _huffman_encode.c: writes the block of a zstd frame, with its header: at most BLOCK_HEADER + size bytes. Returns what it wrote. */
 size_t encode_huffman_block(const uint8_t *raw, size_t size, int is_last, uint8_t *to);
 size_t encode_frame_header(size_t size, uint8_t *to);
-/* How often each byte occurs in each of the streams, whose sizes become `counts`, and in all of them. */
-void count_bytes(const uint8_t *raw, size_t size, size_t counts[STREAMS], uint32_t occurrences[STREAMS][256], uint32_t all[256]);
 
 /* _huffman_decode.c: a zstd frame whose blocks have no matches, block by block. */
 #define STEP_BITS MAX_BITS
@@ -126,13 +124,14 @@ size_t huffman_bound(size_t raw_size);
 void encode_groups(const char *words, size_t count, int item_bytes, int rotated, Group *groups, int group_count);
 /* Of the bytes at one place of the words. */
 typedef struct {
-    uint32_t occurrences[256];
-    uint64_t repeats; /* how many are equal to the one before */
-    uint64_t squares; /* of the occurrences in each piece, in sum: as many repeats as by chance, times the words of a piece */
+    double logarithms; /* of how often each byte occurs, times how often, in sum */
+    uint64_t repeats;  /* how many are equal to the one before */
+    uint64_t squares;  /* of the occurrences in each piece, in sum: as many repeats as by chance, times the words of a piece */
+    uint64_t values, values_squared; /* the bytes as numbers, and their squares, in sum */
 } Plane;
 
-/* Of each place, from the highest on. */
-void survey_planes(const char *words, size_t count, int item_bytes, int rotated, Plane *planes);
+/* Of so many places, from the highest on. `logarithms` has each number up to `count`, times its binary logarithm. */
+void survey_planes(const char *words, size_t count, int item_bytes, int rotated, const double *logarithms, Plane *planes, int places);
 /* Writes each word once. Returns DECODED, or the number of a group that is no frame that this kernel decodes. */
 enum { DECODED = -1 };
 int decode_groups(const Group *groups, int group_count, char *into, size_t count, int item_bytes, int rotated);

@@ -169,28 +169,46 @@ void encode_groups(const char *words, size_t count, int item_bytes, int rotated,
     }
 }
 
-void survey_planes(const char *words, size_t count, int item_bytes, int rotated, Plane *planes)
+/* Adds how often each byte occurs; returns the sum of the squares. */
+HOT static uint32_t count_piece(const uint8_t *plane, size_t count, uint32_t occurrences[256])
 {
-    memset(planes, 0, (size_t)item_bytes * sizeof *planes);
-    for (int place = 0; place < item_bytes; place++) {
+    uint16_t even[256] = {0}, odd[256] = {0}; /* two, as neighbours are often alike, and a count waits for the one before */
+    uint32_t squares = 0;
+    size_t i = 0;
+    for (; i + 2 <= count; i += 2) {
+        even[plane[i]]++;
+        odd[plane[i + 1]]++;
+    }
+    if (i < count)
+        even[plane[i]]++;
+    for (int symbol = 0; symbol < 256; symbol++) {
+        uint32_t both = (uint32_t)even[symbol] + odd[symbol];
+        occurrences[symbol] += both;
+        squares += both * both;
+    }
+    return squares;
+}
+
+void survey_planes(const char *words, size_t count, int item_bytes, int rotated, const double *logarithms, Plane *planes, int places)
+{
+    for (int place = 0; place < places; place++) {
         uint8_t plane[1 + SURVEY_PIECE]; /* after the last byte of the piece before */
+        uint32_t occurrences[256] = {0};
+        Plane found = {0};
         for (size_t at = 0, words_here; at < count; at += words_here) {
-            uint32_t of_streams[STREAMS][256], all[256];
-            size_t counts[STREAMS];
-            uint64_t repeats = 0, squares = 0;
             words_here = count - at < SURVEY_PIECE ? count - at : SURVEY_PIECE;
             split(words + at * (size_t)item_bytes, words_here, item_bytes, 8 * (item_bytes - 1 - place), rotated, 1, (char *)plane + 1);
-            count_bytes(plane + 1, words_here, counts, of_streams, all);
-            for (int symbol = 0; symbol < 256; symbol++) {
-                planes[place].occurrences[symbol] += all[symbol];
-                squares += (uint64_t)all[symbol] * all[symbol];
-            }
+            found.squares += count_piece(plane + 1, words_here, occurrences);
             for (size_t i = at ? 0 : 1; i < words_here; i++)
-                repeats += plane[i] == plane[i + 1];
-            planes[place].repeats += repeats;
-            planes[place].squares += squares;
+                found.repeats += plane[i] == plane[i + 1];
             plane[0] = plane[words_here];
         }
+        for (uint64_t symbol = 0; symbol < 256; symbol++) {
+            found.logarithms += logarithms[occurrences[symbol]];
+            found.values += symbol * occurrences[symbol];
+            found.values_squared += symbol * symbol * occurrences[symbol];
+        }
+        planes[place] = found;
     }
 }
 

@@ -14,7 +14,7 @@ try:
 
     newest = (
         "take_differences",
-        "survey_planes",
+        "survey_words",
         "round_words",
         "compare_words",
         "apply_changes",

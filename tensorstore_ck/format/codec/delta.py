@@ -21,7 +21,7 @@ from tensorstore_ck.format.codec import compiled
 from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, encode_few_words, encode_planes, estimate_planes_share
 from tensorstore_ck.format.codec.byte_split import Words, add_differences, bytes_of, words_of, zigzag_differences
 from tensorstore_ck.format.codec.changed_words import Changes, FewChanges, apply_changes
-from tensorstore_ck.format.codec.entropy import EntropyCoder
+from tensorstore_ck.format.codec.entropy import EntropyCoder, survey
 
 
 def sorted_differences(words: Words, base: Words, scratch: Scratch | None = None) -> Words:
@@ -54,8 +54,8 @@ DENSE, SPARSE, SORTED = 1, 2, 3
 INTEGERS, FLOATS = 0, 1
 SPARSE_TO: Final = 0.1
 """The sparse form is used up to this share of changed elements."""
-ONE_SCALE_SPREAD: Final = 2.0
-"""The standard deviation of the exponents; of normally distributed numbers it is 1.6."""
+ONE_SCALE_VARIANCE: Final = 4.0
+"""Of the exponents; of normally distributed numbers it is 2.5."""
 _HEADER: Final = struct.Struct("<BBBxII")
 HEAD_BYTES: Final = _HEADER.size
 
@@ -85,7 +85,7 @@ def estimate_delta_share(differences: Words) -> float:
 
 def has_one_scale(some: Words) -> bool:
     """Whether a sample of floats looks like normally distributed numbers of one scale."""
-    return bool(np.std(exponents(some)) < ONE_SCALE_SPREAD)
+    return survey(some, rotated=True, places=1)[0].variance < ONE_SCALE_VARIANCE
 
 
 def max_changes(size_bytes: int, item_bytes: int) -> int:

@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
 from tensorstore_ck.errors import CorruptObjectError
@@ -42,9 +41,6 @@ ENTROPY_DIGITS: Final = 9
 WORTH: Final = 0.98
 
 
-_PLANE: Final = np.dtype([("occurrences", "<u4", 256), ("repeats", "<u8"), ("squares", "<u8")])
-
-
 class GroupCoding(IntEnum):
     """How a group of bytes is stored. The numbers are format."""
 
@@ -69,30 +65,37 @@ class Plane(NamedTuple):
     """Their order-0 entropy, per byte."""
     has_runs: bool
     """Whether they are followed by equal ones clearly more often than by chance: then a search for matches pays. Only with the kernel."""
+    variance: float
+    """Of the bytes as numbers."""
 
 
-def survey(some: Words, *, rotated: bool) -> list[Plane]:
-    """The planes of a sample, the most significant first."""
-    count, item_bytes = len(some), some.itemsize
+def survey(some: Words, *, rotated: bool, places: int | None = None) -> list[Plane]:
+    """The planes of a sample, the most significant first; of so many `places`, or all."""
+    count, places = len(some), places or some.itemsize
     if compiled.HAS_KERNEL:
-        found = np.frombuffer(compiled.kernel.survey_planes(bytes_of(some), item_bytes, rotated), _PLANE)
-        occurrences, repeats, by_chance = found["occurrences"], found["repeats"].tolist(), (found["squares"] / SAMPLE_WORDS).tolist()
+        found = compiled.kernel.survey_words(bytes_of(some), _logarithms(), some.itemsize, rotated, places)
     else:
-        planes = split(some, [1] * item_bytes, rotated=rotated)
-        occurrences, repeats = np.array([np.bincount(plane, minlength=256) for plane in planes]), [0] * item_bytes
-        by_chance = repeats
-    bits = math.log2(max(1, count)) - _bits_of_counts()[occurrences].sum(axis=1) / max(1, count)
-    return [
-        Plane(round(entropy, ENTROPY_DIGITS), equal > chance + RUNS_SHARE * count)
-        for entropy, equal, chance in zip(bits.tolist(), repeats, by_chance, strict=True)
-    ]
+        found = [_surveyed(plane) for plane in split(some, [1] * some.itemsize, rotated=rotated)[:places]]
+    planes, divisor = [], max(1, count)
+    for logarithms, repeats, squares, values, values_squared in found:
+        bits = round(math.log2(divisor) - logarithms / divisor, ENTROPY_DIGITS)
+        has_runs = repeats > squares / SAMPLE_WORDS + RUNS_SHARE * count
+        planes.append(Plane(bits, has_runs, values_squared / divisor - (values / divisor) ** 2))
+    return planes
+
+
+def _surveyed(plane: Words) -> tuple[float, int, int, int, int]:
+    """What the kernel returns of the bytes at one place; no repeats."""
+    occurrences, numbers = np.bincount(plane, minlength=256), np.arange(256)
+    logarithms: float = np.frombuffer(_logarithms())[occurrences].sum()
+    return logarithms, 0, 0, int(occurrences @ numbers), int(occurrences @ numbers**2)
 
 
 @lru_cache(1)
-def _bits_of_counts() -> npt.NDArray[np.float64]:
+def _logarithms() -> memoryview:
     """Each number that a byte may have in a sample, times its binary logarithm."""
     numbers = np.arange(MAX_SAMPLE_WORDS + 1, dtype=np.float64)
-    return numbers * np.log2(np.maximum(numbers, 1))
+    return memoryview(numbers * np.log2(np.maximum(numbers, 1))).cast("B")  # type: ignore[arg-type]
 
 
 CodedBytes = tuple[GroupCoding, bytes | memoryview]
