@@ -35,8 +35,8 @@ class Weight(NamedTuple):
 HEAVIEST = {
     "put_snapshot": Weight(66, 470, 1230),
     "put_snapshot_async": Weight(70, 540, 1370),
-    "checkout": Weight(41, 260, 1410),
-    "checkout into": Weight(48, 300, 1990),
+    "checkout": Weight(40, 260, 1410),
+    "checkout into": Weight(47, 300, 1990),
 }
 """For four linear layers and their optimizer, on CPython 3.11. Functions and calls are rounded up: threads that meet take a few more."""
 ASYNC_SHARE = 1.15

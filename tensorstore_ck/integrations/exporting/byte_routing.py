@@ -13,7 +13,8 @@ import torch
 
 from tensorstore_ck.common.huge_pages import new_pages
 from tensorstore_ck.common.threads import cpu_threads, for_each
-from tensorstore_ck.engine.interfaces import BufferTarget, ByteTarget, SnapshotContent, WantedBox
+from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent, WantedBox
+from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import MergedSnapshot
 from tensorstore_ck.format.block_assignment import row_boxes
 from tensorstore_ck.format.layout import TensorSpec, dense_strides

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import BufferTarget, ByteTarget
-from tensorstore_ck.engine.read.block_reader import DISK_QUEUE, WantedBlock, read_at_places, read_blocks
+from tensorstore_ck.engine.interfaces import ByteTarget
+from tensorstore_ck.engine.read.block_reader import DISK_QUEUE, BufferTarget, WantedBlock, read_at_places, read_blocks
 from tensorstore_ck.format.codec import Codec
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.integrations.exporting.output_file import OutputFile, Piece

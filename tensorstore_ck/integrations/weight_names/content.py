@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from tensorstore_ck.engine.interfaces import BufferTarget, ByteTarget, SnapshotContent, WantedBox
+from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent, WantedBox
+from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.block_assignment import overlap, row_boxes
 from tensorstore_ck.format.layout import Layout, TensorSpec
