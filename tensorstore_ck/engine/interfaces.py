@@ -75,21 +75,6 @@ class ByteTarget(Protocol):
         return None
 
 
-class BufferTarget(ByteTarget):
-    """`ByteTarget` over plain memory."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-
-    def memory(self) -> memoryview:
-        """All of it."""
-        return self._view
-
-    def write(self, start: int, data: memoryview) -> None:
-        """Copies."""
-        self._view[start : start + len(data)] = data
-
-
 class TensorBlock(NamedTuple):
     """A block that a rank holds."""
 

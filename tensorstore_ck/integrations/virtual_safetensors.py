@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 
 from tensorstore_ck.chunker import cut_box
-from tensorstore_ck.engine.interfaces import BufferTarget, SnapshotContent, WantedBox
+from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
+from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import row_boxes
 from tensorstore_ck.format.layout import Layout

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tensorstore_ck.engine.interfaces import BufferTarget, ByteTarget, SnapshotContent, WantedBox
-from tensorstore_ck.engine.read.block_reader import deliver
+from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent, WantedBox
+from tensorstore_ck.engine.read.block_reader import BufferTarget, deliver
 
 PIECE_BYTES: Final = 256 << 20
 """Bytes in one broadcast."""

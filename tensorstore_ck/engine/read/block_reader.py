@@ -69,6 +69,21 @@ class WantedBlock(NamedTuple):
     target: ByteTarget
 
 
+class BufferTarget(ByteTarget):
+    """`ByteTarget` over plain memory."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+
+    def memory(self) -> memoryview:
+        """All of it."""
+        return self._view
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Copies."""
+        self._view[start : start + len(data)] = data
+
+
 class ReadBlocks(Protocol):
     """What reads verified blocks of a snapshot into their targets: `read_blocks`, or something on top of it."""
 
@@ -97,15 +112,6 @@ def wanted_blocks(source: OpenPart, rows: range, start: int, target: ByteTarget)
         )
         start += raw
     return wanted
-
-
-def read_unpublished(engine: Engine, wanted: Sequence[WantedBlock]) -> None:
-    """Reads blocks of parts that no snapshot names yet.
-
-    Raises:
-        DamageError: a block is missing or is not what its id says.
-    """
-    read_at_places(engine, list(wanted))
 
 
 def read_blocks(

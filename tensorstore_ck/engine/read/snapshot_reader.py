@@ -18,9 +18,9 @@ from tensorstore_ck.common.host_memory import require_memory
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.freed_meanwhile import raise_if_expired
-from tensorstore_ck.engine.interfaces import BufferTarget, ByteTarget, WantedBox
+from tensorstore_ck.engine.interfaces import ByteTarget, WantedBox
 from tensorstore_ck.engine.reachability import locate_blocks
-from tensorstore_ck.engine.read.block_reader import OpenPart, ReadBlocks, WantedBlock, deliver, read_blocks, wanted_blocks
+from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, ReadBlocks, WantedBlock, deliver, read_blocks, wanted_blocks
 from tensorstore_ck.engine.read.box_copy import BoxTarget
 from tensorstore_ck.errors import CorruptObjectError, DamageError, MismatchError
 from tensorstore_ck.format.block_assignment import decode_regions, first_ranks, ranks_with_layout, regions_of_tensor, row_boxes

@@ -20,8 +20,8 @@ import torch
 from tensorstore_ck.common.huge_pages import new_pages
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import BufferTarget, ByteTarget, SnapshotContent, WantedBox
-from tensorstore_ck.engine.read.block_reader import DISK_QUEUE, WantedBlock, read_at_places, read_blocks
+from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent, WantedBox
+from tensorstore_ck.engine.read.block_reader import DISK_QUEUE, BufferTarget, WantedBlock, read_at_places, read_blocks
 from tensorstore_ck.engine.read.snapshot_reader import MergedSnapshot
 from tensorstore_ck.format.block_assignment import row_boxes
 from tensorstore_ck.format.codec import Codec

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from tensorstore_ck.engine.interfaces import BufferTarget, ByteTarget, SnapshotContent, WantedBox
+from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent, WantedBox
+from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.block_assignment import overlap, row_boxes
 from tensorstore_ck.format.layout import Layout, TensorSpec

@@ -16,7 +16,8 @@ from tensorstore_ck.common.buffers import Buffer, batches
 from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import BufferTarget, WantedBox
+from tensorstore_ck.engine.interfaces import WantedBox
+from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.part_index import RegionBytes

@@ -9,9 +9,8 @@ from typing import Any, Final
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import BufferTarget
 from tensorstore_ck.engine.reachability import locate_blocks
-from tensorstore_ck.engine.read.block_reader import OpenPart, read_unpublished, wanted_blocks
+from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, read_at_places, wanted_blocks
 from tensorstore_ck.engine.write.publish import read_part
 from tensorstore_ck.format.layout import Layout, decode_layout
 from tensorstore_ck.format.merge_layout_parts import LayoutConflictError, MergedLayout
@@ -81,7 +80,7 @@ class PipelineStage:
         opened = OpenPart(part, self.name, locate_blocks(self._engine, self._engine.log.view(), part), lambda _: "a large value")
         first = int(part.blobs["blocks"][:index].sum())
         rows = range(first, first + int(part.blobs["blocks"][index]))
-        read_unpublished(self._engine, wanted_blocks(opened, rows, 0, BufferTarget(memoryview(memory))))
+        read_at_places(self._engine, wanted_blocks(opened, rows, 0, BufferTarget(memoryview(memory))))
         return bytes(memory)
 
 

@@ -13,7 +13,7 @@ from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import ByteTarget
 from tensorstore_ck.engine.reachability import locate_blocks
-from tensorstore_ck.engine.read.block_reader import OpenPart, read_unpublished, wanted_blocks
+from tensorstore_ck.engine.read.block_reader import OpenPart, read_at_places, wanted_blocks
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import part_name
@@ -57,7 +57,7 @@ def verify_staged(
         part = engine.read_part(record, rank)
         source = OpenPart(part, part_name(ulid), locate_blocks(engine, engine.log.view(), part), lambda _: "a staged snapshot")
         wanted = wanted_blocks(source, range(part.block_count), 0, _Nowhere())
-        read_unpublished(engine, [block for block in wanted if pack_name(block.pack) in names])
+        read_at_places(engine, [block for block in wanted if pack_name(block.pack) in names])
     for name in sorted(names):
         _restart_upload(tier.folder, tier.backend.store, name)
 

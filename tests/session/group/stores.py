@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.engine.interfaces import BufferTarget, CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.engine.write.request import ANY, SaveRequest
 from tensorstore_ck.format.record import encode_metadata

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.engine.interfaces import BufferTarget, CapturedState, WantedBox
+from tensorstore_ck.engine.interfaces import CapturedState, WantedBox
+from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader, open_snapshot
 from tensorstore_ck.format.layout import ExplicitRegions, Layout, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds

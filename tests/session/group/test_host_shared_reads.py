@@ -13,7 +13,7 @@ import torch
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.engine.interfaces import BufferTarget
+from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.store_config import CONFIG_NAME, new_config
