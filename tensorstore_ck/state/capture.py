@@ -265,7 +265,7 @@ class CaptureWalk:
         """The encoded keys of a dict at `path`, and the paths of its items."""
         plain, kinds = list(value), set(map(type, value))
         if kinds == {str} and "".join(plain).isascii():
-            return plain, [path + key for key in plain] if path else plain  # as `encode` would return them
+            return plain, list(map(path.__add__, plain)) if path else plain  # as `encode` would return them
         if len(value) ** 2 > hash_probes.FREE_PROBES and (fault := hash_probes.fault_of(plain, is_set=False)):
             self._fail(path[:-1], fault, "use other keys, such as text")
         if kinds == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63:
