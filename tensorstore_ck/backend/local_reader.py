@@ -1,9 +1,10 @@
 """Ranges of local files, past the page cache where it has nothing of them.
 
-On a disk, a read with O_DIRECT into warm memory takes a tenth of the processor time of one that fills the page cache, and up to half the
-time. But what it reads is not there for the next reader. So the first reader leaves one page of each range in the page cache: a second
-reader finds it and reads through the page cache, from which a third one reads. A reader that finds more than its own page there afterwards
-reads at the same time as others, such as the ranks of a host: it then reads the file through the page cache, as they do.
+On a disk, a read with O_DIRECT into warm memory takes at most a tenth of the processor time of one that fills the page cache, and about
+half the time, before the copy to its target. But what it reads is not there for the next reader. So the first one leaves one page of each
+range in the page cache: a second reader finds it and reads through the page cache, from which a third one reads. A reader that finds more
+than its own page there afterwards reads at the same time as others, such as the ranks of a host: it then reads the file through the page
+cache, as they do.
 """
 
 import ctypes
