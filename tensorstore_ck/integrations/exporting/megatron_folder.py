@@ -1,6 +1,6 @@
 """A snapshot as a folder of Megatron-core in its format torch_dist, for `dist_checkpointing.load` on any number of ranks.
 
-Takes the flat dict of `megatron_layout`. Each tensor is one piece. Types of Megatron in the common state need Megatron here, as there.
+Takes the flat dict of `trainer_names`. Each tensor is one piece. Types of Megatron in the common state need Megatron here, as there.
 """
 
 import io
