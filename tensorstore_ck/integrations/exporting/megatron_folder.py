@@ -67,7 +67,7 @@ def write_megatron(job: ExportJob) -> WrittenExport:
 def _register_types() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns of packages that are not installed
-        from tensorstore_ck.integrations.megatron.version import register_safe_types  # noqa: PLC0415 - an extra
+        from tensorstore_ck.integrations.megatron.safe_types import register_safe_types  # noqa: PLC0415 - an extra
 
         register_safe_types()
 
