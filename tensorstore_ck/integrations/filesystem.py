@@ -4,10 +4,10 @@
 
 A snapshot is a folder: ``model.safetensors`` has the tensors of the state's ``model``, under their names there (or all tensors of a state
 without a ``model``), ``state.safetensors`` the others under their full names, ``snapshot.json`` everything else. There are also the small
-files next to a model's weights (see `model_file_names`), so that `from_pretrained` of transformers loads a copy of the folder. Folders are
-refs; other addresses work too but are not listed, so that a copy of a branch's folder has one snapshot: ``ref@step``, ``ref~n``, the first
-digits of a root; ``ref@`` lists the steps. An open file keeps its snapshot when the branch moves; separate calls see the current branch, so
-use the root from `info` for calls that must agree. Read-only. Does not load torch.
+files next to a model's weights (see `model_folder_format`), so that `from_pretrained` of transformers loads a copy of the folder. Folders
+are refs; other addresses work too but are not listed, so that a copy of a branch's folder has one snapshot: ``ref@step``, ``ref~n``, the
+first digits of a root; ``ref@`` lists the steps. An open file keeps its snapshot when the branch moves; separate calls see the current
+branch, so use the root from `info` for calls that must agree. Read-only. Does not load torch.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """Model folders of Hugging Face: names of the small files next to the weights, and dtypes and limits of safetensors. Does not load torch.
 
-A snapshot contains them as a dict of names and bytes, under `MODEL_FILES` at the top or in ``extra``. Knows no transformers.
+A snapshot contains the small files as a dict of names and bytes, under `MODEL_FILES` at the top or in ``extra``. Knows no transformers.
 """
 
 import re

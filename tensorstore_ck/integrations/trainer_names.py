@@ -1,15 +1,16 @@
 """The names in snapshots of transformers' Trainer, accelerate, DeepSpeed engines and Megatron-core. Needs none of them, so that imports and
 exports have the same names.
 
-A tensor has the key of its ``ShardedTensor``, an object the unique key of its ``ShardedObject`` (``rng_state/shard_0.0_1.1``), and what
-`dist_checkpointing.save` calls the common state is below `COMMON`.
+A state of Megatron-core is a flat dict: a tensor has the key of its ``ShardedTensor``, an object the unique key of its ``ShardedObject``
+(``rng_state/shard_0.0_1.1``), and what `dist_checkpointing.save` calls the common state is below `COMMON`.
 """
 
 import re
 from typing import Final
 
+# engines of DeepSpeed
 NOTE: Final = "deepspeed"
-"""The key of a snapshot's metadata under which its tag is."""
+"""The key of a snapshot's metadata under which the tag of DeepSpeed is."""
 LATEST: Final = "latest"
 MASTER: Final = "master"
 """The state of the optimizer that is a parameter's master weights."""
@@ -26,6 +27,7 @@ SCALE: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 CLIENT_STATE: Final = "client_state"
 """Among each rank's own values."""
 
+# Megatron-core
 COMMON: Final = "common"
 COMMON_OBJECT: Final = "common_state/shard_0_1"
 """The unique key of the object in which Megatron-core keeps the common state since 0.19."""
@@ -37,6 +39,7 @@ def is_object_key(key: object) -> bool:
     return type(key) is str and _OBJECT_KEY.fullmatch(key) is not None
 
 
+# transformers' Trainer, and accelerate
 TRAINER_STATE: Final = "trainer_state"
 """The Trainer's ``trainer_state.json``, as text."""
 TRAINER_LOSS: Final = "loss_since_log"

@@ -112,7 +112,7 @@ class Advice:
     interval: float | None
     """The job's present interval: the median between two saves, less the stall; None with fewer than two."""
     ettr_now: float | None
-    """The share of wall time that is effective training; see `optimal_interval.ettr` for the formula."""
+    """The share of wall time that is effective training; see `ettr` for the formula."""
     best_interval: float
     best_ettr: float
     young_interval: float

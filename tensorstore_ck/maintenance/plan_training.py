@@ -183,7 +183,7 @@ class PlannedSaves:
     interval: float
     """The time of training between two saves."""
     training_share: float
-    """The share of wall time that is training, with that interval; see `optimal_interval.ettr`."""
+    """The share of wall time that is training, with that interval; see `advise.ettr`."""
     stall_share: float
     """The share of wall time in which saves hold up the training."""
     best_interval: float

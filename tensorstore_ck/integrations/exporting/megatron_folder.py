@@ -1,6 +1,6 @@
 """A snapshot as a folder of Megatron-core in its format torch_dist, for `dist_checkpointing.load` on any number of ranks.
 
-Takes the flat dict of `megatron_layout`. Each tensor is one piece. Types of Megatron in the common state need Megatron here, as there.
+Takes the flat dict of `trainer_names`. Each tensor is one piece. Types of Megatron in the common state need Megatron here, as there.
 """
 
 import io
@@ -67,7 +67,7 @@ def write_megatron(job: ExportJob) -> WrittenExport:
 def _register_types() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns of packages that are not installed
-        from tensorstore_ck.integrations.megatron.version import register_safe_types  # noqa: PLC0415 - an extra
+        from tensorstore_ck.integrations.megatron.safe_types import register_safe_types  # noqa: PLC0415 - an extra
 
         register_safe_types()
 

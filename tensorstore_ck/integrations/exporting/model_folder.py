@@ -1,7 +1,7 @@
 """A snapshot as a model folder of Hugging Face, for ``from_pretrained``: weights, configuration, generation configuration, tokenizer; and a
 try whether transformers or peft loads it, with every weight in its place, without memory for the weights of a whole model.
 
-The small files come from the snapshot (see `model_file_names`), or from another folder. With an ``adapter_config.json`` the folder is an
+The small files come from the snapshot (see `model_folder_format`), or from another folder. With an ``adapter_config.json`` the folder is an
 adapter of peft: only the adapter's weights, under peft's names.
 """
 

@@ -1,6 +1,6 @@
 """The classes of numpy, OmegaConf and DeepSpeed in pickles, as values that a snapshot can hold.
 
-The result equals ``OmegaConf.to_container(config, resolve=False)``: interpolations stay text, field types and flags are dropped.
+A config becomes what ``OmegaConf.to_container(config, resolve=False)`` gives: interpolations stay text, field types and flags are dropped.
 """
 
 import re

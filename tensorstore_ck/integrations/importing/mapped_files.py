@@ -159,7 +159,7 @@ class Files:
     def __init__(self) -> None:
         self._open: dict[str, MappedFile] = {}
         self.expected: list[ExpectedCrc] = []
-        """CRC-32s of bytes in them: see `crc_check`."""
+        """CRC-32s of bytes in them, which a save checks."""
         self.newest_ns = 0
         """When the newest of them was written."""
 

@@ -9,9 +9,10 @@ import torch
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.integrations.megatron.compatibility import require_supported
 from tensorstore_ck.integrations.megatron.load_strategy import LoadStrategy
+from tensorstore_ck.integrations.megatron.safe_types import register_safe_types
 from tensorstore_ck.integrations.megatron.save_strategy import SaveStrategy
 from tensorstore_ck.integrations.megatron.snapshot_folder import write_folder
-from tensorstore_ck.integrations.megatron.version import has_registry, register_safe_types
+from tensorstore_ck.integrations.megatron.version import has_registry
 from tensorstore_ck.integrations.trainer.adapter import opened
 from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.store import Store

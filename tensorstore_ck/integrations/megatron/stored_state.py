@@ -1,6 +1,6 @@
 """A sharded state dict of Megatron as this rank's side of a state of the store, and `StoredState`, an opened snapshot by Megatron's keys.
 
-`megatron_layout` says how it is laid out. Replicas (``replica_id`` other than 0) are not stored; each rank reads what it needs, and nothing
+`trainer_names` says how it is laid out. Replicas (``replica_id`` other than 0) are not stored; each rank reads what it needs, and nothing
 else.
 """
 

@@ -134,7 +134,7 @@ def register_state_dict_types() -> None:
     if "megatron.core" not in sys.modules:
         return
     try:
-        from tensorstore_ck.integrations.megatron.version import register_safe_types  # noqa: PLC0415 - it needs Megatron-core
+        from tensorstore_ck.integrations.megatron.safe_types import register_safe_types  # noqa: PLC0415 - it needs Megatron-core
     except MissingExtraError:  # another version of it: a save says that its state dict cannot be stored
         return
     register_safe_types()

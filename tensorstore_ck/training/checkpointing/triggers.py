@@ -282,7 +282,7 @@ class every_seconds(DecidedTrigger):  # noqa: N801 - see `on_improvement`
 
 @short_errors
 class auto(every_seconds):  # noqa: N801 - see `on_improvement`
-    """At the interval that loses the least time, given the measured costs of this run; see `optimal_interval.best`."""
+    """At the interval that loses the least time, given the measured costs of this run; see `advise.best`."""
 
     def __init__(self, *, mtbf: float | str | None = None, clock: Callable[[], float] = CLOCK) -> None:
         """`mtbf`: mean time between failures; by default estimated from this run's resumes, or four hours before the first."""
