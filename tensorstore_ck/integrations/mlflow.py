@@ -12,8 +12,8 @@ from tensorstore_ck.common.extras import extra
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidNameError, InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.tracked_snapshots import Pin, TrackedSnapshot, checked_pointer, find_published, pin_snapshot, reference_to
-from tensorstore_ck.integrations.trainer.adapter import Package
 from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
+from tensorstore_ck.integrations.trainer.versions import Package
 from tensorstore_ck.log.field_checks import is_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import display_url

@@ -11,7 +11,7 @@ from tensorstore_ck.common.extras import extra
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidNameError, InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.tracked_snapshots import Pin, TrackedSnapshot, decode_reference, find_published, pin_snapshot, reference_to
-from tensorstore_ck.integrations.trainer.adapter import Package
+from tensorstore_ck.integrations.trainer.versions import Package
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import ReadOnlyStore, Store
 

@@ -10,8 +10,9 @@ from torch.utils.data import DataLoader, RandomSampler
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, MissingExtraError, NoSpaceError
 from tensorstore_ck.integrations.trainer import persistent_workers
-from tensorstore_ck.integrations.trainer.adapter import Package, attach, changed_methods, changed_overrides, missing_attributes
+from tensorstore_ck.integrations.trainer.attach import attach
 from tensorstore_ck.integrations.trainer.pointers import NamedSaves, SnapshotPointer, address_through_ref, newest_noted, read_pointer
+from tensorstore_ck.integrations.trainer.versions import Package, changed_methods, changed_overrides, missing_attributes
 
 REF = "runs/a"
 

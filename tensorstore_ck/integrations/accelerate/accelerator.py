@@ -23,8 +23,8 @@ from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.accelerate import data_order
 from tensorstore_ck.integrations.accelerate.compatibility import require_supported
-from tensorstore_ck.integrations.trainer.adapter import all_ranks, opened
-from tensorstore_ck.integrations.trainer.adapter import attach as mix_in
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.pointers import NamedSaves, read_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.integrations.trainer_names import ACCELERATOR_STEP, CUSTOM, LOADERS, SAVE_ITERATION

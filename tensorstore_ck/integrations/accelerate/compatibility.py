@@ -4,7 +4,7 @@ from typing import Final
 
 import accelerate
 
-from tensorstore_ck.integrations.trainer.adapter import Package, changed_overrides, missing_attributes
+from tensorstore_ck.integrations.trainer.versions import Package, changed_overrides, missing_attributes
 
 PACKAGE: Final = Package(title="accelerate", name="accelerate", lowest=(1, 12), above=(2, 0), tested="accelerate==1.15.0")
 REPLACED: Final = ("save_state", "load_state", "prepare", "prepare_data_loader", "skip_first_batches", "end_training", "free_memory")

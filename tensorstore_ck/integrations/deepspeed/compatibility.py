@@ -9,7 +9,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.integrations.deepspeed.fragments import OPTIMIZERS, base_optimizer, has_other_experts, partly_tied
-from tensorstore_ck.integrations.trainer.adapter import Package, changed_methods, missing_attributes
+from tensorstore_ck.integrations.trainer.versions import Package, changed_methods, missing_attributes
 
 PACKAGE: Final = Package(title="DeepSpeed", name="deepspeed", lowest=(0, 19), above=(0, 20), tested="deepspeed==0.19.8")
 REPLACED: Final = {

@@ -19,8 +19,8 @@ from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.deepspeed.compatibility import require_supported
 from tensorstore_ck.integrations.deepspeed.engine_state import partitioned, training_of
-from tensorstore_ck.integrations.trainer.adapter import all_ranks, opened
-from tensorstore_ck.integrations.trainer.adapter import attach as mix_in
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.pointers import NamedSaves, is_there, newest_noted, note_at, read_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer
 from tensorstore_ck.integrations.trainer_names import CLIENT_STATE, LATEST, NOTE

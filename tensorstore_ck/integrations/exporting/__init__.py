@@ -1,6 +1,7 @@
 """Exports snapshots as files of other programs: streamed within bounded memory, read back and compared, atomic.
 
 export_snapshot.py      `export_snapshot`, and its report
+job.py                  the input and the result of a format's writer
 followed_folder.py      `FollowedFolder`: the newest version of a branch as safetensors
 torch_file.py           the format of torch.save
 safetensors_files.py    the safetensors format
@@ -12,7 +13,7 @@ strip_prefix.py         names without a prefix
 byte_routing.py         writes bytes of stored tensors to ranges of files, or copies whole blocks
 meta_state.py           a state whose tensors have no bytes
 output_file.py          a file that is written in any order, and read back
-atomic_target.py        the input, the target and the result of an export
+atomic_target.py        writes under a temporary name, then renames
 """
 
 from tensorstore_ck.integrations.exporting.export_snapshot import FORMATS, ExportReport, Format, export_snapshot

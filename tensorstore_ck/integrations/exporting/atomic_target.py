@@ -1,4 +1,4 @@
-"""The input, the target and the result of an export. The target is written under a temporary name next to it, made durable, then renamed.
+"""The target of an export: written under a temporary name next to it, made durable, then renamed.
 
 So the target is either complete or unchanged. Tensor names never become file names. A folder is replaced only if an export could have
 written everything in it: a typing error must not delete a home folder. Follows no links. Knows no formats and no stores.
@@ -8,16 +8,14 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.descriptors import sync_path
 from tensorstore_ck.common.free_space import mount_point
-from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import AlreadyExistsError, NoSpaceError, NotFoundError
-from tensorstore_ck.format.tree import Tree
 
 _OURS: Final = re.compile(
     r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|values\.json|model\.pt|\.metadata|__0_\d+\.distcp"
@@ -126,46 +124,3 @@ def require_disk_space(folder: str, needed_bytes: int, path: str) -> None:
 def _remove(folder: str) -> None:
     with suppress(OSError):
         shutil.rmtree(folder)
-
-
-T = TypeVar("T")
-
-
-class ExportJob(NamedTuple):
-    """One export."""
-
-    content: SnapshotContent
-    tree: Tree
-    metadata: Mapping[str, object]
-    """The snapshot's."""
-    folder: str
-    target: AtomicTarget
-    max_file_bytes: int
-    stem: str = "model"
-    """The beginning of the names of safetensors files in a folder."""
-    with_values: bool = True
-    """Write values next to a safetensors file."""
-    rank_state: Callable[[], Any] = dict
-    """Reads what the first rank saved as its own; an empty dict if there is none."""
-
-
-class WrittenExport(NamedTuple):
-    """See `ExportReport`."""
-
-    tensors: int
-    tensor_bytes: int
-    left_out: dict[str, str]
-    notes: list[str]
-
-
-def split_files(items: Iterable[T], size: Callable[[T], int], max_file_bytes: int) -> list[list[T]]:
-    """Groups items, in order, into files of at most `max_file_bytes`; a larger item gets its own file."""
-    groups: list[list[T]] = [[]]
-    used = 0
-    for item in items:
-        if groups[-1] and used + size(item) > max_file_bytes:
-            groups.append([])
-            used = 0
-        groups[-1].append(item)
-        used += size(item)
-    return groups

@@ -19,8 +19,9 @@ import torch
 
 from tensorstore_ck.common.descriptors import sync_path
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.integrations.exporting.atomic_target import ExportJob, WrittenExport, require_disk_space
+from tensorstore_ck.integrations.exporting.atomic_target import require_disk_space
 from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter
+from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.meta_state import MetaState
 from tensorstore_ck.integrations.exporting.output_file import write_file
 from tensorstore_ck.integrations.exporting.torch_file import TorchOutput, TorchZipTemplate, build_template

@@ -26,8 +26,9 @@ from tensorstore_ck.feed import Feed, FeedVersion
 from tensorstore_ck.format.record import STORE_KEY
 from tensorstore_ck.format.tree import Tree, parse
 from tensorstore_ck.integrations.exporting import model_folder
-from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, ExportJob, atomic_folder, require_disk_space
+from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, atomic_folder, require_disk_space
 from tensorstore_ck.integrations.exporting.export_snapshot import MAX_FILE_BYTES, chosen
+from tensorstore_ck.integrations.exporting.job import ExportJob
 from tensorstore_ck.integrations.exporting.output_file import OutputFile, write_file
 from tensorstore_ck.integrations.exporting.safetensors_files import write_safetensors
 from tensorstore_ck.integrations.exporting.strip_prefix import sole_prefix, without_prefix

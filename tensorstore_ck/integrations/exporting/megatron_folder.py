@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.tree import Container, Leaf, Tree
-from tensorstore_ck.integrations.exporting.atomic_target import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.byte_routing import size_bytes
 from tensorstore_ck.integrations.exporting.dcp_folder import write_checkpoint
+from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.meta_state import MetaState
 from tensorstore_ck.integrations.exporting.output_file import write_file
 from tensorstore_ck.integrations.trainer_names import COMMON, is_object_key

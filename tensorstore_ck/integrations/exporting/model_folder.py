@@ -20,7 +20,7 @@ from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import MismatchError, NotFoundError, UnsupportedValueError
 from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves
 from tensorstore_ck.format.values import decode
-from tensorstore_ck.integrations.exporting.atomic_target import ExportJob, WrittenExport
+from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.output_file import write_file
 from tensorstore_ck.integrations.exporting.safetensors_files import write_safetensors
 from tensorstore_ck.integrations.exporting.strip_prefix import DICTS

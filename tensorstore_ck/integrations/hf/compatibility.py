@@ -5,7 +5,7 @@ from typing import Final
 import transformers
 from transformers.trainer import Trainer as NativeTrainer
 
-from tensorstore_ck.integrations.trainer.adapter import Package, changed_methods, changed_overrides
+from tensorstore_ck.integrations.trainer.versions import Package, changed_methods, changed_overrides
 
 PACKAGE: Final = Package(title="transformers", name="transformers", lowest=(5, 3), above=(6, 0), tested="transformers==5.23.0")
 """5.0 and earlier have neither `rotate_checkpoints` nor `_run_epoch`."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.integrations.trainer.adapter import all_ranks
+from tensorstore_ck.integrations.trainer.attach import all_ranks
 
 
 class ExceptionSaveMixin:

@@ -26,8 +26,8 @@ from tensorstore_ck.integrations.hf.resume_source import ARGUMENT, begin_search,
 from tensorstore_ck.integrations.hf.weights import AdapterBase
 from tensorstore_ck.integrations.model_folder_format import MODEL_FILES
 from tensorstore_ck.integrations.trainer import persistent_workers
-from tensorstore_ck.integrations.trainer.adapter import attach as mix_in
-from tensorstore_ck.integrations.trainer.adapter import opened
+from tensorstore_ck.integrations.trainer.attach import attach as mix_in
+from tensorstore_ck.integrations.trainer.attach import opened
 from tensorstore_ck.integrations.trainer.pointers import NamedSaves, SnapshotPointer, read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer, published_or_newest
 from tensorstore_ck.log.field_checks import validate_ref_name

@@ -3,8 +3,10 @@
 snapshot_checkpoint.py   SnapshotCheckpoint and SnapshotMixin: a ModelCheckpoint that saves into a store
 snapshot_resume.py       loads snapshots, and restores what Lightning loses
 lightning_state.py       what a snapshot has of a Trainer, the checkpoint dict that Lightning loads from it, and a module from it
-epoch_position.py        positions of training data loaders and logged values, which Lightning loses
+train_loaders.py         positions of training data loaders, which Lightning loses
+logged_values.py         logged values since the start of the epoch, which Lightning loses
 fabric.py                attach: Fabric's save and load over a store
+pointer_files.py         the .ckpt files, which name snapshots
 compatibility.py         versions of Lightning, and its private names that are used
 
 A snapshot is saved whenever Lightning would write a checkpoint file, and Lightning's own arguments keep their meaning.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.integrations.trainer.adapter import Package, changed_methods, missing_attributes
+from tensorstore_ck.integrations.trainer.versions import Package, changed_methods, missing_attributes
 
 PACKAGE: Final = Package(title="Lightning", name="lightning", lowest=(2, 6), above=(3, 0), tested="lightning==2.6.6")
 """Earlier ones call `Strategy.load_checkpoint` with other arguments."""

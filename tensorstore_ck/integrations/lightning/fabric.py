@@ -5,8 +5,8 @@
 """
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -14,8 +14,9 @@ from torch import nn
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.integrations.lightning.compatibility import is_sharded, require_supported_fabric
-from tensorstore_ck.integrations.lightning.lightning_state import numbered, read_pointer, require_whole, write_pointer
-from tensorstore_ck.integrations.trainer.adapter import all_ranks, opened
+from tensorstore_ck.integrations.lightning.lightning_state import numbered, require_whole
+from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
 from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
 from tensorstore_ck.log.field_checks import validate_ref_name
@@ -26,6 +27,9 @@ from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.state_sides import StoredTraining, read_training
 from tensorstore_ck.training.stateful_parts import is_stateful
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 State = dict[str, Any]
 STEPS: Final = ("global_step", "step", "iteration", "iter", "iter_num", "step_count")
@@ -73,6 +77,8 @@ class FabricSnapshots:
         self._values: State = {}
         self._count = 0
 
+    # --- save ---------------------------------------------------------------------------------------------------------
+
     def save_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -112,6 +118,8 @@ class FabricSnapshots:
         if key is not None and type(state.get(key)) is not int:
             raise InvalidOptionError(f"the state has no whole number {key!r}, which attach(step=) names", object_id=str(key))
         return self._count if key is None else int(state[key])
+
+    # --- load ---------------------------------------------------------------------------------------------------------
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], state: Any = None, strict: bool = True, weights_only: bool | None = None

@@ -1,5 +1,4 @@
-"""The state of a Trainer in a snapshot, and the checkpoint dict that Lightning loads from it; and the .ckpt files that it expects, each of
-which names a snapshot. They may lie where fsspec reaches.
+"""The state of a Trainer in a snapshot, and the checkpoint dict that Lightning loads from it.
 
 Weights and optimizers are stored by parameter name, as by every adapter, so that another strategy can restore them. The rest of Lightning's
 dump is each rank's own, and so is the state that Lightning loses: positions of loaders and logged values. Generators are part of every
@@ -10,22 +9,18 @@ import io
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
-import torch.distributed as dist
-from fsspec.core import url_to_fs
-from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.common.user_frames import short_errors
-from tensorstore_ck.errors import InputError, InvalidOptionError, UnsupportedValueError
+from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
+from tensorstore_ck.integrations.lightning import logged_values
 from tensorstore_ck.integrations.lightning.compatibility import is_sharded
-from tensorstore_ck.integrations.lightning.epoch_position import TrainLoaders, capture_logged
-from tensorstore_ck.integrations.trainer.pointers import MAX_BYTES, PointerFiles, SnapshotPointer
+from tensorstore_ck.integrations.lightning.pointer_files import read_pointer
+from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders
 from tensorstore_ck.state.check import inspect_state
 from tensorstore_ck.store import ReadOnlyStore
 from tensorstore_ck.store import open as open_store
@@ -33,41 +28,8 @@ from tensorstore_ck.training import TrainingState, model_state
 from tensorstore_ck.training.optimizers import is_partitioned
 from tensorstore_ck.training.state_sides import StoredTraining, read_training
 
-
-def write_pointer(path: str | os.PathLike[str], pointer: SnapshotPointer) -> None:
-    """Writes or replaces a pointer, or what Lightning left there."""
-    files, place = url_to_fs(str(path))
-    if isinstance(files, LocalFileSystem):
-        target = Path(place)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.is_dir():  # a sharded checkpoint of Lightning
-            files.rm(place, recursive=True)
-        replace_file(target, pointer.encode().encode())
-    else:
-        files.pipe_file(place, pointer.encode().encode())
-
-
-def read_pointer(path: str | os.PathLike[str]) -> SnapshotPointer | None:
-    """The pointer in a file; None if there is no file, or it is a checkpoint of Lightning. Raises `InputError` if it is neither."""
-    try:
-        files, place = url_to_fs(str(path))
-        if not files.isfile(place):
-            return None
-        with files.open(place, "rb") as file:
-            begin = file.read(MAX_BYTES)
-    except (OSError, ValueError, ImportError) as exc:
-        raise InputError(f"{path} cannot be read: {exc}", object_id=str(path)) from exc
-    return SnapshotPointer.decode(begin, str(path)) if begin.startswith(b"{") else None
-
-
-def remove_pointer(path: str | os.PathLike[str]) -> None:
-    """Removes a pointer if it is there."""
-    files, place = url_to_fs(str(path))
-    if files.exists(place):
-        files.rm(place)
-
-
-FILES: Final = PointerFiles(read_pointer, write_pointer, remove_pointer)
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 State = dict[str, Any]
 OWN: Final = "lightning"
@@ -95,7 +57,7 @@ class TrainerValues:
             "weights_only": self._weights_only,
             "loaders": loaders.state(),
             "loader_generators": loaders.generators(),
-            "logged": capture_logged(trainer),
+            "logged": logged_values.capture(trainer),
         }
 
     def load_state_dict(self, _: State) -> None:
@@ -117,7 +79,7 @@ def training_state(trainer: Any, *, weights_only: bool) -> TrainingState:
     return TrainingState(model=trainer.lightning_module, optimizer=None if weights_only else _optimizers(trainer), rank_values=values)
 
 
-def restore_sharded(trainer: Any, store: Any, root: str, group: "dist.ProcessGroup | None", *, with_optimizers: bool) -> None:
+def restore_sharded(trainer: Any, store: Any, root: str, group: "ProcessGroup | None", *, with_optimizers: bool) -> None:
     """Restores the shards of weights and optimizers in place."""
     parts = ("model", "optimizer") if with_optimizers else ("model",)
     training = TrainingState(model=trainer.lightning_module, optimizer=_optimizers(trainer) if with_optimizers else None)

@@ -20,9 +20,10 @@ from torch import Tensor
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.integrations.lightning.compatibility import require_supported
-from tensorstore_ck.integrations.lightning.lightning_state import FILES, read_pointer, require_storable, training_state
+from tensorstore_ck.integrations.lightning.lightning_state import require_storable, training_state
+from tensorstore_ck.integrations.lightning.pointer_files import FILES, read_pointer
 from tensorstore_ck.integrations.lightning.snapshot_resume import FITTING, OpenedStore, SnapshotResume
-from tensorstore_ck.integrations.trainer.adapter import all_ranks
+from tensorstore_ck.integrations.trainer.attach import all_ranks
 from tensorstore_ck.integrations.trainer.pointers import NamedSaves
 from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
 from tensorstore_ck.log.field_checks import validate_ref_name
@@ -132,6 +133,8 @@ class SnapshotMixin:
         """For a Strategy that starts processes, and for a module that is pickled with its Trainer."""
         return {**vars(self), "_checkpointer": None, "_named": NamedSaves(FILES)}
 
+    # --- start and resume ---------------------------------------------------------------------------------------------
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """See ModelCheckpoint.
 
@@ -190,6 +193,8 @@ class SnapshotMixin:
             return {"keep_last": 1}
         return {"keep_last": 1, "keep_best": (native.save_top_k, native.monitor, native.mode)}
 
+    # --- when to save -------------------------------------------------------------------------------------------------
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """See ModelCheckpoint. A save waits if it could not be resumed exactly."""
         loop = trainer.fit_loop.epoch_loop
@@ -234,6 +239,8 @@ class SnapshotMixin:
             candidates = self._native._monitor_candidates(trainer)
             self._save_topk_checkpoint(trainer, candidates)
             self._save_last_checkpoint(trainer, candidates)
+
+    # --- save ---------------------------------------------------------------------------------------------------------
 
     def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: dict[str, Tensor]) -> None:
         if self._waits:
@@ -285,6 +292,8 @@ class SnapshotMixin:
             self._named.name(saved, paths, self._store.url, self._ref, run=self._checkpointer.run)
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(proxy(self))
+
+    # --- end ----------------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """See ModelCheckpoint.

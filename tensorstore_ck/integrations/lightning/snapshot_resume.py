@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
+from tensorstore_ck.integrations.lightning import logged_values
 from tensorstore_ck.integrations.lightning.compatibility import is_sharded
-from tensorstore_ck.integrations.lightning.epoch_position import TrainLoaders, has_ended, require_replays, restore_logged
-from tensorstore_ck.integrations.lightning.lightning_state import OWN, checkpoint_of, read_pointer, restore_sharded, write_pointer
-from tensorstore_ck.integrations.trainer.adapter import all_ranks, opened
+from tensorstore_ck.integrations.lightning.lightning_state import OWN, checkpoint_of, restore_sharded
+from tensorstore_ck.integrations.lightning.pointer_files import read_pointer, write_pointer
+from tensorstore_ck.integrations.lightning.train_loaders import TrainLoaders, has_ended, require_replays
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
@@ -110,6 +112,8 @@ class SnapshotResume:
         self._newest_pointers.add(str(path))
         return str(path)
 
+    # --- loads --------------------------------------------------------------------------------------------------------
+
     def _load(self, trainer: Any, path: str, load_natively: Callable[[], State]) -> State:
         """The checkpoint that Lightning loads from a path or an address."""
         others: list[SnapshotResume] = [resume for resume in getattr(trainer.strategy, RESUMES) if resume is not self]
@@ -165,6 +169,8 @@ class SnapshotResume:
             )
         return stored
 
+    # --- the loop goes on ---------------------------------------------------------------------------------------------
+
     def _before_training(self, trainer: Any) -> None:
         """After the last hook that may draw random numbers or reset values."""
         if self._loaded is None:
@@ -173,7 +179,7 @@ class SnapshotResume:
         loop = trainer.fit_loop
         is_ended = has_ended(loop)
         within_epoch = not is_ended and loop.epoch_loop.batch_progress.current.ready > 0
-        restore_logged(trainer, loaded.values["logged"], within_epoch=within_epoch)
+        logged_values.restore(trainer, loaded.values["logged"], within_epoch=within_epoch)
         if is_ended:
             _end_epoch(loop)
         else:

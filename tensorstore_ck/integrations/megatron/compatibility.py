@@ -8,7 +8,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from tensorstore_ck.integrations.megatron.version import PACKAGE, has_registry, require_supported_version
-from tensorstore_ck.integrations.trainer.adapter import changed_functions
+from tensorstore_ck.integrations.trainer.versions import changed_functions
 
 if has_registry():
     from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy as SaveBase

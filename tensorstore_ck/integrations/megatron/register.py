@@ -13,7 +13,7 @@ from tensorstore_ck.integrations.megatron.safe_types import register_safe_types
 from tensorstore_ck.integrations.megatron.save_strategy import SaveStrategy
 from tensorstore_ck.integrations.megatron.snapshot_folder import write_folder
 from tensorstore_ck.integrations.megatron.version import has_registry
-from tensorstore_ck.integrations.trainer.adapter import opened
+from tensorstore_ck.integrations.trainer.attach import opened
 from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.checkpointing.pending_saves import note_finished

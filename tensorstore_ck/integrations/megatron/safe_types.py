@@ -7,7 +7,7 @@ from io import BytesIO
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.safe_globals import SAFE_GLOBALS
 
-from tensorstore_ck.integrations.trainer.adapter import register_attributes
+from tensorstore_ck.integrations.trainer.attach import register_attributes
 from tensorstore_ck.state import register_type
 
 

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 
 from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import ConflictError
-from tensorstore_ck.integrations.trainer.adapter import all_ranks
+from tensorstore_ck.integrations.trainer.attach import all_ranks
 from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer, read_pointer, write_pointer
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.rank_group import ask_first_rank

@@ -4,7 +4,7 @@ from typing import Final
 
 import megatron.core
 
-from tensorstore_ck.integrations.trainer.adapter import Package, numbers_of
+from tensorstore_ck.integrations.trainer.versions import Package, numbers_of
 
 PACKAGE: Final = Package(title="Megatron-core", name="megatron-core", lowest=(0, 16), above=(0, 20), tested="megatron-core==0.19.2")
 """Tested with 0.16.1, too."""

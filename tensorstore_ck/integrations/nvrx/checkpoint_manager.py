@@ -19,7 +19,7 @@ from nvidia_resiliency_ext.checkpointing.local.replication.strategies import NoR
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import DamageError, InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations.nvrx.rank_store import RankStore
-from tensorstore_ck.integrations.trainer.adapter import Package, changed_functions
+from tensorstore_ck.integrations.trainer.versions import Package, changed_functions
 
 PACKAGE: Final = Package(
     title="NVRx", name="nvidia-resiliency-ext", lowest=(0, 4), above=(0, 8), tested="nvidia-resiliency-ext>=0.4.1,<=0.7.0"

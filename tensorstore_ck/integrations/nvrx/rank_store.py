@@ -24,7 +24,7 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import
 
 from tensorstore_ck.errors import ConflictError, DamageError, MissingExtraError
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.integrations.trainer.adapter import register_attributes
+from tensorstore_ck.integrations.trainer.attach import register_attributes
 from tensorstore_ck.store import Store
 from tensorstore_ck.store import open as open_store
 

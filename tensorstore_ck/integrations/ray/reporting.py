@@ -22,7 +22,6 @@ from ray.train import Checkpoint
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InputError, InvalidOptionError, MissingExtraError, NotFoundError, StoreError
-from tensorstore_ck.integrations.trainer.adapter import Package
 from tensorstore_ck.integrations.trainer.pointers import (
     POINTER,
     SnapshotPointer,
@@ -32,6 +31,7 @@ from tensorstore_ck.integrations.trainer.pointers import (
     write_pointer,
 )
 from tensorstore_ck.integrations.trainer.saves import Always
+from tensorstore_ck.integrations.trainer.versions import Package
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState

@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 from typing import Final
 
-from tensorstore_ck.integrations.trainer.adapter import Package, changed_methods
+from tensorstore_ck.integrations.trainer.versions import Package, changed_methods
 
 PACKAGE: Final = Package(title="torchtitan", name="torchtitan", lowest=(0, 3), above=(0, 4), tested="torchtitan==0.3.0")
 """Earlier ones have no interface for checkpoint managers."""

@@ -26,7 +26,7 @@ from torchtitan.tools.logging import logger
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MismatchError, NotFoundError, StoreError
-from tensorstore_ck.integrations.trainer.adapter import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.saves import future_of, new_checkpointer
 from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.session.save import PendingSnapshot

@@ -20,7 +20,7 @@ from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.integrations.torch_checkpointing import rank_items
 from tensorstore_ck.integrations.torch_checkpointing.rank_items import ItemSpecs, UnfitItemsError, require_id
-from tensorstore_ck.integrations.trainer.adapter import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.pointers import newest_noted, note_at
 from tensorstore_ck.integrations.trainer.saves import future_of
 from tensorstore_ck.log.field_checks import validate_ref_name

@@ -19,6 +19,7 @@ from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.training.checkpointing.pending_saves import saved_by
 
 if TYPE_CHECKING:
+    from tensorstore_ck.log.snapshot import Snapshot
     from tensorstore_ck.store import ReadOnlyStore
 
 MAX_BYTES: Final = 1 << 16
@@ -86,7 +87,7 @@ class SnapshotPointer(NamedTuple):
         return self.address if through_ref == snapshot.root else through_ref
 
 
-def address_through_ref(store: "ReadOnlyStore", snapshot: Snapshot, ref: str, back: int = 0) -> str:
+def address_through_ref(store: "ReadOnlyStore", snapshot: "Snapshot", ref: str, back: int = 0) -> str:
     """An address of a snapshot through a branch, so that a run that restores it continues the branch; its root, if there is none.
 
     `back`: how many parents it may be behind the branch's newest snapshot, if it has no step of its own.
