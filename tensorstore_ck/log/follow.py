@@ -119,8 +119,7 @@ class Follower:
             head = RefTable(table).head()  # another process of this host was faster
         if head.n == 0:
             self._require_only_log()
-        start = "its start or a checkpoint" if cached is None else f"entry {cached.n}"
-        _logger.debug("followed the log from %s to entry %d", start, head.n)
+        _logger.debug("followed the log from %s to entry %d", f"entry {cached.n}" if cached else "its start or a checkpoint", head.n)
         there = {entry: met[entry.n] if entry.n in met else self._hash_of(entry.n, head) for entry in seen if entry.n}
         self._watermark.check(there, head, self._chain.name)
         return head

@@ -33,8 +33,8 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(61, 440, 1180),
-    "put_snapshot_async": Weight(65, 510, 1320),
+    "put_snapshot": Weight(63, 440, 1190),
+    "put_snapshot_async": Weight(67, 515, 1330),
     "checkout": Weight(41, 265, 1420),
     "checkout into": Weight(48, 305, 2000),
 }
@@ -56,7 +56,7 @@ MOST_LINES = {
     "feed": 1200,
     "format": 5300,
     "gc": 3600,
-    "integrations": 19900,
+    "integrations": 20000,
     "log": 7200,
     "maintenance": 7500,
     "redaction": 200,
@@ -71,7 +71,7 @@ MOST_LINES_A_FILE = 399
 LONGER = {"store/read_only_store.py", "store/store.py", "standalone/tsck_read.py"}
 """Two classes that are mostly docstrings, and a program of one file."""
 MOST_POSITIONAL = 4
-MOST_LONG_CALLS = 118
+MOST_LONG_CALLS = 120
 """Calls with more positional arguments than that: of torch, numpy, struct, SQLAlchemy and the like, whose parameters have no names here; in
 `integrations` also 85 of this package's own functions."""
 
