@@ -142,7 +142,7 @@ class FrozenBlocks:
         """Sets the `ids` of tensors that need not be read, and leaves those tensors out."""
         for tensor in [*self._rows]:
             known, rows = self._captured.frozen[tensor], self._rows[tensor]
-            if not known.is_due and known.cut == self._cuts[tensor] and len(known.ids) == len(rows) and packs.rely_on(known.ids):
+            if not known.is_due and known.cut == self._cuts[tensor] and len(known.ids) == len(rows) and packs.claim_all_stored(known.ids):
                 known.unread += 1
                 for row, block in zip(self._rows.pop(tensor), known.ids, strict=True):
                     ids[row] = block
@@ -187,7 +187,7 @@ def skip_unchanged(
     computed = captured.device_blocks.ids(captured.sources, blocks)
     hashed = [block for block, digest in zip(blocks, computed, strict=True) if digest is not None]
     hashed_ids = [digest for digest in computed if digest is not None]
-    are_there = packs.find(hashed_ids, [block.stop - block.start for block in hashed])
+    are_there = packs.claim_stored(hashed_ids, [block.stop - block.start for block in hashed])
     others, skipped = {}, []
     for block, digest, is_there in zip(hashed, hashed_ids, are_there, strict=True):
         if is_there:

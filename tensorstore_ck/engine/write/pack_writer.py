@@ -139,8 +139,8 @@ class PackWriter:
             self._append(blocks)
         return ids
 
-    def rely_on(self, ids: Sequence[Digest]) -> bool:
-        """Whether all these blocks are in the store already. If so, they count as added, and the caller need not read them."""
+    def claim_all_stored(self, ids: Sequence[Digest]) -> bool:
+        """Claims these blocks if the store has all of them: they count as added, and the caller need not read them."""
         with self._lock:
             places = self._places_of(ids)
             if len(places) < len(set(ids)):
@@ -148,8 +148,8 @@ class PackWriter:
             self._add_found(places)
         return True
 
-    def find(self, ids: Sequence[Digest], sizes_bytes: Sequence[int]) -> list[bool]:
-        """Which of these blocks are in the store already. Those count as hashed and added, and are not read."""
+    def claim_stored(self, ids: Sequence[Digest], sizes_bytes: Sequence[int]) -> list[bool]:
+        """Claims those of these blocks that the store has, and says which: they count as hashed and added, and are not read."""
         with self._lock:
             places = self._places_of(ids)
             self._add_found(places)

@@ -218,7 +218,7 @@ def write_tensors(
         run_bytes = min(max(run_bytes, MIN_RUN_BYTES), MAX_RUN_BYTES)
         runs += batches(several, lambda block: block.stop - block.start, run_bytes, RUN_BLOCKS)
     for_each(runs, writer.store, min(threads, len(runs)))
-    for_each([*writer.early], writer.store, min(threads, len(writer.early)))
+    for_each([*writer.deferred], writer.store, min(threads, len(writer.deferred)))
     if frozen is not None:
         frozen.note(ids)
     sample.note_inline(plan.inlined, small)
@@ -300,14 +300,14 @@ class RunWriter:
         self.specs, self._read = captured.layout.tensors[:], captured.read
         self.weights: Mapping[int, int] = masters.of if masters is not None else {}
         """The tensors that are stored as casts of others, which must be written first."""
-        self.early: list[Sequence[TensorBlock]] = []
-        """Runs that `store` left for later: masters of their weights were still being stored."""
+        self.deferred: list[Sequence[TensorBlock]] = []
+        """Runs that wait until the masters of their weights are stored."""
 
     def store(self, blocks: Sequence[TensorBlock]) -> None:
         """Stores the blocks of a run, in order."""
         weights = [block for block in blocks if block.tensor in self.weights]
         if self.masters is not None and any(self.ids[each.row] is ZERO_DIGEST for one in weights for each in self.masters.blocks(one)):
-            self.early.append(blocks)
+            self.deferred.append(blocks)
             return
         buffers: list[Buffer] = []
         for block in blocks:

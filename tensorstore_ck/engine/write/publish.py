@@ -117,17 +117,17 @@ def publish(
     return info
 
 
-def at_branch(
+def checked_move_operations(
     engine: Engine, record: Record, view: RefTable, put: Op, *, expect: Expected, mark: tuple[str, str] | None = None
 ) -> list[Op]:
     """For `publish`: moves the record's branch from where it is expected; the same entry expires what the branch's policies drop.
 
     `mark`: a mark for the snapshot, and the reason.
     """
-    return moving(engine, view, put, record, quotas=check_branch(engine, view, record.ref, expect), mark=mark)
+    return move_operations(engine, view, put, record, quotas=check_branch(engine, view, record.ref, expect), mark=mark)
 
 
-def moving(
+def move_operations(
     engine: Engine, view: RefTable, put: Op, record: Record, *, quotas: Sequence[Quota], mark: tuple[str, str] | None = None
 ) -> list[Op]:
     """The operations of an entry that moves a branch, which has these `quotas`, to a new snapshot."""

@@ -22,8 +22,8 @@ from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart, wr
 from tensorstore_ck.engine.write.publish import (
     MAX_TRIES,
     RankParts,
-    at_branch,
     check_branch,
+    checked_move_operations,
     checked_parts,
     condemned_of_ranks,
     publish,
@@ -170,7 +170,7 @@ class StoreDestination:
             encoded,
             txn=txn,
             anchor=min(map(attrgetter("anchor"), reports)),
-            arrange=partial(at_branch, engine, record, expect=request.expect, mark=mark),
+            arrange=partial(checked_move_operations, engine, record, expect=request.expect, mark=mark),
             condemned=partial(condemned_of_ranks, engine, txn, reports),
             began_ns=request.began_ns,
             also=self._index,
@@ -228,7 +228,7 @@ def write(
         findings = ParentComparison(engine=engine, view=view, written=written, captured=captured, request=request).examine()
     destination.wrote(request, [written])
     with meter.timed("commit"):
-        is_published_later = destination.is_staging and not is_offline
+        is_published_later = destination.is_staging and not is_offline  # it tells what gc has condemned by now
         at = destination.ask(engine.log.newest_view) if is_published_later else view
         return checked_parts(engine, [written], anchor, at), findings
 

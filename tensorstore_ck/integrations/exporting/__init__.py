@@ -10,7 +10,7 @@ dcp_folder.py           the format of torch.distributed.checkpoint
 megatron_folder.py      the format torch_dist of Megatron-core
 deepspeed_universal.py  a universal checkpoint of DeepSpeed
 strip_prefix.py         names without a prefix
-byte_routing.py         writes bytes of stored tensors to ranges of files, or copies whole blocks
+blocks_to_files.py      writes bytes of stored tensors to ranges of files, or copies whole blocks
 meta_state.py           a state whose tensors have no bytes
 output_file.py          a file that is written in any order, and read back
 atomic_target.py        writes under a temporary name, then renames

@@ -22,7 +22,7 @@ from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.tree import ATTRIBUTES, Container, Leaf, Tree, leaves
 from tensorstore_ck.format.values import key_text
 from tensorstore_ck.integrations.exporting.atomic_target import require_disk_space
-from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter, scratch_bytes, size_bytes
+from tensorstore_ck.integrations.exporting.blocks_to_files import ByteRouter, scratch_bytes, size_bytes
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport, split_files
 from tensorstore_ck.integrations.exporting.meta_state import MetaState, untouched
 from tensorstore_ck.integrations.exporting.output_file import OutputFile, write_file

@@ -20,7 +20,7 @@ import torch
 from tensorstore_ck.common.descriptors import sync_path
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.exporting.atomic_target import require_disk_space
-from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter
+from tensorstore_ck.integrations.exporting.blocks_to_files import ByteRouter
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.meta_state import MetaState
 from tensorstore_ck.integrations.exporting.output_file import write_file

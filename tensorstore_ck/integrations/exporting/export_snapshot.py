@@ -16,7 +16,7 @@ from tensorstore_ck.format.record import STORE_KEY
 from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
 from tensorstore_ck.integrations.exporting import model_folder, safetensors_files, torch_file
 from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, atomic_folder, target_of
-from tensorstore_ck.integrations.exporting.byte_routing import read_or_copy
+from tensorstore_ck.integrations.exporting.blocks_to_files import read_or_copy
 from tensorstore_ck.integrations.exporting.deepspeed_universal import write_universal
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.strip_prefix import sole_prefix, without_prefix

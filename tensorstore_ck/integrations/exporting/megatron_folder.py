@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.tree import Container, Leaf, Tree
-from tensorstore_ck.integrations.exporting.byte_routing import size_bytes
+from tensorstore_ck.integrations.exporting.blocks_to_files import size_bytes
 from tensorstore_ck.integrations.exporting.dcp_folder import write_checkpoint
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.meta_state import MetaState

@@ -17,7 +17,7 @@ from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.format.tree import Leaf, Tree, leaves
 from tensorstore_ck.format.values import decode, describe
 from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, require_disk_space
-from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter, scratch_bytes, size_bytes
+from tensorstore_ck.integrations.exporting.blocks_to_files import ByteRouter, scratch_bytes, size_bytes
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport, split_files
 from tensorstore_ck.integrations.exporting.output_file import OutputFile, write_file
 from tensorstore_ck.integrations.model_folder_format import MAX_HEADER_BYTES, METADATA, NUMPY_DTYPES, TORCH_DTYPES, file_shape

@@ -17,7 +17,7 @@ from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.tree import leaves
 from tensorstore_ck.integrations.exporting.atomic_target import require_disk_space
-from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter
+from tensorstore_ck.integrations.exporting.blocks_to_files import ByteRouter
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.meta_state import MetaState
 from tensorstore_ck.integrations.exporting.output_file import OutputFile

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple, Self
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.log import RefTable
-from tensorstore_ck.log.retention.expiry import policies_of
+from tensorstore_ck.log.retention.expire_operations import policies_of
 from tensorstore_ck.log.retention.policy import AgeStage, Policy
 
 NS: Final = 1_000_000_000

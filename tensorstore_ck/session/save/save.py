@@ -254,7 +254,7 @@ class Save:
             if self._is_copied and window_seconds:  # else training waits for it
                 wait_turn = partial(status.wait_turn, stagger_delay(window_seconds, self.ref, self.rank, self._coordination.ranks))
             with StoreDestination(self._engine, self.rank, is_alone=self._coordination.is_alone, wait_turn=wait_turn) as destination:
-                info = self._coordination.save_together(self._begin, destination, status)
+                info = self._coordination.save_together(self._prepare_write, destination, status)
         except StoreError as exc:
             raise context.explained(exc)  # noqa: B904 - it has its cause
         if not self._engine.backend.is_local:  # there, reads come from the page cache, however slow the writes are
@@ -268,7 +268,7 @@ class Save:
         with StagingDestination(
             self._engine, tier, chain, txn, rank=self.rank, ranks=coordination.ranks, stop=stop, contact=context.contact
         ) as destination:
-            info = coordination.save_together(self._begin, destination, status)
+            info = coordination.save_together(self._prepare_write, destination, status)
         assert destination.manifest is not None
         upload = StagedUpload(context, txn, self.ref, [destination.manifest])
         source = None if self._is_copied else self
@@ -278,7 +278,7 @@ class Save:
         context.fence.note_staged(self.ref, info.root)
         return staged
 
-    def _begin(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState, RefTable]:
+    def _prepare_write(self, destination: Destination, status: SaveStatus) -> tuple[SaveRequest, CapturedState, RefTable]:
         """The request, the state, and a view of the log at its newest entry. Takes the state apart if `capture` was not called before."""
         status.check()
         context, fence, options = self._context, self._context.fence, self.check()

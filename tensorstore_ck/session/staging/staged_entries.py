@@ -18,7 +18,7 @@ from tensorstore_ck.engine.write.publish import (
     condemned_of_ranks,
     in_record_order,
     is_expected,
-    moving,
+    move_operations,
     publish,
     store_record,
 )
@@ -113,7 +113,7 @@ def publish_staged(
         if renewed is not None and lead.pinned is not None and not view.is_live(lead.pinned):
             raise SnapshotExpiredError(f"the staged snapshot of {ref!r} shares blocks with one that gc freed", object_id=ref)
         ended = [Op.abort(txn)] if renewed is not None else []
-        return [*moving(engine, view, put, record, quotas=quotas_of(view, ref), mark=lead.mark), *ended, *_unpin(view, txn), *pins]
+        return [*move_operations(engine, view, put, record, quotas=quotas_of(view, ref), mark=lead.mark), *ended, *_unpin(view, txn), *pins]
 
     try:
         return publish(

@@ -26,7 +26,7 @@ from tensorstore_ck.errors import (
     PermissionDeniedError,
     SnapshotMarkedBadError,
 )
-from tensorstore_ck.integrations.exporting import FORMATS, byte_routing, export_snapshot, output_file
+from tensorstore_ck.integrations.exporting import FORMATS, blocks_to_files, export_snapshot, output_file
 from tests.gc.stores import AT_ONCE, open_store
 from tests.integrations.exporting.states import small_blocks
 
@@ -90,7 +90,7 @@ def test_too_little_space_is_an_error_before_anything_is_written(
     store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, (16 << 20) + 80_000))
-    monkeypatch.setattr(byte_routing, "_write_ranges", None)
+    monkeypatch.setattr(blocks_to_files, "_write_ranges", None)
     with pytest.raises(NoSpaceError, match="are free on the disk at"):
         export_snapshot(store, "run", tmp_path / "out", format=kind)
     assert list(tmp_path.iterdir()) == []
@@ -146,7 +146,7 @@ def test_bytes_that_come_wrong_once_are_written_again(
 
     def read(name: str, offset: int, target: memoryview) -> None:
         read_into(name, offset, target)
-        if name.startswith("packs/") and len(target) == byte_routing.COPY_BYTES and not harmed:
+        if name.startswith("packs/") and len(target) == blocks_to_files.COPY_BYTES and not harmed:
             harmed.append(name)
             target[5] ^= 1
 
@@ -199,7 +199,7 @@ def test_blocks_that_are_encoded_and_moved_meanwhile(
         read_into, moved = backend.read_into, list[str]()
 
         def read(name: str, offset: int, target: memoryview) -> None:
-            if name.startswith("packs/") and len(target) == byte_routing.COPY_BYTES and not moved:
+            if name.startswith("packs/") and len(target) == blocks_to_files.COPY_BYTES and not moved:
                 moved.append(name)
                 other.recode("run", codec="small")
                 other.gc(AT_ONCE)
@@ -214,14 +214,14 @@ def test_blocks_that_are_encoded_and_moved_meanwhile(
 
 @pytest.mark.parametrize("lost", ["all", "one"])
 def test_bytes_that_never_came(store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
-    write = byte_routing.RangesTarget.write
+    write = blocks_to_files.RangesTarget.write
 
     def lose(self: Any, start: int, data: memoryview) -> None:
         if lost == "one" and start != 4096:
             write(self, start, data)
 
-    monkeypatch.setattr(byte_routing, "MIN_BYTES", 1 << 20)  # all blocks are read
-    monkeypatch.setattr(byte_routing.RangesTarget, "write", lose)
+    monkeypatch.setattr(blocks_to_files, "MIN_BYTES", 1 << 20)  # all blocks are read
+    monkeypatch.setattr(blocks_to_files.RangesTarget, "write", lose)
     with pytest.raises(CorruptObjectError, match="was not written"):
         export_snapshot(store, "run", tmp_path / "out", format=kind, exclude=["b.turned"])
     assert list(tmp_path.iterdir()) == []
@@ -276,13 +276,13 @@ def test_files_are_replaced_when_asked(store: tsck.Store, tmp_path: Path) -> Non
 
 
 def test_another_export_that_was_faster_wins(store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = byte_routing.ByteRouter.run
+    run = blocks_to_files.ByteRouter.run
 
-    def slowly(self: byte_routing.ByteRouter, scratch: str) -> None:
+    def slowly(self: blocks_to_files.ByteRouter, scratch: str) -> None:
         run(self, scratch)
         (tmp_path / "out").mkdir()
 
-    monkeypatch.setattr(byte_routing.ByteRouter, "run", slowly)
+    monkeypatch.setattr(blocks_to_files.ByteRouter, "run", slowly)
     with pytest.raises(AlreadyExistsError):
         export_snapshot(store, "run", tmp_path / "out", format=kind)
     assert os.listdir(tmp_path) == ["out"]

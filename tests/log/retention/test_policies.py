@@ -49,8 +49,8 @@ def test_each_save_applies_it_in_its_own_entry(store: tsck.Store) -> None:
 
 
 def test_a_long_history_is_looked_at_with_some_saves(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorstore_ck.log.retention.expiry.LONG", 4)
-    monkeypatch.setattr("tensorstore_ck.log.retention.expiry.LONG_EVERY", 10)
+    monkeypatch.setattr("tensorstore_ck.log.retention.expire_operations.LONG", 4)
+    monkeypatch.setattr("tensorstore_ck.log.retention.expire_operations.LONG_EVERY", 10)
     put(store, *range(1, 8))
     store.set_policy("runs/*", keep_last=2)
     put(store, 8, 9)
