@@ -82,11 +82,8 @@ def _replace_accelerate(store: tsck.Store, *, with_files: bool) -> None:
 
 
 def _replace_lightning(store: tsck.Store, *, with_files: bool) -> None:
-    from tensorstore_ck.integrations.lightning.lightning_state import (  # noqa: PLC0415
-        OWN,
-        WEIGHTS,
-        read_pointer,
-    )
+    from tensorstore_ck.integrations.lightning.lightning_state import OWN, WEIGHTS  # noqa: PLC0415
+    from tensorstore_ck.integrations.lightning.pointer_files import read_pointer  # noqa: PLC0415
 
     callbacks: Any = importlib.import_module("lightning.pytorch.callbacks")
     native, load = callbacks.ModelCheckpoint, torch.load

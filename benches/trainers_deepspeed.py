@@ -26,7 +26,7 @@ from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.integrations.deepspeed.fragments import base_optimizer, fragments_of
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
-from tensorstore_ck.training.model_state import ParameterNames
+from tensorstore_ck.training.parameter_names import ParameterNames
 from tests.end_to_end.crash.faulty import FaultyBackend
 from tests.integrations.deepspeed.engines import Kind, join, make, train
 

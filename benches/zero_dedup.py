@@ -27,7 +27,7 @@ from tensorstore_ck.format.block_assignment import Region
 from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, TensorSpec
 from tensorstore_ck.format.store_config import BLOCK_BYTES, CONFIG_NAME, new_config
 from tensorstore_ck.integrations.deepspeed.fragments import fragments_of
-from tensorstore_ck.training.model_state import ParameterNames
+from tensorstore_ck.training.parameter_names import ParameterNames
 from tests.integrations.deepspeed.engines import join
 
 KINDS: Final = {"weights": 2, "master": 4, "exp_avg": 4, "exp_avg_sq": 4}

@@ -4,14 +4,16 @@ It can be rebuilt from the stores at any time, and nothing here writes to a stor
 
 catalog.py          class Catalog
 results.py          what its methods return
-schema.py           the tables, and the views for dashboards
+schema.py           the tables
+create_tables.py    creates tables, and the views for dashboards
 database.py         SQLite or PostgreSQL: connections, transactions, errors
 read_entries.py     log entries -> the changes they make
 current_refs.py     refs, tags, pins, policies, quotas and states, as the log's cache has them
 row_writer.py       changes -> rows
 sync.py             one batch of a sync, in one transaction; syncs of several stores at a time
+synced_store.py     one store that a catalog follows
+private_catalog.py  where a server keeps a catalog of its own
 branch_health.py    the usual time between the saves of a branch, and the last runs of gc and fsck
-synced_store.py     one store that a catalog follows; where a server keeps its catalog
 sql_conditions.py   a parsed condition -> SQL
 query.py            `find`
 """

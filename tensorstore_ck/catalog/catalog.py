@@ -8,7 +8,7 @@ from typing import Final, Self
 
 from sqlalchemy import Connection, delete, func, select
 
-from tensorstore_ck.catalog import schema
+from tensorstore_ck.catalog import create_tables
 from tensorstore_ck.catalog.branch_health import last_runs
 from tensorstore_ck.catalog.current_refs import LIVE
 from tensorstore_ck.catalog.database import Database
@@ -116,18 +116,18 @@ class Catalog:
     def forget_store(self, uuid: str) -> None:
         """Removes a store from the catalog, if it is there. Does not change the store."""
         with self._database.writing() as connection:
-            if schema.has_tables(connection, self.url):
+            if create_tables.has_tables(connection, self.url):
                 store_id = connection.execute(select(stores.c.store_id).where(stores.c.uuid == uuid)).scalar_one_or_none()
                 if store_id is not None:
-                    schema.delete_rows(connection, store_id)
+                    create_tables.delete_rows(connection, store_id)
                     connection.execute(delete(stores).where(stores.c.store_id == store_id))
 
     def _create(self, *, replaces: bool = False) -> None:
         """Creates the tables that are missing; `replaces`: first drops a catalog of another version."""
         with self._database.writing() as connection:
             if replaces:
-                schema.drop_other_version(connection)
-            schema.create(connection, self.url)
+                create_tables.drop_other_version(connection)
+            create_tables.create(connection, self.url)
 
     def _sync(self, store: ReadOnlyStore, progress: Progress, *, from_start: bool) -> SyncReport:
         head_n = log_of(store).sync().n  # before the transaction, which would hold the lock meanwhile
@@ -237,6 +237,6 @@ class Catalog:
             NotFoundError: there is no catalog yet.
         """
         with self._database.reading() as connection:
-            if not schema.has_tables(connection, self.url):
+            if not create_tables.has_tables(connection, self.url):
                 raise self._database.missing()
             yield connection

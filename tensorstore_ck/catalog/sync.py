@@ -10,10 +10,11 @@ from typing import Final, NamedTuple
 from sqlalchemy import Connection, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
+from tensorstore_ck.catalog.create_tables import delete_rows
 from tensorstore_ck.catalog.read_entries import EntryEvents
 from tensorstore_ck.catalog.results import SyncOutcome, SyncReport
 from tensorstore_ck.catalog.row_writer import RowWriter
-from tensorstore_ck.catalog.schema import delete_rows, stores
+from tensorstore_ck.catalog.schema import stores
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.errors import InvalidOptionError, StoreError

@@ -1,55 +1,14 @@
-"""A store that a catalog follows, and where a server keeps its catalog: in the user's cache, so that the next start reads only new entries.
+"""One store that a catalog follows. Opens it read-only at the first read, and again after an error or if another store replaced it."""
 
-Opens the store read-only at the first read, and again after an error or if another store replaced it.
-"""
-
-import hashlib
-import os
-import tempfile
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Final
-
-import platformdirs
+from contextlib import suppress
 
 from tensorstore_ck.catalog.catalog import Catalog, Progress
-from tensorstore_ck.catalog.schema import VERSION
 from tensorstore_ck.catalog.sync import OpenStore
-from tensorstore_ck.errors import PermissionDeniedError, StoreError
-from tensorstore_ck.log.cache.open_cache import private_folder
+from tensorstore_ck.errors import StoreError
 from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.store import ReadOnlyStore
 from tensorstore_ck.store.internals import config_of, is_replaced, log_of
-
-_UNUSED_SECONDS: Final = 30 * 24 * 3600
-
-
-@contextmanager
-def private_catalog(cache_dir: str | None, urls: Sequence[str]) -> Iterator[str]:
-    """The path of the catalog of the stores at `urls`; in a temporary folder if the cache is not a private folder on a local disk.
-
-    Servers with the same stores share it. A file that no server used for 30 days is removed.
-    """
-    base = Path(cache_dir) if cache_dir else platformdirs.user_cache_path("tensorstore_ck", appauthor=False)
-    locations = sorted({url if "://" in url else os.path.abspath(url) for url in urls})
-    digest = hashlib.sha256("\0".join(locations).encode()).hexdigest()
-    name = f"{digest[:32]}-v{VERSION}.sqlite"
-    try:
-        path = private_folder(base, "catalogs") / name
-        if path.exists():
-            os.utime(path)
-    except (OSError, PermissionDeniedError):
-        with tempfile.TemporaryDirectory(prefix="tsck-catalog-") as folder:
-            yield os.path.join(folder, name)
-        return
-    for other in path.parent.glob("*.sqlite"):
-        with suppress(OSError):
-            if other.stat().st_mtime < time.time() - _UNUSED_SECONDS:
-                other.unlink()
-    yield str(path)
 
 
 class SyncedStore:

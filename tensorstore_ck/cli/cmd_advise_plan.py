@@ -16,16 +16,9 @@ from tensorstore_ck.cli.output import emit, facts, fields_of, indented, printabl
 from tensorstore_ck.cli.plot import save_png
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.maintenance.advise import Advice
+from tensorstore_ck.maintenance.count_parameters import count_parameters
 from tensorstore_ck.maintenance.metric_plot import new_figure
-from tensorstore_ck.maintenance.plan_training import (
-    DTYPES,
-    OPTIMIZERS,
-    PlannedSaves,
-    TrainingPlan,
-    bytes_of_parameter,
-    count_parameters,
-    plan_training,
-)
+from tensorstore_ck.maintenance.plan_training import DTYPES, OPTIMIZERS, PlannedSaves, TrainingPlan, bytes_of_parameter, plan_training
 
 _COUNT: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmbt]?)", re.IGNORECASE)
 _POWERS: Final = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}

@@ -15,7 +15,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersionError, NotAStoreError, UnreadableError
 from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.maintenance.fsck import FsckOptions, RepairReport, abort_stale_uploads, run_fsck
-from tensorstore_ck.maintenance.fsck.check_storage import find_config, is_of_log
+from tensorstore_ck.maintenance.fsck.check_config import find_config, is_of_log
 from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, Finding, FsckReport
 from tensorstore_ck.maintenance.recorded_runs import recorded_fsck, recorded_repair
 from tensorstore_ck.redaction import display_url

@@ -23,7 +23,7 @@ from tensorstore_ck.log.trust_file import read_trust
 from tensorstore_ck.maintenance.salvage import Salvaged, SalvageReport
 from tensorstore_ck.maintenance.salvage import adopt as run_adopt
 from tensorstore_ck.maintenance.salvage import salvage as run_salvage
-from tensorstore_ck.maintenance.salvage.report import RefToSign, refs_to_sign
+from tensorstore_ck.maintenance.salvage.signed_refs import RefToSign, refs_to_sign
 
 
 @command(

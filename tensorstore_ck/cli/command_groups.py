@@ -31,15 +31,14 @@ GROUPS: Final = {
 _TOGETHER: Final = {
     "cmd_advise_plan": ("advise", "plan"),
     "cmd_catalog": ("catalog", "find"),
-    "cmd_copy_recode_tier": ("copy", "recode", "tier"),
-    "cmd_import_export": ("import", "export"),
     "cmd_init_probe_salvage": ("init", "probe", "accept-log", "adopt", "salvage"),
     "cmd_log_show_diff": ("log", "show", "diff"),
     "cmd_pin_forget_gc": ("pin", "unpin", "forget", "undo", "gc"),
     "cmd_policy_quota": ("policy", "quota"),
     "cmd_put_get": ("put", "get"),
+    "cmd_recode_tier": ("recode", "tier"),
     "cmd_refs": ("branch", "reset", "tag", "untag", "annotate", "mark"),
-    "cmd_sign_prove": ("keygen", "sign", "verify", "verify-files", "prove"),
+    "cmd_sign": ("keygen", "sign", "verify", "verify-files"),
     "cmd_ui_exporter": ("ui", "exporter"),
     "cmd_watch_follow": ("watch", "follow"),
 }

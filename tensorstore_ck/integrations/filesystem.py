@@ -4,10 +4,10 @@
 
 A snapshot is a folder: ``model.safetensors`` has the tensors of the state's ``model``, under their names there (or all tensors of a state
 without a ``model``), ``state.safetensors`` the others under their full names, ``snapshot.json`` everything else. There are also the small
-files next to a model's weights (see `model_folder_format`), so that `from_pretrained` of transformers loads a copy of the folder. Folders
-are refs; other addresses work too but are not listed, so that a copy of a branch's folder has one snapshot: ``ref@step``, ``ref~n``, the
-first digits of a root; ``ref@`` lists the steps. An open file keeps its snapshot when the branch moves; separate calls see the current
-branch, so use the root from `info` for calls that must agree. Read-only. Does not load torch.
+files next to a model's weights (see `model_file_names`), so that `from_pretrained` of transformers loads a copy of the folder. Folders are
+refs; other addresses work too but are not listed, so that a copy of a branch's folder has one snapshot: ``ref@step``, ``ref~n``, the first
+digits of a root; ``ref@`` lists the steps. An open file keeps its snapshot when the branch moves; separate calls see the current branch, so
+use the root from `info` for calls that must agree. Read-only. Does not load torch.
 """
 
 import ctypes
@@ -22,10 +22,19 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from fsspec import AbstractFileSystem
 
-from tensorstore_ck import errors
 from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.errors import (
+    AmbiguousAddressError,
+    InvalidNameError,
+    InvalidOptionError,
+    InvalidUrlError,
+    NotAStoreError,
+    NotFoundError,
+    PermissionDeniedError,
+    StoreError,
+)
 from tensorstore_ck.format.record import decode_metadata, record_name
-from tensorstore_ck.integrations.model_folder_format import is_model_file
+from tensorstore_ck.integrations.model_file_names import is_model_file
 from tensorstore_ck.integrations.virtual_safetensors import FILES, SNAPSHOT, SnapshotFiles, VirtualFile
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.log.address import resolve
@@ -102,6 +111,8 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         stripped = super()._strip_protocol(path)
         return stripped.strip("/") if isinstance(stripped, str) else stripped
 
+    # --- listing ------------------------------------------------------------------------------------------------------
+
     def info(self, path: str, **_: Any) -> Info:
         """Name, type and size; for a snapshot and its files also ``root`` and ``step``: one root means the same bytes."""
         with _os_errors(path):
@@ -118,7 +129,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         with _os_errors(path):
             snapshot = self._target(self._view(), path).info
             if snapshot is None:
-                raise errors.NotFoundError(f"{path!r} is a folder of snapshots: see `ls`", object_id=path)
+                raise NotFoundError(f"{path!r} is a folder of snapshots: see `ls`", object_id=path)
             return datetime.fromtimestamp(snapshot.time_ns / 1e9, UTC)
 
     modified = created
@@ -148,7 +159,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if name in FILES and folder:
             info = self._resolve(view, folder)
             if name not in self._open_snapshot(info).files:
-                raise errors.NotFoundError(f"{folder!r} has no {name}: see `ls`", object_id=path)
+                raise NotFoundError(f"{folder!r} has no {name}: see `ls`", object_id=path)
             return _PathTarget(path, info, name)
         if not path or (path.endswith("@") and view.branch(_base(path))) or any(ref.startswith(f"{path}/") for ref in _refs(view)):
             return _PathTarget(path, None)
@@ -163,6 +174,8 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if target.file:
             info |= {"size": self._file(target).size, "type": "file"}
         return info if target.info is None else {**info, "root": target.info.root.hex(), "step": target.info.step}
+
+    # --- reading ------------------------------------------------------------------------------------------------------
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> "SnapshotFile":
         if mode != "rb":
@@ -221,6 +234,8 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
                     trust=self._trust,
                 )
             return self._opened_store
+
+    # --- no writing ---------------------------------------------------------------------------------------------------
 
     def _refuse(self, path: str, *others: Any, **_: Any) -> NoReturn:
         """Stands for every method that would write. Always raises `PermissionError`."""
@@ -352,11 +367,11 @@ def _os_errors(path: str) -> Iterator[None]:
     """Converts this package's errors into `OSError`s, with the same message."""
     try:
         yield
-    except (errors.NotFoundError, errors.InvalidNameError, errors.AmbiguousAddressError, errors.NotAStoreError) as exc:
+    except (NotFoundError, InvalidNameError, AmbiguousAddressError, NotAStoreError) as exc:
         raise FileNotFoundError(errno.ENOENT, str(exc), path) from exc
-    except errors.PermissionDeniedError as exc:
+    except PermissionDeniedError as exc:
         raise PermissionError(errno.EACCES, str(exc), path) from exc
-    except (errors.InvalidOptionError, errors.InvalidUrlError) as exc:
+    except (InvalidOptionError, InvalidUrlError) as exc:
         raise ValueError(str(exc)) from exc
-    except errors.StoreError as exc:
+    except StoreError as exc:
         raise OSError(errno.EIO, str(exc), path) from exc

@@ -172,6 +172,9 @@ def _raise(exc: OSError) -> None:
     raise exc
 
 
+# --- EC keys -----------------------------------------------------------------------------------------------------------
+
+
 def _private_key(path: str | os.PathLike[str]) -> "EllipticCurvePrivateKey":
     with extra("sign", "signing an export"):
         from cryptography.exceptions import UnsupportedAlgorithm  # noqa: PLC0415 - an extra

@@ -22,7 +22,8 @@ from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Container, Leaf, leaves, parse
 from tensorstore_ck.format.values import decode, describe
-from tensorstore_ck.integrations.model_folder_format import METADATA, NUMPY_DTYPES, TORCH_DTYPES, file_shape, is_model_file, stored_files
+from tensorstore_ck.integrations.model_file_names import is_model_file, stored_files
+from tensorstore_ck.integrations.safetensors_format import METADATA, NUMPY_DTYPES, TORCH_DTYPES, file_shape
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
 

@@ -27,7 +27,7 @@ from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.ref_verifier import RefSignature, check_signed_ref, find_signed_ref
 from tensorstore_ck.log.trust_file import read_trust
 from tensorstore_ck.maintenance.describe.contained import Containment, compare_with_base
-from tensorstore_ck.maintenance.describe.show import OpenSnapshot, Tensor
+from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, Tensor
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,7 +18,7 @@ from tensorstore_ck.log.quota import Quota, all_quotas
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails, pinned_snapshots
 from tensorstore_ck.log.snapshot_log import SnapshotLog, SnapshotsByName
 from tensorstore_ck.maintenance import forget as forgetting
-from tensorstore_ck.maintenance import refs
+from tensorstore_ck.maintenance import list_refs
 from tensorstore_ck.session import restoring
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
@@ -380,15 +380,15 @@ class ReadOnlyStore:
         The list has `where` and `sorted_by` (``store.log("runs/gpt").where("lr < 1e-4").sorted_by("val_loss")``) and `to_pandas`, and
         notebooks show it as a table.
         """
-        return refs.history(self.engine, ref, limit)
+        return list_refs.history(self.engine, ref, limit)
 
     def branches(self) -> SnapshotsByName:
         """Every branch, and where it is."""
-        return refs.branches(self.engine)
+        return list_refs.branches(self.engine)
 
     def tags(self) -> SnapshotsByName:
         """Every tag, and where it is."""
-        return refs.tags(self.engine)
+        return list_refs.tags(self.engine)
 
     def plot(self, metric: str, ref: str | None = None, *, axes: "Axes | None" = None) -> "Axes":
         """Draws a metric over the steps of a branch (of all branches without `ref`) with matplotlib, the extra ``plot``.

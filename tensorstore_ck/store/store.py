@@ -12,8 +12,8 @@ from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.format.codec import CodecName, DeltaOption
 from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.maintenance import change_refs
 from tensorstore_ck.maintenance import forget as forgetting
-from tensorstore_ck.maintenance import refs
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS
 from tensorstore_ck.session.save import DrainReport, OnFull, PendingSnapshot, Preemption
 from tensorstore_ck.store.read_only_store import ReadOnlyStore
@@ -301,32 +301,32 @@ class Store(ReadOnlyStore):
     @_changes
     def branch(self, name: str, at: str) -> Snapshot:
         """Makes branch `name` at a snapshot."""
-        return self.session.fence.note_moved(name, refs.branch(self.engine, name, at))
+        return self.session.fence.note_moved(name, change_refs.branch(self.engine, name, at))
 
     @_changes
     def reset(self, name: str, to: str) -> Snapshot:
         """Moves an existing branch to any snapshot; its history keeps where it was."""
-        return self.session.fence.note_moved(name, refs.reset(self.engine, name, to))
+        return self.session.fence.note_moved(name, change_refs.reset(self.engine, name, to))
 
     @_changes
     def tag(self, name: str, at: str) -> Snapshot:
         """Names a snapshot permanently: a tag never moves."""
-        return refs.tag(self.engine, name, at)
+        return change_refs.tag(self.engine, name, at)
 
     @_changes
     def untag(self, name: str) -> None:
         """Removes a tag; a snapshot that nothing else holds is treated as forgotten."""
-        refs.untag(self.engine, name)
+        change_refs.untag(self.engine, name)
 
     @_changes
     def annotate(self, address: str, metrics: Mapping[str, float]) -> Snapshot:
         """Adds metrics after the save; an existing name gets the new number."""
-        return refs.annotate(self.engine, address, metrics)
+        return change_refs.annotate(self.engine, address, metrics)
 
     @_changes
     def mark(self, address: str, mark: str = "bad", *, reason: str = "") -> Snapshot:
         """Marks a snapshot ``bad``, so that `checkout` refuses it; the empty mark removes the mark."""
-        return refs.mark(self.engine, address, mark, reason)
+        return change_refs.mark(self.engine, address, mark, reason)
 
     # --- what stays, and what goes -------------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class Store(ReadOnlyStore):
         Raises:
             NotFoundError: nothing was saved to `ref`.
         """
-        return refs.finish(self.engine, ref)
+        return change_refs.finish(self.engine, ref)
 
     @_changes
     def sign(self, ref: str, root: str = "") -> Snapshot:
@@ -354,7 +354,7 @@ class Store(ReadOnlyStore):
             InvalidOptionError: the store was opened without a key for this ref.
             NotFoundError: there is no such branch or tag.
         """
-        return refs.sign(self.engine, ref, root)
+        return change_refs.sign(self.engine, ref, root)
 
     @_changes
     def pin(self, address: str, *, reason: str = "", owner: str | None = None, expires: "str | float | None" = None) -> Snapshot:
@@ -366,12 +366,12 @@ class Store(ReadOnlyStore):
             owner: Who holds it; by default this user.
             expires: How long the pin lasts: ``"30d"``, or seconds.
         """
-        return refs.pin(self.engine, address, reason=reason, owner=owner, expires=expires)
+        return change_refs.pin(self.engine, address, reason=reason, owner=owner, expires=expires)
 
     @_changes
     def unpin(self, address: str, *, owner: str | None = None) -> None:
         """Removes this user's pin, or `owner`'s, from a snapshot, and from any other one that has the same root."""
-        refs.unpin(self.engine, address, owner)
+        change_refs.unpin(self.engine, address, owner)
 
     def watch(
         self,
@@ -492,14 +492,14 @@ class Store(ReadOnlyStore):
         Raises:
             InvalidOptionError: not a size, neither of the two, or `warn` is more than `refuse`.
         """
-        from tensorstore_ck.maintenance.apply_policies import set_quota  # noqa: PLC0415
+        from tensorstore_ck.maintenance.quotas import set_quota  # noqa: PLC0415
 
         return set_quota(self.engine, glob, warn=warn, refuse=refuse)
 
     @_changes
     def remove_quota(self, glob: str) -> None:
         """Removes a quota."""
-        from tensorstore_ck.maintenance.apply_policies import remove_quota  # noqa: PLC0415
+        from tensorstore_ck.maintenance.quotas import remove_quota  # noqa: PLC0415
 
         remove_quota(self.engine, glob)
 

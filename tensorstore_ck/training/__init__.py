@@ -3,7 +3,8 @@
 training_state.py      TrainingState: saves and restores all of it
 state_sides.py         its two sides, what all ranks share and what is a rank's own: captured and loaded together, or read as plain dicts
 optimizers.py          states of optimizers, by parameter name; also behind torch's ZeroRedundancyOptimizer
-model_state.py         parameters and buffers by their names, whatever wraps the model
+parameter_names.py     parameter names, whatever wraps the model
+model_state.py         parameters and buffers by these names
 gradients.py           gradients in the middle of a step
 buffers.py             buffers that ranks may hold differently
 extras.py              objects and plain values that the user adds
@@ -14,6 +15,7 @@ per_rank_state.py      what each rank has for itself: generators (seeded again f
 rank_group.py          this process's rank and group, the answers of the first rank, and the agreement of ranks before the first save
 stateful_parts.py      the arguments of TrainingState
 resume_search.py       the rule by which a run resumes: from the newest snapshot that is neither marked nor damaged
+resume_candidates.py   which snapshot that is
 environment.py         versions, devices and switches that change results
 verify_resume.py       checks that a job resumes bit for bit: compares two states
 step_watch.py          the state after the last completed step, while the next one has not changed weights

@@ -12,7 +12,7 @@ from blake3 import blake3
 from torch import nn
 
 from tensorstore_ck.state import FlatShard
-from tensorstore_ck.training.model_state import walk
+from tensorstore_ck.training.parameter_names import walk
 from tensorstore_ck.training.rank_group import Agreement
 
 State = dict[str, Any]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, UnsupportedValueError
 from tensorstore_ck.state.memory_order import in_order_of
 from tensorstore_ck.state.plain_memory import PLAIN
-from tensorstore_ck.training.model_state import ParameterNames
+from tensorstore_ck.training.parameter_names import ParameterNames
 from tensorstore_ck.training.stateful_parts import load
 
 State = dict[str, Any]

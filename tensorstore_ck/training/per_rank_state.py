@@ -67,6 +67,8 @@ class PerRankState:
         extra, values = (self._extra if "extra" in parts else {}), (self._values if VALUES in parts else {})
         return PerRankState(model=self._model.only(parts), loaders=self._loaders.only(parts), extra=extra, values=values, merge=self.merge)
 
+    # --- captured ---------------------------------------------------------------------------------------------------------
+
     def capture(self, agreement: Agreement) -> State:
         """The rank's own state as it is now, not copied."""
         own = self.capture_values()
@@ -92,6 +94,8 @@ class PerRankState:
             states, key = (shared[module.part], module.key) if module.key else (shared, module.part)
             states[key] = buffers.shared_state(module.path, states[key], module.buffers, agreement)
 
+    # --- restored on as many ranks ----------------------------------------------------------------------------------------
+
     def check(self, own: State) -> None:
         """Checks that the rank's stored state fits, before anything is changed. Raises `MismatchError` if it does not fit."""
         self._loaders.with_states(own)
@@ -113,6 +117,8 @@ class PerRankState:
                 load(f"{name}.{key}", partial(random_generators.set_state, generator), own[name][key])
         if GENERATORS in own:
             load(GENERATORS, lambda state: random_generators.set_process_states(state, mesh), own[GENERATORS])
+
+    # --- restored on another number of ranks ------------------------------------------------------------------------------
 
     def taken(self, olds: Sequence[State]) -> State:
         """Makes this rank's state from the stored states of the old ranks, in their order: the state of the first one, or the result of
@@ -155,6 +161,8 @@ class PerRankState:
     def _merged(self, path: str, name: str, had: Sequence[Mapping[str, Any]]) -> Any:
         values = [values_of_rank[name] for values_of_rank in had if name in values_of_rank]
         return values[0] if self.merge is None else self.merge(path, values)
+
+    # --- both -------------------------------------------------------------------------------------------------------------
 
     def _load_values(self, own: State) -> None:
         """Buffers without a stored own value keep the shared one."""

@@ -63,6 +63,9 @@ def seed(generator: object, number: int) -> None:
     _kind(generator).seed(generator, number)
 
 
+# --- the generators of the process ---------------------------------------------------------------------------------------------
+
+
 def has_cuda() -> bool:
     """Whether this process uses CUDA."""
     return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process
 from tensorstore_ck.store.internals import groups_of
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from tensorstore_ck.store import ReadOnlyStore, Store
@@ -27,7 +28,7 @@ def rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-def require_group(group: "dist.ProcessGroup | DeviceMesh | None") -> "dist.ProcessGroup | None":
+def require_group(group: "ProcessGroup | DeviceMesh | None") -> "ProcessGroup | None":
     """Resolves ``group=``. Raises if it is missing with several ranks: the others' generators and positions would be lost."""
     rank, ranks = rank_and_world_size()
     if group is None and ranks > 1:
@@ -40,7 +41,7 @@ def require_group(group: "dist.ProcessGroup | DeviceMesh | None") -> "dist.Proce
 
 def ask_first_rank(
     store: "ReadOnlyStore",
-    group: "dist.ProcessGroup | None",
+    group: "ProcessGroup | None",
     title: str,
     answer: Callable[[], bytes],
     *,
@@ -82,11 +83,11 @@ class Agreements:
     """The agreements of the groups that save one state."""
 
     def __init__(self) -> None:
-        self._found: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
-        self._answers: weakref.WeakKeyDictionary[dist.ProcessGroup, Body] = weakref.WeakKeyDictionary()
+        self._found: weakref.WeakKeyDictionary[ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
+        self._answers: weakref.WeakKeyDictionary[ProcessGroup, Body] = weakref.WeakKeyDictionary()
         """The answer of rank 0, which it has before the others do; only on rank 0."""
 
-    def ask(self, store: "Store", group: "dist.ProcessGroup", own: Callable[[], RankReport], timeout_seconds: float) -> Agreement:
+    def ask(self, store: "Store", group: "ProcessGroup", own: Callable[[], RankReport], timeout_seconds: float) -> Agreement:
         """The agreement of a group. All its ranks call this before each save; calls `own` only if this rank lacks the agreement.
 
         Raises:

@@ -6,18 +6,20 @@ It fits any number of ranks. Knows no ranks and no store.
 import copy
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tensorstore_ck.state import LazySnapshot
 from tensorstore_ck.training import extras, gradients, model_state, optimizers, random_generators
-from tensorstore_ck.training.model_state import MODEL, ParameterNames, without_wrappers
 from tensorstore_ck.training.noted_attributes import noted_attributes
+from tensorstore_ck.training.parameter_names import MODEL, ParameterNames, without_wrappers
 from tensorstore_ck.training.stateful_parts import StatefulPart, load
+
+if TYPE_CHECKING:
+    from tensorstore_ck.state import LazySnapshot
 
 State = dict[str, Any]
 GetOptimizer = Callable[[str, torch.optim.Optimizer, ParameterNames], State]
@@ -80,6 +82,8 @@ class SharedState:
         names = self.names()
         return [optimizers.get_members(self._optimizers.path(key), optimizer, names) for key, optimizer in self._optimizers.objects.items()]
 
+    # --- captured ---------------------------------------------------------------------------------------------------------
+
     def capture(self, get_optimizer: GetOptimizer = optimizers.get_state) -> State:
         """The shared state as it is now, without gradients; not copied."""
         names = self.names()
@@ -100,7 +104,9 @@ class SharedState:
         """The shared gradients, and this rank's own."""
         return gradients.get_gradients(self.names(), self._models.objects.values())
 
-    def target(self, snapshot: LazySnapshot) -> State:
+    # --- restored ---------------------------------------------------------------------------------------------------------
+
+    def target(self, snapshot: "LazySnapshot") -> State:
         """The target of a restore: the state that a snapshot fills."""
         stored = [*snapshot.names(), *snapshot.state_values]
         names = self.names()

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.common.user_frames import user_stacklevel
@@ -25,6 +24,8 @@ from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
 from tensorstore_ck.training.stateful_parts import StatefulPart
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from tensorstore_ck.store import ReadOnlyStore, Store
 
 OWN: Final = "rank"
@@ -58,7 +59,7 @@ class StateSides:
         return shared, own
 
     def for_save(
-        self, store: "Store", group: "dist.ProcessGroup | None", timeout: float, *, with_gradients: bool
+        self, store: "Store", group: "ProcessGroup | None", timeout: float, *, with_gradients: bool
     ) -> tuple[State | UnpreparedState, State | None]:
         """The shared side and this rank's own. A failure here is raised by the save, which all ranks must begin together."""
         if group is None:
@@ -177,7 +178,7 @@ class StoredTraining(NamedTuple):
 
 
 def read_training(
-    store: "ReadOnlyStore", address: str, *, group: "dist.ProcessGroup | None" = None, parts: tuple[str, ...] = ("model", "optimizer")
+    store: "ReadOnlyStore", address: str, *, group: "ProcessGroup | None" = None, parts: tuple[str, ...] = ("model", "optimizer")
 ) -> StoredTraining:
     """Reads the snapshot at `address`, on all ranks of `group` or on none. Every rank gets all of `parts`.
 

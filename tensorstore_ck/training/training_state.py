@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
-import torch.distributed as dist
 from blake3 import blake3
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,8 +26,8 @@ from tensorstore_ck.session.save import OnFull, PendingSnapshot
 from tensorstore_ck.store import LAST_SEEN, Store
 from tensorstore_ck.store.internals import require_opened
 from tensorstore_ck.training import optimizers
-from tensorstore_ck.training.model_state import require_supported
 from tensorstore_ck.training.noted_attributes import with_noted
+from tensorstore_ck.training.parameter_names import require_supported
 from tensorstore_ck.training.per_rank_state import GENERATORS, Merge, PerRankState
 from tensorstore_ck.training.rank_group import rank_and_world_size, require_group
 from tensorstore_ck.training.resume_search import ResumeSearch
@@ -39,6 +38,8 @@ from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful
 from tensorstore_ck.training.step_watch import StepWatch
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from tensorstore_ck.engine.write.request import AnyHead, LastSeen
     from tensorstore_ck.store import ReadOnlyStore
 
@@ -131,13 +132,15 @@ class TrainingState:
         limited._sides = self._sides.leaving_out(names)
         return limited
 
+    # --- save and restore ---------------------------------------------------------------------------------------------
+
     def put(
         self,
         store: Store,
         *,
         ref: str,
         step: int | None = None,
-        group: "dist.ProcessGroup | DeviceMesh | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         gradients: bool = False,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
@@ -200,7 +203,7 @@ class TrainingState:
         *,
         ref: str,
         step: int | None = None,
-        group: "dist.ProcessGroup | DeviceMesh | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         gradients: bool = False,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
@@ -249,9 +252,7 @@ class TrainingState:
             timeout_seconds=timeout_seconds,
         )
 
-    def prepare(
-        self, store: Store, *, group: "dist.ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
-    ) -> None:
+    def prepare(self, store: Store, *, group: "ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         """Makes ready what the first `put_async` needs: see `Store.prepare`. A `Checkpointer` calls it."""
         if torch.cuda.is_available():
             changed_by = self._sides.shared.optimizers_with_hooks()
@@ -263,7 +264,7 @@ class TrainingState:
         store: "ReadOnlyStore",
         address: str,
         *,
-        group: "dist.ProcessGroup | DeviceMesh | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         parts: Collection[str] | None = None,
         allow_marked: bool = False,
         broadcast: bool = False,
@@ -320,6 +321,8 @@ class TrainingState:
         if GENERATORS in sides.parts:
             sides.warn_of_differences(f"{address!r} (step {snapshot.step})", old, ranks)
         return snapshot
+
+    # --- for torch.distributed.checkpoint ---------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
         """Everything, for ``dcp.save({"app": training})``.

@@ -11,8 +11,9 @@ compare_runs.py       the page of several branches: their metrics over each othe
 find.py               snapshots of all stores for which a condition holds
 activity.py           the operations in the logs
 ref.py                the page of a branch: charts, graph, saves
+lineage.py            the saves of a branch: which lead to its head, and which it left behind
 series.py             the data of its charts, as JSON
-graph.py              its graph: which saves lead to its head, and which it left behind
+graph.py              its graph
 space.py              the bytes of a store by holder, and its growth; forgotten snapshots that can come back
 health.py             last runs, a check on request, marks, and where packs lie
 snapshot.py           the page of one snapshot, with why it is kept, and code to copy that opens it
@@ -20,7 +21,8 @@ catalog_snapshots.py  a snapshot by its address, what the catalog knows of it, a
 snapshot_content.py   the content of a snapshot: its tables, read once; its tensors as a tree of groups
 snapshot_tensors.py   groups, tensors and values of a snapshot, piece by piece
 tensor_statistics.py  statistics and histograms of tensors
-compare_snapshots.py  the page of two snapshots: what differs, and by how much tensors changed
+compare_snapshots.py  the page of two snapshots
+differences.py        what differs between two, and by how much tensors changed
 
 Each page has a module, a template of the same name, and a function `page(pages, request)`, which `app.py` lists. It reads the catalog where
 possible, since a catalog of 10,000 snapshots answers at once, and opens the store only for the rest. Pages work
@@ -35,7 +37,7 @@ with extra("ui", "a server of pages in a browser"):
     import starlette as _starlette
     import uvicorn as _uvicorn
 
-from tensorstore_ck.catalog.synced_store import private_catalog
+from tensorstore_ck.catalog.private_catalog import private_catalog
 from tensorstore_ck.ui.actions import parse_allow
 from tensorstore_ck.ui.app import make_app, serve
 from tensorstore_ck.ui.security import Access

@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
 from starlette.applications import Starlette
@@ -15,7 +15,6 @@ from starlette.types import ASGIApp
 
 from tensorstore_ck.common.prices import NO_PRICES, Prices
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.store import OpenOptions
 from tensorstore_ck.ui import (
     actions,
     activity,
@@ -35,6 +34,9 @@ from tensorstore_ck.ui import (
 from tensorstore_ck.ui.pages import Pages
 from tensorstore_ck.ui.security import Access, Guard
 from tensorstore_ck.ui.sources import Sources
+
+if TYPE_CHECKING:
+    from tensorstore_ck.store import OpenOptions
 
 Page = Callable[[Pages, Request], Response]
 
@@ -69,7 +71,7 @@ def make_app(
     sources: Sources,
     access: Access,
     complete: Callable[[str], str] = str,
-    open_options: OpenOptions | None = None,
+    open_options: "OpenOptions | None" = None,
     prices: Prices = NO_PRICES,
 ) -> ASGIApp:
     """The pages of `sources`, for users with the token of `access`. `complete`, `open_options`, `prices`: see `Pages`."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -26,9 +26,11 @@ from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS
 from tensorstore_ck.common.prices import NO_PRICES, Prices, usd_text
 from tensorstore_ck.common.units import human_bytes, iso_time
 from tensorstore_ck.errors import NotFoundError
-from tensorstore_ck.store import OpenOptions
 from tensorstore_ck.ui.security import Access
 from tensorstore_ck.ui.sources import Sources, StoreKey
+
+if TYPE_CHECKING:
+    from tensorstore_ck.store import OpenOptions
 
 MAX_PAGE_DIGITS: Final = 9
 _COMMAND: Final = re.compile(r"`(tsck (?:(?! -s )[^`])*)`")
@@ -134,7 +136,7 @@ class Pages:
         sources: Sources,
         access: Access,
         complete: Callable[[str], str] = str,
-        open_options: OpenOptions | None = None,
+        open_options: "OpenOptions | None" = None,
         prices: Prices = NO_PRICES,
     ) -> None:
         """Args:

@@ -13,7 +13,8 @@ from tensorstore_ck.catalog.current_refs import STATES
 from tensorstore_ck.catalog.schema import jobs, metrics, pins, refs, snapshots, tags
 from tensorstore_ck.errors import NotFoundError, StoreError
 from tensorstore_ck.ui.catalog_snapshots import CatalogSnapshot
-from tensorstore_ck.ui.graph import ROW, Label, Lineage, read_graph, read_lineage
+from tensorstore_ck.ui.graph import ROW, Label, read_graph
+from tensorstore_ck.ui.lineage import Lineage, read_lineage
 from tensorstore_ck.ui.pages import Pages, asked, page_number
 from tensorstore_ck.ui.series import MAX_METRICS, read_notes
 from tensorstore_ck.ui.sources import StoreKey

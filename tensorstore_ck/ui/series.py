@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from tensorstore_ck.catalog.schema import metrics, pins, snapshots, tags
 from tensorstore_ck.common.ids import SHOWN_ROOT_DIGITS
-from tensorstore_ck.ui.graph import Lineage, Move, Save, read_lineage
+from tensorstore_ck.ui.lineage import Lineage, Move, Save, read_lineage
 from tensorstore_ck.ui.pages import Pages, asked, time_text
 
 MAX_METRICS: Final = 8

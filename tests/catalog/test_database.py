@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tensorstore_ck.catalog import Catalog
+from tensorstore_ck.catalog.create_tables import VIEWS
 from tensorstore_ck.catalog.database import Database
-from tensorstore_ck.catalog.schema import VIEWS
 from tensorstore_ck.common.ids import new_ulid
 from tensorstore_ck.errors import (
     AlreadyExistsError,

@@ -14,7 +14,7 @@ from sqlalchemy import Connection
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.catalog import Catalog, row_writer, schema
+from tensorstore_ck.catalog import Catalog, create_tables, row_writer
 from tensorstore_ck.errors import BrokenLogError, FormatVersionError
 from tensorstore_ck.log.follow import empty
 from tensorstore_ck.maintenance.salvage import salvage
@@ -96,7 +96,7 @@ def test_processes_at_once_that_make_the_catalog(store: Store, tmp_path: Path, n
 
 @pytest.mark.race
 def test_two_that_find_no_catalog_make_one(new_schema: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    url, both, looked, is_made = new_schema(), threading.Barrier(2, timeout=PATIENCE_SECONDS), threading.local(), schema.has_tables
+    url, both, looked, is_made = new_schema(), threading.Barrier(2, timeout=PATIENCE_SECONDS), threading.local(), create_tables.has_tables
 
     def look(connection: Connection, shown: str) -> bool:
         found = is_made(connection, shown)
@@ -108,7 +108,7 @@ def test_two_that_find_no_catalog_make_one(new_schema: Callable[[], str], monkey
         with Catalog(url) as catalog:
             return catalog.sync(open_store(MemoryBackend())).head_n
 
-    monkeypatch.setattr(schema, "has_tables", look)
+    monkeypatch.setattr(create_tables, "has_tables", look)
     with ThreadPoolExecutor(2) as pool:
         assert [each.result() for each in [pool.submit(sync), pool.submit(sync)]] == [0, 0]
 

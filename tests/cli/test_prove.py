@@ -61,7 +61,7 @@ def test_a_proof_that_cannot_be_written_says_why(tsck: Tsck, key: str, tmp_path:
     def fail(path: str, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "full", path)
 
-    monkeypatch.setattr("tensorstore_ck.cli.cmd_sign_prove.replace_file", fail)
+    monkeypatch.setattr("tensorstore_ck.cli.cmd_prove.replace_file", fail)
     refused = tsck("prove", "models/base", "model.a")
     assert refused.code == NoSpaceError.exit_code
     assert "cannot write model.a.proof" in refused.err

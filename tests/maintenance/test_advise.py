@@ -7,7 +7,7 @@ import pytest
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
-from tensorstore_ck.maintenance.advise import SaveCosts, best, ettr
+from tensorstore_ck.maintenance.optimal_interval import SaveCosts, best, ettr
 from tests.gc.stores import Clock, open_store, state
 
 

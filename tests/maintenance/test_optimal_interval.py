@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.maintenance.advise import SaveCosts, best, daly, ettr, require_costs, young
+from tensorstore_ck.maintenance.optimal_interval import SaveCosts, best, daly, ettr, require_costs, young
 
 
 def simulated(interval: float, costs: SaveCosts, training: float, seed: int) -> float:

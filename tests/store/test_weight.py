@@ -56,14 +56,14 @@ MOST_LINES = {
     "feed": 1200,
     "format": 5300,
     "gc": 3600,
-    "integrations": 20000,
+    "integrations": 20300,
     "log": 7200,
-    "maintenance": 7500,
+    "maintenance": 7600,
     "redaction": 200,
     "session": 11300,
     "state": 7300,
     "store": 1800,
-    "training": 4900,
+    "training": 5000,
     "ui": 4000,
 }
 """Of the Python files of each area, rounded up to hundreds."""
@@ -71,7 +71,7 @@ MOST_LINES_A_FILE = 399
 LONGER = {"store/read_only_store.py", "store/store.py", "standalone/tsck_read.py"}
 """Two classes that are mostly docstrings, and a program of one file."""
 MOST_POSITIONAL = 4
-MOST_LONG_CALLS = 120
+MOST_LONG_CALLS = 121
 """Calls with more positional arguments than that: of torch, numpy, struct, SQLAlchemy and the like, whose parameters have no names here; in
 `integrations` also 85 of this package's own functions."""
 

@@ -25,7 +25,7 @@ from tensorstore_ck.format.codec import Codec, decode
 from tensorstore_ck.integrations import model_signature
 from tensorstore_ck.integrations.importing import inspect_checkpoint
 from tensorstore_ck.integrations.trainer.pointers import SnapshotPointer
-from tensorstore_ck.maintenance.plan_training import count_parameters
+from tensorstore_ck.maintenance.count_parameters import count_parameters
 from tensorstore_ck.session.peers.link import PeerLink, PeerLostError, message_mac
 from tests.store.test_worst_inputs import LEAF, OBJECT, PACKAGE, Row, many, pickled, require_proportion, text
 
@@ -275,15 +275,18 @@ DECODERS: Final[dict[str, str]] = {
     "integrations/deepspeed/engine.py": OWN,
     "integrations/exporting/followed_folder.py": OWN,
     "integrations/exporting/model_folder.py": "a file of the model that the user names",
-    "integrations/exporting/torch_file.py": "torch's, which wrote it just now",
+    "integrations/exporting/torch_zip_template.py": "torch's, which wrote it just now",
     "integrations/hf/weights.py": "a file of the model that is trained",
-    "integrations/hf/resume_source.py": OWN,
+    "integrations/hf/trainer_values.py": OWN,
     "integrations/importing/dcp_folder.py": ROWS,
+    "integrations/importing/dcp_safetensors.py": ROWS,
     "integrations/importing/megatron_folder.py": ROWS,
     "integrations/importing/safe_unpickler.py": ROWS,
     "integrations/importing/safetensors_file.py": ROWS,
-    "integrations/importing/model_folder.py": ROWS,
+    "integrations/importing/sharded_index.py": ROWS,
     "integrations/importing/torch_file.py": ROWS,
+    "integrations/importing/trainer_folder.py": ROWS,
+    "integrations/importing/zip_directory.py": ROWS,
     "integrations/model_signature.py": ROWS,
     "integrations/ray/reporting.py": OWN,
     "integrations/titan/snapshot_manager.py": OWN,
@@ -294,7 +297,7 @@ DECODERS: Final[dict[str, str]] = {
     "log/field_checks.py": "a row of a checkpoint, which has its bounds",
     "log/head_file.py": "4,096 bytes",
     "log/trust_file.py": ROWS,
-    "maintenance/plan_training.py": ROWS,
+    "maintenance/count_parameters.py": ROWS,
     "maintenance/fsck/rebuild_parts.py": PARSED,
     "session/group/channel.py": ROWS,
     "session/group/rank_kinds.py": ROWS,

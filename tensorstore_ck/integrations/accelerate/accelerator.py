@@ -33,7 +33,7 @@ from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState, random_generators
 from tensorstore_ck.training.checkpointing import Checkpointer
-from tensorstore_ck.training.model_state import ParameterNames
+from tensorstore_ck.training.parameter_names import ParameterNames
 from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.stateful_parts import StatefulPart
 
@@ -129,6 +129,8 @@ class SnapshotMixin:
             skipped.iteration = dataloader.iteration  # accelerate below 1.15 begins at 0
             dataloader.iteration += 1
         return skipped
+
+    # --- save ---------------------------------------------------------------------------------------------------------
 
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
@@ -268,6 +270,8 @@ class SnapshotMixin:
                 checkpointer.close(finished=finished)
         finally:
             self._named.finish()
+
+    # --- load ---------------------------------------------------------------------------------------------------------
 
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any

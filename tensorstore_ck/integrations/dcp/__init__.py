@@ -1,7 +1,9 @@
 """`torch.distributed.checkpoint` over a store: pass a `Writer` to ``dcp.save`` and a `Reader` to ``dcp.load``.
 
 target.py            the store, ref, step and address from arguments and DCP's checkpoint id
-plans.py             plans, flat names and byte items of DCP in the terms of a store
+flat_layout.py       DCP's flat names as a layout
+plans.py             DCP's plans in terms of a store: which rank writes which part
+byte_items.py        DCP's byte items as native values, and back
 duplicate_items.py   finds ranks with different copies under one name
 dcp_save.py          one rank's side of a save: writes its part; the coordinator's commits
 writer.py            Writer: what ``dcp.save`` and ``dcp.async_save`` call

@@ -115,6 +115,8 @@ class DcpSave:
         """`run` raises it; DCP informs the other ranks."""
         self._error = error
 
+    # --- every rank ---------------------------------------------------------------------------------------------------
+
     def write_tensors(self, role: Role, captured: CapturedState, meter: SaveMeter) -> Begun:
         """The coordinator's call: the values of all ranks, which belong into its part, are not known yet.
 
@@ -175,6 +177,8 @@ class DcpSave:
             checked_parts(engine, [written], begun.anchor, engine.log.newest_view()),
             ParentComparison(engine=engine, view=view, written=written, captured=captured, request=self._request).examine(),
         )
+
+    # --- the coordinator ----------------------------------------------------------------------------------------------
 
     def run(self, status: SaveStatus) -> SnapshotInfo:
         """Writes the coordinator's part, and commits what all ranks have written."""

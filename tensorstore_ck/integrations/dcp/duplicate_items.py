@@ -19,7 +19,7 @@ from tensorstore_ck.common.ids import block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.sealed import pack_body
-from tensorstore_ck.integrations.dcp.plans import resolve_item
+from tensorstore_ck.integrations.dcp.byte_items import resolve_item
 from tensorstore_ck.session.group.rank_messages import named_ranks
 from tensorstore_ck.state.byte_sources import source_of
 from tensorstore_ck.state.capture import require_dense

@@ -33,7 +33,7 @@ from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import REQUIRES_GRAD, Container, Leaf, Tree, leaves, parse
 from tensorstore_ck.format.values import decode
-from tensorstore_ck.integrations.dcp.plans import torch_zip
+from tensorstore_ck.integrations.dcp.byte_items import torch_zip
 from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.state.allocate import TensorAllocator, form_of
@@ -91,6 +91,8 @@ class Reader(StorageReader):
         """id of a branch -> its children by their keys."""
         self._zips: dict[bytes, bytes] = {}
         """Encoded value -> its zip."""
+
+    # --- called by DCP, in this order ---------------------------------------------------------------------------------
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
@@ -176,6 +178,8 @@ class Reader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    # --- the work -----------------------------------------------------------------------------------------------------
 
     def _separate_memory(self, boxes: Sequence[ReadItem], targets: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, int]]:
         """Memory for each box, since only the last of several boxes with one target gets it; and the last one, for each of the others."""

@@ -23,8 +23,9 @@ from torch.futures import Future
 from tensorstore_ck.common.ids import block_id
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.write.write_plan import places_of
+from tensorstore_ck.integrations.dcp.byte_items import decode_item
 from tensorstore_ck.integrations.dcp.dcp_save import Begun
-from tensorstore_ck.integrations.dcp.plans import Tiny, decode_item
+from tensorstore_ck.integrations.dcp.plans import Tiny
 from tensorstore_ck.integrations.dcp.target import CheckpointId
 from tensorstore_ck.integrations.dcp.writer import Writer
 from tensorstore_ck.log.snapshot import Snapshot
@@ -86,6 +87,8 @@ class ShadowWriter(StorageWriter):
         self._ours = ours
         self._problem = ""
         self.report: ShadowReport | None = None
+
+    # --- called by DCP, in this order ---------------------------------------------------------------------------------
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
@@ -162,6 +165,8 @@ class ShadowWriter(StorageWriter):
         _logger.info("%s", self.report)
         if self._problem:
             warnings.warn(f"the checkpoint has no snapshot: {self._problem}", ShadowWarning, stacklevel=2)
+
+    # --- the work -----------------------------------------------------------------------------------------------------
 
     def _guarded(self, work: Callable[[], T]) -> T | None:
         """Calls `work` unless something has failed; keeps an error for the report."""

@@ -29,16 +29,8 @@ from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.dcp_save import Begun, DcpSave, Gathered, WriterReport, coordinators_request, ranks_request
 from tensorstore_ck.integrations.dcp.duplicate_items import DuplicateItems, differences, explain, hash_copies, local_items
-from tensorstore_ck.integrations.dcp.plans import (
-    Role,
-    Tiny,
-    assign_roles,
-    build_flat_layout,
-    flat_layout_of,
-    items_of_plans,
-    resolve_items,
-    with_tiny,
-)
+from tensorstore_ck.integrations.dcp.flat_layout import build_flat_layout, items_of_plans
+from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, flat_layout_of, resolve_items, with_tiny
 from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.queued_save import QueuedSave
@@ -126,6 +118,8 @@ class Writer(StorageWriter):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _saving=_Saving(), _saves=1)  # DCP's save process gets a copy for each save: never the first
+
+    # --- called by DCP, in this order ---------------------------------------------------------------------------------
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
@@ -224,6 +218,8 @@ class Writer(StorageWriter):
             put.fail(exc)
         del put  # the queue drops the state before it reports the end
         self.snapshot = save_queue(self._target.store).finish(queued)
+
+    # --- the work -----------------------------------------------------------------------------------------------------
 
     def _gather(self, put: DcpSave, metadata: Metadata, results: list[list[WriteResult]]) -> Gathered:
         """Collects the parts that the ranks have written, checked against DCP's metadata; warns of differing copies."""

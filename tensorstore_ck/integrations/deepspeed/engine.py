@@ -19,11 +19,11 @@ from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations.deepspeed.compatibility import require_supported
 from tensorstore_ck.integrations.deepspeed.engine_state import partitioned, training_of
+from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, LATEST, NOTE
 from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.pointers import NamedSaves, is_there, newest_noted, note_at, read_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer
-from tensorstore_ck.integrations.trainer_names import CLIENT_STATE, LATEST, NOTE
 from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.checkpointing import Checkpointer
@@ -145,6 +145,8 @@ class _Snapshots:
     def _group(self) -> "dist.ProcessGroup | None":
         return all_ranks(also_one=True)
 
+    # --- save ---------------------------------------------------------------------------------------------------------
+
     def save(self, folder: Path, tag: str | None, client_state: Mapping[str, Any], *, save_latest: bool, excludes_frozen: bool) -> bool:
         """See `SnapshotMixin.save_checkpoint`."""
         engine = self._engine
@@ -175,6 +177,8 @@ class _Snapshots:
                 checkpointer.close()
         finally:
             self._named.finish()
+
+    # --- load ---------------------------------------------------------------------------------------------------------
 
     def search(self, folder: Path, tag: str | None) -> ResumeSearch | None:
         """For the snapshot to load; None: DeepSpeed loads a checkpoint of its own."""

@@ -8,22 +8,24 @@ import copy
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed.fragments import Fragment, base_optimizer, fragments_of, is_copy, with_global_names
-from tensorstore_ck.integrations.trainer_names import COUNTERS, MASTER, MICRO_OFFSET, SCALE
-from tensorstore_ck.state import LazySnapshot
+from tensorstore_ck.integrations.deepspeed_names import COUNTERS, MASTER, MICRO_OFFSET, SCALE
 from tensorstore_ck.training import TrainingState, optimizers
 from tensorstore_ck.training.buffers import plain_buffers
 from tensorstore_ck.training.gradients import Gradients
-from tensorstore_ck.training.model_state import MODEL, ParameterNames, walk
 from tensorstore_ck.training.noted_attributes import noted_attributes
+from tensorstore_ck.training.parameter_names import MODEL, ParameterNames, walk
 from tensorstore_ck.training.per_rank_state import PerRankState
 from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
 from tensorstore_ck.training.stateful_parts import StatefulPart
+
+if TYPE_CHECKING:
+    from tensorstore_ck.state import LazySnapshot
 
 State = dict[str, Any]
 PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "extra")
@@ -66,6 +68,8 @@ class EngineState(SharedState):
 
     def _fragments(self) -> list[Fragment]:
         return fragments_of(self._engine.optimizer, self.names())
+
+    # --- captured ---------------------------------------------------------------------------------------------------------
 
     def capture(self, get_optimizer: GetOptimizer = optimizers.get_state) -> State:
         """All of it as it is now, not copied."""
@@ -125,7 +129,9 @@ class EngineState(SharedState):
         ]
         return optimizers.named_groups(own) if self._engine.has_moe_layers or self._engine.pipeline_parallelism else own
 
-    def target(self, stored: LazySnapshot) -> State:
+    # --- restored ---------------------------------------------------------------------------------------------------------
+
+    def target(self, stored: "LazySnapshot") -> State:
         """The state to restore a snapshot into: the engine's own memory, and new tensors for moments that it does not have yet."""
         fragments = self._fragments()
         target = super().target(stored)
@@ -150,7 +156,7 @@ class EngineState(SharedState):
         own = name.removeprefix(MODEL)
         return self.strict or own == name or own in self.names().parameters or own in plain_buffers(self.module, of_model=True)
 
-    def _state_targets(self, fragments: list[Fragment], stored: LazySnapshot) -> Iterator[tuple[str, State]]:
+    def _state_targets(self, fragments: list[Fragment], stored: "LazySnapshot") -> Iterator[tuple[str, State]]:
         """Moments are views of tensors like `Fragment.flat`, which become the optimizer's states when they are filled."""
         own = base_optimizer(self._engine.optimizer).state
         states: dict[str, State] = {fragment.name: {} for fragment in fragments if fragment.flat is not None}

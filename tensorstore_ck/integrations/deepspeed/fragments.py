@@ -24,7 +24,7 @@ from torch import nn
 
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.state import FlatShard
-from tensorstore_ck.training.model_state import ParameterNames
+from tensorstore_ck.training.parameter_names import ParameterNames
 
 OPTIMIZERS: Final = (
     DeepSpeedZeroOptimizer,

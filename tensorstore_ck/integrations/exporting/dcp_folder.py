@@ -22,11 +22,11 @@ from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.tree import ATTRIBUTES, Container, Leaf, Tree, leaves
 from tensorstore_ck.format.values import key_text
 from tensorstore_ck.integrations.exporting.atomic_target import require_disk_space
-from tensorstore_ck.integrations.exporting.blocks_to_files import ByteRouter, scratch_bytes, size_bytes
+from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter, scratch_bytes, size_bytes
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport, split_files
 from tensorstore_ck.integrations.exporting.meta_state import MetaState, untouched
 from tensorstore_ck.integrations.exporting.output_file import OutputFile, write_file
-from tensorstore_ck.integrations.exporting.torch_file import TorchZipTemplate, build_template, require_savable
+from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, build_template, require_savable
 from tensorstore_ck.state.allocate import LeafForm, form_of
 from tensorstore_ck.state.byte_sources import new_tensor
 from tensorstore_ck.state.select import listed

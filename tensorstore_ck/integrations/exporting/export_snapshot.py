@@ -20,7 +20,7 @@ from tensorstore_ck.integrations.exporting.blocks_to_files import read_or_copy
 from tensorstore_ck.integrations.exporting.deepspeed_universal import write_universal
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.strip_prefix import sole_prefix, without_prefix
-from tensorstore_ck.integrations.model_folder_format import USUAL_FILE
+from tensorstore_ck.integrations.model_file_names import USUAL_FILE
 from tensorstore_ck.integrations.model_signature import SUFFIX, FolderSigner, write_signature
 from tensorstore_ck.integrations.weight_names import read_names
 from tensorstore_ck.integrations.weight_names.content import convert_content

@@ -25,14 +25,21 @@ from tensorstore_ck.errors import AlreadyExistsError, MismatchError, Unsupported
 from tensorstore_ck.feed import Feed, FeedVersion
 from tensorstore_ck.format.record import STORE_KEY
 from tensorstore_ck.format.tree import Tree, parse
-from tensorstore_ck.integrations.exporting import model_folder
 from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, atomic_folder, require_disk_space
 from tensorstore_ck.integrations.exporting.export_snapshot import MAX_FILE_BYTES, chosen
 from tensorstore_ck.integrations.exporting.job import ExportJob
+from tensorstore_ck.integrations.exporting.model_folder import (
+    ModelFiles,
+    find_model_files,
+    weights_globs,
+    without_model_files,
+    write_model_folder,
+)
 from tensorstore_ck.integrations.exporting.output_file import OutputFile, write_file
 from tensorstore_ck.integrations.exporting.safetensors_files import write_safetensors
 from tensorstore_ck.integrations.exporting.strip_prefix import sole_prefix, without_prefix
-from tensorstore_ck.integrations.model_folder_format import ADAPTER_CONFIG, CONFIG, METADATA, TORCH_DTYPES, stored_files
+from tensorstore_ck.integrations.model_file_names import ADAPTER_CONFIG, CONFIG, stored_files
+from tensorstore_ck.integrations.safetensors_format import METADATA, TORCH_DTYPES
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.state.byte_sources import memory_at
 from tensorstore_ck.state.registered_types import torch_dtype
@@ -54,7 +61,7 @@ class _Plan(NamedTuple):
     globs: Sequence[str] | None
     prefix: str
     """What stored names begin with, and those in the files do not."""
-    model: model_folder.ModelFiles | None
+    model: ModelFiles | None
     """The small files; None without a configuration."""
 
 
@@ -142,16 +149,16 @@ class FollowedFolder:
             elif plan.model is None:
                 write_safetensors(job)
             else:
-                model_folder.write_model_folder(job, plan.model)
+                write_model_folder(job, plan.model)
             version = {"root": snapshot.root, "step": snapshot.step, "ref": self._ref, "time_ns": snapshot.time_ns}
             write_file(os.path.join(folder, VERSION), target.path, json.dumps(version).encode() + b"\n")
 
     def _plan(self, content: SnapshotContent) -> _Plan:
         tree = parse(content.layout, len(content.values))
         has_files = self._config_from is not None or not {CONFIG, ADAPTER_CONFIG}.isdisjoint(stored_files(tree))
-        model = model_folder.find_model_files(content, tree, self._config_from) if has_files else None
-        tree = model_folder.without_model_files(tree)
-        globs = model_folder.weights_globs(tree) if self._select is None else self._select
+        model = find_model_files(content, tree, self._config_from) if has_files else None
+        tree = without_model_files(tree)
+        globs = weights_globs(tree) if self._select is None else self._select
         tree = chosen(tree, globs)
         prefix = sole_prefix(tree)
         tree = without_prefix(tree, prefix)

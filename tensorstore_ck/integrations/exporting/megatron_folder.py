@@ -1,6 +1,6 @@
 """A snapshot as a folder of Megatron-core in its format torch_dist, for `dist_checkpointing.load` on any number of ranks.
 
-Takes the flat dict of `trainer_names`. Each tensor is one piece. Types of Megatron in the common state need Megatron here, as there.
+Takes the flat dict of `megatron_layout`. Each tensor is one piece. Types of Megatron in the common state need Megatron here, as there.
 """
 
 import io
@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.tree import Container, Leaf, Tree
-from tensorstore_ck.integrations.exporting.blocks_to_files import size_bytes
+from tensorstore_ck.integrations.exporting.byte_routing import size_bytes
 from tensorstore_ck.integrations.exporting.dcp_folder import write_checkpoint
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.meta_state import MetaState
 from tensorstore_ck.integrations.exporting.output_file import write_file
-from tensorstore_ck.integrations.trainer_names import COMMON, is_object_key
+from tensorstore_ck.integrations.megatron_layout import COMMON, is_object_key
 from tensorstore_ck.state.allocate import TensorAllocator
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.select import listed

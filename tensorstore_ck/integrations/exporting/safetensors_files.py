@@ -17,10 +17,10 @@ from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.format.tree import Leaf, Tree, leaves
 from tensorstore_ck.format.values import decode, describe
 from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, require_disk_space
-from tensorstore_ck.integrations.exporting.blocks_to_files import ByteRouter, scratch_bytes, size_bytes
+from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter, scratch_bytes, size_bytes
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport, split_files
 from tensorstore_ck.integrations.exporting.output_file import OutputFile, write_file
-from tensorstore_ck.integrations.model_folder_format import MAX_HEADER_BYTES, METADATA, NUMPY_DTYPES, TORCH_DTYPES, file_shape
+from tensorstore_ck.integrations.safetensors_format import MAX_HEADER_BYTES, METADATA, NUMPY_DTYPES, TORCH_DTYPES, file_shape
 from tensorstore_ck.state.allocate import AnyDtype, LeafForm, form_of
 from tensorstore_ck.state.registered_types import DTYPE_NAMES, decode_torch
 from tensorstore_ck.state.select import listed

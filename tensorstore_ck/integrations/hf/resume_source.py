@@ -9,21 +9,23 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch.distributed as dist
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
 from tensorstore_ck.errors import MismatchError, NotFoundError, UnsupportedValueError
 from tensorstore_ck.integrations.exporting.export_snapshot import export_snapshot
-from tensorstore_ck.integrations.model_folder_format import MODEL_FILES, is_model_file
+from tensorstore_ck.integrations.model_file_names import MODEL_FILES, is_model_file
 from tensorstore_ck.integrations.trainer.pointers import read_pointer
 from tensorstore_ck.integrations.trainer.saves import require_own_ref
 from tensorstore_ck.integrations.trainer_names import TRAINER_STATE
 from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.resume_search import ResumeSearch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 AUTO: Final = "auto"
 """The newest snapshot if there is one."""
@@ -36,7 +38,7 @@ class NoCheckpointError(NotFoundError, ValueError):
     __str__ = Exception.__str__
 
 
-def begin_search(store: Store, given: str | bool | None, ref: str, group: "dist.ProcessGroup | None") -> ResumeSearch | None:
+def begin_search(store: Store, given: str | bool | None, ref: str, group: "ProcessGroup | None") -> ResumeSearch | None:
     """For the snapshot to resume from; None: transformers starts from the beginning, or resumes from a folder of its own."""
     if given is None or given is False:
         require_own_ref(store, ref, ARGUMENT)
@@ -78,7 +80,7 @@ _TORCH_FILES: Final = {"optimizer": ".pt", "scheduler": ".pt", "scaler": ".pt", 
 """The start of a part's name -> the suffix of its file."""
 
 
-def write_imported(store: Store, address: str, output_dir: str, group: "dist.ProcessGroup | None", *, writes: bool) -> Path | None:
+def write_imported(store: Store, address: str, output_dir: str, group: "ProcessGroup | None", *, writes: bool) -> Path | None:
     """Writes the folder, in `output_dir`, if the snapshot is imported. All ranks call it; `writes`: this one is the first of its host.
 
     Raises:

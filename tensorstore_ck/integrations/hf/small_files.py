@@ -8,7 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,11 @@ from transformers import PreTrainedModel
 
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.integrations.exporting.model_folder import quiet_transformers
-from tensorstore_ck.integrations.model_folder_format import ADAPTER_NAMES, MAX_FILE_BYTES, MODEL_FILES, is_model_file
+from tensorstore_ck.integrations.exporting.try_model_folder import quiet_transformers
+from tensorstore_ck.integrations.model_file_names import ADAPTER_NAMES, MAX_FILE_BYTES, MODEL_FILES, is_model_file
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -65,7 +68,7 @@ def _save_model(model: Any, folder: Path) -> Mapping[str, str] | None:
     return None
 
 
-def capture(trainer: Any, group: "dist.ProcessGroup | None") -> dict[str, Any]:
+def capture(trainer: Any, group: "ProcessGroup | None") -> dict[str, Any]:
     """The files for the snapshots of a Trainer, for `TrainingState`'s ``extra``. Rank 0 makes them, and sends them to the others."""
     sent = [_of_trainer(trainer) if group is None or group.rank() == 0 else {}]
     if group is not None:

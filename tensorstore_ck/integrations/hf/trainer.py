@@ -24,7 +24,7 @@ from tensorstore_ck.integrations.hf.compatibility import require_supported
 from tensorstore_ck.integrations.hf.exception_save import ExceptionSaveMixin
 from tensorstore_ck.integrations.hf.resume_source import ARGUMENT, begin_search, native_folder, remove_imported, write_imported
 from tensorstore_ck.integrations.hf.weights import AdapterBase
-from tensorstore_ck.integrations.model_folder_format import MODEL_FILES
+from tensorstore_ck.integrations.model_file_names import MODEL_FILES
 from tensorstore_ck.integrations.trainer import persistent_workers
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.attach import opened
@@ -117,6 +117,8 @@ class SnapshotMixin(ExceptionSaveMixin):
         if self._known_base is None or self._known_base.model is not self._native.model:
             self._known_base = AdapterBase(self._native.model)
         return self._known_base
+
+    # --- resume -------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> TrainOutput:
         """As transformers' Trainer, but for `resume_from_checkpoint`.
@@ -235,6 +237,8 @@ class SnapshotMixin(ExceptionSaveMixin):
         if self._checkpointer is not None:  # else this run has saved nothing
             self._checkpointer.wait()
         self._load_weights(pointer.address)
+
+    # --- save ---------------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         native, state = self._native, self._native.state

@@ -7,10 +7,9 @@ parameters of quantized or sharded models stay in the snapshots.
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.distributed as dist
 from blake3 import blake3
 from torch import nn
 from transformers import Trainer as NativeTrainer
@@ -18,11 +17,15 @@ from transformers import Trainer as NativeTrainer
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import FrozenChangedError, MismatchError
-from tensorstore_ck.integrations.model_folder_format import ADAPTER_NAMES
+from tensorstore_ck.integrations.model_file_names import ADAPTER_NAMES
 from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState, model_state
-from tensorstore_ck.training.model_state import MODEL, ParameterNames
+from tensorstore_ck.training.parameter_names import MODEL, ParameterNames
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 NOTE: Final = "base_model"
 """The key of the reference in a snapshot's metadata."""
@@ -185,7 +188,7 @@ def takes_by_name(trainer: NativeTrainer) -> bool:
     return type(native.model).load_state_dict is nn.Module.load_state_dict or native.is_fsdp_enabled
 
 
-def restore(trainer: NativeTrainer, store: Store, address: str, group: "dist.ProcessGroup | None", *, base: AdapterBase) -> None:
+def restore(trainer: NativeTrainer, store: Store, address: str, group: "ProcessGroup | None", *, base: AdapterBase) -> None:
     """Restores the weights in place, or through the model's own `load_state_dict`; `base`: of the model, to which a snapshot may refer.
 
     Raises:

@@ -12,13 +12,14 @@ from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.request import LAST_SEEN, AnyHead, LastSeen
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.record import STORE_KEY
+from tensorstore_ck.integrations.importing.crc_check import with_crc_check
 from tensorstore_ck.integrations.importing.detect_format import find_state
 from tensorstore_ck.integrations.importing.malformed import printable
-from tensorstore_ck.integrations.importing.mapped_files import Files, with_crc_check
+from tensorstore_ck.integrations.importing.mapped_files import Files
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.resolve_placeholders import resolve_placeholders
 from tensorstore_ck.integrations.weight_names import read_names
-from tensorstore_ck.integrations.weight_names.content import convert_state
+from tensorstore_ck.integrations.weight_names.states import convert_state
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.state import capture
 from tensorstore_ck.state.select import listed

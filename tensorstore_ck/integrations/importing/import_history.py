@@ -6,99 +6,24 @@ branch, after comparing the hashes of their files with the snapshots.
 
 import glob
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Final
 
-import numpy as np
-
-from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.common.deprecation import renamed_argument
-from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, block_id
-from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.common.user_frames import short_errors
-from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.write_plan import only_author, places_of
 from tensorstore_ck.errors import AmbiguousAddressError, InvalidOptionError, MismatchError, NotFoundError, SnapshotAbortedError
-from tensorstore_ck.format.block_assignment import encode_regions
-from tensorstore_ck.format.layout import layout_id
-from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values
 from tensorstore_ck.format.record import check_metrics, encode_metadata
+from tensorstore_ck.integrations.importing.compare_snapshot import is_in_snapshot
+from tensorstore_ck.integrations.importing.crc_check import with_crc_check
 from tensorstore_ck.integrations.importing.import_checkpoint import CheckpointContents, Opened, opened
 from tensorstore_ck.integrations.importing.lookup import metric_at, step_at
-from tensorstore_ck.integrations.importing.mapped_files import with_crc_check
 from tensorstore_ck.integrations.importing.numbers_in_names import steps_of_names
-from tensorstore_ck.log import RefTable, SnapshotInfo, validate_ref_name
+from tensorstore_ck.log import RefTable, validate_ref_name
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.store import ReadOnlyStore, Store
-from tensorstore_ck.store.internals import config_of, log_of, put_captured, read_record, require_opened
-
-_RUN_BLOCKS: Final = 64
-
-
-def is_in_snapshot(store: ReadOnlyStore, captured: CapturedState, info: SnapshotInfo) -> bool:
-    """Whether a save of `captured` would store the snapshot's tensors, values and structure.
-
-    Raises:
-        CorruptObjectError: the snapshot's record, or the source of `captured`, is damaged.
-    """
-    return read_record(store, info).part_ids == _part_id(captured, config_of(store).block_bytes)
-
-
-def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
-    """The id of the part that a save by one process would write (FORMAT.md, "Parts")."""
-    author = only_author(captured)
-    layout = captured.layout.encode()
-    blobs = np.zeros(1 + len(captured.blobs), BLOB_DTYPE)
-    ids: list[Digest] = []
-    for number, blob in enumerate((layout, *captured.blobs)):
-        at, lengths = 0, cut_opaque(blob)
-        for length in lengths:
-            ids.append(block_id(memoryview(blob)[at : at + length]))
-            at += length
-        blobs[number] = (len(lengths), 0, len(blob))
-    inline: list[bytes] = []
-    blocks: list[tuple[int, int, int]] = []
-    for region, start, share in places_of(captured, author, block_bytes):
-        if share.is_inline:
-            inline.append(bytes(captured.sources[region.tensor].read(start, start + share.lengths[0])))
-            continue
-        for length in share.lengths:
-            blocks.append((region.tensor, start, start + length))
-            start += length
-    hashes = [ZERO_DIGEST] * len(blocks)
-
-    def hash_run(rows: list[int]) -> None:
-        for row in rows:
-            tensor, start, stop = blocks[row]
-            hashes[row] = block_id(captured.sources[tensor].read(start, stop))
-
-    for_each(_runs(len(blocks)), hash_run, cpu_threads())
-    part = Part(
-        layout_id=layout_id(layout),
-        rank=author.rank,
-        world_size=author.world_size,
-        blobs=blobs,
-        ids=b"".join([*ids, *hashes]),
-        values=encode_values(captured.values),
-        inline=b"".join(inline),
-        packs=(),
-        extents=np.zeros(0, EXTENT_DTYPE),
-        base_ids=b"",
-        anchor=0,
-        layout_of=author.layout_of,
-        regions=encode_regions(captured.explicit),
-    )
-    return part.part_id()
-
-
-def _runs(count: int) -> Iterator[list[int]]:
-    rows = iter(range(count))
-    while run := list(islice(rows, _RUN_BLOCKS)):
-        yield run
-
+from tensorstore_ck.store import Store
+from tensorstore_ck.store.internals import log_of, put_captured, require_opened
 
 KEY: Final = "key:"
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -225,6 +150,9 @@ def _import_one(store: Store, planned: PlannedImport, checkpoint: Opened, ref: s
     return ImportedStep(planned.path, store.annotate(root, missing) if missing else Snapshot.from_info(there), was_there=True)
 
 
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
 def _check_arguments(step_from: object, metrics: object) -> None:
     is_key = isinstance(step_from, str) and step_from.startswith(KEY) and step_from != KEY
     if step_from != "name" and not is_key:
@@ -277,6 +205,9 @@ def _metrics(checkpoint: Opened, metrics: Mapping[str, str | float], origin: str
         name: metric_at(checkpoint.state, source.removeprefix(KEY), origin) if isinstance(source, str) else float(source)
         for name, source in metrics.items()
     }
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def _require_order(view: RefTable, ref: str, plan: Sequence[PlannedImport]) -> None:

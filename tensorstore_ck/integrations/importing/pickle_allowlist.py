@@ -13,9 +13,11 @@ from typing import Any, Final
 import torch
 
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
+from tensorstore_ck.integrations.importing.deepspeed.classes import deepspeed_makers
 from tensorstore_ck.integrations.importing.key_types import require_cheap_keys
-from tensorstore_ck.integrations.importing.library_classes import NUMPY_MAKERS, NumpyArrayClass, config_makers, deepspeed_makers
 from tensorstore_ck.integrations.importing.malformed import MalformedError
+from tensorstore_ck.integrations.importing.numpy_pickles import NUMPY_MAKERS, NumpyArrayClass
+from tensorstore_ck.integrations.importing.omegaconf import config_makers
 from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Unstorable
 from tensorstore_ck.state.byte_sources import strided
 from tensorstore_ck.state.registered_types import DTYPE_NAMES, DTYPES
@@ -139,6 +141,9 @@ class PickleAllowlist:
             self.dropped.append(attributes)
 
 
+# --- torch ----------------------------------------------------------------------------------------------------------
+
+
 def _tensor(  # noqa: PLR0917 - as in torch._utils
     stored: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, hooks: Any = None, bits: Any = None
 ) -> torch.Tensor:
@@ -207,6 +212,9 @@ def _layout(name: Any) -> torch.layout:
     if name not in _LAYOUTS:
         raise MalformedError("it has an unknown layout")
     return _LAYOUTS[name]
+
+
+# --- Python ---------------------------------------------------------------------------------------------------------
 
 
 def _encoded(text: Any = "", encoding: Any = "latin1") -> bytes:

@@ -83,6 +83,8 @@ class _SafeUnpickler:
             step(self)
         raise MalformedError(f"it is longer than {MAX_PICKLE_BYTES >> 20} MiB")
 
+    # --- bytes --------------------------------------------------------------------------------------------------------
+
     def take(self, size: int) -> memoryview:
         if size > len(self.data) - self.at:
             raise MalformedError(f"it claims {size} bytes at byte {self.at}, where {len(self.data) - self.at} are left")
@@ -102,6 +104,8 @@ class _SafeUnpickler:
                 self.at = end + 1
                 return text
         raise MalformedError(f"it has a name without an end at byte {self.at}")
+
+    # --- stack --------------------------------------------------------------------------------------------------------
 
     def push(self, value: Any) -> None:
         self._stack.append(value)
@@ -146,6 +150,8 @@ class _SafeUnpickler:
     def recall(self, number: int) -> None:
         self._stack.append(self._memo[number])
 
+    # --- containers ---------------------------------------------------------------------------------------------------
+
     def append(self, items: Sequence[Any]) -> None:
         target = self._stack[-1]
         if type(target) is list:
@@ -183,6 +189,8 @@ class _SafeUnpickler:
         self._copied += size
         if self._copied > FREE_COPIES + COPIES * self.at:
             raise MalformedError(f"it has {self.at} bytes so far, and asks for copies of {self._copied} items in them")
+
+    # --- objects ------------------------------------------------------------------------------------------------------
 
     def name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str or len(module) + len(name) > 1024:

@@ -14,7 +14,7 @@ from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import MappedFile
 from tensorstore_ck.integrations.importing.placeholders import Unstorable
-from tensorstore_ck.integrations.model_folder_format import BITS, MAX_HEADER_BYTES, METADATA, TORCH_DTYPES
+from tensorstore_ck.integrations.safetensors_format import BITS, MAX_HEADER_BYTES, METADATA, TORCH_DTYPES
 from tensorstore_ck.state.byte_sources import strided
 from tensorstore_ck.state.registered_types import DTYPES
 

@@ -8,8 +8,8 @@ save_strategy.py   saves a sharded state dict as one snapshot of all ranks, now 
 load_strategy.py   loads from the snapshot that a folder names: sharded tensors and objects, the common state, and what there is
 snapshot_folder.py the folder that names a snapshot
 stored_state.py    a sharded state dict as a state of the store; an opened snapshot by Megatron's keys
-version.py         the versions of Megatron-core that are supported
 safe_types.py      the types that Megatron's ``safe_globals`` lists
+version.py         the versions of Megatron-core that are supported
 compatibility.py   the names of Megatron-core that are used
 """
 

@@ -22,12 +22,19 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import StoreError, UnsupportedValueError
-from tensorstore_ck.integrations.megatron import snapshot_folder
 from tensorstore_ck.integrations.megatron.compatibility import SaveBase, request_class
+from tensorstore_ck.integrations.megatron.snapshot_folder import (
+    BACKEND,
+    VERSION,
+    end_other_checkpoint,
+    latest_folder,
+    name_snapshot,
+    other_backend,
+)
 from tensorstore_ck.integrations.megatron.stored_state import state_of
 from tensorstore_ck.integrations.megatron.version import has_registry, keeps_common_state_as_object
+from tensorstore_ck.integrations.megatron_layout import COMMON, COMMON_OBJECT
 from tensorstore_ck.integrations.trainer.pointers import read_pointer
-from tensorstore_ck.integrations.trainer_names import COMMON, COMMON_OBJECT
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import one_line
@@ -48,7 +55,7 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
     """The folders that all strategies of this process have saved into: Megatron's wrapper hides which one it was."""
 
     def __init__(self, store: Store, ref: str) -> None:
-        super().__init__(snapshot_folder.BACKEND, snapshot_folder.VERSION)
+        super().__init__(BACKEND, VERSION)
         self._store, self._ref, self._is_first = store, ref, True
         self.changed_by: list[torch.optim.Optimizer] = []
         """See `Strategies.changed_by`."""
@@ -99,7 +106,7 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
             if dist.get_rank() == 0:
                 state[COMMON] = _common_state(state, Path(checkpoint_dir) / COMMON_STATE_FNAME)
                 attributes = _attributes(state[COMMON])
-                snapshot_folder.end_other_checkpoint(checkpoint_dir)
+                end_other_checkpoint(checkpoint_dir)
         except Exception as exc:  # noqa: BLE001 - the save raises it; the other ranks would wait for this one
             state = UnpreparedState(exc)
         if self._is_first:
@@ -127,7 +134,7 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
 
     def _name(self, folder: Path, snapshot: Snapshot) -> None:
         if dist.get_rank() == 0:
-            snapshot_folder.name_snapshot(self._store, folder, snapshot.root)
+            name_snapshot(self._store, folder, snapshot.root)
             self.has_named = True
             if not has_registry():  # in 0.16 the wrapper names the backend of what it wraps
                 self._named.add(str(folder))
@@ -198,8 +205,8 @@ def head_before_local_checkpoint(store: Store, ref: str, parent: Path, common_st
     load, began_with = getattr(arguments, "load", None), getattr(arguments, "iteration", None)
     if not (isinstance(load, str) and isinstance(began_with, int) and os.path.realpath(load) == os.path.realpath(parent)):
         return None
-    latest = snapshot_folder.latest_folder(parent)
-    if latest is None or snapshot_folder.other_backend(latest):
+    latest = latest_folder(parent)
+    if latest is None or other_backend(latest):
         return None
     try:
         pointer = read_pointer(latest)

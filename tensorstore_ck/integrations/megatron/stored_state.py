@@ -1,6 +1,6 @@
 """A sharded state dict of Megatron as this rank's side of a state of the store, and `StoredState`, an opened snapshot by Megatron's keys.
 
-`trainer_names` says how it is laid out. Replicas (``replica_id`` other than 0) are not stored; each rank reads what it needs, and nothing
+`megatron_layout` says how it is laid out. Replicas (``replica_id`` other than 0) are not stored; each rank reads what it needs, and nothing
 else.
 """
 
@@ -17,7 +17,7 @@ from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
 from tensorstore_ck.format.values import decode
 from tensorstore_ck.integrations.megatron.version import keeps_common_state_as_object
-from tensorstore_ck.integrations.trainer_names import COMMON, COMMON_OBJECT, is_object_key
+from tensorstore_ck.integrations.megatron_layout import COMMON, COMMON_OBJECT, is_object_key
 from tensorstore_ck.state import Box, Boxes
 from tensorstore_ck.state.allocate import TensorAllocator, form_of
 from tensorstore_ck.state.byte_sources import target_of

@@ -146,6 +146,8 @@ class LocalCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         except (StoreError, NoReplicasAvailableError) as exc:
             return {}, plan, (isinstance(exc, DamageError), f"rank {self.rank}: {exc}")
 
+    # --- what NVRx calls ----------------------------------------------------------------------------------------------
+
     def _my_ckpt_ids(self) -> list[CkptID]:
         return self._own.ids()
 

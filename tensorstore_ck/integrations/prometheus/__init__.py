@@ -12,7 +12,7 @@ with extra("exporter", "the Prometheus exporter"):
     import prometheus_client as _prometheus_client
     import sqlalchemy as _sqlalchemy
 
-from tensorstore_ck.catalog.synced_store import private_catalog
+from tensorstore_ck.catalog.private_catalog import private_catalog
 from tensorstore_ck.integrations.prometheus.endpoint import Endpoint
 from tensorstore_ck.integrations.prometheus.exporter import Exporter
 

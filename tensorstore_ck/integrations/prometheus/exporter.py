@@ -102,6 +102,8 @@ class Exporter:
         if not hanging:
             self._catalog.close()
 
+    # --- threads ------------------------------------------------------------------------------------------------------
+
     def _begin(self, watched: WatchedStore | None, work: Callable[[], object]) -> threading.Thread:
         thread = Helper(work, "tsck exporter")
         with self._beginning:

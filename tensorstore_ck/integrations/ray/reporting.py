@@ -1,4 +1,4 @@
-"""`report` and `restore`, in the workers of Ray Train; and the versions of Ray, and its private and alpha names, that they need.
+"""`report` and `restore`, in the workers of Ray Train.
 
 Natively each worker uploads its own files. Here all workers save one snapshot, and Ray gets a folder with the snapshot's name. What Ray
 keeps is pinned, and a policy of the ref drops the rest, so that the store drops a snapshot when Ray has dropped its folder.
@@ -12,16 +12,16 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import ray
 import ray.train
 import torch.distributed as dist
 from ray.train import Checkpoint
 
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.user_frames import short_errors
-from tensorstore_ck.errors import InputError, InvalidOptionError, MissingExtraError, NotFoundError, StoreError
+from tensorstore_ck.errors import InputError, InvalidOptionError, NotFoundError, StoreError
+from tensorstore_ck.integrations.ray.compatibility import num_to_keep, reported_checkpoints
 from tensorstore_ck.integrations.trainer.pointers import (
     POINTER,
     SnapshotPointer,
@@ -31,7 +31,6 @@ from tensorstore_ck.integrations.trainer.pointers import (
     write_pointer,
 )
 from tensorstore_ck.integrations.trainer.saves import Always
-from tensorstore_ck.integrations.trainer.versions import Package
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
@@ -39,54 +38,8 @@ from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.resume_search import DAMAGES
 
-PACKAGE: Final = Package(title="Ray", name="ray[train]", lowest=(2, 56), above=(3, 0), tested="ray[train]==2.60.0")
-"""Earlier ones cannot list checkpoints without a wait (`timeout_s`)."""
-
-
-def num_to_keep() -> int | None:
-    """`CheckpointConfig.num_to_keep` of the run that this process is a worker of; None: Ray keeps everything.
-
-    Raises:
-        MissingExtraError: Ray's version is not supported, or a private name is not what it was.
-        InvalidOptionError: this process is no worker of Ray Train.
-    """
-    PACKAGE.require_version(ray.__version__)
-    try:
-        from ray.train.v2._internal.execution.context import get_train_context  # noqa: PLC0415 - a private name
-    except ImportError as exc:
-        raise _changed("get_train_context") from exc
-    try:
-        context = get_train_context()
-    except RuntimeError as exc:
-        raise InvalidOptionError(
-            "tsck.ray is for functions that Ray Train runs in its workers, such as the train_loop_per_worker of a TorchTrainer; elsewhere "
-            "use tsck.Checkpointer",
-            object_id="ray",
-        ) from exc
-    try:
-        limit: int | None = context.train_run_context.run_config.checkpoint_config.num_to_keep
-    except AttributeError as exc:
-        raise _changed(exc.name) from exc
-    return limit
-
-
-def reported_checkpoints() -> list[Any]:
-    """The checkpoints that Ray keeps, without waiting for the newest reports. Raises `MissingExtraError` if an alpha name has changed."""
-    try:
-        from ray.train import CheckpointConsistencyMode, get_all_reported_checkpoints  # noqa: PLC0415 - alpha names
-    except ImportError as exc:
-        raise _changed(exc.name) from exc
-    reported: list[Any] = get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED, timeout_s=0)
-    return reported
-
-
-def _changed(name: str | None) -> MissingExtraError:
-    return MissingExtraError(
-        f"Ray {ray.__version__} has no {name}, or Ray Train version 1 is switched on: run `pip install '{PACKAGE.tested}'`, with which "
-        "this was tested",
-        object_id=f"ray.{name}",
-    )
-
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 UNPINNED: Final = 2
 """How many snapshots the policy of the ref keeps: the newest one is pinned when Ray has its folder."""
@@ -197,7 +150,7 @@ def restore(state: object, *, store: Store, ref: str) -> Snapshot | None:
     return newest
 
 
-def _restore_named(root: str, state: object, store: Store, ref: str, group: "dist.ProcessGroup | None") -> Snapshot:
+def _restore_named(root: str, state: object, store: Store, ref: str, group: "ProcessGroup | None") -> Snapshot:
     def name() -> bytes:
         if ref not in store.branches():
             return root.encode()
@@ -218,7 +171,7 @@ def _restore_named(root: str, state: object, store: Store, ref: str, group: "dis
     return store.resolve(root)
 
 
-def _require_worker(store: Store) -> "dist.ProcessGroup | None":
+def _require_worker(store: Store) -> "ProcessGroup | None":
     """The group of all workers."""
     if not isinstance(store, Store):
         raise InvalidOptionError(f"store= must be an open store, such as tsck.open('/data/ckpt'), not {store!r}", object_id="store")
@@ -232,7 +185,7 @@ def _require_worker(store: Store) -> "dist.ProcessGroup | None":
     return dist.group.WORLD if ranks > 1 else None
 
 
-def _numbers(metrics: Mapping[str, Any], store: Store, group: "dist.ProcessGroup | None") -> dict[str, float]:
+def _numbers(metrics: Mapping[str, Any], store: Store, group: "ProcessGroup | None") -> dict[str, float]:
     """The metrics of the first worker, as in Ray."""
 
     def numbers() -> bytes:

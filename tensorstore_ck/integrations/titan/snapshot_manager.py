@@ -32,7 +32,7 @@ from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
-from tensorstore_ck.training.model_state import walk
+from tensorstore_ck.training.parameter_names import walk
 from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.state_sides import PARTS
@@ -156,6 +156,8 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
             rank_values={key: held for key, held in own.items() if held is not None},
         )
 
+    # --- save ---------------------------------------------------------------------------------------------------------
+
     @short_errors
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._should_save(curr_step, last_step):
@@ -210,6 +212,8 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
     def _close(self) -> None:
         self._finish_saves()
         self._store.close()
+
+    # --- load ---------------------------------------------------------------------------------------------------------
 
     @short_errors
     def _load(self, step: int = -1) -> bool:

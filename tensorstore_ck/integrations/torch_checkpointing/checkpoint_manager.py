@@ -119,6 +119,8 @@ class CheckpointManager:
         """Also of one rank, which may have DTensors."""
         return all_ranks(also_one=True)
 
+    # --- save ---------------------------------------------------------------------------------------------------------
+
     def save(self, checkpoint_id: str, checkpoint: Mapping[str, Any]) -> "Future[Snapshot] | None":
         """Saves a payload, after the previous save has ended. All ranks call it, each with its own side.
 
@@ -187,6 +189,8 @@ class CheckpointManager:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait(self._timeout_seconds)
+
+    # --- load ---------------------------------------------------------------------------------------------------------
 
     def load(
         self,
@@ -332,6 +336,8 @@ class CheckpointManager:
                 object_id=names[0],
             )
         return own
+
+    # --- the rest -----------------------------------------------------------------------------------------------------
 
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
         """Checks a payload; a process that saves alone also allocates memory for background saves: see `Store.prepare`.

@@ -2,7 +2,8 @@
 
 names_file.py   the file, parsed
 conversion.py   which rows of which tensor make each tensor of the other side
-content.py      converts a stored snapshot while it is read, or a state in memory
+states.py       converts a state in memory
+content.py      converts a stored snapshot, while it is read
 
 Every tensor is made of whole rows of others, so nothing is computed and every bit stays.
 """

@@ -1,8 +1,10 @@
 """Copies refs and their blocks between two stores: incremental, verified, resumable.
 
 refs.py           chooses and copies refs, oldest snapshots first
-snapshots.py      copies one snapshot and publishes it; CopyReport
+branch_plan.py    compares the histories of a branch in both stores
+snapshots.py      copies one snapshot and publishes it
 blocks.py         copies encoded blocks from packs to packs
+report.py         CopyReport
 """
 
 import os
@@ -17,7 +19,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.maintenance.copy_store.blocks import Pace
 from tensorstore_ck.maintenance.copy_store.refs import copy_refs
-from tensorstore_ck.maintenance.copy_store.snapshots import CopiedRef, CopyReport, Progress
+from tensorstore_ck.maintenance.copy_store.report import CopiedRef, CopyReport, Progress
 
 __all__ = ["CopiedRef", "CopyReport", "Pace", "Progress", "RateLimit", "copy", "copy_refs"]
 

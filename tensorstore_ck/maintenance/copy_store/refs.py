@@ -9,86 +9,27 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
 
-from tensorstore_ck import errors
 from tensorstore_ck.common.executor import Executor, require_no_rate
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import rescue_if_expired
-from tensorstore_ck.engine.write.branch_conflict import branch_command, moved_by
-from tensorstore_ck.log import BranchMove, Op, RefTable, SnapshotInfo
+from tensorstore_ck.engine.write.branch_conflict import moved_by
+from tensorstore_ck.errors import (
+    ConflictError,
+    DamageError,
+    FormatVersionError,
+    InvalidOptionError,
+    LogChangedError,
+    NotFoundError,
+    SnapshotExpiredError,
+    StoreError,
+    UntrustedError,
+)
+from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.maintenance.copy_store.blocks import Pace
-from tensorstore_ck.maintenance.copy_store.snapshots import CopiedRef, CopyMeter, CopyReport, Progress, SnapshotCopier
-
-
-class BranchPlan(NamedTuple):
-    """The snapshots that a branch of the target lacks."""
-
-    name: str
-    head: Digest | None
-    """The target's head; None: no such branch."""
-    moves: list[BranchMove]
-    """The moves to make there, in order."""
-    is_ahead: bool
-    """The target has all of the source's history, and more."""
-
-
-def plan_branch(source: Engine, target: Engine, name: str, refs: RefTable) -> BranchPlan:
-    """Compares a branch of the source, as it is in its `refs`, with the target's.
-
-    The target continues from its head, even if the source has forgotten that snapshot since.
-
-    Raises:
-        ConflictError: the histories diverged, or the target has a tag of that name.
-    """
-    view = target.log.view()
-    if view.tag(name) is not None:
-        raise errors.ConflictError(
-            f"{name!r} is a branch in the source and a tag in {target.backend.url}: remove the tag there (`tsck untag {name} -s "
-            f"{shlex.quote(target.backend.url)}`), or give it another name",
-            object_id=name,
-        )
-    moves = list(refs.moves(name, newest_first=False))
-    branch = view.branch(name)
-    if branch is None:
-        return BranchPlan(name, None, moves, is_ahead=False)
-    if branch.root == moves[-1].root:
-        return BranchPlan(name, branch.root, [], is_ahead=False)
-    theirs = [move.root for move in view.moves(name)]
-    done = _moves_done(source, name=name, moves=moves, root=branch.root, times=theirs.count(branch.root))
-    if done is not None:
-        return BranchPlan(name, branch.root, moves[done:], is_ahead=False)
-    if moves[-1].root in theirs or _last_move_to(target, name, moves[-1].root) is not None:
-        return BranchPlan(name, branch.root, [], is_ahead=True)
-    raise errors.ConflictError(
-        f"branch {name!r} diverged: {target.backend.url} has it at {branch.root.hex()[:16]} ({moved_by(target, branch)}), which the "
-        f"source never had there, and the source at {moves[-1].root.hex()[:16]}. Nothing was copied to it; to take the source's branch and "
-        f"keep both, keep the target's under another name (`{branch_command(target, view, branch)}`), forget it under this name "
-        f"(`tsck forget {name} -s {shlex.quote(target.backend.url)}`), and copy again",
-        object_id=name,
-    )
-
-
-def _moves_done(source: Engine, name: str, moves: list[BranchMove], root: Digest, times: int) -> int | None:
-    """How many of the source's moves the target has made; None: it diverged. The target is at `root` for the `times`-th time."""
-    at = [number for number, move in enumerate(moves) if move.root == root]
-    if at:
-        return at[min(times, len(at)) - 1] + 1
-    n = _last_move_to(source, name, root)
-    return None if n is None else sum(move.n <= n for move in moves)
-
-
-def _last_move_to(engine: Engine, name: str, root: Digest) -> int | None:
-    """The last log entry that moved the branch to `root`, even if that was forgotten since."""
-    last = None
-    for entry in engine.log.entries():
-        for op in entry.ops:
-            is_of_branch = op.fields.get("ref" if op.name == "put" else "name") == name
-            if is_of_branch and op.name in ("put", "branch", "reset") and op.fields["root"] == root:
-                last = entry.n
-            elif is_of_branch and op.name == "expire" and op.fields["snapshots"] is None:
-                last = None  # a later branch of that name is another one
-    return last
-
+from tensorstore_ck.maintenance.copy_store.branch_plan import BranchPlan, plan_branch
+from tensorstore_ck.maintenance.copy_store.report import CopiedRef, CopyReport, Progress
+from tensorstore_ck.maintenance.copy_store.snapshots import CopyMeter, SnapshotCopier
 
 NOTES_AN_ENTRY: Final = 64
 MAX_NAMES_SHOWN: Final = 8
@@ -105,7 +46,7 @@ class _RefPlan(NamedTuple):
     branch: BranchPlan | None
     missing: list[SnapshotInfo]
     """Snapshots that the target's branch must still move to, or that a tag must still name."""
-    error: errors.StoreError | None
+    error: StoreError | None
 
 
 def copy_refs(
@@ -137,13 +78,13 @@ def copy_refs(
 def _require_compatible(source: Engine, target: Engine) -> None:
     one, other = source.backend.url, target.backend.url
     if source.config.uuid == target.config.uuid:
-        raise errors.InvalidOptionError(
+        raise InvalidOptionError(
             f"{one} and {other} are the same store, or one is a file copy of the other: copy to a separate store, as `tsck init URL` "
             f"makes; or give the copy an identity of its own: `tsck adopt -s {shlex.quote(other)}`",
             object_id=other,
         )
     if source.config.block_bytes != target.config.block_bytes:
-        raise errors.InvalidOptionError(
+        raise InvalidOptionError(
             f"{one} cuts blocks at {source.config.block_bytes} bytes, and {other} at {target.config.block_bytes}: their snapshots differ; "
             "copy to a store that was made with the same block size",
             object_id=other,
@@ -203,7 +144,7 @@ class _Copy:
                 return _RefPlan(name, kind=kind, held=held, branch=branch, missing=missing, error=None)
             missing = [] if self._is_tag_there(view, name) else _infos(view, held)
             return _RefPlan(name, kind=kind, held=held, branch=None, missing=missing, error=None)
-        except (errors.ConflictError, errors.DamageError, errors.UntrustedError, errors.LogChangedError) as exc:
+        except (ConflictError, DamageError, UntrustedError, LogChangedError) as exc:
             return _RefPlan(name, kind=kind, held=held, branch=None, missing=[], error=exc)
 
     def _admitted(self, view: RefTable, name: str, ulids: list[Ulid]) -> list[SnapshotInfo]:
@@ -230,7 +171,7 @@ class _Copy:
                 if not self._bring_all(plan):
                     outcome, error = "behind", self._why_behind(plan)
                 self._copy_notes(plan)
-            except (errors.ConflictError, errors.DamageError, errors.FormatVersionError) as exc:
+            except (ConflictError, DamageError, FormatVersionError) as exc:
                 error = exc
         copied = self._meter.snapshots - copied_before
         if error is not None and outcome != "behind":
@@ -259,12 +200,12 @@ class _Copy:
                 if not self._bring(info, plan.name, arrange):
                     self._warnings.append(f"{what} was left out: it was forgotten in the source while it was copied")
                     continue
-            except errors.DamageError as exc:
+            except DamageError as exc:
                 raise type(exc)(f"{what} cannot be copied: {exc}", object_id=exc.object_id) from exc
             head, last_brought = info.root, info.ulid
         return not plan.missing or last_brought == plan.missing[-1].ulid
 
-    def _why_behind(self, plan: _RefPlan) -> errors.DamageError | None:
+    def _why_behind(self, plan: _RefPlan) -> DamageError | None:
         """None: it was forgotten while it was copied, and the next copy plans again."""
         info = self._from.snapshot(plan.missing[-1].ulid)
         if info is None or info.mark != DAMAGED:
@@ -273,7 +214,7 @@ class _Copy:
         where = shlex.quote(self._source.backend.url)
         is_branch = plan.kind == "branch"
         advice = f"`tsck reset {name} {name}~1 -s {where}`, or train on from there" if is_branch else f"`tsck untag {name} -s {where}`"
-        return errors.DamageError(
+        return DamageError(
             f"{plan.kind} {name!r} is at snapshot {info.root.hex()[:16]} (step {info.step}) in the source, which is marked damaged and was "
             f"left out. Move the {plan.kind} in the source ({advice}), and copy again",
             object_id=info.root.hex(),
@@ -285,13 +226,13 @@ class _Copy:
         def build(view: RefTable) -> list[Op]:
             there = view.by_root(info.root)
             if there is None:
-                raise errors.SnapshotExpiredError(f"snapshot {info.root.hex()} was freed", object_id=info.root.hex())
+                raise SnapshotExpiredError(f"snapshot {info.root.hex()} was freed", object_id=info.root.hex())
             return [*arrange(view, None), *rescue_if_expired(self._target, view, there)]
 
         if self._to.by_root(info.root) is not None:
             try:
                 self._target.log.append(build)
-            except errors.SnapshotExpiredError:
+            except SnapshotExpiredError:
                 pass  # copied again
             else:
                 return True
@@ -302,7 +243,7 @@ class _Copy:
             branch = view.branch(name)
             if (branch.root if branch is not None else None) != head or view.tag(name) is not None:
                 how = "" if branch is None else f" ({moved_by(self._target, branch)})"
-                raise errors.ConflictError(
+                raise ConflictError(
                     f"{name!r} was moved in {self._target.backend.url} by another process while it was copied{how}: run the copy again",
                     object_id=name,
                 )
@@ -347,7 +288,7 @@ def _chosen(view: RefTable, globs: Sequence[str]) -> list[tuple[str, str]]:
             names = [name for name, _ in every]
             shown = ", ".join(names[:MAX_NAMES_SHOWN]) + (", ..." if len(names) > MAX_NAMES_SHOWN else "")
             known = f"refs: {shown}" if names else "it has no refs yet"
-            raise errors.NotFoundError(f"no branch or tag of the source matches {glob!r} ({known})", object_id=glob)
+            raise NotFoundError(f"no branch or tag of the source matches {glob!r} ({known})", object_id=glob)
     return [(name, kind) for name, kind in every if not globs or any(fnmatchcase(name, glob) for glob in globs)]
 
 
@@ -358,7 +299,7 @@ def _require_free(view: RefTable, name: str, url: str) -> None:
         where = shlex.quote(url)
         renamed = f"`tsck branch NAME {name} -s {where}` and `tsck forget {name} -s {where}`"
         advice = f"`tsck untag {name} -s {where}`" if kind == "tag" else f"keep the branch under another name with {renamed}"
-        raise errors.ConflictError(
+        raise ConflictError(
             f"tag {name!r} was not copied: in {url} {what}; tags never move. To take the source's: {advice}, and copy again", object_id=name
         )
 

@@ -1,4 +1,4 @@
-"""Copies one snapshot in crash-safe order: packs, parts, record, log entry; and reports what was copied.
+"""Copies one snapshot in crash-safe order: packs, parts, record, log entry.
 
 Content, block ids, part ids and the root stay the same; block locations are new in the target, under the rules of any save. The caller
 chooses the operations that publish the snapshot.
@@ -6,7 +6,6 @@ chooses the operations that publish the snapshot.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -23,7 +22,7 @@ from tensorstore_ck.engine.read.block_reader import decode_at
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
 from tensorstore_ck.engine.write.publish import condemned_of, publish, retry_expired, store_record
-from tensorstore_ck.errors import CorruptObjectError, DamageError, SnapshotExpiredError, StoreError
+from tensorstore_ck.errors import CorruptObjectError, DamageError, SnapshotExpiredError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, HEAD_BYTES, Encoder, elements_in
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import Part, part_name
@@ -31,54 +30,7 @@ from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.block_index import Location
 from tensorstore_ck.maintenance.copy_store.blocks import BLOCK_DTYPE, Blocks, Copied, CopyPiece, Pace, copy_piece, cut_pieces
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, total bytes) of the content of the snapshots to copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopiedRef:
-    """The result for one ref."""
-
-    name: str
-    kind: str
-    """``branch`` or ``tag``."""
-    outcome: str
-    """``copied``: now equal to the source; ``there``: it was equal; ``ahead``: the target has more; ``failed``; ``behind``: the source's
-    head was left out, and the target is at the last copied snapshot before it, if any."""
-    root: str | None
-    """The target's root of the ref now."""
-    snapshots: int
-    """Snapshots that were copied for it."""
-    error: StoreError | None = None
-    """Why it failed or is behind; snapshots that were copied before the error stay."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyReport:
-    """The result of a copy."""
-
-    refs: tuple[CopiedRef, ...]
-    snapshots: int
-    """Snapshots that were copied."""
-    snapshots_there: int
-    """Snapshots of the chosen refs that the target had already."""
-    blocks: int
-    """Transferred blocks."""
-    blocks_there: int
-    """Blocks of copied snapshots that the target had already, or that occur repeatedly."""
-    read_bytes: int
-    """Bytes of blocks read from the source."""
-    written_bytes: int
-    """Bytes of packs, parts and records written to the target."""
-    warnings: tuple[str, ...]
-    """The parts that were left out, and why."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether every ref is equal to the source or ahead. Earlier snapshots may have been left out: see `warnings`."""
-        return not any(ref.error or ref.outcome == "behind" for ref in self.refs)
-
+from tensorstore_ck.maintenance.copy_store.report import Progress
 
 Arrange = Callable[[RefTable, Op], list[Op]]
 """Given the target at its head and a put: checks the ref, and returns the operations that publish the snapshot."""

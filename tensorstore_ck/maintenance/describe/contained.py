@@ -9,8 +9,8 @@ from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, Tensor
 from tensorstore_ck.maintenance.describe.diff import blocks_of
-from tensorstore_ck.maintenance.describe.show import OpenSnapshot, Tensor
 
 MAX_CANDIDATES: Final = 8
 """The most tensors of the base, for each block, that are compared with a tensor of another name: many may have a block of zeros."""

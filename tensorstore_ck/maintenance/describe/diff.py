@@ -24,7 +24,7 @@ from tensorstore_ck.format.part_index import RegionBytes
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.maintenance.describe.show import OpenSnapshot, SnapshotContents, Tensor, display, identity, tensor_form
+from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, SnapshotContents, Tensor, display, identity, tensor_form
 
 COMPARE_BYTES: Final = 64 << 20
 """Bytes read at a time from each snapshot."""

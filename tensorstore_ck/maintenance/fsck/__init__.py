@@ -2,15 +2,17 @@
 
 check_store.py         Fsck: the order of all checks, and unreferenced objects
 findings.py            FsckOptions: how much data is read; Finding, FsckReport
+check_config.py        store.json: checks and repairs it
 check_log.py           the log and its checkpoints; an engine at the log as it was checked
 check_snapshot.py      one snapshot: record, parts, layout, extents; the tensors that damage affects
-check_storage.py       store.json, modes of files, markers, uploads: checks and repairs them
+check_storage.py       modes of files, markers of cold locations, unfinished uploads; when gc frees unreferenced objects
 check_packs.py         footers, and known bad blocks; tables of blocks, and where they have copies
 check_data.py          reads every stored byte, in pieces
 repairable.py          whether and how damage can be repaired; snapshots that repair marked as damaged
 repair.py              the order of all repairs; log entries, checkpoints, this host's cache
 rebuild_parts.py       records and parts
-rebuild_packs.py       rebuilds damaged packs, from verified copies of blocks; after an error of a read, repair marks nothing
+rebuild_packs.py       packs
+good_copies.py         verified blocks from other packs and other stores; read errors, after which repair marks nothing
 """
 
 from tensorstore_ck.maintenance.fsck.check_storage import abort_stale_uploads

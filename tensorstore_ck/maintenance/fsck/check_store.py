@@ -28,7 +28,7 @@ from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.roots import roots
 from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo, lost_log, sign_of_lost_log, store_objects
 from tensorstore_ck.log.checkpoint import checkpoint_folder
-from tensorstore_ck.maintenance.fsck import check_storage, findings
+from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_log
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
 from tensorstore_ck.maintenance.fsck.check_log import (
     LogCheck,
@@ -42,6 +42,17 @@ from tensorstore_ck.maintenance.fsck.check_log import (
 )
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, BlockTables, Packs, find_copies
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, describe_hit, merge_damages, parts_of
+from tensorstore_ck.maintenance.fsck.check_storage import FreeableObjects, check_markers, check_modes, stale_uploads, why_unreferenced
+from tensorstore_ck.maintenance.fsck.findings import (
+    UNREADABLE,
+    Findings,
+    FsckOptions,
+    FsckReport,
+    Progress,
+    Severity,
+    kind_of,
+    object_problem,
+)
 from tensorstore_ck.maintenance.fsck.repairable import (
     check_marks,
     is_moved_intact,
@@ -59,19 +70,19 @@ _KIND_OF: Final = {folder: kind for kind, folder in FOLDERS.items()}
 
 def run_fsck(
     engine: Engine,
-    options: findings.FsckOptions | None = None,
+    options: FsckOptions | None = None,
     *,
     read_data: bool = False,
-    progress: findings.Progress | None = None,
+    progress: Progress | None = None,
     executor: Executor | None = None,
-) -> findings.FsckReport:
+) -> FsckReport:
     """Checks the store as `options` say; `read_data` and `progress` are short for these options. `executor` reads the data.
 
     Raises:
         BackendUnavailableError: the backend does not answer. Damage is never raised.
         InvalidOptionError: an invalid rate limit, or one for a remote executor.
     """
-    options = options or findings.FsckOptions(read_data=read_data, progress=progress)
+    options = options or FsckOptions(read_data=read_data, progress=progress)
     require_no_rate(options.rate_limit, executor)
     return Fsck(engine.limited_to(options.rate_limit), options, executor=executor).run()
 
@@ -82,7 +93,7 @@ class Fsck:
     def __init__(
         self,
         engine: Engine,
-        options: findings.FsckOptions,
+        options: FsckOptions,
         *,
         known_bad: Mapping[Ulid, BadBlocks] | None = None,
         reads_marked: bool = False,
@@ -98,7 +109,7 @@ class Fsck:
         self._reads_marked = reads_marked
         self._executor = executor
         self._started_ns = engine.clock()
-        self._found = findings.Findings()
+        self._found = Findings()
         self._lock = threading.Lock()
         self._done_bytes = self._total_bytes = 0
         self.needed: set[ObjectKey] = set()
@@ -106,7 +117,7 @@ class Fsck:
         self._broken: list[str] = []
         """Missing or damaged log entries."""
         self._rebuilt: dict[Ulid, bytes | None] = {}
-        self._freeing = check_storage.FreeableObjects(engine)
+        self._freeing = FreeableObjects(engine)
         self._unsure = False
         """Whether a record or part could not be read, so that what it refers to is unknown."""
         self.engine = engine
@@ -127,27 +138,25 @@ class Fsck:
         self.read: Collection[Ulid] = ()
         """Packs whose blocks were all read."""
 
-    def run(self) -> findings.FsckReport:
+    def run(self) -> FsckReport:
         """Runs all checks.
 
         Raises:
             PlaceUnavailableError: packs lie at a location that cannot be used; its message names damage that was found before.
         """
         self._check_config()
-        check_storage.check_modes(self._backend, self._found)
+        check_modes(self._backend, self._found)
         self._check_log()
         if self.log.is_unreadable:
-            return findings.FsckReport(
-                findings=self._found.all(), log_entries=self.log.entries, snapshots=0, packs=0, blocks=0, data_bytes=0
-            )
+            return FsckReport(findings=self._found.all(), log_entries=self.log.entries, snapshots=0, packs=0, blocks=0, data_bytes=0)
         try:
             return self._check_objects()
         except PlaceUnavailableError as exc:
             raise PlaceUnavailableError(f"{exc}{self._found.also_damaged()}", object_id=exc.object_id) from exc
 
-    def _check_objects(self) -> findings.FsckReport:
+    def _check_objects(self) -> FsckReport:
         """Checks all that the log and a listing name; returns the report with everything that was found."""
-        check_storage.check_markers(self.engine.placed, self._found)
+        check_markers(self.engine.placed, self._found)
         self._list()
         self.packs = packs = Packs(self._backend, self.listed["pack"])
         packs.bad.update(self._known_bad or {})
@@ -166,7 +175,7 @@ class Fsck:
         self._check_leftovers()
         self._advise()
         self._advance(self._total_bytes)
-        return findings.FsckReport(
+        return FsckReport(
             findings=self._found.all(self._backend.url),
             log_entries=self.log.entries,
             snapshots=snapshots,
@@ -181,16 +190,14 @@ class Fsck:
         )
 
     def _check_config(self) -> None:
-        problem = check_storage.config_problem(self.engine)
+        problem = config_problem(self.engine)
         if problem is not None:
-            self._found.add(findings.kind_of(problem.error), CONFIG_NAME, str(problem.error), hit="every ref: the store cannot be opened")
+            self._found.add(kind_of(problem.error), CONFIG_NAME, str(problem.error), hit="every ref: the store cannot be opened")
             self._found.advise(CONFIG_NAME, problem.advice, repairable=problem.is_repairable)
 
     def _check_log(self) -> None:
         config, is_new, seen = self.engine.config, host_head(self.engine.log) is None, heads_seen(self.engine.log)
-        uuid = (
-            None if self._found.names(CONFIG_NAME) and check_storage.is_of_log(self._backend, config) is False else UUID(config.uuid).bytes
-        )
+        uuid = None if self._found.names(CONFIG_NAME) and is_of_log(self._backend, config) is False else UUID(config.uuid).bytes
         self.log = log = check_log(self._backend, prefix=config.log, uuid=uuid)
         self.at_log, self.anchor = read_only_engine(self.engine, log), log.last
         if is_new and not log.problems:  # a later first sync would clear the cache with this check's notes
@@ -201,7 +208,7 @@ class Fsck:
             more = [*(host_saw_more(log, head, chain, elsewhere) for head in seen), cache_problem(log, self.engine.log)]
             more += [self._lost_log()] if not log.last and not self._found.names(CONFIG_NAME) else []
         for problem in [*log.problems, *(problem for problem in more if problem)]:
-            severity: findings.Severity = "error" if problem.is_error else "notice"
+            severity: Severity = "error" if problem.is_error else "notice"
             message = f"{problem.message}: {problem.advice}" if problem.advice else problem.message
             self._found.add(problem.kind, problem.object, message, severity=severity, repairable=problem.is_repairable)
             if problem.kind == "broken_log":
@@ -250,7 +257,7 @@ class Fsck:
             step = "" if infos[ulid].step is None else f"@{infos[ulid].step}"
             addresses = [f"{ref}{step}" for ref in refs.get(ulid, ())]
             for damage in checked.damages:
-                if damage.blocks is not None and damage.kind != findings.UNREADABLE:
+                if damage.blocks is not None and damage.kind != UNREADABLE:
                     self.hit.add(*damage.blocks)
             for damage in merge_damages(checked.damages):
                 self._found.add(damage.kind, damage.object, damage.message, hit=describe_hit(addresses, infos[ulid], damage.names))
@@ -286,7 +293,7 @@ class Fsck:
                 rest = "its data was not read: run `tsck fsck --read-data`"
                 if self._options.reads_data:
                     rest = f"the blocks that snapshots refer to are intact: {repair_command()} copies them to a new pack"
-                message = problem.message if problem.kind == findings.UNREADABLE else f"{problem.message}; {rest}"
+                message = problem.message if problem.kind == UNREADABLE else f"{problem.message}; {rest}"
                 self._found.add(problem.kind, key.name, message, repairable=True)
             elif bad is not None:
                 self._found.add(bad.kind, key.name, f"{bad.message}; no snapshot refers to that block", severity="notice")
@@ -341,10 +348,10 @@ class Fsck:
         for name in self._other_logs:
             kind = "checkpoint" if "checkpoint/" in name else "log"
             with contextlib.suppress(MissingObjectError):
-                problem = findings.object_problem(self._backend, name, partial(unseal, kind))
+                problem = object_problem(self._backend, name, partial(unseal, kind))
                 detail = f" ({problem[1]})" if problem else ""
                 self._found.add("old_log", name, f"it belongs to a log that is no longer in use{detail}", severity="notice")
-        for name in check_storage.stale_uploads(self.engine):
+        for name in stale_uploads(self.engine):
             message = "an unfinished write, more than a day old: `tsck fsck --abort-uploads` frees it"
             self._found.add("stale_upload", name, message, severity="notice", repairable=True)
 
@@ -358,7 +365,7 @@ class Fsck:
     def _check_left_behind(self, key: ObjectKey, decode: Callable[[bytes, str], object], *, only_damaged: bool = False) -> None:
         """Adds a finding about an unneeded object, unless it is freed meanwhile."""
         with contextlib.suppress(MissingObjectError):
-            problem = findings.object_problem(self._backend, key.name, decode)
+            problem = object_problem(self._backend, key.name, decode)
             if problem is not None or not only_damaged:
                 self._left_behind(key, problem)
 
@@ -374,7 +381,7 @@ class Fsck:
                 self._found.add(BrokenLogError.kind, entry, "", hit=hit)
 
     def _left_behind(self, key: ObjectKey, problem: tuple[str, str] | None) -> None:
-        who = check_storage.why_unreferenced(self.log.view, key) + self._freeing.when(key)
+        who = why_unreferenced(self.log.view, key) + self._freeing.when(key)
         if self._unsure or self._broken:
             who = "no snapshot that can be read refers to it"
         kind, message = ("unreferenced", who) if problem is None else (problem[0], f"{problem[1]}; {who}")

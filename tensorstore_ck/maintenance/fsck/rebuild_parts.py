@@ -30,7 +30,8 @@ from tensorstore_ck.log import ObjectKey, SnapshotInfo
 from tensorstore_ck.log.block_index import Location
 from tensorstore_ck.maintenance.fsck.check_packs import BlockCopy, Packs, find_copies
 from tensorstore_ck.maintenance.fsck.check_snapshot import rebuilt_record
-from tensorstore_ck.maintenance.fsck.rebuild_packs import BlockSource, OtherStore, commit_relocation
+from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore
+from tensorstore_ck.maintenance.fsck.rebuild_packs import commit_relocation
 from tensorstore_ck.maintenance.fsck.repairable import readable_parts
 
 COPIED: Final = "copied from the other store"

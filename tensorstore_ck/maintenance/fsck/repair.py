@@ -23,14 +23,16 @@ from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.log import Entry, Head, ObjectKey, Op, RefTable, Relocation, SnapshotInfo
 from tensorstore_ck.log.cache import TableError
 from tensorstore_ck.log.entry import MAX_ENTRY_BYTES
+from tensorstore_ck.maintenance.fsck.check_config import is_log_lost, is_of_log, repair_config
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
 from tensorstore_ck.maintenance.fsck.check_log import CACHE_NAME, LogCheck, cache_problem, heads_seen, host_saw_more
 from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, placed_parts
-from tensorstore_ck.maintenance.fsck.check_storage import is_log_lost, is_of_log, repair_config, repair_markers, repair_modes
+from tensorstore_ck.maintenance.fsck.check_storage import repair_markers, repair_modes
 from tensorstore_ck.maintenance.fsck.check_store import Fsck
 from tensorstore_ck.maintenance.fsck.findings import DAMAGED, UNREADABLE, Finding, FsckOptions, FsckReport
-from tensorstore_ck.maintenance.fsck.rebuild_packs import BlockSource, OtherStore, ReadErrors, open_other, rebuild_packs
+from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore, ReadErrors, open_other
+from tensorstore_ck.maintenance.fsck.rebuild_packs import rebuild_packs
 from tensorstore_ck.maintenance.fsck.rebuild_parts import COPIED, PartRebuilder
 from tensorstore_ck.maintenance.fsck.repairable import blocks_in, is_moved_intact, packs_of, relocations_in_force
 

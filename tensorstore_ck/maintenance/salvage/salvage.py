@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from tensorstore_ck import errors
 from tensorstore_ck.backend import probe_create
 from tensorstore_ck.backend.cold.cold_locations import ColdLocations
 from tensorstore_ck.backend.cold.locations import LocationOpener
@@ -23,6 +22,15 @@ from tensorstore_ck.common.ids import Clock, Digest, IdSource, Ulid, new_ulid, p
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine, current_actor
 from tensorstore_ck.engine.opening import make_engine
+from tensorstore_ck.errors import (
+    BrokenLogError,
+    CorruptObjectError,
+    DamageError,
+    FormatVersionError,
+    InvalidOptionError,
+    NotAStoreError,
+    StoreError,
+)
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
@@ -42,10 +50,10 @@ from tensorstore_ck.log import (
 )
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.entry import seal_entry
+from tensorstore_ck.maintenance.fsck.check_config import confirmed, is_log_lost
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, check_log, read_only_engine
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import check_snapshot
-from tensorstore_ck.maintenance.fsck.check_storage import confirmed, is_log_lost
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 from tensorstore_ck.maintenance.fsck.repairable import relocations_in_force
 from tensorstore_ck.maintenance.salvage.lost_relocations import add_relocations, find_relocations, learn_locations, read_lost_relocations
@@ -122,7 +130,7 @@ class _Salvage:
     def run(self, *, dry_run: bool) -> SalvageReport:
         config, genesis_uuid = self._read_config(dry_run=dry_run)
         log = self._check_log(config, genesis_uuid, {})
-        self._problems += [problem.message for problem in log.problems if problem.kind == errors.BrokenLogError.kind]
+        self._problems += [problem.message for problem in log.problems if problem.kind == BrokenLogError.kind]
         self._problems += _unknown_in(log, config)
         unknown = read_lost_relocations(self._backend, log.view)
         learn_locations(log.view, unknown, self._placed)
@@ -172,7 +180,7 @@ class _Salvage:
         self._problems += [problem.message for problem in log.problems if problem.is_error]
         packs = Packs(self._backend, list_kind(self._backend, "pack"))
         if locations := sorted(set(log.view.locations().values())):
-            raise errors.InvalidOptionError(
+            raise InvalidOptionError(
                 f"packs of {self._backend.url} lie at {locations[0]}, which belongs to the store that moved them: make an independent copy "
                 "of that store with `tsck copy` instead",
                 object_id=locations[0],
@@ -181,7 +189,7 @@ class _Salvage:
         engine = read_only_engine(make_engine(self._backend, config, MemoryTable(), clock=self._clock, new_id=self._new_id), log)
         intact = self._check_snapshots(engine, packs, known)
         if damage := [*self._problems, *(lost.note for lost in self._lost.values())]:
-            raise errors.CorruptObjectError(
+            raise CorruptObjectError(
                 f"{self._backend.url} is damaged ({damage[0]}): run `tsck fsck --repair`, then adopt it", object_id=CONFIG_NAME
             )
         held = [info for info in log.view.snapshots() if info.ulid in intact]
@@ -199,12 +207,10 @@ class _Salvage:
         try:
             data = self._backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
             config = decode_config(data, self._backend.url)
-        except errors.DamageError as exc:
+        except DamageError as exc:
             self._problems.append(str(exc))
-        except errors.FormatVersionError as exc:
-            raise errors.FormatVersionError(
-                f"{exc}; or, if it is only damaged, move it away and salvage again", object_id=CONFIG_NAME
-            ) from exc
+        except FormatVersionError as exc:
+            raise FormatVersionError(f"{exc}; or, if it is only damaged, move it away and salvage again", object_id=CONFIG_NAME) from exc
         else:
             if is_log_lost(self._backend, config):
                 self._problems.append(f"{CONFIG_NAME} names the log {config.log}, which is not there")
@@ -212,7 +218,7 @@ class _Salvage:
             return config, uuid.UUID(config.uuid).bytes
         logs = logs_in(self._backend)
         if not holds_snapshots(self._backend):
-            raise errors.NotAStoreError(f"there is no store at {self._backend.url}", object_id=self._backend.url)
+            raise NotAStoreError(f"there is no store at {self._backend.url}", object_id=self._backend.url)
         config = replace(new_config(exclusive_create=dry_run or probe_create(self._backend)), log=logs[-1] if logs else "log")
         seen = confirmed(self._backend, data, config)
         return (config, None) if seen is None else (seen, uuid.UUID(seen.uuid).bytes)
@@ -221,7 +227,7 @@ class _Salvage:
         log = check_log(self._backend, prefix=config.log, uuid=genesis_uuid, fill=fill)
         unknown = _unknown_in(log, config)
         if unknown and not self._leave_out_unknown:
-            raise errors.FormatVersionError(
+            raise FormatVersionError(
                 f"{unknown[0]}: salvage with the newer build that wrote it, or leave it out with `tsck salvage --leave-out-unknown`",
                 object_id=config.log,
             )
@@ -237,7 +243,7 @@ class _Salvage:
                 data = self._backend.get(name, max_bytes=MAX_OBJECT_BYTES)
                 record = decode_record(data, name)
                 validate_ref_name(record.ref)
-            except errors.StoreError as exc:
+            except StoreError as exc:
                 require_reachable(self._backend, exc)
                 self._lost[ulid] = Salvaged(id=ulid_text(ulid), ref="", step=None, root="", note=str(exc))
                 continue
@@ -325,7 +331,7 @@ class _Salvage:
             log.append(lambda _, ops=ops: ops)  # type: ignore[misc]
         written = check_log(self._backend, prefix=config.log, uuid=uuid.UUID(config.uuid).bytes)
         if written.problems or not new.is_fold(written.view):
-            raise errors.CorruptObjectError(
+            raise CorruptObjectError(
                 f"the new log {config.log} differs from what was written: nothing was changed, try again", object_id=config.log
             )
 
@@ -339,7 +345,7 @@ class _Salvage:
         """Why no entry can publish a record: anybody can write one with more metrics than an entry may have."""
         try:
             seal_entry(1, Digest(bytes(32)), [self._put(ulid)], write_id=bytes(16), time_ns=0, actor="")
-        except errors.InvalidOptionError as exc:
+        except InvalidOptionError as exc:
             return f"{record_name(ulid)} cannot be published: {exc}"
         return None
 
@@ -360,7 +366,7 @@ class _Salvage:
 
 def _unknown_in(log: LogCheck, config: StoreConfig) -> list[str]:
     """The operations that a newer build, or a forger of entries, wrote to the log."""
-    unknown = [problem.message for problem in log.problems if problem.kind == errors.FormatVersionError.kind]
+    unknown = [problem.message for problem in log.problems if problem.kind == FormatVersionError.kind]
     stop = log.view.stop()
     if stop is not None:
         unknown.append(f"entry {stop.n} of {config.log} holds the operation {stop.op!r}, which this build does not know")

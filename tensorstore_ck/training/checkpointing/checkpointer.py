@@ -15,7 +15,8 @@ from tensorstore_ck.format.record import MAX_TRIGGER_CHARS, MAX_TRIGGERS
 from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.maintenance.advise import DEFAULT_MTBF_SECONDS, NOTE, SaveCosts, note_costs
+from tensorstore_ck.maintenance.advise import NOTE, note_costs
+from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, SaveCosts
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
@@ -23,12 +24,14 @@ from tensorstore_ck.store.internals import groups_of, require_opened, write_limi
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
 from tensorstore_ck.training.checkpointing.exception_save import CAUSE, ExceptionSave
-from tensorstore_ck.training.checkpointing.pending_saves import PendingSaves, UnsavedTime, note_finished, note_of, run_name
+from tensorstore_ck.training.checkpointing.pending_saves import PendingSaves, note_finished, note_of, run_name
 from tensorstore_ck.training.checkpointing.step_flag import StepFlag, poll_triggers
 from tensorstore_ck.training.checkpointing.step_pace import StepPace
 from tensorstore_ck.training.checkpointing.triggers import CLOCK, Trigger, TriggerContext, auto, on_preemption, require_count
+from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime
 from tensorstore_ck.training.rank_group import ask_first_rank
-from tensorstore_ck.training.resume_search import OnDrift, ResumeSearch, with_retries
+from tensorstore_ck.training.resume_candidates import OnDrift
+from tensorstore_ck.training.resume_search import ResumeSearch, with_retries
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -175,6 +178,8 @@ class Checkpointer:
         """Names the process that saves, for `saved_by`: two processes that save the same step have different ones."""
         return run_name(self._began_ns, self._resumes)
 
+    # --- resume -------------------------------------------------------------------------------------------------------
+
     def resume(self, *, drift: OnDrift | None = None) -> Snapshot | None:
         """Restores the newest snapshot that is not marked and whose blocks verify, as far as this job reads them.
 
@@ -229,6 +234,8 @@ class Checkpointer:
         self._run_mtbf = max(1.0, (snapshot.time_ns - self._began_ns) / 1e9) / self._resumes
         for trigger in self._decided:
             trigger.begin()
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
 
     def step(
         self,

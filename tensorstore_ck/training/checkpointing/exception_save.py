@@ -4,11 +4,13 @@ A state that a step has begun to change is never saved. Ranks of a group do not 
 """
 
 from collections.abc import Callable
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.step_watch import UnknownStateError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 CAUSE = "on_exception"
 """The trigger of such a snapshot."""
@@ -17,7 +19,7 @@ CAUSE = "on_exception"
 class ExceptionSave:
     """The save of one loop. `Checkpointer` calls all methods but `end` in `step`, and before and after the loop."""
 
-    def __init__(self, state: object, ref: str, group: "dist.ProcessGroup | None") -> None:
+    def __init__(self, state: object, ref: str, group: "ProcessGroup | None") -> None:
         self._ref = ref
         self._why = "the ranks of a group save together only" if group is not None else "the state is no TrainingState"
         self._watch = state.step_watch() if group is None and isinstance(state, TrainingState) else None

@@ -16,7 +16,7 @@ from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.maintenance.advise import DEFAULT_MTBF_SECONDS, SaveCosts, best, require_costs
+from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, SaveCosts, best, require_costs
 
 FIRST_SECONDS: Final = 600.0
 """The interval of `auto` until costs are measured."""
@@ -282,7 +282,7 @@ class every_seconds(DecidedTrigger):  # noqa: N801 - see `on_improvement`
 
 @short_errors
 class auto(every_seconds):  # noqa: N801 - see `on_improvement`
-    """At the interval that loses the least time, given the measured costs of this run; see `advise.best`."""
+    """At the interval that loses the least time, given the measured costs of this run; see `optimal_interval.best`."""
 
     def __init__(self, *, mtbf: float | str | None = None, clock: Callable[[], float] = CLOCK) -> None:
         """`mtbf`: mean time between failures; by default estimated from this run's resumes, or four hours before the first."""

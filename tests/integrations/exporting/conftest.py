@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import tensorstore_ck as tsck
-from tensorstore_ck.integrations.exporting import ExportReport, blocks_to_files, export_snapshot, output_file
+from tensorstore_ck.integrations.exporting import ExportReport, blocks_to_files, byte_routing, export_snapshot, output_file
 from tests.gc.stores import open_store
 from tests.integrations.exporting.states import small_blocks, training_state, without_unsavable
 
@@ -19,8 +19,8 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_file, "PIECE_BYTES", 8192)
     monkeypatch.setattr(blocks_to_files, "MIN_BYTES", 1)
     monkeypatch.setattr(blocks_to_files, "COPY_BYTES", 1000)
-    monkeypatch.setattr(blocks_to_files, "WINDOW_BYTES", 8192)
-    monkeypatch.setattr(blocks_to_files, "BATCH_BYTES", 20000)
+    monkeypatch.setattr(byte_routing, "WINDOW_BYTES", 8192)
+    monkeypatch.setattr(byte_routing, "BATCH_BYTES", 20000)
 
 
 @pytest.fixture

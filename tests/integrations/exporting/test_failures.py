@@ -26,7 +26,7 @@ from tensorstore_ck.errors import (
     PermissionDeniedError,
     SnapshotMarkedBadError,
 )
-from tensorstore_ck.integrations.exporting import FORMATS, blocks_to_files, export_snapshot, output_file
+from tensorstore_ck.integrations.exporting import FORMATS, blocks_to_files, byte_routing, export_snapshot, output_file
 from tests.gc.stores import AT_ONCE, open_store
 from tests.integrations.exporting.states import small_blocks
 
@@ -90,7 +90,7 @@ def test_too_little_space_is_an_error_before_anything_is_written(
     store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, (16 << 20) + 80_000))
-    monkeypatch.setattr(blocks_to_files, "_write_ranges", None)
+    monkeypatch.setattr(byte_routing, "_write_ranges", None)
     with pytest.raises(NoSpaceError, match="are free on the disk at"):
         export_snapshot(store, "run", tmp_path / "out", format=kind)
     assert list(tmp_path.iterdir()) == []
@@ -276,13 +276,13 @@ def test_files_are_replaced_when_asked(store: tsck.Store, tmp_path: Path) -> Non
 
 
 def test_another_export_that_was_faster_wins(store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = blocks_to_files.ByteRouter.run
+    run = byte_routing.ByteRouter.run
 
-    def slowly(self: blocks_to_files.ByteRouter, scratch: str) -> None:
+    def slowly(self: byte_routing.ByteRouter, scratch: str) -> None:
         run(self, scratch)
         (tmp_path / "out").mkdir()
 
-    monkeypatch.setattr(blocks_to_files.ByteRouter, "run", slowly)
+    monkeypatch.setattr(byte_routing.ByteRouter, "run", slowly)
     with pytest.raises(AlreadyExistsError):
         export_snapshot(store, "run", tmp_path / "out", format=kind)
     assert os.listdir(tmp_path) == ["out"]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations import hf
-from tensorstore_ck.integrations.exporting.model_folder import try_folder
+from tensorstore_ck.integrations.exporting.try_model_folder import try_folder
 from tensorstore_ck.integrations.filesystem import SnapshotFileSystem
 from tensorstore_ck.integrations.hf import small_files
 from tests.cli.conftest import Tsck

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.integrations.importing import ForeignCheckpoint, detect_format
+from tensorstore_ck.integrations.importing import ForeignCheckpoint, outside_importers
 from tests.effort import PATIENCE_SECONDS
 
 PACKAGE = Path(__file__).resolve().parents[3] / "examples" / "npz_importer"
@@ -27,10 +27,10 @@ def importers(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Non
             return self.__dict__["function"]
 
     def put(functions: dict[str, Any]) -> None:
-        points = [Point(name, f"package:{name}", detect_format.GROUP) for name in functions]
+        points = [Point(name, f"package:{name}", outside_importers.GROUP) for name in functions]
         for point in points:
             point.__dict__["function"] = functions[point.name]
-        monkeypatch.setattr(detect_format, "entry_points", lambda group: points)
+        monkeypatch.setattr(outside_importers, "entry_points", lambda group: points)
 
     return put
 

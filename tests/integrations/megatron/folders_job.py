@@ -20,7 +20,7 @@ from megatron.core.transformer.enums import AttnBackend, CudaGraphScope
 
 import tensorstore_ck as tsck
 import tests.integrations.megatron.on_cpu  # noqa: F401
-from tensorstore_ck.integrations.trainer_names import COMMON_OBJECT
+from tensorstore_ck.integrations.megatron_layout import COMMON_OBJECT
 from tests.integrations.importing.same import require_same
 from tests.integrations.megatron.gpt import Job, join, leave
 from tests.integrations.rank_runs import say

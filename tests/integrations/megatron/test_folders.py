@@ -10,7 +10,7 @@ pytest.importorskip("megatron.core", reason="Megatron-core is not installed: run
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations.exporting import export_snapshot
 from tensorstore_ck.integrations.importing import import_checkpoint
-from tensorstore_ck.integrations.importing.megatron_folder import ENUMS
+from tensorstore_ck.integrations.importing.megatron_types import ENUMS
 from tests.effort import effort
 from tests.integrations.rank_runs import run_ranks
 

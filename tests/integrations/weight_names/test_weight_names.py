@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tensorstore_ck as ck
-from tensorstore_ck.integrations.exporting import blocks_to_files, export_snapshot
+from tensorstore_ck.integrations.exporting import byte_routing, export_snapshot
 from tensorstore_ck.integrations.importing import import_checkpoint
 from tensorstore_ck.integrations.weight_names import read_names
-from tensorstore_ck.integrations.weight_names.content import convert_state
+from tensorstore_ck.integrations.weight_names.states import convert_state
 from tests.cli.conftest import Tsck, tsck
 from tests.gc.stores import open_store
 from tests.integrations.exporting.states import small_blocks
@@ -25,8 +25,8 @@ HEADS, GROUPS, HEAD, HIDDEN, LAYERS = 4, 2, 8, 32, 3
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ck.Store]:
-    monkeypatch.setattr(blocks_to_files, "WINDOW_BYTES", 3000)  # windows end within layers and within rows
-    monkeypatch.setattr(blocks_to_files, "BATCH_BYTES", 20000)
+    monkeypatch.setattr(byte_routing, "WINDOW_BYTES", 3000)  # windows end within layers and within rows
+    monkeypatch.setattr(byte_routing, "BATCH_BYTES", 20000)
     with open_store(small_blocks()) as opened:
         yield opened
 

@@ -15,7 +15,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck import ConflictError, DamageError, InvalidOptionError, NotFoundError
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.cli.app import Program
-from tensorstore_ck.cli.cmd_copy_recode_tier import copy as copy_command
+from tensorstore_ck.cli.cmd_copy import copy as copy_command
 from tensorstore_ck.cli.options import byte_rate
 from tensorstore_ck.common import threads
 from tensorstore_ck.common.executor import Executor, LocalThreads

@@ -8,4 +8,5 @@ experts.py     MoE experts in its files
 pipeline.py    layers of pipelines in its files
 universal.py   a parameter's files in its universal checkpoints
 unnamed.py     names for the optimizer of a checkpoint without ZeRO
+classes.py     DeepSpeed's classes as plain values
 """

@@ -16,13 +16,13 @@ import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
+from tensorstore_ck.integrations.deepspeed_names import EXPORTED, UNSAVED_COUNTERS
 from tensorstore_ck.integrations.importing.deepspeed.experts import OPTIMIZER_FILE as EXPERT_OPTIMIZER
 from tensorstore_ck.integrations.importing.deepspeed.experts import Experts, read_experts
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load_torch_file
-from tensorstore_ck.integrations.trainer_names import EXPORTED, UNSAVED_COUNTERS
 
 KIND: Final = "DeepSpeed checkpoint"
 ZERO: Final = "zero"
@@ -245,6 +245,9 @@ def load_file(files: Files, folder: Folder, name: str, known: PickleAllowlist, u
     loaded = load_torch_file(files, file, known)
     unknown.update(dict.fromkeys(loaded.unknown, file.path))
     return loaded.value
+
+
+# --- what a foreign file says, checked ------------------------------------------------------------------------------------
 
 
 def shown(value: object) -> str:

@@ -13,6 +13,18 @@ import torch
 
 from tensorstore_ck.errors import NotFoundError, UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
+from tensorstore_ck.integrations.deepspeed_names import (
+    CLIENT_STATE,
+    COUNTERS,
+    EXPORTED,
+    LATEST,
+    MASTER,
+    MICRO_OFFSET,
+    NOTE,
+    SCALE,
+    UNSAVED_COUNTERS,
+)
+from tensorstore_ck.integrations.importing.deepspeed.classes import PACKAGE
 from tensorstore_ck.integrations.importing.deepspeed.experts import ep_size_of, is_expert
 from tensorstore_ck.integrations.importing.deepspeed.files import (
     KIND,
@@ -29,23 +41,11 @@ from tensorstore_ck.integrations.importing.deepspeed.partitions import FoundOpti
 from tensorstore_ck.integrations.importing.deepspeed.pipeline import model_of_layers, with_shapes
 from tensorstore_ck.integrations.importing.deepspeed.universal import UniversalReader
 from tensorstore_ck.integrations.importing.deepspeed.unnamed import IN_ORDER, optimizer_without_names
-from tensorstore_ck.integrations.importing.library_classes import PACKAGE
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.placeholders import FoundState
 from tensorstore_ck.integrations.trainer.pointers import POINTER
-from tensorstore_ck.integrations.trainer_names import (
-    CLIENT_STATE,
-    COUNTERS,
-    EXPORTED,
-    LATEST,
-    MASTER,
-    MICRO_OFFSET,
-    NOTE,
-    SCALE,
-    UNSAVED_COUNTERS,
-)
 from tensorstore_ck.state.sourced_tensor import ElementRun, SourcedTensor, tensor_of_runs
 from tensorstore_ck.training.per_rank_state import VALUES
 from tensorstore_ck.training.state_sides import OWN
@@ -227,6 +227,8 @@ class _State:
         if self._found.stages:  # they count micro-batches in another place
             counters |= {"micro_steps": 0, MICRO_OFFSET: counters["micro_steps"]}
         return counters
+
+    # --- weights and optimizer ----------------------------------------------------------------------------------------
 
     def _split(self, parameters: Sequence[FoundParameter]) -> tuple[dict[str, Any], dict[str, Any]]:
         weights: dict[str, Any] = {}

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from tensorstore_ck.integrations.deepspeed_names import MASTER
 from tensorstore_ck.integrations.importing.deepspeed.experts import ep_size_of, is_expert
 from tensorstore_ck.integrations.importing.deepspeed.files import (
     DeepSpeedFiles,
@@ -27,7 +28,6 @@ from tensorstore_ck.integrations.importing.deepspeed.files import (
     unsupported,
 )
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
-from tensorstore_ck.integrations.trainer_names import MASTER
 from tensorstore_ck.state.sourced_tensor import ElementRun
 from tensorstore_ck.training.optimizers import is_same, named_groups
 
@@ -161,6 +161,9 @@ def united(optimizers: Sequence[FoundOptimizer]) -> FoundOptimizer:
     return FoundOptimizer(list(parameters.values()), groups, optimizers[0].scaler)
 
 
+# --- positions ------------------------------------------------------------------------------------------------------------
+
+
 class _Place(NamedTuple):
     """A run of a parameter's elements in a rank's flat tensor."""
 
@@ -261,6 +264,9 @@ def _has_round_robin(model: Mapping[str, Any]) -> bool:
     config = model.get("ds_config")
     options = config.get("zero_optimization") if isinstance(config, dict) else None
     return isinstance(options, dict) and options.get("round_robin_gradients") is True
+
+
+# --- states ---------------------------------------------------------------------------------------------------------------
 
 
 def _with_states(

@@ -8,84 +8,35 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-import numpy as np
 import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
-from tensorstore_ck.integrations import trainer_names
-from tensorstore_ck.integrations.importing import model_folder
+from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, LATEST
+from tensorstore_ck.integrations.importing import sharded_index, trainer_folder
 from tensorstore_ck.integrations.importing.deepspeed.files import KIND, SAMPLE, dict_of, load_file
 from tensorstore_ck.integrations.importing.deepspeed.folder import LATEST_UNIVERSAL, load_deepspeed
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.placeholders import FoundState
-from tensorstore_ck.integrations.importing.resolve_placeholders import finished
+from tensorstore_ck.integrations.importing.rank_generators import OF_ACCELERATE, OF_TRANSFORMERS, GeneratorKeys, generators_of
 from tensorstore_ck.integrations.importing.safetensors_file import is_safetensors, load_safetensors
-from tensorstore_ck.integrations.model_folder_format import MODEL_FILES
+from tensorstore_ck.integrations.model_file_names import MODEL_FILES
+from tensorstore_ck.integrations.trainer_names import (
+    ACCELERATOR_STEP,
+    CUSTOM,
+    LOADERS,
+    SAVE_ITERATION,
+    TRAINER_LOGGED,
+    TRAINER_LOSS,
+    TRAINER_STATE,
+)
 from tensorstore_ck.state.sourced_tensor import SourcedTensor
 from tensorstore_ck.training.per_rank_state import GENERATORS, VALUES
 from tensorstore_ck.training.state_sides import OWN
-
-_WORDS: Final = 624
-"""The words of a Mersenne Twister's state."""
-
-
-class GeneratorKeys(NamedTuple):
-    """Under which keys a trainer's file has them."""
-
-    python: str
-    numpy: str
-    torch: str
-    cuda: str
-
-
-OF_TRANSFORMERS: Final = GeneratorKeys("python", "numpy", "cpu", "cuda")
-OF_ACCELERATE: Final = GeneratorKeys("random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed")
-
-
-def generators_of(content: Mapping[Any, Any], keys: GeneratorKeys, name: str) -> dict[str, Any]:
-    """The states in the content of the file `name`. Raises `MalformedError` if they are none."""
-    states: dict[str, Any] = {
-        "python": _python(content.get(keys.python), name),
-        "numpy": _numpy(content.get(keys.numpy), name),
-        "torch": _torch(content.get(keys.torch), name),
-    }
-    if (cuda := content.get(keys.cuda)) is not None:
-        states["cuda"] = [_torch(state, name) for state in (cuda if isinstance(cuda, list | tuple) else [cuda])]
-    return states
-
-
-def _python(state: object, name: str) -> object:
-    if not isinstance(state, tuple) or len(state) != 3 or state[0] != 3 or not isinstance(state[1], tuple):
-        raise MalformedError(f"{name} has no state of Python's generator")
-    words, gauss = state[1:]
-    if len(words) != _WORDS + 1 or not all(type(word) is int and 0 <= word < 1 << 32 for word in words) or words[-1] > _WORDS:
-        raise MalformedError(f"the state of Python's generator in {name} is malformed")
-    if gauss is not None and type(gauss) is not float:
-        raise MalformedError(f"the state of Python's generator in {name} is malformed")
-    return state
-
-
-def _numpy(state: object, name: str) -> dict[str, Any]:
-    kind, words, position, has_gauss, gauss = state if isinstance(state, tuple) and len(state) == 5 else (None,) * 5
-    words = finished(words)
-    if kind != "MT19937" or not isinstance(words, np.ndarray) or words.shape != (_WORDS,) or words.dtype != np.uint32:
-        raise MalformedError(f"{name} has no state of NumPy's generator ({printable(kind, 40)})")
-    if type(position) is not int or not 0 <= position <= _WORDS or type(has_gauss) is not int or type(gauss) is not float:
-        raise MalformedError(f"the state of NumPy's generator in {name} is malformed")
-    key = tuple(int(word) for word in words.tolist())
-    return {"bit_generator": kind, "state": {"key": key, "pos": position}, "has_gauss": has_gauss, "gauss": gauss}
-
-
-def _torch(state: object, name: str) -> torch.Tensor:
-    if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or state.dim() != 1 or state.layout is not torch.strided:
-        raise MalformedError(f"{name} has no state of torch's generator")
-    return state
-
 
 _OF_ACCELERATE: Final = re.compile(
     r"random_states_\d{1,6}\.pkl|custom_checkpoint_\d{1,6}\.pkl|(scheduler|sampler|dl_state_dict)(_\d{1,6})?\.bin"
@@ -112,25 +63,25 @@ def load_trainer(files: Files, folder: Folder, names: Sequence[str], tag_folder:
         CorruptObjectError: it is damaged, incomplete or inconsistent.
         UnsupportedValueError: DeepSpeed's folder is of a kind that is not imported.
     """
-    trained = model_folder.read_trainer_state(files, folder)
+    trained = trainer_folder.read_trainer_state(files, folder)
     known.parsed_bytes += trained.size_bytes
     own = _Folder(files, folder=folder, names=names, tag_folder=tag_folder, known=known)
     with naming_file(folder.path, KIND):
         steps, config = own.found.step, own.config
         if steps != trained.step and config.get("gradient_accumulation_steps") == 1:
             tag = os.path.basename(tag_folder)
-            raise MalformedError(f"{tag} is of step {steps} and {model_folder.STATE} of step {trained.step}: two saves are mixed")
+            raise MalformedError(f"{tag} is of step {steps} and {trainer_folder.STATE} of step {trained.step}: two saves are mixed")
         own.require_same_weights()
         schedule = own.load("scheduler.pt") if "scheduler.pt" in names else None
         pattern = "rng_state.pth" if own.ranks == 1 else "rng_state_{}.pth"
         values = {
-            trainer_names.TRAINER_STATE: bytes(files.map(folder.join(model_folder.STATE)).data).decode("utf-8", "replace"),
-            trainer_names.TRAINER_LOSS: torch.zeros(()),
-            trainer_names.TRAINER_LOGGED: trained.step,
+            TRAINER_STATE: bytes(files.map(folder.join(trainer_folder.STATE)).data).decode("utf-8", "replace"),
+            TRAINER_LOSS: torch.zeros(()),
+            TRAINER_LOGGED: trained.step,
         }
         generators = [generators_of(states, OF_TRANSFORMERS, name) for name, states in own.of_ranks(pattern, OF_TRANSFORMERS)]
-        small = model_folder.read_model_files(files, folder, [name for name in names if name not in _SCRIPTS])
-    own.taken |= {model_folder.STATE, *small}
+        small = trainer_folder.read_model_files(files, folder, [name for name in names if name not in _SCRIPTS])
+    own.taken |= {trainer_folder.STATE, *small}
     kind = "checkpoint folder of transformers' Trainer with DeepSpeed"
     return own.finish(kind, schedule, {MODEL_FILES: small}, generators=generators, values=values, step=trained.step)
 
@@ -148,11 +99,11 @@ def load_accelerate(files: Files, folder: Folder, names: Sequence[str], tag_fold
     number = min(int(named[1]) if named else 0, MAX_STEP)
     with naming_file(folder.path, KIND):
         schedules = own.numbered("scheduler", ".bin")
-        customs = {f"{trainer_names.CUSTOM}{at}": state for at, state in enumerate(own.numbered("custom_checkpoint", ".pkl", first="_0"))}
+        customs = {f"{CUSTOM}{at}": state for at, state in enumerate(own.numbered("custom_checkpoint", ".pkl", first="_0"))}
         modules = {name: state for name, state in customs.items() if isinstance(state, OrderedDict) and "_metadata" in vars(state)}
         values = {
-            trainer_names.SAVE_ITERATION: number,
-            trainer_names.LOADERS: [{**_OWN_LOADER, "loader": state} for state in own.numbered("dl_state_dict", ".bin")],
+            SAVE_ITERATION: number,
+            LOADERS: [{**_OWN_LOADER, "loader": state} for state in own.numbered("dl_state_dict", ".bin")],
             **{name: state for name, state in customs.items() if name not in modules},
         }
         ranks = [(name, states) for name, states in own.of_ranks("random_states_{}.pkl", OF_ACCELERATE, more=("step",))]
@@ -162,7 +113,7 @@ def load_accelerate(files: Files, folder: Folder, names: Sequence[str], tag_fold
         generators = [generators_of(states, OF_ACCELERATE, name) for name, states in ranks]
     schedule = schedules[0] if len(schedules) == 1 else {str(at): state for at, state in enumerate(schedules)} if schedules else None
     kind = "checkpoint folder of accelerate with DeepSpeed"
-    values = {trainer_names.ACCELERATOR_STEP: steps.pop(), **values}
+    values = {ACCELERATOR_STEP: steps.pop(), **values}
     return own.finish(kind, schedule, modules, generators=generators, values=values, step=number)
 
 
@@ -173,7 +124,7 @@ class _Folder:
         self._files, self._folder, self._names, self._known = files, folder, names, known
         self._tag = os.path.relpath(os.path.realpath(tag_folder), os.path.realpath(folder.path))
         self.found, self.ranks, self.config = load_deepspeed(files, tag_folder, known)
-        self.taken = {self._tag, trainer_names.LATEST, LATEST_UNIVERSAL, *_SCRIPTS}
+        self.taken = {self._tag, LATEST, LATEST_UNIVERSAL, *_SCRIPTS}
         self._unknown = dict(self.found.unknown)
         self._skipped: dict[str, str] = {}
 
@@ -238,9 +189,9 @@ class _Folder:
     ) -> FoundState:
         """The state with what the trainer's files say; `values` are those of every rank."""
         state = dict(self.found.state)
-        client = state[OWN][VALUES][trainer_names.CLIENT_STATE]
+        client = state[OWN][VALUES][CLIENT_STATE]
         if client:
-            self._skipped[trainer_names.CLIENT_STATE] = (
+            self._skipped[CLIENT_STATE] = (
                 f"{', '.join(printable(key, 40) for key in list(client)[:5])}: the trainer reads none of DeepSpeed's"
             )
         own: list[dict[str, Any]] = [{"environment": {}, VALUES: values} for _ in range(self.ranks)]
@@ -256,9 +207,9 @@ class _Folder:
     def _left(self) -> dict[str, str]:
         left = {}
         for name in (name for name in self._names if name not in self.taken):
-            if name == model_folder.ARGUMENTS:
-                left[name] = model_folder.SKIPPED_ARGUMENTS
-            elif _WEIGHTS.fullmatch(name) or name.endswith(model_folder.SUFFIX):
+            if name == trainer_folder.ARGUMENTS:
+                left[name] = trainer_folder.SKIPPED_ARGUMENTS
+            elif _WEIGHTS.fullmatch(name) or name.endswith(sharded_index.SUFFIX):
                 left[name] = f"the weights are those of {self._tag}"
             else:
                 left[name] = "the trainer does not read it when it resumes with DeepSpeed"

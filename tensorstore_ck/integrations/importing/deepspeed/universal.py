@@ -4,6 +4,7 @@ import os
 from math import prod
 from typing import Any, Final
 
+from tensorstore_ck.integrations.deepspeed_names import MASTER, MICRO_OFFSET
 from tensorstore_ck.integrations.importing.deepspeed.files import (
     OPTIMIZER_STATE,
     ZERO,
@@ -20,7 +21,6 @@ from tensorstore_ck.integrations.importing.deepspeed.partitions import FoundOpti
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
-from tensorstore_ck.integrations.trainer_names import MASTER, MICRO_OFFSET
 from tensorstore_ck.state.sourced_tensor import ElementRun
 
 _FP32: Final = "fp32.pt"

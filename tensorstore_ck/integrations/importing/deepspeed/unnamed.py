@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.integrations.deepspeed_names import MASTER
 from tensorstore_ck.integrations.importing.deepspeed.experts import is_expert
 from tensorstore_ck.integrations.importing.deepspeed.files import copied, dict_of, flat_of, list_of, same_elements
 from tensorstore_ck.integrations.importing.deepspeed.partitions import FoundOptimizer, FoundParameter
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
-from tensorstore_ck.integrations.trainer_names import MASTER
 from tensorstore_ck.state.sourced_tensor import ElementRun
 
 IN_ORDER = "numbers of parameters, read as their names in the model's order"

@@ -1,19 +1,16 @@
-"""The commands import and export: checkpoints of other libraries as snapshots, and snapshots as their files. torch is loaded only then."""
+"""The command import: checkpoints of other libraries as snapshots. Loads torch when it runs."""
 
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from tensorstore_ck.cli.complete_names import complete_address
 from tensorstore_ck.cli.options import (
     STORE_VARIABLE,
     StoreChoice,
-    allow_marked_option,
-    byte_count,
     codec_option,
     command,
     metadata_option,
@@ -27,7 +24,6 @@ from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.format.codec import CodecName
 
 if TYPE_CHECKING:
-    from tensorstore_ck.integrations.exporting import ExportReport
     from tensorstore_ck.integrations.importing import CheckpointContents, ImportedStep, PlannedImport
 
 KEY = "key:"
@@ -122,7 +118,7 @@ def import_(
     with _hinting(choice, path, ref, exclude):
         if dry_run:
             contents = inspect_checkpoint(path, exclude=exclude, as_one=as_one, partial=partial, names=names)
-            emit({"snapshot": None, "contents": contents}, [*_contents_lines(contents), "nothing was written (--dry-run)"], as_json=as_json)
+            emit({"snapshot": None, "contents": contents}, [*_lines(contents), "nothing was written (--dry-run)"], as_json=as_json)
             return
         with Bar("importing") as bar, choice.open(bar, codec) as store:
             head = store.branches().get(ref)
@@ -140,14 +136,14 @@ def import_(
                 expect=head,
                 started=lambda contents: bar.expect(contents.tensor_bytes),
             )
-    lines = [*_contents_lines(contents), snapshot_line(f"{printable(ref)} is now at", snapshot) + put_sizes(snapshot)]
+    lines = [*_lines(contents), snapshot_line(f"{printable(ref)} is now at", snapshot) + put_sizes(snapshot)]
     emit({"snapshot": snapshot, "contents": contents}, lines, as_json=as_json)
 
 
 import_.name = "import"
 
 
-def _contents_lines(contents: "CheckpointContents") -> Iterator[str]:
+def _lines(contents: "CheckpointContents") -> Iterator[str]:
     tensors = f"{counted(contents.tensors, 'tensor')} ({human_bytes(contents.tensor_bytes)})"
     yield f"found a {contents.format}: {tensors}, {counted(contents.values, 'other value')}"
     for what, count in contents.converted.items():
@@ -228,120 +224,3 @@ def _step_line(step: "ImportedStep") -> str:
     return snapshot_line(f"{name} {'is there already:' if step.was_there else 'is now'}", step.snapshot) + (
         "" if step.was_there else put_sizes(step.snapshot)
     )
-
-
-_FORMATS: Final = ("dcp", "deepspeed-universal", "hf", "megatron", "safetensors", "torch")
-_SHOWN: Final = 5
-
-
-def file_size(text: str) -> int:
-    """As `byte_count`, but at least one byte."""
-    size = byte_count(text)
-    if size == 0:
-        raise click.BadParameter(f"{text!r} is not a size: write 500MB, 5GB or 4GiB.")
-    return size
-
-
-@command(
-    "Write a snapshot as files that other programs read.",
-    "tsck export runs/gpt --to safetensors gpt/ --include 'model.*'",
-    "tsck export runs/gpt@1000 --to torch step-1000.pt",
-    "tsck export runs/gpt --to dcp checkpoint/",
-    "tsck export runs/bert --to hf bert/ --sign release.pem",
-    "tsck export runs/gpt --to deepspeed-universal out/",
-    "tsck export runs/gpt --to megatron iter_0001000/",
-    "tsck export runs/llama --to hf llama/ --names llama.toml --exclude 'optimizer.*' --config-from meta-llama/Llama-3.2-1B",
-)
-@click.argument("address", shell_complete=complete_address)
-@click.argument("path", metavar="DIR", type=click.Path())
-@click.option(
-    "--to",
-    "format_",
-    type=click.Choice(_FORMATS),
-    required=True,
-    help="safetensors: tensors by name. torch, dcp: the whole state. hf: the model, for from_pretrained. megatron: for Megatron-core. "
-    "deepspeed-universal: for DeepSpeed with load_universal.",
-)
-@click.option("--include", metavar="GLOB", multiple=True, help="Only names that match, e.g. 'model.*' (repeatable).")
-@click.option("--exclude", metavar="GLOB", multiple=True, help="No names that match, e.g. 'optimizer.*' (repeatable).")
-@click.option("--strip-prefix", metavar="PREFIX", help="Remove PREFIX from all names, e.g. 'model.'; automatic with --to hf.")
-@click.option(
-    "--names", metavar="FILE", type=click.Path(), help="Weights of Megatron under the names of Hugging Face, or back, by FILE (TOML)."
-)
-@click.option("--config-from", metavar="DIR|NAME", help="With --to hf: configuration and tokenizer, instead of those in the snapshot.")
-@click.option("--max-file-size", metavar="SIZE", type=file_size, default="5GB", show_default=True, help="Split larger files of a folder.")
-@click.option("--sign", "key", metavar="FILE", help="Sign the files with this EC key, as model-signing 1.x verifies it: writes DIR.sig.")
-@click.option("--force", is_flag=True, help="Replace an earlier export.")
-@allow_marked_option
-@store_options()
-def export(
-    address: str,
-    path: str,
-    choice: StoreChoice,
-    *,
-    format_: Any,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    strip_prefix: str | None,
-    names: str | None,
-    config_from: str | None,
-    max_file_size: int,
-    key: str | None,
-    force: bool,
-    allow_marked: bool,
-    as_json: bool,
-) -> None:
-    """Write the snapshot at ADDRESS to DIR. Every byte is verified, and read back from the files.
-
-    DIR becomes a folder, or one file if its name ends in .safetensors or .pt. It is complete, or does not exist.
-
-    --to hf also writes configuration and tokenizer, which the Trainer of tensorstore_ck.hf saves with each snapshot, and tries whether
-    transformers loads the folder (or peft, if the snapshot is of an adapter).
-    """
-    from tensorstore_ck.integrations.exporting import export_snapshot  # noqa: PLC0415 - loads torch
-
-    with Bar("exporting") as bar, choice.look(bar) as store:
-        bar.expect(store.resolve(address).logical_bytes)
-        report = export_snapshot(
-            store,
-            address,
-            path,
-            format=format_,
-            select=list(include) or None,
-            exclude=exclude,
-            strip_prefix=strip_prefix,
-            names=names,
-            config_from=config_from,
-            max_file_bytes=max_file_size,
-            overwrite=force,
-            allow_marked=allow_marked,
-            sign=key,
-        )
-    emit(_export_document(report), _export_lines(report), as_json=as_json)
-
-
-def _export_document(report: "ExportReport") -> dict[str, object]:
-    return {
-        "format": report.format,
-        "path": report.path,
-        "snapshot": report.snapshot,
-        "files": report.files,
-        "bytes": report.size_bytes,
-        "tensors": report.tensors,
-        "tensor_bytes": report.tensor_bytes,
-        "left_out": report.left_out,
-        "notes": report.notes,
-        "signature": report.signature,
-    }
-
-
-def _export_lines(report: "ExportReport") -> list[str]:
-    sizes = f"  ({counted(len(report.files), 'file')}, {counted(report.tensors, 'tensor')}, {human_bytes(report.size_bytes)})"
-    lines = [snapshot_line(f"wrote {printable(report.path)} from", report.snapshot) + sizes]
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in report.left_out.items():
-        by_reason.setdefault(reason, []).append(printable(name))
-    for reason, names in by_reason.items():
-        lines.append(f"left out ({reason}): {', '.join(names[:_SHOWN])}" + (f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)))
-    lines += [f"signed: {printable(report.signature)}"] if report.signature else []
-    return [*lines, *(f"note: {printable(note)}" for note in report.notes)]
