@@ -7,7 +7,6 @@ object_names.py           which names a backend takes
 local.py                  a folder of a local or network filesystem
 durable_folders.py        syncs what is new in a folder, with the folders above
 local_io.py               system calls on one file; reads are tried again where a network folder lost its handle
-local_reader.py           ranges of local files, past the page cache where it has nothing of them
 local_modes.py            modes and group of the files and folders of a store in a folder
 local_writer.py           one large local file, written by several threads; on a disk past the page cache
 os_errors.py              from an `OSError` to this package's errors

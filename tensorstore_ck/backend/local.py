@@ -14,9 +14,8 @@ from functools import partial
 from typing import Final
 
 from tensorstore_ck.backend.durable_folders import NEW, TEMPORARY_PREFIX, DurableFolders
-from tensorstore_ck.backend.local_io import read_file, regular_size, try_again, use_direct, write_at
+from tensorstore_ck.backend.local_io import read_file, read_range, regular_size, try_again, use_direct, write_at
 from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner, make_folder
-from tensorstore_ck.backend.local_reader import RangeReader
 from tensorstore_ck.backend.local_writer import DirectWriter, LocalWriter
 from tensorstore_ck.backend.object_names import NAME, bad_name, check_name, check_prefix
 from tensorstore_ck.backend.os_errors import link_failed, os_errors, store_error
@@ -48,7 +47,6 @@ class LocalBackend(Backend):
             raise InvalidUrlError(f"a store cannot be at {self._root}: give it its own folder", object_id=self._root)
         self._sync = sync
         self._durable = DurableFolders(self._root, within, sync=sync)
-        self._reader = RangeReader()
 
     def make_folders(self, names: Iterable[str]) -> None:
         """Makes folders at the root. They become durable with the first object at the root."""
@@ -75,7 +73,7 @@ class LocalBackend(Backend):
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         path = self._path(name)
         try:  # no context manager: many small blocks are read one by one
-            count = try_again(path, partial(self._reader.read, path, self._at, offset, target))
+            count = try_again(path, partial(read_range, path, self._at, offset, target))
         except OSError as exc:
             raise store_error(exc, "read", name) from exc
         if count < len(target):
@@ -83,8 +81,10 @@ class LocalBackend(Backend):
 
     def size(self, name: str) -> int:
         path = self._path(name)
-        with os_errors("look at", name):
+        try:
             status = try_again(path, partial(os.stat, path, dir_fd=self._at, follow_symlinks=False))
+        except OSError as exc:
+            raise store_error(exc, "look at", name) from exc
         return regular_size(status, name)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:

@@ -30,7 +30,7 @@ PAUSES_SECONDS: Final = (0.1, 0.4, 1.0)
 MAX_VECTORS: Final = 512
 """Buffers in one pwritev; Linux and macOS take 1,024."""
 
-READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a planted FIFO must not block us
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a planted FIFO must not block us
 _SYNC_FILE_RANGE_WRITE: Final = 2
 
 
@@ -112,7 +112,7 @@ def read_file(path: str, dir_fd: int | None, name: str, max_bytes: int) -> bytes
     Raises:
         CorruptObjectError: it has more than `max_bytes`.
     """
-    fd = os.open(path, READ_FLAGS, dir_fd=dir_fd)
+    fd = os.open(path, _READ, dir_fd=dir_fd)
     try:
         size_bytes = regular_size(os.fstat(fd), name)
         if size_bytes > max_bytes:
@@ -122,10 +122,19 @@ def read_file(path: str, dir_fd: int | None, name: str, max_bytes: int) -> bytes
         os.close(fd)
 
 
+def read_range(path: str, dir_fd: int | None, offset: int, target: memoryview) -> int:
+    """Fills `target` from `offset` of the file; returns how many bytes were there. Not tried again: see `try_again`."""
+    fd = os.open(path, _READ, dir_fd=dir_fd)
+    try:
+        return read_at(fd, target, offset)
+    finally:
+        os.close(fd)
+
+
 def read_ahead(path: str, offset: int, size: int) -> None:
     """Reads bytes of a file into the page cache, if the system can; returns when they are there or about to be."""
     with contextlib.suppress(OSError, AttributeError):  # AttributeError: not Linux
-        fd = os.open(path, READ_FLAGS)
+        fd = os.open(path, _READ)
         try:
             os.posix_fadvise(fd, offset, size, os.POSIX_FADV_WILLNEED)
         finally:
@@ -139,7 +148,7 @@ def copy_range(path: str, offset: int, fd: int, at: int, size: int) -> int:
     """
     done = 0
     with contextlib.suppress(OSError, AttributeError):  # AttributeError: not Linux
-        source = os.open(path, READ_FLAGS)
+        source = os.open(path, _READ)
         try:
             while done < size and (count := os.copy_file_range(source, fd, size - done, offset_src=offset + done, offset_dst=at + done)):
                 done += count

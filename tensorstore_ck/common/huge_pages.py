@@ -15,7 +15,7 @@ _MADV_WIPEONFORK: Final = 18
 def new_pages(size_bytes: int) -> mmap.mmap:
     """New memory of zeros. A forked child sees zeros or a copy in its place, and must not use it.
 
-    A fork leaves its pages alone from Linux 4.14 on. Before, it may copy them while O_DIRECT reads into them (open(2)).
+    A fork may copy its pages while the kernel uses them: O_DIRECT may write from it, but not read into it (open(2)).
 
     Raises:
         OSError, OverflowError: the system has no such memory.
