@@ -23,7 +23,9 @@ from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, Relocation, Sna
 from tensorstore_ck.log.block_index import Base, Location
 
 MAX_DEPTH: Final = 200
-"""The longest chain of bases. Only a block that is not a base has several bases."""
+"""The longest chain of bases."""
+SEVERAL_LEVELS: Final = 2
+"""Only a block that is not a base may have several bases, and each of these: builds of 2026 stored casts of casts of equal bytes."""
 
 _WITH_BASES: Final = [int(codec) for codec in CODECS_WITH_BASES]
 
@@ -81,7 +83,8 @@ def location_of(part: Part, packs: Sequence[Ulid], extents: Extents, row: int, d
         fields: Any = extents.item(row)
         _, _, _, _, _, first, codec, flags = fields
         count, level = base_count(codec, flags), depth + len(chain)
-        if count and not (row < first <= len(extents) - count and count <= MAX_BASES and level < MAX_DEPTH and (count == 1 or not level)):
+        fits = row < first <= len(extents) - count and level < MAX_DEPTH
+        if count and not (fits and count <= (MAX_BASES if level < SEVERAL_LEVELS else 1)):
             pack = packs[fields[0]]
             raise CorruptObjectError(f"{pack_name(pack)}: a part names a block there with invalid delta bases", object_id=pack_name(pack))
         chain.append(fields)
@@ -89,13 +92,19 @@ def location_of(part: Part, packs: Sequence[Ulid], extents: Extents, row: int, d
             break
         row = first
     several = range(first, first + count)
-    bases = tuple([Base(part.block_id(base), location_of(part, packs, extents, base, 1)) for base in several])
+    bases = tuple([Base(part.block_id(base), location_of(part, packs, extents, base, depth + len(chain))) for base in several])
     while True:  # the last link first, as each has the next one
         number, entry, offset, stored, raw, _, codec, flags = chain.pop()
         found = Location(packs[number], entry, offset, stored, raw, codec, bases, flags if bases else 0)
         if not chain:
             return found
         bases = (Base(part.block_id(chain[-1][5]), found),)
+
+
+def require_bases(part: Part, packs: Sequence[Ulid], extents: Extents) -> None:
+    """Checks that every block of a part can be located with its bases. Raises `CorruptObjectError`: see `location_of`."""
+    for row in np.flatnonzero(np.isin(extents["codec"][: part.block_count], _WITH_BASES)).tolist():
+        location_of(part, packs, extents, row)
 
 
 def locations_of(part: Part, packs: Sequence[Ulid], extents: Extents, rows: Sequence[int]) -> list[Location | None]:

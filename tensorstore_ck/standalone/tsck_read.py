@@ -520,7 +520,7 @@ class Part:
         count = {3: 1, 4: flags}.get(codec, 0)
         if max(stored, raw) > MAX_BLOCK_BYTES or (count and not row < base <= len(self.extents) - count):
             raise ReadError(f"{self.name}: a block of {what} is too large, or without its bases")
-        if count and (depth == 200 or count > (1 if depth else 64)):
+        if count and (depth == 200 or count > (64 if depth < 2 else 1)):
             raise ReadError(f"{self.name}: a block of {what} has more bases than there can be")
         if count and sum(self.extents["raw"][base : base + count].tolist()) > (raw if codec == 3 else 2 * raw):
             raise ReadError(f"{self.name}: a block of {what} has larger bases than there can be")

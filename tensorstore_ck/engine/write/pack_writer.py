@@ -157,6 +157,10 @@ class PackWriter:
         self._meter.count("hash", sum(compress(sizes_bytes, is_there)))
         return is_there
 
+    def is_found_as(self, codec: Codec, block: Digest) -> bool:
+        """Whether a block was claimed in the store, where it has this codec."""
+        return block in self.found and self.found[block].codec == codec
+
     def add_encoded(self, blocks: Sequence[EncodedBlock]) -> None:
         """Stores encoded blocks that are not there yet; the caller has verified them. Their buffers may be reused afterwards."""
         with self._lock:

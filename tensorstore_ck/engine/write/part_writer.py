@@ -13,18 +13,18 @@ import numpy as np
 
 from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.common.buffers import Buffer, batches
-from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid
+from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid, block_id
 from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.common.threads import Scratch, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
-from tensorstore_ck.engine.reachability import BlockLocations, extents_of, with_bases
+from tensorstore_ck.engine.reachability import BlockLocations, extents_of, require_bases, with_bases
 from tensorstore_ck.engine.write.dedup import FrozenBlocks, skip_unchanged
 from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, Comparison, Fp32Masters, ParentBlocks, PartKey, earlier_part
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Sampling, require_unchanged
 from tensorstore_ck.engine.write.write_plan import SINGLE, PartAuthor, WritePlan, plan_of
-from tensorstore_ck.format.codec import Coding, Elements, Encoder, elements_of, sample_of
+from tensorstore_ck.format.codec import Codec, Coding, Elements, Encoder, elements_of, sample_of
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name, require_readable
 from tensorstore_ck.format.values import msgpack_blobs
@@ -239,6 +239,7 @@ def store_part(
 
     Raises:
         UnsupportedValueError: too many objects take almost no bytes in the store.
+        CorruptObjectError: the bases of a block are not valid, so that nobody could read it.
     """
     ids = [*blobs.ids, *tensors.ids]
     places, added, new_bytes = dict[Digest, Location](), dict[Digest, Location](), 0
@@ -266,6 +267,7 @@ def store_part(
         numbers = msgpack_blobs(captured.values, "the state") if captured.blobs else ()
         parsed = [*map(captured.blobs.__getitem__, numbers)]
         require_readable(part, captured.layout.encode(), parsed, ranks=author.world_size, ranks_of_layout=len(author.layout_ranks))
+    require_bases(part, part.packs, part.extents)
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
     new_bytes += len(encoded)
@@ -302,6 +304,13 @@ class RunWriter:
         """The tensors that are stored as casts of others, which must be written first."""
         self.deferred: list[Sequence[TensorBlock]] = []
         """Runs that wait until the masters of their weights are stored."""
+        self.weight_ids: set[Digest] = set()
+        """The blocks of weights, before they are claimed: one that is stored as a cast cannot be the base of another cast."""
+
+    def may_be_cast(self, row: int) -> bool:
+        """Whether the block in a row, which is stored, may be stored as a cast: weights of the same bytes, such as zeros, were first."""
+        block = self.ids[row]
+        return block in self.weight_ids or self._packs.is_found_as(Codec.CAST, block)
 
     def store(self, blocks: Sequence[TensorBlock]) -> None:
         """Stores the blocks of a run, in order."""
@@ -320,10 +329,10 @@ class RunWriter:
             ids = self._packs.add(buffers)
         else:
             run = _EncodedRun(self, blocks, buffers)
-            ids = self._packs.add(buffers, run.encode, run.identify if self.earlier is not None else None)
-        for block, block_id in zip(blocks, ids, strict=True):
-            self.ids[block.row] = block_id
-            if self._computed.get(block.row, block_id) != block_id and self._must_agree:
+            ids = self._packs.add(buffers, run.encode, run.identify if self.earlier is not None or weights else None)
+        for block, digest in zip(blocks, ids, strict=True):
+            self.ids[block.row] = digest
+            if self._computed.get(block.row, digest) != digest and self._must_agree:
                 require_unchanged(self._captured, {block.tensor})
         if run is not None:
             run.keep_for_next_save()
@@ -342,18 +351,20 @@ class _EncodedRun:
 
     def identify(self, number: int) -> Digest:
         """The id of a block; compares it with the one before if that is in memory."""
-        assert self._writer.earlier is not None
-        block, raw = self._blocks[number], memoryview(self._buffers[number]).cast("B")
-        digest, compared = self._writer.earlier.identify(block.row, raw, self._elements_of(block))
+        block, raw, earlier = self._blocks[number], memoryview(self._buffers[number]).cast("B"), self._writer.earlier
+        digest, compared = (block_id(raw), None) if earlier is None else earlier.identify(block.row, raw, self._elements_of(block))
         if compared is not None:
             self._little_changed[number] = compared
+        if block.tensor in self._writer.weights:
+            self._writer.weight_ids.add(digest)
         return digest
 
     def encode(self, number: int) -> BlockEncoding:
         """The stored form of a block: a cast of its master, a difference to its base, or its own bytes."""
         block, raw, masters, earlier = self._blocks[number], self._buffers[number], self._writer.masters, self._writer.earlier
         elements = self._elements_of(block)
-        if masters is not None and block.tensor in self._writer.weights and (bases := masters.blocks(block)):
+        bases = masters.blocks(block) if masters is not None and block.tensor in self._writer.weights else []
+        if masters is not None and bases and not any(self._writer.may_be_cast(base.row) for base in bases):
             cast = self._encoder.encode_cast(raw, [masters.read(base) for base in bases], self._writer.specs[block.tensor].dtype)
             if cast is not None:
                 self._little_changed.pop(number, None)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, Ulid
 from tensorstore_ck.engine.engine import Engine, decode_named_part
-from tensorstore_ck.engine.reachability import BlockLocations, grouped, locate_blocks
+from tensorstore_ck.engine.reachability import BlockLocations, grouped, locate_blocks, require_bases
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import CorruptObjectError, StoreError
 from tensorstore_ck.format.block_assignment import assign_blocks, first_rank_with_layout, regions_of_rank
@@ -198,10 +198,15 @@ def _read_part(engine: Engine, record: Record, rank: int) -> tuple[Part | Damage
 def _locate(engine: Engine, part: Part) -> BlockLocations | Damage:
     """The locations of a part's blocks, or why they are unknown."""
     try:
-        return locate_blocks(engine, engine.log.view(), part)
+        places = locate_blocks(engine, engine.log.view(), part)
     except StoreError as exc:
         require_reachable(engine.backend, exc)
         return Damage(kind_of(exc), exc.object_id, f"{exc} (it locates moved blocks)", ())
+    try:
+        require_bases(part, places.packs, places.extents)
+    except CorruptObjectError as exc:
+        return Damage(kind_of(exc), exc.object_id, str(exc), ())
+    return places
 
 
 def _extent_problems(

@@ -53,12 +53,14 @@ def test_bases_that_are_not_there_are_refused(base: int, flags: int) -> None:
         refused(extents)
 
 
-def test_a_base_has_no_several_bases() -> None:
+def test_only_bases_of_blocks_that_are_no_bases_have_several_bases() -> None:
     """Else a few rows would mean more blocks than there are in the world."""
     extents = np.zeros(10, EXTENT_DTYPE)
     extents["base"] = -1
     extents[0] = (0, 0, 64, 8, 8, 1, Codec.CAST, 2)
     extents[1] = (0, 0, 64, 8, 8, 3, Codec.CAST, 2)
+    assert len(list(chain_of(location_of(part_of(extents), [PACK], extents, 0)))) == 5
+    extents[3] = (0, 0, 64, 8, 8, 5, Codec.CAST, 2)
     refused(extents)
 
 

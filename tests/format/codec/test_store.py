@@ -1,5 +1,7 @@
 """Codecs from the outside: what is saved comes back, costs less, and outlives gc, compaction, damage and copies."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 import tensorstore_ck as tsck
 from tensorstore_ck.cli import main
@@ -188,6 +191,42 @@ def test_weights_that_stay_when_their_masters_do_not(opened: Open, tmp_path: Pat
             assert torch.equal(found["masters"], state["masters"])
             assert torch.equal(found["weights"].view(torch.int16), state["weights"].view(torch.int16))
         assert store.fsck(read_data=True).ok
+
+
+MASTER = 3 << 19
+"""Elements: its weights are one block of 3 MiB, which has two bases, and other masters of half as many are a block of 3 MiB, too."""
+
+READER = Path(tsck.__file__).parent / "standalone" / "tsck_read.py"
+
+
+def zeros(name: str, elements: int) -> dict[str, torch.Tensor]:
+    return {f"{name}_master": torch.zeros(elements), f"{name}_weights": torch.zeros(elements, dtype=torch.bfloat16)}
+
+
+@pytest.mark.parametrize("one_save", [False, True])
+@pytest.mark.parametrize("old_build", [False, True])
+def test_a_master_that_is_stored_as_weights_of_the_same_bytes(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_save: bool, old_build: bool
+) -> None:
+    """Its own weights are no cast of it. Builds that stored them as such wrote snapshots that they could not read."""
+    first, second = zeros("a", MASTER), zeros("b", MASTER // 2)
+    if one_save:  # each block is a run, in the order of the tensors
+        monkeypatch.setattr(part_writer, "RUN_BLOCKS", 1)
+        monkeypatch.setattr(part_writer, "for_each", lambda tasks, work, _: for_each(sorted(tasks, key=lambda run: run[0].tensor), work, 1))
+    if old_build:
+        monkeypatch.setattr(part_writer.RunWriter, "may_be_cast", lambda *_: False)
+    with opened(codec="fast") as store:
+        for step, state in enumerate([first | second] if one_save else [first, second]):
+            store.put_snapshot(state, ref="run", step=step)
+            found = store.checkout("run")
+            assert found.keys() == state.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+        assert store.fsck(read_data=True).ok
+        casts = {group.name for group in store.show("run").groups if "cast" in group.codecs}
+        assert casts & {"b_master", "b_weights"} == ({"b_master", "b_weights"} if old_build else {"b_master"})
+    file = tmp_path / "read.safetensors"
+    subprocess.run([sys.executable, READER, tmp_path / "store", "run", file], check=True, capture_output=True)
+    assert not any(tensor.any() for tensor in load_file(file).values())
 
 
 @pytest.mark.parametrize("backwards", [False, True])
