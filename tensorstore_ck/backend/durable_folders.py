@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Final
 
 from tensorstore_ck.backend.local_io import is_disk_of_this_host
@@ -37,10 +37,12 @@ class DurableFolders:
         self._durable: set[str] = set()
         self._failed: set[str] = set()
         self._locks: dict[str, ProcessLock] = {}
+        self._is_on_disk: bool | None = None
+        """Whether the root is on a disk of this host; None: not known yet."""
 
     def __getstate__(self) -> dict[str, object]:
-        """Without locks, which no other process needs."""
-        return {**self.__dict__, "_locks": {}}
+        """Without locks, which no other process needs, and what is known of this host."""
+        return {**self.__dict__, "_locks": {}, "_is_on_disk": None}
 
     def sync_way(self, folder: str, fd: int | None = None) -> None:
         """Makes a new entry in `folder` durable, the entries of the folders on the way from the root, and the file `fd`.
@@ -60,6 +62,8 @@ class DurableFolders:
             folder = os.path.dirname(folder)
             durable.update(self._subfolders(folder))
             syncs.append(partial(self.sync, folder))
+        if self._is_on_disk is None:
+            self._is_on_disk = is_disk_of_this_host(os.stat(self._root, dir_fd=self._at))
         if self._is_on_disk:
             for_each(syncs, _call, len(syncs))
         else:
@@ -107,10 +111,6 @@ class DurableFolders:
     @property
     def _at(self) -> int | None:
         return None if self._within is None else self._within.fd()
-
-    @cached_property
-    def _is_on_disk(self) -> bool:
-        return is_disk_of_this_host(os.stat(self._root, dir_fd=self._at))
 
     def _subfolders(self, folder: str) -> Sequence[str]:
         if self._within is not None:

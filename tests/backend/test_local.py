@@ -4,6 +4,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,28 @@ def test_all_syncs_of_an_object_on_a_disk_run_at_once(backend: LocalBackend, mon
     else:
         backend.open_writer("log/2").close()
     assert names(backend) == {"log/1", "log/2"}
+
+
+def test_a_folder_that_does_not_answer_holds_up_no_other_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a store asks which filesystem it is on."""
+    hung, other = LocalBackend(str(tmp_path / "hung")), LocalBackend(str(tmp_path / "other"))
+    is_asked, answers = threading.Event(), threading.Event()
+
+    def is_disk(status: os.stat_result) -> bool:
+        if os.path.samestat(status, os.stat(hung.url)):
+            is_asked.set()
+            assert answers.wait(PATIENCE_SECONDS)
+        return False
+
+    monkeypatch.setattr(durable_folders, "is_disk_of_this_host", is_disk)
+    with ThreadPoolExecutor(2) as threads:
+        put = threads.submit(hung.put, "x", b"x")
+        assert is_asked.wait(PATIENCE_SECONDS)
+        try:
+            threads.submit(other.put, "x", b"x").result(PATIENCE_SECONDS / 2)
+        finally:
+            answers.set()
+        put.result()
 
 
 def test_folders_that_another_process_made_are_synced_too(backend: LocalBackend, calls: list[str], root: Path) -> None:
