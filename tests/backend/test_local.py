@@ -14,6 +14,7 @@ import pytest
 from tensorstore_ck.backend import durable_folders, local
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.local_writer import WINDOW_BYTES, DirectWriter
+from tensorstore_ck.common import threads
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     CorruptObjectError,
@@ -181,6 +182,34 @@ def test_all_syncs_of_an_object_on_a_disk_run_at_once(backend: LocalBackend, mon
     assert names(backend) == {"log/1", "log/2"}
 
 
+def test_syncs_run_one_after_another_while_another_object_is_synced(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable_folders, "is_disk_of_this_host", lambda _: True)
+    at_once: list[str] = []
+    is_syncing, goes_on = threading.Event(), threading.Event()
+
+    def for_each(*args: Any, real: Callable[..., None] = threads.for_each) -> None:
+        at_once.append(threading.current_thread().name)
+        real(*args)
+
+    def fsync(fd: int, real: Callable[[int], None] = os.fsync) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("/slow"):
+            is_syncing.set()
+            assert goes_on.wait(PATIENCE_SECONDS)
+        real(fd)
+
+    monkeypatch.setattr(durable_folders, "for_each", for_each)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with ThreadPoolExecutor(1, "other") as executor:
+        put = executor.submit(backend.put, "packs/slow", b"x")
+        assert is_syncing.wait(PATIENCE_SECONDS)
+        backend.put("log/1", b"x")
+        goes_on.set()
+        put.result(PATIENCE_SECONDS)
+    assert at_once == ["other_0"]
+    backend.put("log/2", b"x")
+    assert at_once == ["other_0", threading.current_thread().name]
+
+
 def test_a_folder_that_does_not_answer_holds_up_no_other_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a store asks which filesystem it is on."""
     hung, other = LocalBackend(str(tmp_path / "hung")), LocalBackend(str(tmp_path / "other"))
@@ -193,11 +222,11 @@ def test_a_folder_that_does_not_answer_holds_up_no_other_store(tmp_path: Path, m
         return False
 
     monkeypatch.setattr(durable_folders, "is_disk_of_this_host", is_disk)
-    with ThreadPoolExecutor(2) as threads:
-        put = threads.submit(hung.put, "x", b"x")
+    with ThreadPoolExecutor(2) as executor:
+        put = executor.submit(hung.put, "x", b"x")
         assert is_asked.wait(PATIENCE_SECONDS)
         try:
-            threads.submit(other.put, "x", b"x").result(PATIENCE_SECONDS / 2)
+            executor.submit(other.put, "x", b"x").result(PATIENCE_SECONDS / 2)
         finally:
             answers.set()
         put.result()
