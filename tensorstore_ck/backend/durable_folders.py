@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from io import FileIO
 from typing import Final
 
 from tensorstore_ck.backend.local_io import is_disk_of_this_host
@@ -55,7 +56,7 @@ class DurableFolders:
         """
         if not self._sync:
             return
-        syncs: list[Callable[[], None]] = [] if fd is None else [partial(os.fsync, fd)]
+        syncs: list[Callable[[], None]] = []
         durable = set(self._subfolders(folder) if folder == self._root else ())  # those that were there before the fsync
         syncs.append(partial(self.sync, folder))
         while folder not in self._durable:
@@ -70,7 +71,7 @@ class DurableFolders:
         try:
             is_alone = not self._syncing
             self._syncing.add(thread)
-            self._run(syncs, at_once=is_alone and self._is_on_this_disk())
+            self._run(fd, syncs, at_once=is_alone and self._is_on_this_disk())
         finally:
             self._syncing.discard(thread)
         self._durable.update(durable)  # not before: a folder is durable once the root's entry is, and that may fail
@@ -121,7 +122,9 @@ class DurableFolders:
             self._is_on_disk = is_disk_of_this_host(os.stat(self._root, dir_fd=self._at))
         return self._is_on_disk
 
-    def _run(self, syncs: Sequence[Callable[[], None]], *, at_once: bool) -> None:
+    def _run(self, fd: int | None, syncs: list[Callable[[], None]], *, at_once: bool) -> None:
+        if fd is not None:
+            syncs.insert(0, partial(_sync_and_close, FileIO(os.dup(fd))) if at_once else partial(os.fsync, fd))
         if at_once:
             for_each(syncs, _call, len(syncs))
         else:
@@ -143,6 +146,12 @@ class DurableFolders:
         os.close(os.open(temporary, NEW, FILE_MODE, dir_fd=self._at))
         with contextlib.suppress(OSError):  # `list_uploads` finds it
             os.unlink(temporary, dir_fd=self._at)
+
+
+def _sync_and_close(file: FileIO) -> None:
+    """Syncs a file of its own: if Ctrl-C is pressed twice, this goes on when the caller has closed its one, and the number is another's."""
+    with file:
+        os.fsync(file.fileno())
 
 
 def _call(sync: Callable[[], None]) -> None:

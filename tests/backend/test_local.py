@@ -57,6 +57,11 @@ def calls(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
         paths[fd] = path
         return fd
 
+    def dup(fd: int, real: Callable[[int], int] = os.dup) -> int:
+        copy = real(fd)
+        paths[copy] = paths[fd]
+        return copy
+
     def fsync(fd: int, real: Callable[[int], None] = os.fsync) -> None:
         seen.append(f"fsync {show(paths[fd])}")
         real(fd)
@@ -81,6 +86,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
         return real(fd, *args)
 
     monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "dup", dup)
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "pwritev", pwritev)
     monkeypatch.setattr(os, "link", two("link", os.link))
@@ -175,11 +181,13 @@ def test_all_syncs_of_an_object_on_a_disk_run_at_once(backend: LocalBackend, mon
         syncs.wait(PATIENCE_SECONDS)
 
     monkeypatch.setattr(os, "fsync", fsync)
+    open_files = os.listdir("/proc/self/fd")
     if write == "put":
         backend.put("log/2", b"x")
     else:
         backend.open_writer("log/2").close()
     assert names(backend) == {"log/1", "log/2"}
+    assert os.listdir("/proc/self/fd") == open_files
 
 
 def test_syncs_run_one_after_another_while_another_object_is_synced(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +216,36 @@ def test_syncs_run_one_after_another_while_another_object_is_synced(backend: Loc
     assert at_once == ["other_0"]
     backend.put("log/2", b"x")
     assert at_once == ["other_0", threading.current_thread().name]
+
+
+def test_a_sync_that_goes_on_after_ctrl_c_syncs_no_other_file(
+    backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C does not wait for the threads."""
+    synced, goes_on, helpers = list[int](), threading.Event(), list[threading.Thread]()
+
+    def for_each(tasks: list[Callable[[], None]], work: Callable[[Any], None], _: int) -> None:
+        def sync() -> None:
+            assert goes_on.wait(PATIENCE_SECONDS)
+            for task in tasks:
+                work(task)
+
+        helpers.append(threading.Thread(target=sync))
+        helpers[0].start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(durable_folders, "is_disk_of_this_host", lambda _: True)
+    monkeypatch.setattr(durable_folders, "for_each", for_each)
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    writer = backend.open_writer("log/1")
+    inode = os.stat(f"{backend.url}/log/1").st_ino
+    with pytest.raises(KeyboardInterrupt):
+        writer.close()
+    with (tmp_path / "other").open("wb") as other:  # with the number that was closed
+        goes_on.set()
+        helpers[0].join()
+        assert inode in synced
+        assert os.fstat(other.fileno()).st_ino not in synced
 
 
 def test_a_folder_that_does_not_answer_holds_up_no_other_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
