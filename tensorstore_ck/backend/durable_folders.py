@@ -5,8 +5,9 @@ time without writing anything. So the folder is changed before it is synced agai
 another one made a folder of the same name again.
 
 On a disk of this host all syncs of one object run at once: one commit of the filesystem's journal serves them (on ext4 4.7 ms instead of 20
-for a file and two folders). Their order does not matter, since nobody knows the object's name yet. They run one after another while another
-thread syncs an object: the journal commits the syncs of both together anyway, and more threads would only cost CPU time.
+for a file and two folders). Their order does not matter: nobody knows the object's name yet, or the file was synced before it got its name.
+They run one after another while another thread syncs an object: the journal commits the syncs of both together anyway, and more threads
+would only cost CPU time.
 """
 
 import contextlib
