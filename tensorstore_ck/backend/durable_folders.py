@@ -6,12 +6,12 @@ another one made a folder of the same name again.
 
 On a disk of this host all syncs of one object run at once: one commit of the filesystem's journal serves them (on ext4 4.7 ms instead of 20
 for a file and two folders). Their order does not matter: nobody knows the object's name yet, or the file was synced before it got its name.
-They run one after another while another thread syncs an object: the journal commits the syncs of both together anyway, and more threads
-would only cost CPU time.
+They run one after another while another thread syncs an object: the journal commits both together anyway, and threads cost CPU time.
 """
 
 import contextlib
 import errno
+import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -42,8 +42,7 @@ class DurableFolders:
         self._durable: set[str] = set()
         self._failed: set[str] = set()
         self._locks: dict[str, ProcessLock] = {}
-        self._is_on_disk: bool | None = None
-        """Whether the root is on a disk of this host; None: not known yet."""
+        self._is_on_disk: bool | None = None  # until the first sync
         self._syncing: set[int] = set()
         """The threads in `sync_way`."""
 
@@ -58,9 +57,8 @@ class DurableFolders:
         """
         if not self._sync:
             return
-        syncs: list[Callable[[], None]] = []
+        syncs: list[Callable[[], None]] = [partial(self.sync, folder)]
         durable = set(self._subfolders(folder) if folder == self._root else ())  # those that were there before the fsync
-        syncs.append(partial(self.sync, folder))
         while folder not in self._durable:
             durable.add(folder)
             if folder == self._root:
@@ -69,11 +67,18 @@ class DurableFolders:
             folder = os.path.dirname(folder)
             durable.update(self._subfolders(folder))
             syncs.append(partial(self.sync, folder))
-        thread = threading.get_ident()
+        if self._is_on_disk is None:
+            self._is_on_disk = is_disk_of_this_host(os.stat(self._root, dir_fd=self._at))
+        at_once, thread = self._is_on_disk and not self._syncing, threading.get_ident()
+        if fd is not None:
+            syncs.insert(0, partial(_sync_and_close, FileIO(os.dup(fd))) if at_once else partial(os.fsync, fd))
         try:
-            is_alone = not self._syncing
             self._syncing.add(thread)
-            self._run(fd, syncs, at_once=is_alone and self._is_on_this_disk())
+            if at_once:
+                for_each(syncs, operator.call, len(syncs))
+            else:
+                for sync in syncs:
+                    sync()
         finally:
             self._syncing.discard(thread)
         self._durable.update(durable)  # not before: a folder is durable once the root's entry is, and that may fail
@@ -119,20 +124,6 @@ class DurableFolders:
     def _at(self) -> int | None:
         return None if self._within is None else self._within.fd()
 
-    def _is_on_this_disk(self) -> bool:
-        if self._is_on_disk is None:
-            self._is_on_disk = is_disk_of_this_host(os.stat(self._root, dir_fd=self._at))
-        return self._is_on_disk
-
-    def _run(self, fd: int | None, syncs: list[Callable[[], None]], *, at_once: bool) -> None:
-        if fd is not None:
-            syncs.insert(0, partial(_sync_and_close, FileIO(os.dup(fd))) if at_once else partial(os.fsync, fd))
-        if at_once:
-            for_each(syncs, _call, len(syncs))
-        else:
-            for sync in syncs:
-                sync()
-
     def _subfolders(self, folder: str) -> Sequence[str]:
         if self._within is not None:
             return ()
@@ -154,7 +145,3 @@ def _sync_and_close(file: FileIO) -> None:
     """Syncs a file of its own: if Ctrl-C is pressed twice, this goes on when the caller has closed its one, and the number is another's."""
     with file:
         os.fsync(file.fileno())
-
-
-def _call(sync: Callable[[], None]) -> None:
-    sync()
