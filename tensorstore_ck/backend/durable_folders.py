@@ -1,17 +1,22 @@
 """Makes new entries of a folder durable, with those of the folders on the way from the root.
 
 The entries of folders are synced once per process, all of one folder together. A failed fsync is final: the kernel may report success next
-time without writing anything. So the folder is changed before it is synced again.
+time without writing anything. So the folder is changed before it is synced again. Folders are not removed: a handle would not know that
+another one made a folder of the same name again.
 
 On a disk of this host all syncs of one object run at once: one commit of the filesystem's journal serves them (on ext4 4.7 ms instead of 20
-for a file and two folders). Their order does not matter, since nobody knows the object's name yet.
+for a file and two folders). Their order does not matter: nobody knows the object's name yet, or the file was synced before it got its name.
+They run one after another while another thread syncs an object: the journal commits both together anyway, and threads cost CPU time.
 """
 
 import contextlib
 import errno
+import operator
 import os
+import threading
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
+from io import FileIO
 from typing import Final
 
 from tensorstore_ck.backend.local_io import is_disk_of_this_host
@@ -37,10 +42,13 @@ class DurableFolders:
         self._durable: set[str] = set()
         self._failed: set[str] = set()
         self._locks: dict[str, ProcessLock] = {}
+        self._is_on_disk: bool | None = None  # until the first sync
+        self._syncing: set[int] = set()
+        """The threads in `sync_way`."""
 
     def __getstate__(self) -> dict[str, object]:
-        """Without locks, which no other process needs."""
-        return {**self.__dict__, "_locks": {}}
+        """Without locks, which no other process needs, and what is known of this host and its threads."""
+        return {**self.__dict__, "_locks": {}, "_is_on_disk": None, "_syncing": set()}
 
     def sync_way(self, folder: str, fd: int | None = None) -> None:
         """Makes a new entry in `folder` durable, the entries of the folders on the way from the root, and the file `fd`.
@@ -49,9 +57,8 @@ class DurableFolders:
         """
         if not self._sync:
             return
-        syncs: list[Callable[[], None]] = [] if fd is None else [partial(os.fsync, fd)]
+        syncs: list[Callable[[], None]] = [partial(self.sync, folder)]
         durable = set(self._subfolders(folder) if folder == self._root else ())  # those that were there before the fsync
-        syncs.append(partial(self.sync, folder))
         while folder not in self._durable:
             durable.add(folder)
             if folder == self._root:
@@ -60,11 +67,20 @@ class DurableFolders:
             folder = os.path.dirname(folder)
             durable.update(self._subfolders(folder))
             syncs.append(partial(self.sync, folder))
-        if self._is_on_disk:
-            for_each(syncs, _call, len(syncs))
-        else:
-            for sync in syncs:
-                sync()
+        if self._is_on_disk is None:
+            self._is_on_disk = is_disk_of_this_host(os.stat(self._root, dir_fd=self._at))
+        at_once, thread = self._is_on_disk and not self._syncing, threading.get_ident()
+        if fd is not None:
+            syncs.insert(0, partial(_sync_and_close, FileIO(os.dup(fd))) if at_once else partial(os.fsync, fd))
+        try:
+            self._syncing.add(thread)
+            if at_once:
+                for_each(syncs, operator.call, len(syncs))
+            else:
+                for sync in syncs:
+                    sync()
+        finally:
+            self._syncing.discard(thread)
         self._durable.update(durable)  # not before: a folder is durable once the root's entry is, and that may fail
 
     def sync_all(self, folder: str) -> None:
@@ -108,10 +124,6 @@ class DurableFolders:
     def _at(self) -> int | None:
         return None if self._within is None else self._within.fd()
 
-    @cached_property
-    def _is_on_disk(self) -> bool:
-        return is_disk_of_this_host(os.stat(self._root, dir_fd=self._at))
-
     def _subfolders(self, folder: str) -> Sequence[str]:
         if self._within is not None:
             return ()
@@ -129,5 +141,7 @@ class DurableFolders:
             os.unlink(temporary, dir_fd=self._at)
 
 
-def _call(sync: Callable[[], None]) -> None:
-    sync()
+def _sync_and_close(file: FileIO) -> None:
+    """Syncs a file of its own: if Ctrl-C is pressed twice, this goes on when the caller has closed its one, and the number is another's."""
+    with file:
+        os.fsync(file.fileno())

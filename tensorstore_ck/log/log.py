@@ -123,7 +123,7 @@ class Log:
         return shielded(fold)
 
     def sync(self, known: Head | None = None, *, order: Order = "head first") -> Head:
-        """Folds every entry that was acknowledged before this call, and returns the head.
+        """Folds every entry that was acknowledged before this call, or with `order` "next alone" the next one, and returns the head.
 
         `known`: a head that the table has had; by default it is read. `order`: see `readable_view`.
 
@@ -148,7 +148,10 @@ class Log:
         return shielded(sync)
 
     def newest_view(self, *, order: Order = "head first") -> RefTable:
-        """A view at the newest entry that was acknowledged before this call, or a later one. `order`: see `readable_view`."""
+        """A view at the newest entry that was acknowledged before this call, or a later one. `order`: see `readable_view`.
+
+        With "next alone" the view is at the next entry, if there is one: there may be newer ones.
+        """
         view = self.view() if self._readable is None else None
         head = None if view is None else view.head()
         newest = self.sync(head, order=order)

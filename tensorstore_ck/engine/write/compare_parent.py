@@ -50,20 +50,17 @@ class StepCounters:
     """Whether there are others."""
     may_skip: bool = False
     """Whether the state has a gradient scaler, which lets optimizers skip steps."""
-    weights: set[int] = field(default_factory=set)
-    """The numbers of all other tensors of floating or complex numbers."""
+    weights: set[int] | None = None
+    """The numbers of all other tensors of floating or complex numbers; None until a save is compared with an earlier one."""
 
 
 def find_counters(captured: CapturedState) -> StepCounters:
-    """The counters in the tree of a state's layout, and its weights. The layout is searched once."""
+    """The counters in the tree of a state's layout. The layout is searched once."""
     kept = captured.derived if captured.derived is not None else {}
     counters: StepCounters | None = kept.get(StepCounters)
     if counters is None:
         counters = StepCounters()
         _CounterSearch(captured.layout, counters).visit(captured.layout.tree, "", "", 0)
-        for number, spec in enumerate(captured.layout.tensors[:]):
-            if number not in counters.tensors and is_floating(spec.dtype, spec.item_bytes):
-                counters.weights.add(number)
         kept[StepCounters] = counters
     return counters
 
@@ -174,11 +171,18 @@ class ParentComparison:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def _has_moved(self, before: Part) -> bool:
-        blocks, weights = self._tensors.plan.blocks, self._counters.weights
+        blocks, weights = self._tensors.plan.blocks, self._weights()
         for row in self._moved_rows(before):
             if blocks[row].tensor in weights:
                 return True
         return not weights.isdisjoint(self._moved_inline(before))
+
+    def _weights(self) -> set[int]:
+        counters = self._counters
+        if counters.weights is None:
+            specs = enumerate(self._captured.layout.tensors[:])
+            counters.weights = {at for at, spec in specs if at not in counters.tensors and is_floating(spec.dtype, spec.item_bytes)}
+        return counters.weights
 
     def _moved_rows(self, before: Part) -> list[int]:
         """The blocks of tensors that differ."""

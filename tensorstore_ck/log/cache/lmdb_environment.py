@@ -298,7 +298,7 @@ class BatchLock:
         """`patience_seconds`: how long to wait for a holder without progress that is not stopped, such as one that syncs a busy disk."""
         self._path = path
         self._patience_seconds = patience_seconds
-        self._count = 0
+        self._count = time.monotonic_ns()  # the next lock of this process begins higher, so that a waiting process sees the change
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     @contextmanager

@@ -13,7 +13,7 @@ from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.common.printed_commands import name_store
 from tensorstore_ck.common.retry import next_delay
-from tensorstore_ck.common.threads import cpu_threads
+from tensorstore_ck.common.threads import ProcessLock, cpu_threads
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
 from tensorstore_ck.events import Event
@@ -65,6 +65,7 @@ class SaveContext:
     """Tensors on devices that the next save need not copy; made at the first asynchronous save of such tensors."""
     recent_layouts: "RecentLayouts | None" = None
     """The layouts of the last saves; made at the first save."""
+    _frozen_lock: ProcessLock = field(default_factory=ProcessLock)
 
     def is_store_gone(self) -> bool:
         """Whether the store answers nothing or takes no upload, and all saves that wait for it are safe on the staging disk."""
@@ -85,6 +86,13 @@ class SaveContext:
         if self.known_tensors is None:
             self.known_tensors = StoredTensors()
         return self.known_tensors
+
+    def make_frozen(self) -> None:
+        """Makes `frozen`, the same one for all threads."""
+        made = FrozenTensors()
+        with self._frozen_lock.here:
+            if self.frozen is None:
+                self.frozen = made
 
     def forget_frozen(self) -> None:
         """Drops what is known of frozen tensors: somebody may have written to them."""

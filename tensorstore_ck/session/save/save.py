@@ -30,7 +30,6 @@ from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NoSpac
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.context import SaveContext
-from tensorstore_ck.session.save.frozen_tensors import FrozenTensors
 from tensorstore_ck.session.save.queued_save import Admission
 from tensorstore_ck.session.save.rank_round import Begin, RankRound, UnpreparedState
 from tensorstore_ck.session.save.save_status import SaveStatus
@@ -191,7 +190,7 @@ class Save:
             else:
                 captured = capture(state, self._coordination.describer)
                 if frozen and self._context.frozen is None:
-                    self._context.frozen = FrozenTensors()
+                    self._context.make_frozen()
                 if self._context.frozen is not None:
                     captured = self._context.frozen.mark(captured, frozen, self._coordination.scope)
             self._captured = captured if rank_state is None else captured._replace(own=capture(rank_state))

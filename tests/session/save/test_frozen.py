@@ -4,6 +4,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import BackendUnavailableError, FrozenChangedError
 from tensorstore_ck.gc import GcOptions
+from tensorstore_ck.session.save import context
 from tensorstore_ck.session.save.frozen_tensors import VERIFY_EVERY, FrozenTensors
 from tensorstore_ck.state import capture
 from tensorstore_ck.state.capture_copy import memory_key
@@ -71,6 +73,28 @@ def test_they_are_not_copied_so_a_state_fits_only_because_of_them() -> None:
         assert [pending.wait().step for pending in pendings] == [0, 1, 2]
         with pytest.raises(tsck.errors.NoSpaceError, match="frozen="):
             put(place, state, 3, frozen=[])
+
+
+def test_two_threads_may_be_the_first_to_name_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+
+    class Slow(FrozenTensors):
+        def __init__(self) -> None:
+            super().__init__()
+            both.wait(PATIENCE_SECONDS)
+
+    with scene() as place:
+        states = {ref: {ref: torch.zeros(BASE, dtype=torch.uint8)} for ref in ("a", "b")}
+
+        def save(ref: str) -> tsck.PendingSnapshot:
+            pending = place.store.put_snapshot_async(states[ref], ref=ref, frozen=[ref])
+            pending.wait()
+            return pending
+
+        with monkeypatch.context() as patch, ThreadPoolExecutor(2) as threads:
+            patch.setattr(context, "FrozenTensors", Slow)
+            assert len([*threads.map(save, states)]) == 2
+        assert [is_read(place, save(ref)) for ref in states] == [False, False]
 
 
 def test_they_are_read_at_the_first_save_and_each_tenth_after() -> None:
