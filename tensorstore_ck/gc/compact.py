@@ -116,7 +116,7 @@ def read_footer(backend: Backend, pack: Ulid, size_bytes: int) -> Footer:
 
 
 def read_sparse(backend: Backend, pack: Ulid, size_bytes: int, entries: Entries) -> SparsePack:
-    """The pack with its footer. Raises `DamageError` if that is missing or damaged, or has fewer entries than are needed."""
+    """The pack with its footer; `DamageError` if that is missing, damaged or too short. Another pack with enough entries is not noticed."""
     footer = read_footer(backend, pack, size_bytes)
     if len(entries) and int(entries[-1]) >= len(footer.entries):
         name = pack_name(pack)
