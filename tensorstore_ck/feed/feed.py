@@ -17,14 +17,14 @@ from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.read.snapshot_reader import Layouts, open_snapshot
-from tensorstore_ck.errors import BackendUnavailableError, InputError, InvalidOptionError, SnapshotExpiredError
+from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, InputError, InvalidOptionError, SnapshotExpiredError
 from tensorstore_ck.events import Event, Kind
 from tensorstore_ck.feed.followed_tensor import Change, FollowedTensor
 from tensorstore_ck.feed.held_blocks import HeldBlocks, Place, place_of
 from tensorstore_ck.feed.host_cache import HostCache
 from tensorstore_ck.feed.match_tensors import Wanted, match_tensors
 from tensorstore_ck.feed.read_changes import ChangesReader
-from tensorstore_ck.log import Order, RefTable, SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 
 POLL_SECONDS: Final = 1.0
@@ -98,7 +98,7 @@ class Feed:
         """Versions mostly have the same one."""
         self._version: FeedVersion | None = None
         self._idle_at: int | None = None
-        """The log entry at which a poll last found the branch at `version`, if it did."""
+        """The log entry at which the last poll found the branch at `version`; None if it did not."""
         self._events: deque[Event] = deque()
         """Not delivered yet: callbacks run without the locks, so that they may call this feed."""
 
@@ -137,25 +137,22 @@ class Feed:
             NoSpaceError: what changes does not fit into the memory that is free.
             BackendUnavailableError: the store cannot be read now.
         """
-        return self._look(self._ref if address is None else address, verify=verify)
-
-    def _look(self, address: str, *, verify: bool = False, order: Order = "next first") -> FeedVersion | None:
-        """As `poll`, in a view that is read in this order."""
         try:
             with self._polling:
                 try:
                     with self._lock:
                         self._is_staging = True
-                    return self._find_and_stage(address, verify=verify, order=order)
+                    return self._poll(self._ref if address is None else address, verify=verify)
                 finally:
                     self._is_staging = False
         finally:
             self._deliver()
 
-    def _find_and_stage(self, address: str, *, verify: bool, order: Order) -> FeedVersion | None:
+    def _poll(self, address: str, *, verify: bool) -> FeedVersion | None:
         if self._closed.is_set():
             raise InputError(f"the feed of {self._ref!r} was closed: call follow again", object_id=self._ref)
-        view = self._engine.log.readable_view(order=order)
+        self._idle_at = None
+        view = self._newest_view()
         info = self._find(address, view)
         current, self._staged = self._staged, None
         if verify:
@@ -172,7 +169,7 @@ class Feed:
             try:
                 self._staged = self._stage(info)
             except SnapshotExpiredError:
-                newest = self._find(address, self._engine.log.readable_view(order="next first"))
+                newest = self._find(address, self._newest_view())
                 if newest.ulid == info.ulid:
                     raise
                 self._staged = self._stage(newest)
@@ -181,9 +178,8 @@ class Feed:
     def wait(self, timeout_seconds: float | None = None) -> FeedVersion | None:
         """Looks until a version is staged, and returns it; None if there is none within `timeout_seconds`, or the feed was closed.
 
-        Goes on while the store does not answer. After a poll that found nothing it asks for the next log entry alone, and takes a version
-        that this entry publishes, though a newer one may have followed it; every tenth look, and the first, is a poll, which also notices
-        that the log was taken back.
+        Goes on while the store does not answer. After a poll that found nothing it asks for the next log entry alone; every tenth look is
+        a poll, which also notices that the log was taken back.
 
         Raises:
             BackendUnavailableError: the store did not answer the last poll before the timeout.
@@ -193,7 +189,7 @@ class Feed:
         while True:
             trouble: BackendUnavailableError | None = None
             try:
-                version = self._look_for_next() if looks % LOOKS_A_POLL else self.poll()
+                version = None if looks % LOOKS_A_POLL and self._is_idle() else self.poll()
             except BackendUnavailableError as exc:
                 version, trouble = None, exc
             except InputError:
@@ -211,11 +207,13 @@ class Feed:
                 return None
             looks += 1
 
-    def _look_for_next(self) -> FeedVersion | None:
-        """As `poll`; one request where the branch was at `version`, and the log has no entry since."""
+    def _is_idle(self) -> bool:
+        """Whether the branch was at `version`, and the log has no entry since: one request, where a poll that finds nothing is two."""
         idle_at = self._idle_at  # another thread's poll may change it
-        version = None if idle_at is None else self._look(self._ref, order="next alone")
-        return self.poll() if version is None and (idle_at is None or self._idle_at != idle_at) else version
+        try:
+            return idle_at is not None and self._engine.log.chain.read(idle_at + 1) is None
+        except BrokenLogError:
+            return False  # a poll reads what can be read
 
     def swap(self) -> FeedVersion | None:
         """Makes the tensors the staged version, and returns it; None if nothing is staged, or another thread is in `poll`.
@@ -260,6 +258,9 @@ class Feed:
         self._version, self._ids, self._staged = staged.version, staged.ids, None
         self._note("swapped", staged.version, pause_seconds=time.perf_counter() - started)
         return staged.version
+
+    def _newest_view(self) -> RefTable:
+        return self._engine.log.readable_view(next_first=True)
 
     def _find(self, address: str, view: RefTable) -> SnapshotInfo:
         info = self._engine.resolve(address, view).info

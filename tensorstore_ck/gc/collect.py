@@ -15,7 +15,7 @@ from tensorstore_ck.common.executor import Executor, require_no_rate
 from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import GcRefusedError, NoSpaceError, StoreError, UnsafeBackendError
-from tensorstore_ck.gc.compact import SparsePack, commit_relocations, compact, live_bytes
+from tensorstore_ck.gc.compact import COMPACT_BATCH_BYTES, SparsePack, commit_relocations, compact, live_bytes
 from tensorstore_ck.gc.free_objects import DELETE_BATCH, OBJECTS_AN_ENTRY, changed_log, condemn, delete, truncate_tombstones
 from tensorstore_ck.gc.mark_reachable import LiveSet
 from tensorstore_ck.gc.options import GcOptions
@@ -26,7 +26,6 @@ from tensorstore_ck.log import FOLDERS, ObjectKey, Objects, Op, RefTable
 _logger: Final = logging.getLogger("tensorstore_ck.gc")
 ENDINGS_AN_ENTRY: Final = 500
 """Together with the objects of the same entry, well below the limit of 1 MB."""
-COMPACT_BATCH_BYTES: Final = 4 << 30
 CLUSTER_BATCH_BYTES: Final = 64 << 30
 """The size of a batch where the store cannot be full. A batch that fails leaves its copies for a later gc."""
 SPARE_BYTES: Final = 1 << 20

@@ -22,7 +22,7 @@ from tensorstore_ck.engine.reachability import Entries
 from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
 from tensorstore_ck.errors import CorruptObjectError, DamageError, NoSpaceError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, StoredBlock, decode
-from tensorstore_ck.format.pack import Footer, pack_name, stored_check
+from tensorstore_ck.format.pack import PACK_LIMIT_BYTES, Footer, pack_name, stored_check
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.gc.block_runs import cut_runs, span_bytes
@@ -33,6 +33,9 @@ from tensorstore_ck.log.block_index import Base, Location
 RUN_BYTES: Final = 8 << 20
 MAX_GAP_BYTES: Final = RUN_BYTES // 64
 MAX_OPEN_PACKS: Final = 4
+COMPACT_BATCH_BYTES: Final = MAX_OPEN_PACKS * PACK_LIMIT_BYTES
+"""The size of a batch that is copied as one piece: what a run has to copy again after Ctrl-C, a kill or a full disk. A smaller one would
+not fill its packs."""
 MOVES_AN_ENTRY: Final = 500
 PIECE_BYTES: Final = 256 << 20
 """The bytes that a worker of a cluster copies at a time, so that its new packs are full."""
@@ -116,7 +119,7 @@ def read_footer(backend: Backend, pack: Ulid, size_bytes: int) -> Footer:
 
 
 def read_sparse(backend: Backend, pack: Ulid, size_bytes: int, entries: Entries) -> SparsePack:
-    """The pack with its footer. Raises `DamageError` if that is missing or damaged, or has fewer entries than are needed."""
+    """The pack with its footer; `DamageError` if that is missing, damaged or too short. Another pack with enough entries is not noticed."""
     footer = read_footer(backend, pack, size_bytes)
     if len(entries) and int(entries[-1]) >= len(footer.entries):
         name = pack_name(pack)

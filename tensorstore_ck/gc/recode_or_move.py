@@ -23,18 +23,24 @@ from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, Encoder, Mode, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer
 from tensorstore_ck.gc.block_runs import span_bytes
-from tensorstore_ck.gc.compact import SparsePack, commit_relocations, compact, live_bytes, read_blocks, read_sparse
+from tensorstore_ck.gc.compact import (
+    COMPACT_BATCH_BYTES,
+    SparsePack,
+    commit_relocations,
+    compact,
+    live_bytes,
+    read_blocks,
+    read_sparse,
+)
 from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.mark_reachable import LiveSet
 from tensorstore_ck.gc.report import Progress, ProgressSum
 from tensorstore_ck.log import ObjectKey, RefTable
 
-OWN_BATCH_BYTES: Final = 1 << 30
-"""The size of a batch that this process copies as one piece: what a run has to copy again after Ctrl-C, a kill or a full disk."""
 BATCH_BYTES: Final = 16 << 30
+"""The size of a batch of a cluster."""
 CLUSTER_BATCH_BYTES: Final = 256 << 30
-"""The size of a batch of a cluster where the store cannot be full. A batch ends when its last piece is done: in a large batch few workers
-wait for that."""
+"""The same where the store cannot be full. A batch ends when its last piece is done: in a large batch few workers wait for that."""
 LOOK_PACKS: Final = 16
 """Packs that a worker of a cluster looks at in one piece."""
 SAMPLE_BLOCKS: Final = 8
@@ -177,7 +183,7 @@ def repack_packs(
 
 def _batch_bytes(engine: Engine, executor: Executor | None) -> int:
     if executor is None:
-        return OWN_BATCH_BYTES
+        return COMPACT_BATCH_BYTES
     return CLUSTER_BATCH_BYTES if engine.backend.space() is None else BATCH_BYTES
 
 

@@ -25,7 +25,7 @@ log.py                                   sync and append: the commit protocol
 """
 
 from tensorstore_ck.format.sealed import FOLDERS
-from tensorstore_ck.log.entry import Entry, EntryReader, Order, chain_break
+from tensorstore_ck.log.entry import Entry, EntryReader, chain_break
 from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.head_file import HeadFile
@@ -53,7 +53,6 @@ __all__ = [
     "ObjectKey",
     "Objects",
     "Op",
-    "Order",
     "Pin",
     "RefTable",
     "Relocation",

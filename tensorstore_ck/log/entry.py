@@ -11,7 +11,7 @@ import shlex
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.backend.reserve import within_reserve
@@ -32,8 +32,6 @@ from tensorstore_ck.format.sealed import object_hash, seal, unseal
 from tensorstore_ck.log.field_checks import COUNT, DIGEST, MAX_ACTOR_CHARS, ULID, first_invalid
 from tensorstore_ck.log.operations import Op, op_problem
 
-Order = Literal["head first", "next first", "next alone"]
-"""In which order a reader asks for the head that it knows and for the next entry: see `Log.readable_view`."""
 MAX_ENTRY_BYTES: Final = 1 << 20
 ENTRIES_A_FOLDER: Final = 1000
 MAX_BATCH_ENTRIES: Final = 500

@@ -18,7 +18,7 @@ from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.log import checkpoint
 from tensorstore_ck.log.cache import Batch, MemoryTable, Reader, Table
 from tensorstore_ck.log.checkpoint import Checkpoint
-from tensorstore_ck.log.entry import Entry, EntryReader, Order, chain_break
+from tensorstore_ck.log.entry import Entry, EntryReader, chain_break
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.ref_table import RefTable
 from tensorstore_ck.log.store_folders import logs_in
@@ -91,10 +91,10 @@ class Follower:
         self._unusable: set[int] = set()
         """Checkpoints that this build cannot use, such as those of a build with another fold."""
 
-    def follow(self, table: Table, cached: Head | None = None, *, order: Order = "head first") -> Head:
+    def follow(self, table: Table, cached: Head | None = None, *, next_first: bool = False) -> Head:
         """Folds every entry that was acknowledged before this call, and returns the head.
 
-        `cached`: a head that the table has had; by default it is read. `order`: see `Log.readable_view`.
+        `cached`: a head that the table has had; by default it is read. `next_first`: see `Log.readable_view`.
 
         Raises:
             BrokenLogError: an entry is missing, damaged or off the hash chain.
@@ -103,10 +103,9 @@ class Follower:
         """
         known = self._watermark.last_seen()
         head = cached = cached or RefTable(table).head()
-        order = "head first" if known and head and known.n > head.n else order  # else an earlier view looks like a log that went back
         seen = [] if known is None else [known]
         while True:
-            newer = None if head is None else self._behind(head, order)
+            newer = None if head is None else self._behind(head, next_first)
             if head is not None and newer is not None:
                 head, met = self._fold_all(table, head, newer, known)
                 break
@@ -233,14 +232,12 @@ class Follower:
             met.update((entry.n, entry.hash) for entry in entries if known is not None and entry.n == known.n)
         return head, {**met, head.n: head.hash}
 
-    def _behind(self, head: Head, order: Order) -> Iterator[list[Entry]] | None:
+    def _behind(self, head: Head, next_first: bool) -> Iterator[list[Entry]] | None:
         """The entries after the table's head; None if that is not an entry of this log."""
-        if order != "head first":
-            entry, is_alone = self._chain.read(head.n + 1), order == "next alone"
-            if entry is None:
-                return iter(()) if is_alone or self.is_entry(head) else None
-            more = () if is_alone else self._chain.entries(entry.n, entry.hash)
-            return itertools.chain([[entry]], more) if entry.prev == head.hash else None
+        if next_first and (entry := self._chain.read(head.n + 1)) is not None:
+            return itertools.chain([[entry]], self._chain.entries(entry.n, entry.hash)) if entry.prev == head.hash else None
+        if next_first:
+            return iter(()) if self.is_entry(head) else None
         batches = self._chain.entries(head.n - 1, None, window=2)
         first = next(batches, [])
         if not first or first[0].hash != head.hash:

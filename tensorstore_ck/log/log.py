@@ -18,7 +18,7 @@ from tensorstore_ck.common.retry import JITTER
 from tensorstore_ck.common.threads import ProcessLock, shielded
 from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, CorruptObjectError, DamageError, StoreError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Reader, Table, TableBusyError, TableDamagedError, TableError
-from tensorstore_ck.log.entry import Appended, Entry, EntryReader, EntryWriter, Order, race_delay, seal_entry
+from tensorstore_ck.log.entry import Appended, Entry, EntryReader, EntryWriter, race_delay, seal_entry
 from tensorstore_ck.log.field_checks import PREFIX
 from tensorstore_ck.log.follow import Also, EmptiedError, Follower
 from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log, warn_of_broken_log
@@ -122,10 +122,10 @@ class Log:
 
         return shielded(fold)
 
-    def sync(self, known: Head | None = None, *, order: Order = "head first") -> Head:
-        """Folds every entry that was acknowledged before this call, or with `order` "next alone" the next one, and returns the head.
+    def sync(self, known: Head | None = None, *, next_first: bool = False) -> Head:
+        """Folds every entry that was acknowledged before this call, and returns the head.
 
-        `known`: a head that the table has had; by default it is read. `order`: see `readable_view`.
+        `known`: a head that the table has had; by default it is read. `next_first`: see `readable_view`.
 
         Raises:
             BrokenLogError: an entry is missing, damaged or off the hash chain.
@@ -138,7 +138,7 @@ class Log:
                 for number in range(_CACHE_TRIES):
                     with suppress(EmptiedError, TableError):
                         try:
-                            return self._sync(None if number else known, order=order)
+                            return self._sync(None if number else known, next_first=next_first)
                         except CorruptObjectError:  # of the cache: damage in the log is a BrokenLogError
                             self._follower.fill(self.table)
                             self._kept = RowsAtHead(None)
@@ -147,28 +147,24 @@ class Log:
 
         return shielded(sync)
 
-    def newest_view(self, *, order: Order = "head first") -> RefTable:
-        """A view at the newest entry that was acknowledged before this call, or a later one. `order`: see `readable_view`.
-
-        With "next alone" the view is at the next entry, if there is one: there may be newer ones.
-        """
+    def newest_view(self, *, next_first: bool = False) -> RefTable:
+        """A view at the newest entry that was acknowledged before this call, or a later one. `next_first`: see `readable_view`."""
         view = self.view() if self._readable is None else None
         head = None if view is None else view.head()
-        newest = self.sync(head, order=order)
+        newest = self.sync(head, next_first=next_first)
         return view if view is not None and newest == head else self.view()
 
-    def readable_view(self, *, order: Order = "head first") -> RefTable:
+    def readable_view(self, *, next_first: bool = False) -> RefTable:
         """As `newest_view`, to read snapshots: of a broken log, what can be read, with a `BrokenLogWarning`.
 
-        `order`: "next first" for readers that look again and again: two requests where there is no new entry or one, but no two at a time.
-        It does not notice that the head's own entry is gone: the next entry proves what that one was. "next alone" is one request: the
-        view is at the next entry, if there is one, and does not notice that the log ended before this host's head.
+        `next_first`: two requests where there is no new entry or one, but no two at a time: for readers that look again and again. It does
+        not notice that the head's own entry is gone: the next entry proves what that one was.
 
         Raises:
             BrokenLogError: nothing of the log can be read, or the store was opened with ``rollback="error"``.
         """
         try:
-            return self.newest_view(order=order)
+            return self.newest_view(next_first=next_first)
         except BrokenLogError as exc:
             if self._watermark.rollback == "error":
                 raise
@@ -271,8 +267,8 @@ class Log:
         self.table.leave_disk(cause)
         return self._follower.fold_until(head)
 
-    def _sync(self, known: Head | None = None, *, order: Order = "head first") -> Head:
-        head, self._readable = self._follower.follow(self.table, known, order=order), None
+    def _sync(self, known: Head | None = None, *, next_first: bool = False) -> Head:
+        head, self._readable = self._follower.follow(self.table, known, next_first=next_first), None
         self._followed_n = head.n
         self._follower.write_checkpoint_if_due(self.table, head.n, self._make_durable)
         return head

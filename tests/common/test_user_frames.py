@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.registry import known_implementations
 
 import tensorstore_ck as tsck
 from tensorstore_ck.common.user_frames import short_errors, user_stacklevel
@@ -49,6 +50,12 @@ def _again(store: tsck.Store) -> object:
         return other.put_snapshot_async(STATE, ref="runs/a", step=1).wait()
 
 
+def _without_its_library(_: tsck.Store) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(known_implementations, "absent", {"class": "no_such_module.FileSystem", "err": "install no_such_module"})
+        return tsck.open("absent://bucket/ckpt")
+
+
 CASES: dict[str, tuple[str, Callable[[tsck.Store], object]]] = {
     "wrong ref": ("not_found", lambda store: store.checkout("runs/b")),
     "wrong step": ("not_found", lambda store: store.show("runs/a@7")),
@@ -69,7 +76,7 @@ CASES: dict[str, tuple[str, Callable[[tsck.Store], object]]] = {
     "a wrong row": ("invalid_option", lambda store: store.open_snapshot("runs/a")["w"][4000]),
     "a corrupt block, row by row": ("corrupt_object", _rows_of_corrupt),
     "the first step of a watch": ("invalid_name", lambda store: next(store.watch("runs/a@1"))),
-    "a missing extra": ("missing_extra", lambda _: tsck.open("dropbox://bucket/ckpt")),
+    "a missing extra": ("missing_extra", _without_its_library),
 }
 
 

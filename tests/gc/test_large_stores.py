@@ -116,7 +116,7 @@ def compressible(seed: int) -> dict[str, Any]:
 def test_recode_keeps_what_was_copied_before_it_was_stopped(
     monkeypatch: pytest.MonkeyPatch, workers: Workers | None, error: BaseException
 ) -> None:
-    monkeypatch.setattr("tensorstore_ck.gc.recode_or_move.OWN_BATCH_BYTES", 1)
+    monkeypatch.setattr("tensorstore_ck.gc.recode_or_move.COMPACT_BATCH_BYTES", 1)
     backend = FullOnce()
     store = open_store(backend)
     for seed, ref in enumerate("abc"):

@@ -15,7 +15,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import BrokenLogError, InvalidOptionError, LogChangedError
-from tensorstore_ck.log import BrokenLogWarning, Head, HeadFile, Log, LogChangedWarning, Watermark
+from tensorstore_ck.log import Head, HeadFile, Log, LogChangedWarning, Watermark
 from tensorstore_ck.log.entry import entry_name
 from tensorstore_ck.log.head_file import SeenHead
 from tests.log.scripted import append_puts, open_log
@@ -377,20 +377,3 @@ def test_two_processes_that_are_shown_different_logs_find_out(tmp_path: Path) ->
     append_puts(first, 3, "one")
     with pytest.raises(LogChangedError):
         append_puts(second, 5, "other")
-
-
-def test_a_log_that_went_back_and_grew_is_not_called_broken_by_a_reader_of_single_entries(tmp_path: Path) -> None:
-    backend = MemoryBackend()
-    append_puts(open_log(backend), 6)
-    log = open_log(backend, watermark=Watermark(HeadFile(tmp_path, "key")))
-    log.sync()
-    backend.delete([entry_name("log", n) for n in range(4, 7)])
-    with pytest.warns(LogChangedWarning):
-        log.sync()
-    append_puts(open_log(backend), 5, first=100)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", BrokenLogWarning)
-        warnings.simplefilter("ignore", LogChangedWarning)
-        head = log.readable_view(order="next alone").head()
-    assert head is not None
-    assert head.n == 8

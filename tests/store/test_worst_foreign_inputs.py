@@ -305,6 +305,7 @@ DECODERS: Final[dict[str, str]] = {
     "session/peers/link.py": ROWS,
     "session/staging/manifest.py": ROWS,
     "standalone/tsck_read.py": ROWS,
+    "state/tensor_table.py": "columns that it made itself",
     "training/checkpointing/checkpointer.py": OWN,
     "training/resume_search.py": OWN,
     "training/training_state.py": PARSED,

@@ -139,7 +139,7 @@ static PyObject *survey(PyObject *module, PyObject *args)
     if (width_of(item_bytes) == 4 || words->len % item_bytes || places < 1 || places > item_bytes)
         return release(&buffers, misfit("whole words of 1, 2, 4 or 8 bytes, and no more places than these"));
     const Py_ssize_t count = words->len / item_bytes;
-    if (count > UINT32_MAX || (size_t)logarithms->len <= (size_t)count * sizeof(double) || (uintptr_t)logarithms->buf % sizeof(double))
+    if (count > UINT32_MAX || (size_t)logarithms->len / sizeof(double) <= (size_t)count || (uintptr_t)logarithms->buf % sizeof(double))
         return release(&buffers, misfit("a logarithm for each number of words"));
     Py_BEGIN_ALLOW_THREADS
     survey_planes(words->buf, (size_t)count, item_bytes, rotated, logarithms->buf, planes, places);

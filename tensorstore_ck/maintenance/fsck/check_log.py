@@ -18,7 +18,7 @@ from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import BrokenLogError, DamageError, FormatVersionError, MissingObjectError, StoreError
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
-from tensorstore_ck.log import Entry, EntryReader, Head, Log, Order, RefTable, chain_break
+from tensorstore_ck.log import Entry, EntryReader, Head, Log, RefTable, chain_break
 from tensorstore_ck.log.block_index import BlockIndex
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.checkpoint import Checkpoint, checkpoint_folder, checkpoint_number, decode_checkpoint, dump, load
@@ -333,7 +333,7 @@ def cache_problem(check: LogCheck, log: Log) -> LogProblem | None:
 class _FrozenLog(Log):
     """A log that stays at its fold."""
 
-    def sync(self, known: Head | None = None, *, order: Order = "head first") -> Head:
+    def sync(self, known: Head | None = None, *, next_first: bool = False) -> Head:
         """The head of the fold."""
         return self.view().head() or Head(0, self.chain.genesis)
 

@@ -211,6 +211,9 @@ def test_what_does_not_fit_is_refused() -> None:
             kernel.encode_groups(bytes(8), bytearray(into_bytes), item_bytes, False, widths, bytes(len(widths)))
     with pytest.raises(ValueError, match="word"):
         kernel.encode_groups(bytes(8), bytearray(100), 2, False, b"\2", bytes([HUFFMAN]))
+    for size in range(8 * 3):  # a block of two words takes three
+        with pytest.raises(ValueError, match="a logarithm for each number of words"):
+            kernel.survey_words(bytes(8), bytes(size), 4, False, 1)
     groups: list[tuple[int, int, bytes]]
     for groups in ([], [(1, RAW, bytes(3))], [(1, CONSTANT, bytes(2))], [(1, 9, bytes(4))], [(2, RAW, bytes(8))], [(1, RAW, bytes(4))] * 9):
         with pytest.raises(ValueError, match=r"group|word"):
