@@ -75,6 +75,8 @@ def test_a_first_change_and_an_importer(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setenv("PYTHON", str(python_at_hand(tmp_path / "python")))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):  # a newcomer's shell is not one of `make test-slow`
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # pip takes 0 for "no isolation"
     with walk:
         walk.type(f"git clone -q {REPOSITORY} tensorstore_ck")
