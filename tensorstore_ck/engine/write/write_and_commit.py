@@ -228,7 +228,7 @@ def write(
         findings = ParentComparison(engine=engine, view=view, written=written, captured=captured, request=request).examine()
     destination.wrote(request, [written])
     with meter.timed("commit"):
-        is_published_later = destination.is_staging and not is_offline  # it tells what gc has condemned by now
+        is_published_later = destination.is_staging and not is_offline  # gc may have condemned something since `view`
         at = destination.ask(engine.log.newest_view) if is_published_later else view
         return checked_parts(engine, [written], anchor, at), findings
 

@@ -70,7 +70,7 @@ class Plane(NamedTuple):
 
 
 def survey(some: Words, *, rotated: bool, places: int | None = None) -> list[Plane]:
-    """The planes of a sample, the most significant first; of so many `places`, or all."""
+    """The planes of a sample, the most significant first: all of them, or the first `places`."""
     count, places = len(some), places or some.itemsize
     if compiled.HAS_KERNEL:
         found = compiled.kernel.survey_words(bytes_of(some), _logarithms(), some.itemsize, rotated, places)
