@@ -109,6 +109,11 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
             lost[rank] = locations
             continue
         needs.update(locations.objects())
+        try:
+            require_bases(part, locations.packs, locations.extents)
+        except CorruptObjectError as exc:
+            lost[rank] = Damage(kind_of(exc), part_name(ulid), str(exc), ())
+            continue
         problems = list(_extent_problems(packs, part=part, locations=locations, record=record, rank=rank, read_data=read_data))
         misfit = hits.problem(part, part_name(ulid))
         layout_rows = slice(0, int(part.blobs["blocks"][0]))
@@ -198,15 +203,10 @@ def _read_part(engine: Engine, record: Record, rank: int) -> tuple[Part | Damage
 def _locate(engine: Engine, part: Part) -> BlockLocations | Damage:
     """The locations of a part's blocks, or why they are unknown."""
     try:
-        places = locate_blocks(engine, engine.log.view(), part)
+        return locate_blocks(engine, engine.log.view(), part)
     except StoreError as exc:
         require_reachable(engine.backend, exc)
         return Damage(kind_of(exc), exc.object_id, f"{exc} (it locates moved blocks)", ())
-    try:
-        require_bases(part, places.packs, places.extents)
-    except CorruptObjectError as exc:
-        return Damage(kind_of(exc), exc.object_id, str(exc), ())
-    return places
 
 
 def _extent_problems(

@@ -15,9 +15,10 @@ import tensorstore_ck as tsck
 from tensorstore_ck.cli import main
 from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.engine import reachability
 from tensorstore_ck.engine.read import block_reader
 from tensorstore_ck.engine.write import part_writer
-from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES
 from tensorstore_ck.gc.compact import read_footer
 from tests.effort import PATIENCE_SECONDS
@@ -227,6 +228,21 @@ def test_a_master_that_is_stored_as_weights_of_the_same_bytes(
     file = tmp_path / "read.safetensors"
     subprocess.run([sys.executable, READER, tmp_path / "store", "run", file], check=True, capture_output=True)
     assert not any(tensor.any() for tensor in load_file(file).values())
+
+
+def test_what_nobody_could_read_is_not_saved_and_fsck_tells(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a build that reads no cast of a cast, or one that wrote a longer chain of them."""
+    monkeypatch.setattr(part_writer.RunWriter, "may_be_cast", lambda *_: False)
+    with opened(codec="fast") as store:
+        for state in (zeros("a", MASTER), zeros("b", MASTER // 2)):
+            store.put_snapshot(state, ref="run")
+        monkeypatch.setattr(reachability, "SEVERAL_LEVELS", 1)
+        [found] = [found for found in store.fsck().findings if found.severity == "error"]
+        assert found.kind == "corrupt_object"
+        assert "invalid delta bases" in found.message
+        with pytest.raises(CorruptObjectError, match="invalid delta bases"):
+            store.put_snapshot(zeros("c", MASTER // 2), ref="run")
+        assert len(store.log("run")) == 2
 
 
 @pytest.mark.parametrize("backwards", [False, True])
