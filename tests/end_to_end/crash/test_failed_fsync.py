@@ -141,12 +141,12 @@ def test_the_same_call_succeeds_when_it_is_repeated(tmp_path: Path, monkeypatch:
                 assert [snapshot.step for snapshot in store.log("job")] == [2, 1], f"fsync {at} of {within}"
         return disk
 
-    calls = run(tmp_path / "counted", 0, "").calls
-    assert set(calls) >= {".", "store", "log", "packs", "parts", "snapshots"}
+    calls, failed = run(tmp_path / "counted", 0, "").calls, set[str]()
     for within, at in [(name, at) for name, number in calls.items() for at in range(1, number + 1)]:
         disk = run(tmp_path / f"{within} {at}", at, within)
-        assert disk.failed or within == "writers", "the thread that writes the record of this process may have ended before"
+        failed |= {within} if disk.failed else set()  # a run may sync once less: its two parts' random ids share a folder
         assert not disk.forgotten, f"fsync {at} of {within}"
+    assert failed >= {".", "store", "log", "packs", "parts", "snapshots"}
 
 
 def top_folder(root: Path, folder: str) -> str:
