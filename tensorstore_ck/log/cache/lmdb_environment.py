@@ -85,7 +85,7 @@ class Environment:
         self._write_lock = threading.RLock()
         self._map_lock = threading.RLock()
         self.views = weakref.WeakSet[View]()
-        """Each adds itself, and its transaction, in `in_map`."""
+        """Each adds itself, and its transaction, when it is made in `in_map`."""
         self.view_txns = set[Any]()
         self.lock = BatchLock(folder / "batch.lock", patience_seconds)
         try:
@@ -252,30 +252,20 @@ class Environment:
 
         Checks both meta pages (struct MDB_meta in LMDB's mdb.c) if the file was written since the last check.
         """
-        status = os.fstat(self._data_file)
-        if (status.st_mtime_ns, status.st_size) == self._intact:
-            return
-        for tries_left in reversed(range(_CHECK_TRIES)):
-            try:
-                self._check_metas()
-            except lmdb.CorruptedError:
-                if not tries_left:
-                    raise
-                time.sleep(_CHECK_AGAIN_SECONDS)  # another process may be between its commit and `cover_last_page`
-            else:
+        for _ in range(_CHECK_TRIES):
+            status = os.fstat(self._data_file)
+            if (status.st_mtime_ns, status.st_size) == self._intact:
                 return
-
-    def _check_metas(self) -> None:
-        status = os.fstat(self._data_file)
-        metas = [os.pread(self._data_file, _META.size, at) for at in (0, self._page_bytes)]
-        size_bytes = os.fstat(self._data_file).st_size  # after the metas: a commit of another process grows the file before its metas
-        for meta in metas:
-            if len(meta) < _META.size:
-                raise lmdb.CorruptedError("data.mdb is cut short")
-            magic, version, last_page = _META.unpack(meta)
-            if magic != _META_MAGIC or version != 1 or (last_page + 1) * self._page_bytes > size_bytes:
-                raise lmdb.CorruptedError("data.mdb is cut short or overwritten")
-        self._intact = status.st_mtime_ns, status.st_size
+            metas = os.pread(self._data_file, _META.size, 0) + os.pread(self._data_file, _META.size, self._page_bytes)
+            size_bytes = os.fstat(self._data_file).st_size  # after the metas: a commit of another process grows the file before its metas
+            if len(metas) == 2 * _META.size:
+                (magic, version, page), (other_magic, other_version, other_page) = _META.iter_unpack(metas)
+                are_metas = (magic, version) == (other_magic, other_version) == (_META_MAGIC, 1)
+                if are_metas and (max(page, other_page) + 1) * self._page_bytes <= size_bytes:
+                    self._intact = status.st_mtime_ns, status.st_size
+                    return
+            time.sleep(_CHECK_AGAIN_SECONDS)  # another process may be between its commit and `cover_last_page`
+        raise lmdb.CorruptedError("data.mdb is cut short or overwritten")
 
     def _close_data_file(self) -> None:
         if self._data_file >= 0:

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from zlib import crc32
@@ -117,14 +118,15 @@ class LmdbHandle(Table):
 
     def view(self, prefix: bytes) -> Reader:
         """See `Table.view`."""
-        return LmdbView(self._environment or self._opened(wait=False), prefix)
+        environment = self._environment or self._opened(wait=False)
+        return environment.in_map(partial(LmdbView, environment, prefix))
 
     @contextmanager
     def batch(self, *, wait: bool = True) -> Iterator[Batch]:
         """See `Table.batch`."""
         environment = self._environment or self._opened(wait=wait)
         with environment.writing(wait=wait):
-            batch = _LmdbBatch(environment)
+            batch = environment.in_map(partial(_LmdbBatch, environment), write=True)
             try:
                 yield batch
                 batch.commit()
@@ -201,18 +203,15 @@ def _unprotect(key: bytes, stored: bytes) -> bytes:
 class LmdbView(Reader):
     """The rows whose keys begin with a prefix, as of the view's beginning. Thread-safe."""
 
-    def __init__(self, environment: Environment, prefix: bytes) -> None:
-        self._txn: Any = None
+    def __init__(self, environment: Environment, prefix: bytes, txn: Any) -> None:
+        """In `Environment.in_map`: the map does not grow before the environment knows the view."""
+        self._txn = txn
         self._prefix = prefix
         self._environment = environment
         self._copied: MemoryTable | None = None
         self._lock = threading.RLock()
-        environment.in_map(self._begin)
-
-    def _begin(self, txn: Any) -> None:
-        self._txn = txn
-        self._environment.view_txns.add(txn)
-        self._environment.views.add(self)
+        environment.view_txns.add(txn)
+        environment.views.add(self)
 
     def __del__(self) -> None:
         self._environment.release_view(self._txn)
@@ -254,13 +253,9 @@ class LmdbView(Reader):
 class _LmdbBatch(Batch):
     """A write transaction that can begin again in a larger map."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, txn: Any) -> None:
         self._environment = environment
         self._journal: list[tuple[bytes, bytes | None]] = []
-        self._txn: Any = None
-        environment.in_map(self._begin, write=True)
-
-    def _begin(self, txn: Any) -> None:
         self._txn = txn
 
     def get(self, key: bytes) -> bytes | None:
@@ -311,7 +306,7 @@ class _LmdbBatch(Batch):
             self._txn.abort()
             self._environment.lock.show_progress()
             self._environment.grow()
-            self._environment.in_map(self._begin, write=True)
+            self._txn = self._environment.begin(write=True)
             try:
                 for key, value in self._journal:
                     if value is None:
