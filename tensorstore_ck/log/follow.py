@@ -119,8 +119,8 @@ class Follower:
         if head.n == 0:
             self._require_only_log()
         _logger.debug("followed the log from %s to entry %d", f"entry {cached.n}" if cached else "its start or a checkpoint", head.n)
-        there = {entry: met[entry.n] if entry.n in met else self._hash_of(entry.n, head) for entry in seen if entry.n}
-        self._watermark.check(there, head, self._chain.name)
+        lost = [entry for entry in seen if entry.n and (met.get(entry.n) or self._hash_of(entry.n, head)) != entry.hash]
+        self._watermark.check(max(lost, default=None), head, self._chain.name)
         return head
 
     def fill(self, table: Table) -> None:

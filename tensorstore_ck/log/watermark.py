@@ -7,11 +7,10 @@ what it found.
 import shlex
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, Literal
 
-from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import InvalidOptionError, LogChangedError
 from tensorstore_ck.log.head_file import HeadFile, SeenHead
@@ -116,15 +115,12 @@ class Watermark:
             self._report_lost(head, name, "is gone, or another one now")
         return not is_dismissed
 
-    def check(self, there: Mapping[Head, Digest | None], head: Head, name_of: Callable[[int], str]) -> None:
-        """The log was followed to `head`: checks that it has the entries that were seen before.
-
-        `there`: each of these, and the hash that the log has there now; None if the log ends before it.
+    def check(self, lost: Head | None, head: Head, name_of: Callable[[int], str]) -> None:
+        """The log was followed to `head`. `lost`: the highest entry that was seen before and that the log does not have any more.
 
         Raises:
-            LogChangedError: it does not, with ``rollback="error"``.
+            LogChangedError: there is one, with ``rollback="error"``.
         """
-        lost = max((entry for entry, digest in there.items() if digest != entry.hash), default=None)
         if lost is not None:
             self._report_lost(lost, name_of(lost.n), f"is gone: the log ends at {head.n}" if lost.n > head.n else _REPLACED)
             if self._file is None:  # nobody can accept it
