@@ -21,6 +21,7 @@ from tensorstore_ck.format.part import EXTENT_DTYPE, Extents, Part
 from tensorstore_ck.format.relocation import RelocationMap, Rows
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, Relocation, SnapshotInfo
 from tensorstore_ck.log.block_index import Base, Location
+from tensorstore_ck.log.table_rows import RELOCATIONS
 
 MAX_DEPTH: Final = 200
 """The longest chain of bases."""
@@ -163,7 +164,7 @@ def locate_blocks(engine: Engine, view: RefTable, part: Part) -> BlockLocations:
         DamageError: a relocation map cannot be read, or relocations form a cycle.
     """
     packs = list(part.packs)
-    relocated = relocations_in_order(view, packs) if view.has_relocations() else {}
+    relocated = relocations_in_order(view, packs) if view.may_have(RELOCATIONS) else {}
     if not relocated:
         return BlockLocations(packs, part.extents, frozenset())
     extents, moved = part.extents.copy(), set[Ulid]()

@@ -39,6 +39,7 @@ MAX_RUN_CHARS: Final = 64
 MAX_MESSAGE_CHARS: Final = 1000
 MARKS: Final = ("bad", "damaged", "drift", "")
 MAX_INTEGER: Final = (1 << 63) - 1
+MIN_STEP: Final = -(1 << 63)
 
 PREFIX: Final = b"r/"
 """The prefix of the ref table's keys in a host's table. Keys in checkpoints lack it."""
@@ -121,14 +122,9 @@ class RowKind(Generic[Row]):
         batch.delete(self.prefix + key)
 
 
-def numbered(name: str, seq: int) -> bytes:
-    """The key of a move; with a `step_number`, of a step."""
-    return name.encode() + b"\0" + seq.to_bytes(8, "big")
-
-
-def step_number(step: int) -> int:
-    """A step as it is in a key."""
-    return step + (1 << 63)
+def numbered(name: str, number: int) -> bytes:
+    """The key of a move, by its number; of a step, by how far it is above `MIN_STEP`."""
+    return name.encode() + b"\0" + number.to_bytes(8, "big")
 
 
 def window_key(n: int, name: str) -> bytes:
@@ -181,8 +177,9 @@ def _name_problem(name: object) -> str | None:
     return None
 
 
-def _are_metrics(metrics: dict[object, object]) -> bool:
-    return all(type(name) is str and len(name) <= MAX_METRIC_NAME_CHARS and type(number) is float for name, number in metrics.items())
+def _are_metrics(metrics: dict[Any, Any]) -> bool:
+    are_texts = {*map(type, metrics)} <= {str} and {*map(type, metrics.values())} <= {float}
+    return are_texts and max(map(len, metrics), default=0) <= MAX_METRIC_NAME_CHARS
 
 
 def _are_counts(counts: dict[object, object]) -> bool:
@@ -213,7 +210,7 @@ ULID: Final = Field(bytes, ULID_BYTES, ULID_BYTES)
 ULIDS: Final = Field(bytes, rule=is_ulids)
 COUNT: Final = Field(int)
 FLAG: Final = Field(bool)
-STEP: Final = Field(int, -(1 << 63)).or_nil()
+STEP: Final = Field(int, MIN_STEP).or_nil()
 PARENT: Final = DIGEST.or_nil()
 DATE: Final = COUNT.or_nil()
 LIMIT: Final = COUNT.or_nil()

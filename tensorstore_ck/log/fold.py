@@ -15,7 +15,7 @@ from tensorstore_ck.common.ids import Ulid, split_ulids
 from tensorstore_ck.log import table_rows as rows
 from tensorstore_ck.log.cache import Batch
 from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.field_checks import MAX_INTEGER, MAX_METRICS, ULID, numbered, object_key, step_number, window_key
+from tensorstore_ck.log.field_checks import MAX_INTEGER, MAX_METRICS, MIN_STEP, ULID, numbered, object_key, window_key
 from tensorstore_ck.log.object_set import ObjectKey, Objects
 from tensorstore_ck.log.ref_table import RefTable
 from tensorstore_ck.log.snapshot import SnapshotInfo
@@ -90,7 +90,7 @@ def _move(batch: Batch, view: RefTable, entry: Entry, info: SnapshotInfo, *, nam
     seq = view.length(name) if branch is None else branch.length
     rows.MOVES.put(batch, numbered(name, seq), move)
     if move.step is not None:
-        rows.STEPS.put(batch, numbered(name, step_number(move.step)), rows.StepRow(seq))
+        rows.STEPS.put(batch, numbered(name, move.step - MIN_STEP), rows.StepRow(seq))
     rows.BRANCHES.put(batch, name.encode(), BranchHead(name, *move[:-1], length=seq + 1))
     if branch is None:  # else the branch was not removed
         rows.LENGTHS.delete(batch, name.encode())
@@ -203,7 +203,7 @@ def _expire(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     for step in changed:
         if step is None:
             continue
-        step_key = numbered(name, step_number(step))
+        step_key = numbered(name, step - MIN_STEP)
         if step in newest_of_step:
             rows.STEPS.put(batch, step_key, rows.StepRow(newest_of_step[step]))
         else:
@@ -251,7 +251,7 @@ def _undo(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
             continue
         rows.FORGOTTEN.delete(batch, window + b"\0" + key)
     for step, seq in steps.items():
-        step_key = numbered(name, step_number(step))
+        step_key = numbered(name, step - MIN_STEP)
         there = view.read(rows.STEPS, step_key)
         if there is None or there.seq < seq:
             rows.STEPS.put(batch, step_key, rows.StepRow(seq))

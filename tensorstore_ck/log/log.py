@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, TypeVar
 
 from tensorstore_ck.backend.protocol import Backend
@@ -23,7 +24,7 @@ from tensorstore_ck.log.field_checks import PREFIX
 from tensorstore_ck.log.follow import Also, EmptiedError, Follower
 from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log, warn_of_broken_log
 from tensorstore_ck.log.operations import Op
-from tensorstore_ck.log.ref_table import HeadView, RefTable, RowsAtHead, SnapshotInfo
+from tensorstore_ck.log.ref_table import RefTable, RowsAtHead, SnapshotInfo
 from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.log.watermark import Watermark
 
@@ -258,14 +259,24 @@ class Log:
             raise TableDamagedError(str(exc), object_id="cache") from exc
 
     def _take_view(self) -> RefTable:
-        reader, kept = HeadView(self.table.view(PREFIX), self._fold_until), self._kept
-        if kept.head != reader.head or self._is_strict:
-            self._kept = kept = RowsAtHead(reader.head)
+        reader = self.table.view(PREFIX)
+        try:
+            head = RefTable(reader).head()
+        except TableError as exc:
+            self.table.leave_disk(exc)
+            return self._take_view()
+        kept = self._kept
+        if kept.head != head or self._is_strict:
+            self._kept = kept = RowsAtHead(head, partial(self._fold_until, head))
         return RefTable(reader, kept)
 
     def _fold_until(self, head: Head | None, cause: TableError) -> Reader:
+        """The rows at `head`, in memory: a view of the table failed."""
         self.table.leave_disk(cause)
-        return self._follower.fold_until(head)
+        folded = self._follower.fold_until(head)
+        if RefTable(folded).head() != head:
+            raise cause  # the log was replaced meanwhile
+        return folded
 
     def _sync(self, known: Head | None = None, *, next_first: bool = False) -> Head:
         head, self._readable = self._follower.follow(self.table, known, next_first=next_first), None
@@ -296,33 +307,29 @@ class Log:
             UndecidedError: the backend did not say whether the entry is there; the log will show it.
             FormatVersionError: the log holds a critical operation that this build does not know.
         """
-
-        def append() -> Appended:
-            with self._lock.here:
-                return self._append_until_first(build, write_id, also, at)
-
-        return shielded(append)
+        return shielded(partial(self._append_until_first, build, write_id, also, at))
 
     def _append_until_first(self, build: Build, write_id: bytes | None, also: Also | None, at: RefTable | None) -> Appended:
-        """Under the lock; see common/waiting.py. Where `create` may overwrite, it does not find out that another process was faster."""
-        if at is not None and (head := at.head()) is not None and self._shared and head.n == self._followed_n > 0:
-            now = None
-            with suppress(StoreError):  # another process of this host may have seen an entry that the log does not have any more
-                now = RefTable(self.table).head()
-            appended = self._append_once(build, write_id, also, at) if now == head else None
-            if appended is not None:
-                return appended
-            write_id = None
-        for lost in itertools.count():
-            began_ns = self._clock()
-            appended = self._append_once(build, write_id, also)
-            if appended is not None:
-                return appended
-            write_id = None
-            delay = race_delay(lost, self._clock() - began_ns) * self._jitter()
-            _logger.debug("another writer was faster: the next try, at a newer head, is in %.3f s", delay)
-            self._sleep(delay)
-        raise AssertionError("unreachable")
+        """See common/waiting.py. Where `create` may overwrite, it does not find out that another process was faster."""
+        with self._lock.here:
+            if at is not None and (head := at.head()) is not None and self._shared and head.n == self._followed_n > 0:
+                now = None
+                with suppress(StoreError):  # another process of this host may have seen an entry that the log does not have any more
+                    now = self._take_view().head()
+                appended = self._append_once(build, write_id, also, at) if now == head else None
+                if appended is not None:
+                    return appended
+                write_id = None
+            for lost in itertools.count():
+                began_ns = self._clock()
+                appended = self._append_once(build, write_id, also)
+                if appended is not None:
+                    return appended
+                write_id = None
+                delay = race_delay(lost, self._clock() - began_ns) * self._jitter()
+                _logger.debug("another writer was faster: the next try, at a newer head, is in %.3f s", delay)
+                self._sleep(delay)
+            raise AssertionError("unreachable")
 
     def is_own(self, n: int) -> bool:
         """Whether this object appended entry `n`; False also if a lost reply or an interrupt hid that: `wrote` finds out."""
@@ -342,7 +349,7 @@ class Log:
             if op.name == "put" and op.fields["snapshot"] == snapshot:
                 info = SnapshotInfo.of_op(op.fields, appended.n, appended.time_ns)
                 with suppress(StoreError):  # of the cache, or of the log that replaces it: the notes are not worth an error
-                    return RefTable(self.table).with_note(info)
+                    return self._take_view().with_note(info)
                 return info
         return self.view().snapshot(snapshot)
 

@@ -6,6 +6,7 @@ ignores others. A known operation may carry fields that this build does not know
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 
 from tensorstore_ck.common.ids import Digest, Ulid
@@ -271,7 +272,7 @@ def op_problem(fields: object) -> str | None:
     if type(name) is not str or not 0 < len(name) <= MAX_OP_NAME_CHARS or type(fields.get("critical")) is not bool:
         return "an operation has no name, or no critical bit"
     schema = SCHEMA.get(name, {})
-    invalid = first_invalid(schema.values(), [fields.get(field, ...) for field in schema])  # no field may hold an Ellipsis
+    invalid = first_invalid(schema.values(), map(fields.get, schema, repeat(...)))  # no field may hold an Ellipsis
     return None if invalid is None else f"operation {name} has no valid {list(schema)[invalid]}"
 
 

@@ -1,9 +1,9 @@
 """Typed reads of the ref table: branches, tags and snapshots as of the entry that was folded last."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import chain
 from typing import Any, Final
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, split_ulids
@@ -12,6 +12,7 @@ from tensorstore_ck.log.cache import MAX_KEY_BYTES, Reader, TableError
 from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Item
 from tensorstore_ck.log.field_checks import (
     MAX_INTEGER,
+    MIN_STEP,
     PREFIX,
     Row,
     RowKind,
@@ -19,7 +20,6 @@ from tensorstore_ck.log.field_checks import (
     numbered,
     object_key,
     object_of,
-    step_number,
     window_key,
 )
 from tensorstore_ck.log.object_set import ObjectKey
@@ -36,24 +36,30 @@ _MAX_KEPT_ROWS: Final = 64
 """Per head. A save reads a few rows many times; gc reads each of many rows once."""
 
 
-class RowsAtHead:
-    """Rows that views at one head have read. The rows of a head do not change, so that later views at it need not read them again."""
+def _not_folded(cause: TableError) -> Reader:
+    raise cause
 
-    def __init__(self, head: Head | None) -> None:
-        self.head = head
-        self.rows: dict[bytes, Any] = {}
-        """Key -> row, or None. A root with its prefix -> its snapshot. The prefix of a kind that is read as a whole -> its rows by key."""
-        self.ulids: dict[bytes, list[Ulid]] = {}
-        """Root -> the snapshots with that root."""
-        self.has_rows: dict[bytes, bool] = {}
-        """Prefix of a kind -> whether there is a row of it."""
+
+@dataclass(frozen=True, slots=True)
+class RowsAtHead:
+    """What is known of the rows at one head. They do not change, so later views at it need not read them again."""
+
+    head: Head | None
+    fold_again: Callable[[TableError], Reader] = _not_folded
+    """The same rows, in memory, when the cache has failed as the argument says."""
+    rows: dict[bytes, Any] = field(default_factory=dict)
+    """Key -> row, or None. The prefix of a kind that is read as a whole -> its rows by key."""
+    ulids: dict[bytes, list[Ulid]] = field(default_factory=dict)
+    """Root -> the snapshots with that root."""
+    has_rows: dict[bytes, bool] = field(default_factory=dict)
+    """Prefix of a kind -> whether there is a row of it."""
 
 
 class RefTable:
     """A view of a table or batch. Reads of a table see entries that are folded meanwhile; reads of a batch see its own writes."""
 
     def __init__(self, reader: Reader, kept: RowsAtHead | None = None) -> None:
-        """`kept`: of a reader whose rows do not change."""
+        """`kept`: of a reader whose rows do not change. If that reader fails, the log is folded again up to its head."""
         self._reader = reader
         self._kept = kept
         self._rows = None if kept is None else kept.rows
@@ -65,7 +71,11 @@ class RefTable:
         if rows is not None and whole_key in rows:
             kept: Row | None = rows[whole_key]
             return kept
-        value = self._reader.get(whole_key)
+        reader = self._reader
+        try:
+            value = reader.get(whole_key)
+        except TableError as exc:
+            value = self._instead_of(reader, exc).get(whole_key)
         row = None if value is None else kind.row(*named, *kind.check(value))
         if rows is not None and len(rows) < _MAX_KEPT_ROWS:
             rows[whole_key] = row
@@ -81,18 +91,38 @@ class RefTable:
 
     def scan(self, kind: RowKind[Row], prefix: bytes = b"", *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
         """(key after `prefix`, value) of the rows of a kind whose keys begin with `prefix`."""
-        low = kind.prefix + prefix
-        if reverse:
-            items: Iterable[Item] = self._reader.scan(low, reverse=True)
-        else:
-            items = first = self._reader.page(low, low + _AFTER_ALL, False)  # mostly, these are all
-            if len(first) == PAGE_ITEMS:
-                items = chain(first, self._reader.scan(low, start=first[-1][0] + b"\0"))
-        return ((key[len(low) :], value) for key, value in items)
+        whole_prefix = kind.prefix + prefix
+        for key, value in self._items(whole_prefix, reverse=reverse):
+            yield key[len(whole_prefix) :], value
 
-    def items(self) -> Iterator[tuple[bytes, bytes]]:
+    def items(self) -> Iterator[Item]:
         """Every row, as it is stored."""
-        return self._reader.scan(PREFIX)
+        return self._items(PREFIX)
+
+    def _items(self, prefix: bytes, *, start: bytes = b"", reverse: bool = False) -> Iterator[Item]:
+        """The rows whose whole keys begin with `prefix`, from `start` on, as they are stored."""
+        low, high = max(prefix, start), prefix + _AFTER_ALL
+        while True:
+            reader = self._reader
+            try:
+                items = reader.page(low, high, reverse)
+            except TableError as exc:
+                items = self._instead_of(reader, exc).page(low, high, reverse)
+            yield from items
+            if len(items) < PAGE_ITEMS:
+                return
+            if reverse:
+                high = items[-1][0]
+            else:
+                low = items[-1][0] + b"\0"
+
+    def _instead_of(self, reader: Reader, cause: TableError) -> Reader:
+        """The rows of a reader that failed, read from the log, so that a view stays at its head."""
+        if self._kept is None:
+            raise cause
+        if reader is self._reader:
+            self._reader = self._kept.fold_again(cause)
+        return self._reader
 
     def head(self) -> Head | None:
         """The entry folded last; None if there is none, or another version of the fold folded it."""
@@ -143,9 +173,9 @@ class RefTable:
 
     def newest_with_step(self, branch: str, step: int) -> Ulid | None:
         """The newest snapshot of that step in a branch's history."""
-        if not is_ref_name(branch) or not -(1 << 63) <= step < 1 << 63:
+        if not is_ref_name(branch) or not MIN_STEP <= step <= MAX_INTEGER:
             return None
-        row = self.read(rows.STEPS, numbered(branch, step_number(step)))
+        row = self.read(rows.STEPS, numbered(branch, step - MIN_STEP))
         move = self.read(rows.MOVES, numbered(branch, row.seq)) if row is not None else None
         return move.ulid if move is not None else None
 
@@ -189,15 +219,8 @@ class RefTable:
 
     def by_root(self, root: bytes) -> SnapshotInfo | None:
         """The newest snapshot with this root; live ones first."""
-        kept, key = {} if self._rows is None else self._rows, rows.ROOTS.prefix + root
-        if key not in kept:
-            ulids = self.with_root(root)
-            info = self.snapshot(ulids[0]) if ulids else None
-            if len(kept) >= _MAX_KEPT_ROWS:
-                return info
-            kept[key] = info
-        found: SnapshotInfo | None = kept[key]
-        return found
+        ulids = self.with_root(root)
+        return self.snapshot(ulids[0]) if ulids else None
 
     def with_root(self, root: bytes) -> list[Ulid]:
         """The snapshots with this root, the newest first; live ones before all others."""
@@ -206,10 +229,10 @@ class RefTable:
         kept = {} if self._kept is None else self._kept.ulids
         if root in kept:
             return kept[root]
-        found = [(Ulid(ulid), rows.ROOTS.decode(value).n) for ulid, value in self.scan(rows.ROOTS, root)]
-        if len(found) > 1:
-            found.sort(key=lambda item: (self.is_live(item[0]), item[1]), reverse=True)
-        ulids = [ulid for ulid, _ in found]
+        entries = {Ulid(ulid): rows.ROOTS.decode(value).n for ulid, value in self.scan(rows.ROOTS, root)}
+        ulids = [*entries]
+        if len(ulids) > 1:
+            ulids.sort(key=lambda ulid: (self.is_live(ulid), entries[ulid]), reverse=True)
         if len(kept) < _MAX_KEPT_ROWS:
             kept[root] = ulids
         return ulids
@@ -227,7 +250,7 @@ class RefTable:
             return []
         roots: list[Digest] = []
         whole_bytes, start = bytes.fromhex(prefix[: len(prefix) // 2 * 2]), bytes.fromhex(prefix + "0" * (len(prefix) % 2))
-        for key, _ in self._reader.scan(rows.ROOTS.prefix + whole_bytes, start=rows.ROOTS.prefix + start):
+        for key, _ in self._items(rows.ROOTS.prefix + whole_bytes, start=rows.ROOTS.prefix + start):
             root = Digest(key[-DIGEST_BYTES - ULID_BYTES : -ULID_BYTES])
             if len(roots) == limit or not root.hex().startswith(prefix):
                 break
@@ -264,7 +287,7 @@ class RefTable:
 
     def is_pinned(self, ulid: bytes, owner: str) -> bool:
         """Whether `owner` has a pin on a snapshot."""
-        return self._reader.get(rows.PINS.prefix + ulid + owner.encode()) is not None
+        return self.read(rows.PINS, ulid + owner.encode(), Ulid(ulid), owner) is not None
 
     def windows(self, entry: int | None = None, *, newest_first: bool = False) -> Iterator[UndoWindow]:
         """The undo windows of that entry, or of all, oldest first."""
@@ -282,7 +305,7 @@ class RefTable:
 
     def object_state(self, key: ObjectKey) -> rows.ObjectRow | None:
         """Whether an object is condemned or swept; None if neither."""
-        return self.read(rows.OBJECTS, object_key(key)) if self._has_rows(rows.OBJECTS) else None
+        return self.read(rows.OBJECTS, object_key(key)) if self.may_have(rows.OBJECTS) else None
 
     def objects(self) -> Iterator[tuple[ObjectKey, rows.ObjectRow]]:
         """All condemned objects, and those swept after the horizon."""
@@ -290,17 +313,13 @@ class RefTable:
 
     def relocations(self, pack: bytes) -> list[Relocation]:
         """The current relocations of a pack, newest first."""
-        if not self._has_rows(rows.RELOCATIONS):
+        if not self.may_have(rows.RELOCATIONS):
             return []
         current = ((Ulid(moved), rows.RELOCATIONS.decode(value)) for moved, value in self.scan(rows.RELOCATIONS, pack))
         ordered = sorted(current, key=lambda item: (item[1].n, item[0]), reverse=True)
         return [Relocation(Ulid(pack), moved, row.n, row.hash, targets=tuple(split_ulids(row.targets))) for moved, row in ordered]
 
-    def has_relocations(self) -> bool:
-        """Whether packs may have current relocations: false only if the rows do not change and there is none."""
-        return self._has_rows(rows.RELOCATIONS)
-
-    def _has_rows(self, kind: RowKind[Row]) -> bool:
+    def may_have(self, kind: RowKind[Row]) -> bool:
         """Whether there may be rows of a kind: false only if the rows do not change. One look replaces those for each object of a save."""
         if self._kept is None:
             return True
@@ -354,43 +373,3 @@ class RefTable:
         """A snapshot, with the metrics and the mark that were added to its root after it was saved."""
         note = self.note(info.root)
         return info._replace(metrics={**info.metrics, **note.metrics}, mark=note.mark, reason=note.reason)
-
-
-class HeadView(Reader):
-    """The rows at one head. If the cache fails while it is in use, the log is folded again up to that head."""
-
-    def __init__(self, reader: Reader, fold_until: Callable[[Head | None, TableError], Reader]) -> None:
-        """`fold_until` returns the fold of the log up to a head, in memory, and is given the failure of `reader`.
-
-        Raises:
-            CorruptObjectError: the row of the head is damaged.
-        """
-        self._reader = reader
-        self._fold_until = fold_until
-        self.head: Head | None = None
-        """The entry at which these rows are."""
-        self.head = RefTable(self).head()
-
-    def get(self, key: bytes) -> bytes | None:
-        """See `Reader.get`."""
-        reader = self._reader
-        try:
-            return reader.get(key)
-        except TableError as exc:
-            return self._instead_of(reader, exc).get(key)
-
-    def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
-        """See `Reader.page`."""
-        reader = self._reader
-        try:
-            return reader.page(low, high, reverse)
-        except TableError as exc:
-            return self._instead_of(reader, exc).page(low, high, reverse)
-
-    def _instead_of(self, reader: Reader, cause: TableError) -> Reader:
-        if reader is self._reader:
-            folded = self._fold_until(self.head, cause)
-            if RefTable(folded).head() != self.head:
-                raise cause  # the log was replaced meanwhile
-            self._reader = folded
-        return self._reader
