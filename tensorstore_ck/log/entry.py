@@ -131,17 +131,15 @@ class EntryReader:
     def __init__(self, backend: Backend, *, uuid: bytes, prefix: str) -> None:
         self._backend = backend
         self._prefix = prefix
+        self.name: Callable[[int], str] = partial(entry_name, prefix)
+        """The name of entry `n`."""
         self.genesis: Digest = genesis_hash(uuid)
         self.last: Entry | None = None
         """What was read or created last: each refresh reads the head again, and need not decode it again."""
 
-    def name(self, n: int) -> str:
-        """The name of entry `n`."""
-        return entry_name(self._prefix, n)
-
     def read(self, n: int) -> Entry | None:
         """Entry `n`; None if it is not there. Raises `BrokenLogError` if it is damaged."""
-        name, last = entry_name(self._prefix, n), self.last
+        name, last = self.name(n), self.last
         try:
             data = self._backend.get_if_there(name, max_bytes=_GENEROUS)
             if data is None:

@@ -133,7 +133,8 @@ def _count(batch: Batch, view: RefTable, info: SnapshotInfo | None, sign: int) -
     """Adds a snapshot's new bytes to the sums of its branch and of the matching quotas, or subtracts them."""
     if info is None:
         return
-    before = view.added_bytes(info.ref)
+    row = view.read(rows.ADDED, info.ref.encode())
+    before = row.new_bytes if row is not None else 0
     added = max(0, min(before + sign * info.new_bytes, MAX_INTEGER))
     for glob, quota in view.quotas().items():
         if fnmatchcase(info.ref, glob):

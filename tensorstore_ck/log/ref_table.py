@@ -48,9 +48,7 @@ class RowsAtHead:
     fold_again: Callable[[TableError], Reader] = _not_folded
     """The same rows, in memory, when the cache has failed as the argument says."""
     rows: dict[bytes, Any] = field(default_factory=dict)
-    """Key -> row, or None. The prefix of a kind that is read as a whole -> its rows by key."""
-    ulids: dict[bytes, list[Ulid]] = field(default_factory=dict)
-    """Root -> the snapshots with that root."""
+    """Key -> row, or None. A root with its prefix -> its snapshots. The prefix of a kind that is read as a whole -> its rows by key."""
     has_rows: dict[bytes, bool] = field(default_factory=dict)
     """Prefix of a kind -> whether there is a row of it."""
 
@@ -226,15 +224,16 @@ class RefTable:
         """The snapshots with this root, the newest first; live ones before all others."""
         if len(root) != DIGEST_BYTES:
             return []
-        kept = {} if self._kept is None else self._kept.ulids
-        if root in kept:
-            return kept[root]
+        kept, key = {} if self._rows is None else self._rows, rows.ROOTS.prefix + root
+        if key in kept:
+            known: list[Ulid] = kept[key]
+            return known
         entries = {Ulid(ulid): rows.ROOTS.decode(value).n for ulid, value in self.scan(rows.ROOTS, root)}
         ulids = [*entries]
         if len(ulids) > 1:
             ulids.sort(key=lambda ulid: (self.is_live(ulid), entries[ulid]), reverse=True)
         if len(kept) < _MAX_KEPT_ROWS:
-            kept[root] = ulids
+            kept[key] = ulids
         return ulids
 
     def marked(self, mark: str) -> Iterator[SnapshotInfo]:
@@ -348,13 +347,8 @@ class RefTable:
         """Glob -> the quota of the branches that match it."""
         return self.read_all(rows.QUOTAS)
 
-    def added_bytes(self, ref: str) -> int:
-        """The bytes that the held snapshots of a branch added to the store."""
-        row = self.read(rows.ADDED, ref.encode())
-        return row.new_bytes if row is not None else 0
-
     def added_bytes_of(self, glob: str) -> int:
-        """`added_bytes` of all branches that match `glob`, removed ones included. Reads one row per branch."""
+        """What the held snapshots of all branches that match `glob`, removed ones included, added to the store. Reads a row per branch."""
         start = _WILDCARD.split(glob, maxsplit=1)[0]
         candidates = self.scan(rows.ADDED, start.encode())
         sizes = (rows.ADDED.decode(value).new_bytes for rest, value in candidates if fnmatchcase(start + rest.decode("ascii"), glob))
@@ -371,5 +365,5 @@ class RefTable:
 
     def with_note(self, info: SnapshotInfo) -> SnapshotInfo:
         """A snapshot, with the metrics and the mark that were added to its root after it was saved."""
-        note = self.note(info.root)
-        return info._replace(metrics={**info.metrics, **note.metrics}, mark=note.mark, reason=note.reason)
+        note = self.read(rows.NOTES, info.root)
+        return info if note is None else info._replace(metrics={**info.metrics, **note.metrics}, mark=note.mark, reason=note.reason)

@@ -134,7 +134,7 @@ def compare(view: RefTable, model: Model) -> None:
     added: dict[str, int] = {}
     for info in view.snapshots():
         added[info.ref] = added.get(info.ref, 0) + info.new_bytes
-    assert {ref: view.added_bytes(ref) for ref in REFS} == {ref: added.get(ref, 0) for ref in REFS}
+    assert {ref: view.added_bytes_of(ref) for ref in REFS} == {ref: added.get(ref, 0) for ref in REFS}
     assert view.added_bytes_of("run*") == sum(size for ref, size in added.items() if ref.startswith("run"))
     assert view.added_bytes_of("*") == sum(added.values())
     assert {glob: (row.warn_bytes, row.refuse_bytes, row.n) for glob, row in view.quotas().items()} == model.quotas

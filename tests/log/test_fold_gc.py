@@ -110,7 +110,7 @@ def test_the_fold_is_total_and_counts_what_holds(log: list[list[Op]]) -> None:
         added: Counter[str] = Counter()
         for info in view.snapshots():
             added[info.ref] += info.new_bytes
-        assert {ref: view.added_bytes(ref) for ref in REFS} == {ref: added[ref] for ref in REFS}, "what quotas count"
+        assert {ref: view.added_bytes_of(ref) for ref in REFS} == {ref: added[ref] for ref in REFS}, "what quotas count"
         assert {glob: row.used_bytes for glob, row in view.quotas().items()} == {glob: view.added_bytes_of(glob) for glob in view.quotas()}
         for branch in view.branches():
             head = view.branch(branch)
