@@ -64,8 +64,8 @@ class BlockIndex:
 
     def find(self, blocks: Sequence[Digest]) -> dict[Digest, Location]:
         """The locations of those `blocks` that the index knows."""
-        values = zip(blocks, self._table.get_many([_KEY + block for block in blocks]), strict=True)
-        return {block: Location(*_VALUE.unpack(value)) for block, value in values if value is not None and len(value) == _VALUE.size}
+        values = self._table.get_many([_KEY + block for block in blocks])
+        return {Digest(key[len(_KEY) :]): Location(*_VALUE.unpack(value)) for key, value in values.items() if len(value) == _VALUE.size}
 
     def add(self, blocks: Iterable[tuple[Digest, Location]], *, published_at: int) -> None:
         """Adds blocks of a snapshot that log entry `published_at` published, or that is not published yet and had durable packs at that

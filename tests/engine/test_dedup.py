@@ -32,7 +32,7 @@ class Lookups(MemoryTable):
         self.sizes: list[int] = []
         self.batches = 0
 
-    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+    def get_many(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         self.sizes.append(len(keys))
         return super().get_many(keys)
 

@@ -55,7 +55,7 @@ class FailoverTable(Table):
             except TableError as exc:
                 self._leave(table, exc)
 
-    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+    def get_many(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """See `Table.get_many`."""
         while True:
             table = self._current()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 import lmdb
 
@@ -79,14 +79,15 @@ class Environment:
         self.folder = folder
         self.users = 0
         self._map_bytes = map_bytes
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._failure = ""
         self._data_file, self._page_bytes, self._intact = -1, 0, (0, 0)
         self._write_lock = threading.RLock()
         self._map_lock = threading.RLock()
         self.views = weakref.WeakSet[View]()
-        """Each adds itself, and its transaction, when it is made in `in_map`."""
-        self.view_txns = set[Any]()
+        """Each adds itself when it is made in `in_map`."""
+        self.parents_txns: list[Any] = []
+        """Kept as long as a child lives: py-lmdb 1.6 would end them for the parent, too."""
         self.lock = BatchLock(folder / "batch.lock", patience_seconds)
         try:
             with self.lock.held(wait=wait):  # LMDB's own open is not safe against another process's close
@@ -99,20 +100,6 @@ class Environment:
             self._close_data_file()
             self.lock.close()
             raise
-
-    def read(self, read: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `read` with a transaction that ends with it: unlike a view, it is not copied when the map grows."""
-
-        def use(txn: Any) -> T:
-            with txn:
-                return read(txn, *args, **kwargs)
-
-        return self.in_map(use)
-
-    def release_view(self, txn: Any) -> None:
-        """Drops the transaction of a view. A child keeps its parent's: py-lmdb 1.6 would end it for the parent, too."""
-        if self._pid == os.getpid():
-            self.view_txns.discard(txn)
 
     @contextmanager
     def writing(self, *, wait: bool) -> Iterator[None]:
@@ -157,7 +144,7 @@ class Environment:
 
     def close(self) -> None:
         """Closes the files, unless they are a parent's."""
-        if self._pid == os.getpid():
+        if self.pid == os.getpid():
             with self._write_lock, self._map_lock:
                 self._failure = self._failure or f"{self.folder} was closed"
                 for view in list(self.views):
@@ -171,7 +158,7 @@ class Environment:
 
         No context manager: Ctrl-C could leave one with its locks held.
         """
-        if self._failure or self._pid != os.getpid():  # in a child, a thread that it does not have may hold the lock
+        if self._failure or self.pid != os.getpid():  # in a child, a thread that it does not have may hold the lock
             self._require_usable()
         try:
             try:
@@ -195,7 +182,7 @@ class Environment:
 
     def guarded(self, use: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `use`; checks the environment before, and reports what LMDB raises as damage."""
-        if self._failure or self._pid != os.getpid():
+        if self._failure or self.pid != os.getpid():
             self._require_usable()
         try:
             status = os.fstat(self._data_file)
@@ -206,7 +193,7 @@ class Environment:
             raise self._failed(exc) from exc
 
     def _require_usable(self) -> None:
-        if self._pid != os.getpid():
+        if self.pid != os.getpid():
             raise TableDamagedError(f"{self.folder} belongs to the parent process", object_id=str(self.folder))
         if self._failure:
             raise TableDamagedError(self._failure, object_id=str(self.folder))

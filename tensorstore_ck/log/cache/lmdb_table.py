@@ -7,11 +7,11 @@ child inherits it but must not use its environments: in the child, an inherited 
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 from zlib import crc32
 
 import lmdb
@@ -29,6 +29,9 @@ from tensorstore_ck.log.cache.protocol import (
     TableDamagedError,
     bad_key,
 )
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 CRC_BYTES: Final = 4
 """Of the checksum after each value."""
@@ -106,15 +109,15 @@ class LmdbHandle(Table):
 
     def get(self, key: bytes) -> bytes | None:
         """See `Reader.get`."""
-        return (self._environment or self._opened(wait=False)).read(get_row, key)
+        return self._read(get_row, key)
 
     def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
         """See `Reader.page`."""
-        return (self._environment or self._opened(wait=False)).read(read_page, low, high, reverse)
+        return self._read(read_page, low, high, reverse)
 
-    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+    def get_many(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """See `Table.get_many`."""
-        return (self._environment or self._opened(wait=False)).read(get_rows, keys)
+        return (self._environment or self._opened(wait=False)).in_map(partial(read_rows, keys))
 
     def view(self, prefix: bytes) -> Reader:
         """See `Table.view`."""
@@ -146,6 +149,15 @@ class LmdbHandle(Table):
                 del registry.environments[environment.folder]
                 environment.close()
 
+    def _read(self, read: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of `read` with a transaction that ends with it: unlike a view, it is not copied when the map grows."""
+
+        def use(txn: Any) -> T:
+            with txn:
+                return read(txn, *args, **kwargs)
+
+        return (self._environment or self._opened(wait=False)).in_map(use)
+
     def _opened(self, *, wait: bool) -> Environment:
         try:
             return self.open(wait=wait)
@@ -163,11 +175,10 @@ def get_row(txn: Any, key: bytes) -> bytes | None:
     return None if stored is None else _unprotect(key, stored)
 
 
-def get_rows(txn: Any, keys: Iterable[bytes]) -> list[bytes | None]:
-    """The value of each key: see `get_row`."""
-    with txn.cursor() as cursor:
-        stored = dict(cursor.getmulti(keys))
-    return [_unprotect(key, stored[key]) if key in stored else None for key in keys]
+def read_rows(keys: Iterable[bytes], txn: Any) -> dict[bytes, bytes]:
+    """The values of those `keys` that are there; ends the transaction. Raises as `get_row`."""
+    with txn, txn.cursor() as cursor:
+        return {key: _unprotect(key, stored) for key, stored in cursor.getmulti(keys)}
 
 
 def read_page(txn: Any, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
@@ -210,11 +221,11 @@ class LmdbView(Reader):
         self._environment = environment
         self._copied: MemoryTable | None = None
         self._lock = threading.RLock()
-        environment.view_txns.add(txn)
         environment.views.add(self)
 
     def __del__(self) -> None:
-        self._environment.release_view(self._txn)
+        if self._environment.pid != os.getpid():
+            self._environment.parents_txns.append(self._txn)
 
     def get(self, key: bytes) -> bytes | None:
         """See `Reader.get`."""

@@ -26,10 +26,10 @@ class MemoryTable(Table):
         with self._lock:
             return self._values.get(key)
 
-    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+    def get_many(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """See `Table.get_many`."""
         with self._lock:
-            return [*map(self._values.get, keys)]
+            return {key: self._values[key] for key in keys if key in self._values}
 
     def page(self, low: bytes, high: bytes | None, reverse: bool, limit: int = PAGE_ITEMS) -> list[Item]:
         """See `Reader.page`."""

@@ -84,8 +84,8 @@ class Batch(Reader, Protocol):
 class Table(Reader, Protocol):
     """An ordered map of bytes."""
 
-    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The value of each key, all as of one moment."""
+    def get_many(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        """The values of those `keys` that are there, all as of one moment."""
 
     def view(self, prefix: bytes) -> Reader:
         """The rows whose keys begin with `prefix`, as they are now: batches do not change them. The caller drops it soon.

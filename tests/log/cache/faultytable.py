@@ -65,7 +65,7 @@ class FaultyTable(MemoryTable):
         self._call(is_batch=False)
         return super().get(key)
 
-    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+    def get_many(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         self._call(is_batch=False)
         return super().get_many(keys)
 
