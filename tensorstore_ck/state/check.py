@@ -59,7 +59,7 @@ def build_check(
 ) -> StateCheck:
     """The result for an inspected state; `writers` processes write its `tensor_bytes` together."""
     space = backend.space()
-    value_bytes = len(pack_body(captured.values)) + sum(map(len, captured.blobs)) + len(captured.layout.encode())
+    value_bytes = len(pack_body(captured.values)) + sum(map(len, captured.blobs)) + len(captured.layout.encoded)
     return StateCheck(
         problems=tuple(problems),
         tensor_count=len(captured.layout.tensors),

@@ -8,6 +8,7 @@ more, in garbage collection, than the queries to torch. The save makes `TensorSp
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from math import prod
 from struct import Struct
 from typing import Any, Final, NamedTuple, overload
 
@@ -18,7 +19,7 @@ import torch
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, LazySources, Numbers, SourceRanges
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.codec import compiled
-from tensorstore_ck.format.layout import Layout, TensorSpec
+from tensorstore_ck.format.layout import Layout, TensorSpec, dense_strides
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
 from tensorstore_ck.state.aliasing import BOUNDS, Area, MemoryAreas
@@ -308,9 +309,11 @@ class TensorTable:
         """The number of a contiguous tensor's kind; None if its dtype has no stored form."""
         if dtype not in DTYPE_NAMES:
             return None
-        spec = TensorSpec("", DTYPE_NAMES[dtype], dtype.itemsize, shape)
-        strides = spec.strides if 1 in shape and len(shape) > 1 else None
-        number = self._number_of(TensorKind(*spec[1:4], spec.size_bytes, dtype.is_complex, strides=strides))
+        strides = dense_strides(shape) if 1 in shape and len(shape) > 1 else None
+        kind = TensorKind(
+            DTYPE_NAMES[dtype], dtype.itemsize, shape, prod(shape) * dtype.itemsize, is_complex=dtype.is_complex, strides=strides
+        )
+        number = self._number_of(kind)
         return self._known_kinds.setdefault((dtype, shape), number)
 
     def _number_of(self, kind: TensorKind) -> int:

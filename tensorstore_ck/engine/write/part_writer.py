@@ -119,7 +119,7 @@ def write_part(
     """
     earlier, plan = None, plan_of(captured, author, engine.config.block_bytes)
     if coding.anchor_every:  # blocks may be stored as differences to those of the snapshot before
-        layout = layout_id(captured.layout.encode())
+        layout = layout_id(captured.layout.encoded)
         key = PartKey(layout_id=layout, rank=author.rank, world_size=author.world_size, layout_of=author.layout_of, regions=plan.regions)
         earlier = earlier_part(engine, known.parts, key, coding.anchor_every)
     write = partial(write_tensors, captured, plan, coding=coding, earlier=earlier, sampling=sampling)
@@ -157,7 +157,7 @@ def open_packs(engine: Engine, known: BlockLookup, meter: SaveMeter | None = Non
 
 def write_blobs(captured: CapturedState, plan: WritePlan, packs: PackWriter, author: PartAuthor, coding: Coding) -> BlobBlocks:
     """Stores the layout and the large values, if this rank is the first one with the layout."""
-    encoded_layout = captured.layout.encode()
+    encoded_layout = captured.layout.encoded
     is_first = author.rank == author.layout_ranks[0]
     ids = list[Digest]()
     blobs = np.zeros(1 + len(captured.blobs) if is_first else 1, BLOB_DTYPE)
@@ -249,7 +249,7 @@ def store_part(
         new_bytes += writer.new_bytes
     extents = extents_of(ids, places)
     part = Part(
-        layout_id=layout_id(captured.layout.encode()),
+        layout_id=layout_id(captured.layout.encoded),
         rank=author.rank,
         world_size=author.world_size,
         blobs=blobs.rows,
@@ -266,7 +266,7 @@ def store_part(
     if author.rank == author.layout_ranks[0]:
         numbers = msgpack_blobs(captured.values, "the state") if captured.blobs else ()
         parsed = [*map(captured.blobs.__getitem__, numbers)]
-        require_readable(part, captured.layout.encode(), parsed, ranks=author.world_size, ranks_of_layout=len(author.layout_ranks))
+        require_readable(part, captured.layout.encoded, parsed, ranks=author.world_size, ranks_of_layout=len(author.layout_ranks))
     require_bases(part, part.packs, part.extents)
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)

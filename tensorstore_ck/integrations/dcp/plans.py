@@ -61,7 +61,7 @@ def assign_roles(plans: Sequence[SavePlan], coordinator: int) -> list[SavePlan]:
     boxes = [item.tensor_data.chunk for plan in plans for item in plan.items if item.tensor_data is not None]
     sizes = [item.tensor_data.size for plan in plans for item in plan.items if item.tensor_data is not None]
     flat = build_flat_layout(*items_of_plans(plans), in_boxes=len(writers) > 1 or _are_cut(boxes, sizes))
-    layout = flat.layout.encode()
+    layout = flat.layout.encoded
     assigned = list(plans)
     for part, rank in enumerate(writers):
         numbers = tuple(flat.tensors.get(item.index.fqn, -1) for item in plans[rank].items)
