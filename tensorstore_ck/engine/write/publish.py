@@ -24,12 +24,15 @@ from tensorstore_ck.errors import ConflictError, InvalidOptionError, MissingObje
 from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.format.sealed import Body, take, take_count
-from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.follow import Also
-from tensorstore_ck.log.quota import Quota, check_quotas, warn_of_quotas
+from tensorstore_ck.log.quota import check_quotas, quotas_of, warn_of_quotas
 from tensorstore_ck.log.retention import expire_at_save
 
 T = TypeVar("T")
+
+Accepted = Expected | tuple[Digest | None, ...]
+"""Where a ref must be for a save to move it. Of a staged save: at one of several roots, since others may be published before it."""
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
 MAX_TRIES: Final = 4
@@ -117,39 +120,38 @@ def publish(
     return info
 
 
-def checked_move_operations(
-    engine: Engine, record: Record, view: RefTable, put: Op, *, expect: Expected, mark: tuple[str, str] | None = None
+def move_operations(
+    engine: Engine, record: Record, view: RefTable, put: Op, *, expect: Accepted, mark: tuple[str, str] | None = None
 ) -> list[Op]:
     """For `publish`: moves the record's branch from where it is expected; the same entry expires what the branch's policies drop.
 
-    `mark`: a mark for the snapshot, and the reason.
+    `mark`: a mark for the snapshot, and the reason. A staged save was admitted before: it is published even if a quota is used up by now.
+
+    Raises:
+        ConflictError, QuotaExceededError: see `check_branch`.
     """
-    return move_operations(engine, view, put, record, quotas=check_branch(engine, view, record.ref, expect), mark=mark)
-
-
-def move_operations(
-    engine: Engine, view: RefTable, put: Op, record: Record, *, quotas: Sequence[Quota], mark: tuple[str, str] | None = None
-) -> list[Op]:
-    """The operations of an entry that moves a branch, which has these `quotas`, to a new snapshot."""
-    if quotas:
+    check_expected(engine, view, record.ref, expect)
+    check = quotas_of if "staged" in put.fields else check_quotas
+    if view.quotas() and (quotas := check(view, record.ref)):
         warn_of_quotas(engine.backend.url, quotas=quotas, ref=record.ref, new_bytes=record.new_bytes, warned=engine.warned_quotas)
     marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
     expired = expire_at_save(view, put, engine.clock(), engine.backend.url) if view.policies() else ()
     return [put, *marks, *expired]
 
 
-def check_branch(engine: Engine, view: RefTable, ref: str, expect: Expected) -> list[Quota]:
-    """Checks that a save may move the ref, and returns the quotas of the ref.
+def check_branch(engine: Engine, view: RefTable, ref: str, expect: Accepted) -> None:
+    """Checks that a save may move the ref.
 
     Raises:
         ConflictError: the ref is elsewhere; see `check_expected`.
         QuotaExceededError: a quota of the ref is used up.
     """
     check_expected(engine, view, ref, expect)
-    return check_quotas(view, ref) if view.quotas() else []
+    if view.quotas():
+        check_quotas(view, ref)
 
 
-def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -> None:
+def check_expected(engine: Engine, view: RefTable, ref: str, expect: Accepted) -> None:
     """The precondition of a save: fencing, so that a job that was given up for dead cannot move its successor's ref.
 
     Raises:
@@ -157,17 +159,13 @@ def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -
     """
     if view.tag_row(ref) is not None:
         raise InvalidOptionError(f"{ref!r} is a tag, and tags never move: save to a branch", object_id=ref)
-    branch = view.branch(ref)
-    if is_expected(branch, expect):
+    branch, accepted = view.branch(ref), expect if isinstance(expect, tuple) else (expect,)
+    if expect is ANY or (branch.root if branch is not None else None) in accepted:
         return
     if branch is None:
         raise ConflictError(f"ref {ref!r} does not exist, but was expected to", object_id=ref)
-    raise moved_away(engine, view, branch, expect if isinstance(expect, bytes) else None)
-
-
-def is_expected(branch: BranchHead | None, expect: Expected) -> bool:
-    """Whether a branch is where a save expects it."""
-    return expect is ANY or (branch.root if branch else None) == expect
+    last = accepted[-1]
+    raise moved_away(engine, view, branch, last if isinstance(last, bytes) else None)
 
 
 def condemned_of(engine: Engine, view: RefTable, snapshots: Sequence[Ulid], parts: Sequence[tuple[Ulid, Part]]) -> Objects:

@@ -13,7 +13,7 @@ from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, open_packs, store_part, write_blobs, write_tensors
-from tensorstore_ck.engine.write.publish import RankParts, check_expected, checked_parts, retry_expired
+from tensorstore_ck.engine.write.publish import RankParts, check_branch, checked_parts, retry_expired
 from tensorstore_ck.engine.write.request import SaveChecks, SaveRequest, check_options
 from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings
@@ -23,7 +23,6 @@ from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.plans import Role
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.log.quota import check_quotas
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.save_status import SaveStatus
 
@@ -81,8 +80,7 @@ def coordinators_request(
     if adopts_head:
         fence.adopt(view, ref)
     request = fence.request_at(engine, view, options)
-    check_expected(engine, view, ref, request.expect)
-    check_quotas(view, ref)
+    check_branch(engine, view, ref, request.expect)
     return request
 
 
