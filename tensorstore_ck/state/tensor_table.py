@@ -7,6 +7,7 @@ more, in garbage collection, than the queries to torch. The save makes `TensorSp
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from struct import Struct
@@ -97,14 +98,14 @@ class TensorKind(NamedTuple):
     """The row-major strides, if an extent of 1 makes torch accept other strides as contiguous."""
 
 
+@dataclass(eq=False)
 class TensorSpecs(Sequence[TensorSpec]):
     """The `TensorSpec` of each tensor, made on first use."""
 
-    def __init__(self, names: Sequence[str], kinds: Sequence[TensorKind], kind_numbers: Numbers) -> None:
-        """`kind_numbers`: of each tensor, its kind among the `kinds`."""
-        self.names = names
-        self.kinds = kinds
-        self.kind_numbers = kind_numbers
+    names: Sequence[str]
+    kinds: Sequence[TensorKind]
+    kind_numbers: Numbers
+    """Of each tensor, its kind among the `kinds`."""
 
     def pick(self, numbers: Sequence[int], names: Sequence[str], kinds: Sequence[TensorKind]) -> "TensorSpecs":
         """The tensors with these numbers, followed by others with `names` and `kinds`."""
@@ -131,16 +132,17 @@ class TensorSpecs(Sequence[TensorSpec]):
         return [TensorSpec(name, *described[number]) for name, number in zip(self.names, self.kind_numbers.tolist(), strict=True)]
 
 
+@dataclass(eq=False)
 class ByteSources(LazySources):
     """The bytes of tensors."""
 
-    def __init__(self, addresses: Numbers, sizes: Numbers, owners: Sequence[object], made: dict[int, ByteSource]) -> None:
-        """`owners` keep the memory alive; one that is a tensor must be copied. `made`: sources that exist already."""
-        self.addresses = addresses
-        """0 for tensors that are not contiguous host memory."""
-        self.sizes = sizes
-        self._owners = owners
-        self._made = made
+    addresses: Numbers
+    """0 for tensors that are not contiguous host memory."""
+    sizes: Numbers
+    _owners: Sequence[object]
+    """They keep the memory alive; one that is a tensor must be copied."""
+    _made: dict[int, ByteSource]
+    """Sources that exist already."""
 
     @classmethod
     def of(cls, sources: Sequence[ByteSource]) -> "ByteSources":
@@ -302,7 +304,7 @@ class TensorTable:
     def columns(self) -> tuple[TensorSpecs, ByteSources]:
         """What all tensors and arrays are, and their bytes."""
         addresses, kind_numbers = np.frombuffer(self._places, np.int64).reshape(-1, 2).T.copy()
-        sizes = np.array([kind.size_bytes for kind in self.kinds], np.int64)[kind_numbers]
+        sizes = np.frombuffer(self._kind_facts, np.int64)[0::2][kind_numbers]
         return TensorSpecs(self.names, self.kinds, kind_numbers), ByteSources(addresses, sizes, self._owners, self._made)
 
     def _new_kind(self, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:
