@@ -85,6 +85,11 @@ class TensorBlock(NamedTuple):
     """Where it begins in the tensor's source."""
     stop: int
 
+    @property
+    def size_bytes(self) -> int:
+        """Its size."""
+        return self.stop - self.start
+
 
 class DeviceBlocks(Protocol):
     """What devices compute over the tensors in their memory."""

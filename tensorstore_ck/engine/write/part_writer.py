@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -214,9 +215,9 @@ def write_tensors(
         first_and_last[block.tensor in writer.weights].append(block)
     runs = list[list[TensorBlock]]()
     for several in filter(None, first_and_last):
-        run_bytes = sum([block.stop - block.start for block in several]) // (RUNS_A_THREAD * threads)
+        run_bytes = sum(map(attrgetter("size_bytes"), several)) // (RUNS_A_THREAD * threads)
         run_bytes = min(max(run_bytes, MIN_RUN_BYTES), MAX_RUN_BYTES)
-        runs += batches(several, lambda block: block.stop - block.start, run_bytes, RUN_BLOCKS)
+        runs += batches(several, attrgetter("size_bytes"), run_bytes, RUN_BLOCKS)
     for_each(runs, writer.store, min(threads, len(runs)))
     for_each([*writer.deferred], writer.store, min(threads, len(writer.deferred)))
     if frozen is not None:
