@@ -197,10 +197,10 @@ class RefFence:
         self.check_step(engine, view, asked)
         parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)
-        similar = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
+        nearest = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
         began_ns = engine.clock()
         if _logger.isEnabledFor(logging.DEBUG):
-            roots = [root.hex() if isinstance(root, bytes) else str(root) for root in (parent, expected, similar)]
+            roots = [root.hex() if isinstance(root, bytes) else str(root) for root in (parent, expected, nearest)]
             _logger.debug(
                 "save %s@%s: continues %s, moves the ref from %s, compares with %s; codec %s", asked.ref, asked.step, *roots, coding.mode
             )
@@ -212,7 +212,7 @@ class RefFence:
             metadata=asked.metadata,
             metrics=asked.metrics,
             coding=coding,
-            similar=similar,
+            nearest=nearest,
             checks=asked.checks,
             began_ns=began_ns,
             origin=asked.origin,

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, LazySources, Numbers, SourceRanges
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, Numbers, SourceRanges, Sources
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.codec import compiled
 from tensorstore_ck.format.layout import Layout, TensorSpec, dense_strides
@@ -133,7 +133,7 @@ class TensorSpecs(Sequence[TensorSpec]):
 
 
 @dataclass(eq=False)
-class ByteSources(LazySources):
+class ByteSources(Sources):
     """The bytes of tensors."""
 
     addresses: Numbers
@@ -169,7 +169,7 @@ class ByteSources(LazySources):
         return [self._made.get(number, self._owners[number]) for number in numbers]
 
     def at(self, number: int) -> ByteSource:
-        """See `LazySources`."""
+        """See `Sources`."""
         if number in self._made:
             return self._made[number]
         owner = self._owners[number]
@@ -178,12 +178,12 @@ class ByteSources(LazySources):
         return MemorySource(int(self.addresses[number]), owner, int(self.sizes[number]))
 
     def read(self, number: int, start: int, stop: int) -> memoryview:
-        """See `LazySources`."""
+        """See `Sources`."""
         address = int(self.addresses[number])
         return memory_view(address + start, stop - start, WRITABLE) if address and start < stop else self.at(number).read(start, stop)
 
     def gather(self, ranges: SourceRanges) -> bytearray:
-        """See `LazySources`."""
+        """See `Sources`."""
         tensors, starts, sizes = ranges
         first = self.addresses[tensors]
         addresses = np.where(first != 0, first + starts, 0)

@@ -198,7 +198,7 @@ class PackWriter:
             if block not in self._claimed:
                 first.setdefault(block, number)
         known = self._known([*first])
-        self._add_found(known)
+        self.found |= known
         self._claimed |= first.keys()
         for block in known:
             del first[block]

@@ -190,7 +190,7 @@ def write_tensors(
         CaptureChangedError: a device and the host read other bytes.
     """
     sample = CaptureSample(captured, sampling)
-    blocks, small = plan.blocks, bytes(captured.gather(plan.inlined.ranges))
+    blocks, small = plan.blocks, bytes(captured.sources.gather(plan.inlined.ranges))
     ids = [ZERO_DIGEST] * len(blocks)
     frozen = FrozenBlocks(captured, plan) if captured.frozen else None
     if frozen is not None:
@@ -300,7 +300,7 @@ class RunWriter:
         self.coding, self.earlier, self.masters = coding, earlier, masters
         self._computed, self._must_agree = computed, must_agree
         self.scratch = Scratch()
-        self.specs, self._read = captured.layout.tensors[:], captured.read
+        self.specs, self._read = captured.layout.tensors[:], captured.sources.read
         self.weights: Mapping[int, int] = masters.of if masters is not None else {}
         """The tensors that are stored as casts of others, which must be written first."""
         self.deferred: list[Sequence[TensorBlock]] = []

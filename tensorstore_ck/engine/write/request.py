@@ -158,17 +158,12 @@ class SaveRequest(NamedTuple):
     metadata: bytes
     metrics: dict[str, float]
     coding: Coding = Coding("raw")
-    similar: Digest | None = None
-    """A snapshot that is more likely than the parent to have the same blocks."""
+    nearest: Digest | None = None
+    """The snapshot in which blocks are looked up first, most likely the parent: a hint that does not affect the root."""
     checks: SaveChecks = SaveChecks()
     began_ns: int | None = None
     """When the save began, by the clock of this host; None: the entry does not report the duration."""
     origin: SaveOrigin = SaveOrigin()
-
-    @property
-    def nearest(self) -> Digest | None:
-        """The snapshot in which blocks are looked up first: a hint that does not affect the root."""
-        return self.similar or self.parent
 
     @property
     def sampling(self) -> Sampling:

@@ -90,7 +90,8 @@ def ranks_request(context: SaveContext, ref: str, step: int | None, checks: Save
     engine.require_writable()
     branch = engine.log.newest_view().branch(ref)
     parent = None if branch is None else branch.root
-    return SaveRequest(ref, step, parent, expect=None, metadata=b"", metrics={}, coding=engine.codecs.coding(ref), checks=checks)
+    coding = engine.codecs.coding(ref)
+    return SaveRequest(ref, step, parent, expect=None, metadata=b"", metrics={}, coding=coding, nearest=parent, checks=checks)
 
 
 class DcpSave:
@@ -166,7 +167,7 @@ class DcpSave:
         plan = plan_of(captured, author, begun.block_bytes)
         with open_packs(engine, self._destination.known(self._request, view, author.rank, author.world_size), meter) as packs:
             blobs = write_blobs(captured, plan, packs, author=author, coding=self._request.coding)
-        tensors = begun.tensors._replace(inline=bytes(captured.gather(plan.inlined.ranges)), plan=plan)
+        tensors = begun.tensors._replace(inline=bytes(captured.sources.gather(plan.inlined.ranges)), plan=plan)
         written = store_part(
             engine, captured=captured, blobs=blobs, tensors=tensors, packs=[begun.packs, packs], anchor=begun.anchor, author=author
         )
