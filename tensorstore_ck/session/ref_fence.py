@@ -12,6 +12,7 @@ from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.branch_conflict import branch_command
 from tensorstore_ck.engine.write.request import LAST_SEEN, AnyHead, Expected, LastSeen, SaveOptions, SaveRequest
+from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log import BranchHead, RefTable
 from tensorstore_ck.log.address import Resolved, resolve
@@ -213,7 +214,8 @@ class RefFence:
             metrics=asked.metrics,
             coding=coding,
             nearest=nearest,
-            checks=asked.checks,
+            unchanged=asked.checks.unchanged,
+            sampling=Sampling(turn_of(parent, asked.step), asked.checks.verify_capture),
             began_ns=began_ns,
             origin=asked.origin,
         )

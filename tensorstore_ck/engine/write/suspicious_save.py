@@ -109,7 +109,7 @@ def judge(engine: Engine, view: RefTable, findings: SaveFindings, request: SaveR
     _logger.debug("compared with the save before: %s; %d of %d numbers of the sample are not finite", how, *sizes)
     if findings.has_moved and not findings.counts and not findings.non_finite_moved:
         return  # nothing to compare with the save before
-    ref, step, unchanged = request.ref, request.step, request.checks.unchanged
+    ref, step, unchanged = request.ref, request.step, request.unchanged
     before = next(snapshots_before(view, request), None)
     doubts = "; ".join([] if unchanged == "ok" else _doubts(findings, before, step))
     if doubts and unchanged == "error":

@@ -90,8 +90,8 @@ def ranks_request(context: SaveContext, ref: str, step: int | None, checks: Save
     engine.require_writable()
     branch = engine.log.newest_view().branch(ref)
     parent = None if branch is None else branch.root
-    coding = engine.codecs.coding(ref)
-    return SaveRequest(ref, step, parent, expect=None, metadata=b"", metrics={}, coding=coding, nearest=parent, checks=checks)
+    coding, sampling = engine.codecs.coding(ref), Sampling(verify_share=checks.verify_capture)
+    return SaveRequest(ref, step, parent, expect=None, metadata=b"", metrics={}, coding=coding, nearest=parent, sampling=sampling)
 
 
 class DcpSave:
@@ -154,7 +154,7 @@ class DcpSave:
 
     def _begin(self, role: Role, captured: CapturedState, meter: SaveMeter) -> Begun:
         anchor, view, block_bytes = self._engine.log.sync().n, self._engine.log.view(), self._engine.config.block_bytes
-        sampling = Sampling(turn_of(None, self.step), self._request.checks.verify_capture)  # ranks may see different parents
+        sampling = self._request.sampling._replace(turn=turn_of(None, self.step))  # ranks may see different parents
         known, coding = self._destination.known(self._request, view, role.part, role.parts), self._request.coding
         with open_packs(self._engine, known, meter) as packs:
             tensors = write_tensors(captured, plan_of(captured, role.author, block_bytes), packs, coding=coding, sampling=sampling)
