@@ -49,17 +49,9 @@ def retry_expired(attempt: Callable[[], T], before_retry: Callable[[], object] =
     return attempt()
 
 
-def store_record(engine: Engine, snapshot: Ulid, record: Record) -> bytes:
-    """Makes the record of a snapshot durable; returns its bytes."""
-    encoded = record.encode()
-    engine.backend.put(record_name(snapshot), encoded)
-    return encoded
-
-
 def publish(
     engine: Engine,
     record: Record,
-    encoded: bytes,
     *,
     txn: Ulid,
     anchor: int,
@@ -67,16 +59,16 @@ def publish(
     condemned: Callable[[RefTable], Objects],
     staged: Ulid | None = None,
     snapshot: Ulid | None = None,
+    stored: bytes | None = None,
     began_ns: int | None = None,
     also: Also | None = None,
     at: RefTable | None = None,
 ) -> SnapshotInfo:
-    """Appends the entry that publishes a snapshot whose packs, parts and record are durable.
+    """Makes the record of a snapshot durable, unless it is, and appends the entry that publishes it. Its packs and parts are durable.
 
     Args:
         engine: The store.
         record: The snapshot's.
-        encoded: Its bytes in the store.
         txn: The transaction. If the log has an outcome for it already, that one holds.
         anchor: The oldest head at which the save chose blocks to rely on: see gc/PROTOCOL.md.
         arrange: Gets a view of the log and the operation that publishes. Checks that the ref is where it must be; returns the operations
@@ -84,7 +76,8 @@ def publish(
         condemned: Returns which objects of the snapshot are condemned at that head, and must be rescued; raises `SnapshotExpiredError` if
             gc freed one.
         staged: The transaction under which the snapshot was staged.
-        snapshot: The ULID of its record; by default `staged`, or else `txn`.
+        snapshot: The ULID of its record; by default `staged`, or else `txn`, so that salvage recognises the record of an aborted save.
+        stored: The bytes of the record, if it is in the store.
         began_ns: When the save began, by the engine's clock, for the entry to say how long it took.
         also: See `Log.append`.
         at: See `Log.append`.
@@ -97,11 +90,14 @@ def publish(
         UndecidedError: the backend went away in the middle of the commit.
     """
     snapshot = snapshot or staged or txn
+    if stored is None:
+        stored = record.encode()
+        engine.backend.put(record_name(snapshot), stored)
     duration_ns = None if began_ns is None else max(0, engine.clock() - began_ns)
     if _logger.isEnabledFor(logging.DEBUG):
         address, root = record.ref if record.step is None else f"{record.ref}@{record.step}", record.root().hex()
         _logger.debug("publish %s, root %s, as %s in transaction %s", address, root, record_name(snapshot), ulid_text(txn))
-    put = Op.put(record.ref, snapshot, record, encoded, anchor=anchor, txn=txn, staged=staged, duration_ns=duration_ns)
+    put = Op.put(record.ref, snapshot, record, stored, anchor=anchor, txn=txn, staged=staged, duration_ns=duration_ns)
 
     def build(view: RefTable) -> list[Op]:
         ops = [] if view.outcome(txn) is not None else arrange(view, put)

@@ -28,7 +28,6 @@ from tensorstore_ck.engine.write.publish import (
     move_operations,
     publish,
     record_of,
-    store_record,
 )
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings, judge, merged
@@ -163,11 +162,9 @@ class StoreDestination:
     ) -> SnapshotInfo:
         """See `Destination`."""
         engine = self.engine
-        encoded = store_record(engine, txn, record)  # under the transaction's id, so that salvage recognises the record of an aborted save
         info = publish(
             engine,
             record,
-            encoded,
             txn=txn,
             anchor=min(map(attrgetter("anchor"), reports)),
             arrange=partial(move_operations, engine, record, expect=request.expect, mark=mark),

@@ -18,7 +18,6 @@ from tensorstore_ck.engine.write.publish import (
     in_record_order,
     move_operations,
     publish,
-    store_record,
 )
 from tensorstore_ck.errors import SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.record import decode_record, record_name
@@ -84,10 +83,9 @@ def publish_staged(
         SnapshotAbortedError: this attempt, or the staged snapshot itself, was given up.
         SnapshotExpiredError: gc freed blocks that it relies on.
     """
-    record, encoded, parts, snapshot = decode_record(lead.record, record_name(txn)), lead.record, lead.parts, txn
+    record, parts, snapshot = decode_record(lead.record, record_name(txn)), lead.parts, txn
     if renewed is not None:
         record, parts, snapshot = record._replace(parts=in_record_order(map(attrgetter("ulids"), renewed))), renewed, engine.put_id()
-        encoded = store_record(engine, snapshot, record)
 
     def arrange(view: RefTable, put: Op) -> list[Op]:
         staged = view.staged(txn)
@@ -105,10 +103,10 @@ def publish_staged(
         return publish(
             engine,
             record,
-            encoded,
             txn=attempt,
             staged=txn,
             snapshot=snapshot,
+            stored=lead.record if renewed is None else None,
             anchor=min(rank.anchor for rank in parts),
             arrange=arrange,
             condemned=partial(condemned_of_ranks, engine, snapshot, parts),
