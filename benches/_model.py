@@ -8,7 +8,7 @@ from unittest.mock import patch
 from benches._simulated import Faked
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
-from tensorstore_ck.engine.interfaces import ByteTarget, CapturedState, WantedBox
+from tensorstore_ck.engine.interfaces import ByteTarget, CapturedState, ListedSources, WantedBox
 from tensorstore_ck.engine.read import block_reader
 from tensorstore_ck.engine.write import pack_writer
 from tensorstore_ck.format.block_assignment import overlap, regions_of_rank
@@ -78,7 +78,7 @@ class _Counter(ByteTarget):
 
 def captured(layout: Layout, step: int, rank: int) -> CapturedState:
     """One rank's side, all of it new at every step."""
-    return CapturedState(layout, (), (), [_FakedSource(step, rank, tensor) for tensor in range(len(layout.tensors))])
+    return CapturedState(layout, (), (), ListedSources(_FakedSource(step, rank, tensor) for tensor in range(len(layout.tensors))))
 
 
 def wanted(target: Layout, rank: int, ranks: int) -> list[WantedBox]:

@@ -66,7 +66,7 @@ class Job:
 
     def put(self, step: int, running: Sequence[int], parent: Digest | None) -> Put:
         """Has some ranks save with the real code, rank 0 among them; all others save what one of these did."""
-        request = SaveRequest("run", step, parent, parent, encode_metadata({}), {})
+        request = SaveRequest("run", step, parent, parent, encode_metadata({}), {}, nearest=parent)
         txn = new_ulid()
         puts = {rank: self._put_of(rank, txn) for rank in running}
         proposals = [put.propose(request, captured(self.layout, step, rank)) for rank, put in puts.items()]

@@ -17,7 +17,7 @@ import numpy as np
 from benches._simulated import CountingBackend, Traffic
 from tensorstore_ck.common.ids import Digest, new_ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState, ListedSources
 from tensorstore_ck.engine.opening import init_store, make_engine
 from tensorstore_ck.engine.write.publish import RankParts
 from tensorstore_ck.engine.write.request import SaveRequest
@@ -89,7 +89,7 @@ def state(ranks: int, kinds: int, kind: int) -> CapturedState:
         specs += [TensorSpec(name, "float32", 4, (len(own), 8)) for name in names[TENSORS:]]
     values = [f"value.{number}" for number in range(VALUES)]
     tree = ["d", [*names, *values], [*range(len(names)), *[None] * VALUES]]
-    return CapturedState(Layout(specs, tree, (), meshes, spreads), list(range(VALUES)), (), [ZeroSource()] * len(specs))
+    return CapturedState(Layout(specs, tree, (), meshes, spreads), list(range(VALUES)), (), ListedSources([ZeroSource()] * len(specs)))
 
 
 class ZeroSource:

@@ -23,7 +23,7 @@ from benches._simulated import CountingBackend, Traffic
 from benches._zero_ranks import MODELS, Rank, given_ranks, zero_engine
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import new_ulid
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState, ListedSources
 from tensorstore_ck.engine.opening import init_store, make_engine
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.engine.write.request import SaveRequest
@@ -88,7 +88,7 @@ class Job:
     def save(self, step: int, parent: SnapshotInfo | None) -> tuple[SnapshotInfo, list[Cost]]:
         """All ranks save; with the messages that each sends and gets. Those of rank 0 are to and from all."""
         root = None if parent is None else parent.root
-        request = SaveRequest("run", step, root, root, encode_metadata({}), {})
+        request = SaveRequest("run", step, root, root, encode_metadata({}), {}, nearest=root)
         plans: list[bytes] = []
 
         def answer(_: str, plan: bytes | None) -> bytes:
@@ -186,7 +186,9 @@ class _Restoring(Restoring):
 def _faked(state: CapturedState, step: int, rank: int) -> CapturedState:
     """What is cut by ranks has no contents."""
     cut = {each.tensor for each in state.explicit}
-    return state._replace(sources=[_FakedSource(step, rank, at) if at in cut else each for at, each in enumerate(state.sources)])
+    return state._replace(
+        sources=ListedSources(_FakedSource(step, rank, at) if at in cut else each for at, each in enumerate(state.sources))
+    )
 
 
 def _sum(one: Cost, other: Cost, message_bytes: int) -> Cost:

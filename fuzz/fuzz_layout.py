@@ -10,7 +10,7 @@ with atheris.instrument_imports(include=["tensorstore_ck"]):
 
 def read(data: bytes) -> None:
     layout = decode_layout(data, "a layout")
-    assert decode_layout(layout.encode(), "a layout").tensors == layout.tensors
+    assert decode_layout(layout.encoded, "a layout").tensors == layout.tensors
     for spec in layout.tensors:
         assert spec.size_bytes >= 0
     for values in range(8):

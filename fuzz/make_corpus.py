@@ -33,8 +33,8 @@ def seeds() -> Iterator[tuple[str, bytes]]:
     """(target, input) of all seeds."""
     for form, sample in samples.SEALED.items():
         yield samples.kind_of(form), body(sample.sample)
-    yield "layout", body(Layout([], None).encode())
-    yield "layout", body(Layout([TensorSpec("x", "float32", 4, (1 << 30,))], ["l", [["t", 0, 1], None]]).encode())
+    yield "layout", body(Layout([], None).encoded)
+    yield "layout", body(Layout([TensorSpec("x", "float32", 4, (1 << 30,))], ["l", [["t", 0, 1], None]]).encoded)
     part = samples.part()
     everything = [values.encode(value, "x") for value in (frozenset({1.5}), "\ud800", bytearray(b"x"), tuple(range(40)), (0.5,) * 40)]
     yield "part", body(part._replace(values=encode_values([*everything, ["b", "m", 1]])).encode())

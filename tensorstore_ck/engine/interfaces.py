@@ -1,7 +1,7 @@
 """What flows between memory and the store: a state taken apart, the sources and targets of its bytes, and a stored snapshot, opened."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, overload
@@ -37,8 +37,8 @@ class SourceRanges(NamedTuple):
     """In bytes."""
 
 
-class LazySources(Sequence[ByteSource]):
-    """Sources that are made on use: 20,000 objects would cost as much as their content."""
+class Sources(Sequence[ByteSource]):
+    """The sources of all tensors. They may be made on use: 20,000 objects would cost as much as their content."""
 
     @abstractmethod
     def at(self, number: int) -> ByteSource:
@@ -50,7 +50,8 @@ class LazySources(Sequence[ByteSource]):
 
     def gather(self, ranges: SourceRanges) -> bytearray:
         """A copy of these bytes, one range after another."""
-        return _joined(self.read, ranges)
+        columns = (column.tolist() for column in ranges)
+        return bytearray().join([self.read(tensor, start, start + size) for tensor, start, size in zip(*columns, strict=True)])
 
     @overload
     def __getitem__(self, number: int) -> ByteSource: ...
@@ -59,6 +60,20 @@ class LazySources(Sequence[ByteSource]):
     def __getitem__(self, number: int | slice) -> ByteSource | list[ByteSource]:
         there = range(len(self))[number]
         return self.at(there) if isinstance(there, int) else [self.at(at) for at in there]
+
+
+class ListedSources(Sources):
+    """Sources that exist."""
+
+    def __init__(self, sources: Iterable[ByteSource] = ()) -> None:
+        self._sources = [*sources]
+
+    def at(self, number: int) -> ByteSource:
+        """See `Sources`."""
+        return self._sources[number]
+
+    def __len__(self) -> int:
+        return len(self._sources)
 
 
 class ByteTarget(Protocol):
@@ -84,6 +99,11 @@ class TensorBlock(NamedTuple):
     start: int
     """Where it begins in the tensor's source."""
     stop: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Its size."""
+        return self.stop - self.start
 
 
 class DeviceBlocks(Protocol):
@@ -121,11 +141,6 @@ class FrozenTensor:
         return self.unread + 1 >= self.verify_every
 
 
-def _joined(read: Callable[[int, int, int], memoryview], ranges: SourceRanges) -> bytearray:
-    columns = (column.tolist() for column in ranges)
-    return bytearray().join([read(tensor, start, start + size) for tensor, start, size in zip(*columns, strict=True)])
-
-
 class CapturedState(NamedTuple):
     """A state, taken apart: what a save stores."""
 
@@ -133,7 +148,7 @@ class CapturedState(NamedTuple):
     values: Sequence[object]
     """msgpack-able; one for each hole of the tree. A large one is ``["b", kind, i]`` with its bytes in ``blobs[i]``."""
     blobs: Sequence[bytes]
-    sources: Sequence[ByteSource]
+    sources: Sources
     """For each tensor of the layout, the bytes that this rank holds, one region after another."""
     explicit: Sequence[ExplicitRegions] = ()
     """The regions that this rank holds of tensors whose layout does not say it."""
@@ -145,16 +160,6 @@ class CapturedState(NamedTuple):
     """The state that belongs to this rank alone."""
     derived: MutableMapping[object, Any] | None = None
     """What saves of this layout have computed from it, such as write plans, by what else that depends on; None: nothing is kept."""
-
-    @property
-    def read(self) -> Callable[[int, int, int], memoryview]:
-        """Reads bytes [start, stop) of the source of a tensor: ``read(tensor, start, stop)``."""
-        sources = self.sources
-        return sources.read if isinstance(sources, LazySources) else lambda tensor, start, stop: sources[tensor].read(start, stop)
-
-    def gather(self, ranges: SourceRanges) -> bytearray:
-        """A copy of these bytes, one range after another."""
-        return self.sources.gather(ranges) if isinstance(self.sources, LazySources) else _joined(self.read, ranges)
 
     @property
     def logical_bytes(self) -> int:

@@ -140,16 +140,13 @@ class Layout:
         """Bytes of all tensors."""
         return sum([prod(spec.shape) * spec.item_bytes for spec in self.tensors])
 
-    def encode(self) -> bytes:
-        """The sealed layout object, made once; its seal is the layout id.
+    @cached_property
+    def encoded(self) -> bytes:
+        """The sealed layout object; its seal is the layout id.
 
         Raises:
             UnsupportedValueError: a tensor is spread over more pieces than a reader accepts.
         """
-        return self._encoded
-
-    @cached_property
-    def _encoded(self) -> bytes:
         tensors = self.tensors[:]
         try:
             _check_spreads(self.spreads, self.meshes, tensors)

@@ -12,6 +12,7 @@ from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.branch_conflict import branch_command
 from tensorstore_ck.engine.write.request import LAST_SEEN, AnyHead, Expected, LastSeen, SaveOptions, SaveRequest
+from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log import BranchHead, RefTable
 from tensorstore_ck.log.address import Resolved, resolve
@@ -197,10 +198,10 @@ class RefFence:
         self.check_step(engine, view, asked)
         parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)
-        similar = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
+        nearest = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
         began_ns = engine.clock()
         if _logger.isEnabledFor(logging.DEBUG):
-            roots = [root.hex() if isinstance(root, bytes) else str(root) for root in (parent, expected, similar)]
+            roots = [root.hex() if isinstance(root, bytes) else str(root) for root in (parent, expected, nearest)]
             _logger.debug(
                 "save %s@%s: continues %s, moves the ref from %s, compares with %s; codec %s", asked.ref, asked.step, *roots, coding.mode
             )
@@ -212,8 +213,9 @@ class RefFence:
             metadata=asked.metadata,
             metrics=asked.metrics,
             coding=coding,
-            similar=similar,
-            checks=asked.checks,
+            nearest=nearest,
+            unchanged=asked.checks.unchanged,
+            sampling=Sampling(turn_of(parent, asked.step), asked.checks.verify_capture),
             began_ns=began_ns,
             origin=asked.origin,
         )

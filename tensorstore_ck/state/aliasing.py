@@ -6,7 +6,8 @@ tensor of plain bytes. So every byte is stored once, and a restore makes the ten
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -49,17 +50,15 @@ Area = tuple[object, int, int, bool] | None
 """A leaf's device, start and stop of its allocation, and `Extent.repeats`; None for a leaf without bytes."""
 
 
+@dataclass(slots=True, eq=False)
 class MemoryAreas:
     """The areas of all leaves, as columns."""
 
-    def __init__(self, areas: Iterable[Area] = ()) -> None:
-        self.bounds = bytearray()
-        """Rows of `BOUNDS`; both are equal for leaves without bytes."""
-        self.devices: dict[int, object] = {}
-        """Leaf -> device, for leaves on one."""
-        self.repeating: list[int] = []
-        for area in areas:
-            self.append(area)
+    bounds: bytearray = field(default_factory=bytearray)
+    """Rows of `BOUNDS`; both are equal for leaves without bytes."""
+    devices: dict[int, object] = field(default_factory=dict)
+    """Leaf -> device, for leaves on one."""
+    repeating: list[int] = field(default_factory=list)
 
     def append(self, area: Area) -> None:
         """Adds the next leaf's area."""

@@ -53,9 +53,7 @@ def capture(state: object, describer: SpreadDescriber | None = None) -> Captured
     Raises:
         UnsupportedValueError: a value cannot be stored; the message has its path and advice.
     """
-    walk = CaptureWalk(describer=describer)
-    walk.visit(state)
-    return walk.finish()
+    return CaptureWalk(describer=describer).capture(state)
 
 
 class CaptureWalk:
@@ -76,12 +74,9 @@ class CaptureWalk:
         self._tensor_nodes: list[tuple[list[Any], range]] = []
         """Where the nodes of tensors are, to be replaced if some turn out to be views."""
 
-    def visit(self, state: object) -> None:
-        """Walks the whole state."""
+    def capture(self, state: object) -> CapturedState:
+        """Walks the whole state, and decides which of its tensors share memory."""
         self._visit(state, "", self._top, 0, 0)
-
-    def finish(self) -> CapturedState:
-        """Decides which tensors share memory, and returns the result."""
         table = self._table
         every, storages = range(len(table.objects)), list[SharedStorage]()
         stored = StoredTensors(every, every, *table.columns())
@@ -93,7 +88,7 @@ class CaptureWalk:
             if aliases.views:
                 self._renumber(aliases, stored.number_of)
         spreads = [self._spreads.get(leaf) for leaf in stored.leaves] if self._spreads else ()
-        explicit = [ExplicitRegions(stored.number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
+        explicit = [ExplicitRegions(stored.number_of[leaf], boxes) for leaf, boxes in self._explicit.items()] if self._explicit else ()
         if table.areas.devices:
             follow_all(table.areas.devices.values())
         layout = Layout(stored.specs, self._top[0], storages, list(self._meshes), spreads)

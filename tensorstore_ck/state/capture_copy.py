@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tensorstore_ck.common.threads import for_each
-from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, DeviceBlocks, LazySources, Numbers, SourceRanges
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, DeviceBlocks, Numbers, SourceRanges, Sources
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, Sampling, pieces, pieces_of_many, require_unchanged, share_of
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES
@@ -153,7 +153,7 @@ def _offsets(sizes: Numbers) -> Numbers:
     return np.concatenate(([0], np.cumsum(-(-sizes // ALIGN_BYTES) * ALIGN_BYTES)))
 
 
-class _CopiedSources(LazySources):
+class _CopiedSources(Sources):
     """Sources over a slot."""
 
     def __init__(self, slot: Slot, offsets: Numbers, sizes: Numbers, originals: ByteSources, skipped: Collection[int]) -> None:
@@ -172,7 +172,7 @@ class _CopiedSources(LazySources):
         """Copies from a device that may still be under way."""
 
     def at(self, number: int) -> ByteSource:
-        """See `LazySources`."""
+        """See `Sources`."""
         if self._is_skipped[number]:
             return self._originals.at(int(self._position[number]))
         if number in self.others:
@@ -184,7 +184,7 @@ class _CopiedSources(LazySources):
         return source if number not in self.arrivals else ArrivingSource(source, self.arrivals[number], number)
 
     def read(self, number: int, start: int, stop: int) -> memoryview:
-        """See `LazySources`."""
+        """See `Sources`."""
         memory = self._slot.memory
         if memory is None or self._is_skipped[number] or number in self.others or number in self.arrivals:
             return super().read(number, start, stop)
@@ -192,7 +192,7 @@ class _CopiedSources(LazySources):
         return memory[first + start : first + stop].data
 
     def gather(self, ranges: SourceRanges) -> bytearray:
-        """See `LazySources`."""
+        """See `Sources`."""
         memory = self._slot.memory  # held: its pages stay mapped while they are copied
         if memory is None:
             return super().gather(ranges)

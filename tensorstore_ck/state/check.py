@@ -59,7 +59,7 @@ def build_check(
 ) -> StateCheck:
     """The result for an inspected state; `writers` processes write its `tensor_bytes` together."""
     space = backend.space()
-    value_bytes = len(pack_body(captured.values)) + sum(map(len, captured.blobs)) + len(captured.layout.encode())
+    value_bytes = len(pack_body(captured.values)) + sum(map(len, captured.blobs)) + len(captured.layout.encoded)
     return StateCheck(
         problems=tuple(problems),
         tensor_count=len(captured.layout.tensors),
@@ -73,9 +73,7 @@ def build_check(
 def inspect_state(state: object, describer: SpreadDescriber | None = None) -> tuple[list[StateProblem], CapturedState]:
     """All values in `state` that cannot be stored, in order; and the rest of it, captured."""
     errors: list[UnsupportedValueError] = []
-    walk = CaptureWalk(errors.append, describer)
-    walk.visit(state)
-    captured = walk.finish()
+    captured = CaptureWalk(errors.append, describer).capture(state)
     return [StateProblem(error.object_id, str(error)) for error in errors], captured
 
 

@@ -36,7 +36,10 @@ def find_conflicts(fills: list[FillTask]) -> dict[str, str]:
     conflicts: dict[str, str] = {}
     by_device: defaultdict[object, list[tuple[int, int, int]]] = defaultdict(list)
     extents: dict[int, Extent] = {}
-    for number in find_alias_candidates(MemoryAreas(area_of(fill.target) for fill in fills)):
+    areas = MemoryAreas()
+    for fill in fills:
+        areas.append(area_of(fill.target))
+    for number in find_alias_candidates(areas):
         extent = extents[number] = extent_of(fills[number].target)
         by_device[extent.device].append((extent.start, extent.stop, number))
     for intervals in by_device.values():

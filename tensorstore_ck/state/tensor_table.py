@@ -7,7 +7,9 @@ more, in garbage collection, than the queries to torch. The save makes `TensorSp
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from struct import Struct
 from typing import Any, Final, NamedTuple, overload
 
@@ -15,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, LazySources, Numbers, SourceRanges
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, Numbers, SourceRanges, Sources
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.codec import compiled
-from tensorstore_ck.format.layout import Layout, TensorSpec
+from tensorstore_ck.format.layout import Layout, TensorSpec, dense_strides
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
 from tensorstore_ck.state.aliasing import BOUNDS, Area, MemoryAreas
@@ -96,14 +98,14 @@ class TensorKind(NamedTuple):
     """The row-major strides, if an extent of 1 makes torch accept other strides as contiguous."""
 
 
+@dataclass(eq=False)
 class TensorSpecs(Sequence[TensorSpec]):
     """The `TensorSpec` of each tensor, made on first use."""
 
-    def __init__(self, names: Sequence[str], kinds: Sequence[TensorKind], kind_numbers: Numbers) -> None:
-        """`kind_numbers`: of each tensor, its kind among the `kinds`."""
-        self.names = names
-        self.kinds = kinds
-        self.kind_numbers = kind_numbers
+    names: Sequence[str]
+    kinds: Sequence[TensorKind]
+    kind_numbers: Numbers
+    """Of each tensor, its kind among the `kinds`."""
 
     def pick(self, numbers: Sequence[int], names: Sequence[str], kinds: Sequence[TensorKind]) -> "TensorSpecs":
         """The tensors with these numbers, followed by others with `names` and `kinds`."""
@@ -130,16 +132,17 @@ class TensorSpecs(Sequence[TensorSpec]):
         return [TensorSpec(name, *described[number]) for name, number in zip(self.names, self.kind_numbers.tolist(), strict=True)]
 
 
-class ByteSources(LazySources):
+@dataclass(eq=False)
+class ByteSources(Sources):
     """The bytes of tensors."""
 
-    def __init__(self, addresses: Numbers, sizes: Numbers, owners: Sequence[object], made: dict[int, ByteSource]) -> None:
-        """`owners` keep the memory alive; one that is a tensor must be copied. `made`: sources that exist already."""
-        self.addresses = addresses
-        """0 for tensors that are not contiguous host memory."""
-        self.sizes = sizes
-        self._owners = owners
-        self._made = made
+    addresses: Numbers
+    """0 for tensors that are not contiguous host memory."""
+    sizes: Numbers
+    _owners: Sequence[object]
+    """They keep the memory alive; one that is a tensor must be copied."""
+    _made: dict[int, ByteSource]
+    """Sources that exist already."""
 
     @classmethod
     def of(cls, sources: Sequence[ByteSource]) -> "ByteSources":
@@ -166,7 +169,7 @@ class ByteSources(LazySources):
         return [self._made.get(number, self._owners[number]) for number in numbers]
 
     def at(self, number: int) -> ByteSource:
-        """See `LazySources`."""
+        """See `Sources`."""
         if number in self._made:
             return self._made[number]
         owner = self._owners[number]
@@ -175,12 +178,12 @@ class ByteSources(LazySources):
         return MemorySource(int(self.addresses[number]), owner, int(self.sizes[number]))
 
     def read(self, number: int, start: int, stop: int) -> memoryview:
-        """See `LazySources`."""
+        """See `Sources`."""
         address = int(self.addresses[number])
         return memory_view(address + start, stop - start, WRITABLE) if address and start < stop else self.at(number).read(start, stop)
 
     def gather(self, ranges: SourceRanges) -> bytearray:
-        """See `LazySources`."""
+        """See `Sources`."""
         tensors, starts, sizes = ranges
         first = self.addresses[tensors]
         addresses = np.where(first != 0, first + starts, 0)
@@ -301,16 +304,18 @@ class TensorTable:
     def columns(self) -> tuple[TensorSpecs, ByteSources]:
         """What all tensors and arrays are, and their bytes."""
         addresses, kind_numbers = np.frombuffer(self._places, np.int64).reshape(-1, 2).T.copy()
-        sizes = np.array([kind.size_bytes for kind in self.kinds], np.int64)[kind_numbers]
+        sizes = np.frombuffer(self._kind_facts, np.int64)[0::2][kind_numbers]
         return TensorSpecs(self.names, self.kinds, kind_numbers), ByteSources(addresses, sizes, self._owners, self._made)
 
     def _new_kind(self, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:
         """The number of a contiguous tensor's kind; None if its dtype has no stored form."""
         if dtype not in DTYPE_NAMES:
             return None
-        spec = TensorSpec("", DTYPE_NAMES[dtype], dtype.itemsize, shape)
-        strides = spec.strides if 1 in shape and len(shape) > 1 else None
-        number = self._number_of(TensorKind(*spec[1:4], spec.size_bytes, dtype.is_complex, strides=strides))
+        strides = dense_strides(shape) if 1 in shape and len(shape) > 1 else None
+        kind = TensorKind(
+            DTYPE_NAMES[dtype], dtype.itemsize, shape, prod(shape) * dtype.itemsize, is_complex=dtype.is_complex, strides=strides
+        )
+        number = self._number_of(kind)
         return self._known_kinds.setdefault((dtype, shape), number)
 
     def _number_of(self, kind: TensorKind) -> int:

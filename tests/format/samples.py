@@ -75,7 +75,7 @@ def value_list() -> list[object]:
 
 
 def part() -> Part:
-    sealed = layout().encode()
+    sealed = layout().encoded
     blobs = np.array([(1, 0, len(sealed)), (1, 0, 70_000)], BLOB_DTYPE)
     extents = np.zeros(4, EXTENT_DTYPE)
     extents[:] = [
@@ -119,16 +119,16 @@ def spread_part(rank: int = 0) -> Part:
     ]
     held = regions_of_rank(layout, rank, others, explicit)
     own = list(assign_blocks(layout, held, rank, 4 << 20))
-    raw = [len(layout.encode())] if number == 0 else []
+    raw = [len(layout.encoded)] if number == 0 else []
     raw += [length for share in own if not share.is_inline for length in share.lengths]
     extents = np.zeros(len(raw), EXTENT_DTYPE)
     for row, length in enumerate(raw):
         extents[row] = (0, row, 64 + sum(raw[:row]), length, length, -1, 0, 0)
     return Part(
-        Digest(layout.encode()[-32:]),
+        Digest(layout.encoded[-32:]),
         rank,
         6,
-        np.array([(len(raw[:1]) if number == 0 else 0, 0, len(layout.encode()))], BLOB_DTYPE),
+        np.array([(len(raw[:1]) if number == 0 else 0, 0, len(layout.encoded))], BLOB_DTYPE),
         b"".join(block_id(bytes([row])) for row in range(len(raw))),
         encode_values([values.encode(7, "x")] if number == 0 else []),
         b"".join(bytes(share.lengths[0]) for share in own if share.is_inline),
@@ -162,7 +162,7 @@ def record_of(parts: Sequence[Part], ranks: int) -> Record:
 def proof(tensor: int = 0) -> bytes:
     """Of a part with blobs before its blocks, which has tensors of two blocks, of one, and inside it; with a signature."""
     tensors = [TensorSpec("a", "uint8", 1, (5, 1 << 20)), TensorSpec("b", "uint8", 1, (9000,)), TensorSpec("c", "uint8", 1, (7,))]
-    sealed = Layout(tensors, None).encode()
+    sealed = Layout(tensors, None).encoded
     extents = np.zeros(5, EXTENT_DTYPE)
     extents["raw"] = [1, 1, 4 << 20, 1 << 20, 9000]
     held = part()._replace(
@@ -274,8 +274,8 @@ def _part(data: bytes) -> Part:
 
 
 SEALED: Mapping[str, Format] = {
-    "layout": Format(layout().encode(), _layout),
-    "layout of ranks": Format(spread_layout().encode(), _layout),
+    "layout": Format(layout().encoded, _layout),
+    "layout of ranks": Format(spread_layout().encoded, _layout),
     "part": Format(part().encode(), _part),
     "part of ranks": Format(spread_part().encode(), _part),
     "part with a rank state": Format(rank_state().encode(), _part),

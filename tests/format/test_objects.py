@@ -141,12 +141,12 @@ def test_metadata_comes_back_and_invalid_metadata_and_metrics_are_refused() -> N
 
 
 def layout_with(*specs: TensorSpec, storages: tuple[SharedStorage, ...] = ()) -> bytes:
-    return Layout(specs, None, storages).encode()
+    return Layout(specs, None, storages).encoded
 
 
 def test_a_layout_comes_back_and_tensors_that_cannot_be_are_refused() -> None:
     layout = samples.layout()
-    decoded = decode_layout(layout.encode(), "a layout")
+    decoded = decode_layout(layout.encoded, "a layout")
     assert (list(decoded.tensors), decoded.tree, list(decoded.storages)) == (list(layout.tensors), layout.tree, list(layout.storages))
     assert [spec.size_bytes for spec in decoded.tensors] == [6144, 192, 0, 8]
     extreme = [TensorSpec("x", "uint8", 1, shape) for shape in ((), (0,), (MAX_TENSOR_BYTES,), (0, 1 << 62), (1,) * 64)]

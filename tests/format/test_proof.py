@@ -36,7 +36,7 @@ def prove(tensor: str, parts: Sequence[Part] = PARTS, *, block_bytes: int = BLOC
     layout, number = samples.spread_layout(), NAMES.index(tensor)
     plans = [(part, PartIndex(layout, part, RANKS, BLOCK_BYTES, "a part").of(number)) for part in parts]
     held = [(part, regions) for part, regions in plans if regions] or [(parts[0], [])]
-    return make_proof(RECORD, held, layout=layout.encode(), tensor=number, block_bytes=block_bytes, signed=None)
+    return make_proof(RECORD, held, layout=layout.encoded, tensor=number, block_bytes=block_bytes, signed=None)
 
 
 @pytest.mark.parametrize("tensor", NAMES)
@@ -66,7 +66,7 @@ def test_the_parts_are_those_of_the_root_and_each_is_there_once() -> None:
     for parts in ([*proof.parts[:1], *proof.parts], proof.parts[::-1], [foreign.parts[0], *proof.parts[1:]]):
         with pytest.raises(CorruptObjectError, match="is not of its snapshot, or not one of the tensor's"):
             proof._replace(parts=parts).verify()
-    for layout in (samples.layout().encode(), proof.layout[:-1] + b"\0"):
+    for layout in (samples.layout().encoded, proof.layout[:-1] + b"\0"):
         with pytest.raises(CorruptObjectError, match="its layout are not those of its snapshot"):
             proof._replace(layout=layout).verify()
 
@@ -76,7 +76,7 @@ def test_a_snapshot_that_has_elements_twice_proves_nothing() -> None:
     twice = [PARTS[0], PARTS[1]._replace(regions=PARTS[0].regions), *PARTS[2:]]
     layout, number = samples.spread_layout(), NAMES.index("boxes")
     held = [(part, PartIndex(layout, part, RANKS, BLOCK_BYTES, "a part").of(number)) for part in twice]
-    proof = make_proof(samples.record_of(twice, 6), held, layout=layout.encode(), tensor=number, block_bytes=BLOCK_BYTES, signed=None)
+    proof = make_proof(samples.record_of(twice, 6), held, layout=layout.encoded, tensor=number, block_bytes=BLOCK_BYTES, signed=None)
     with pytest.raises(CorruptObjectError, match="two blocks of 'boxes' have the same elements"):
         proof.verify()
 
@@ -103,7 +103,7 @@ def test_a_tensor_at_the_border_of_two_writers_has_both_their_parts() -> None:
     assert [len(regions[0].rows) for _, regions in held] == [1, 1]
 
     def shown(count: int, block_bytes: int) -> list[int]:
-        proof = make_proof(record, held[:count], layout=layout.encode(), tensor=15, block_bytes=block_bytes, signed=None)
+        proof = make_proof(record, held[:count], layout=layout.encoded, tensor=15, block_bytes=block_bytes, signed=None)
         return [block.size_bytes for block in decode_proof(proof.encode()).verify().blocks]
 
     assert shown(2, BLOCK_BYTES) == [4 << 20, 4 << 20]
@@ -119,7 +119,7 @@ def test_a_tensor_of_many_blocks() -> None:
     layout = Layout([TensorSpec("w", "uint8", 1, (10_000, 4096))], None)
     part = replicated_part(layout, 0, (0,), block_bytes=4096)
     held = [(part, PartIndex(layout, part, (0,), 4096, "a part").of(0))]
-    made = make_proof(samples.record_of([part], 1), held, layout=layout.encode(), tensor=0, block_bytes=4096, signed=None)
+    made = make_proof(samples.record_of([part], 1), held, layout=layout.encoded, tensor=0, block_bytes=4096, signed=None)
     assert len(made.verify().blocks) == 10_000
 
 
@@ -130,10 +130,10 @@ def replicated_part(layout: Layout, rank: int, ranks: tuple[int, ...] = (0, 1), 
     extents = np.zeros(rows, EXTENT_DTYPE)
     extents["raw"], extents["base"] = [length for share in shares for length in share.lengths], -1
     return samples.part()._replace(
-        layout_id=Digest(layout.encode()[-DIGEST_BYTES:]),
+        layout_id=Digest(layout.encoded[-DIGEST_BYTES:]),
         rank=rank,
         world_size=len(ranks),
-        blobs=np.array([(0, 0, len(layout.encode()))], BLOB_DTYPE),
+        blobs=np.array([(0, 0, len(layout.encoded))], BLOB_DTYPE),
         ids=b"".join(block_id(b"%d %d" % (rank, row)) for row in range(rows)),
         inline=b"",
         extents=extents,

@@ -128,7 +128,7 @@ def test_placements_that_cannot_be() -> None:
 def test_what_would_cost_too_much_is_neither_written_nor_read(layout: Layout) -> None:
     """A few bytes of placements can stand for any number of pieces."""
     with pytest.raises(UnsupportedValueError):
-        layout.encode()
+        _ = layout.encoded
     forged = samples.sealed_body("layout", msgpack.packb(forged_body(layout)))
     tracemalloc.start()
     try:
@@ -142,20 +142,20 @@ def test_what_would_cost_too_much_is_neither_written_nor_read(layout: Layout) ->
 def test_meshes_together_have_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_RANKS == 1 << 20
     monkeypatch.setattr("tensorstore_ck.format.layout.MAX_RANKS", 1 << 10)
-    spread((8,), Shard(0), ranks=128, meshes=8).encode()
+    assert spread((8,), Shard(0), ranks=128, meshes=8).encoded
     layout = spread((8,), Shard(0), ranks=128, meshes=9)
     with pytest.raises(UnsupportedValueError):
-        layout.encode()
+        _ = layout.encoded
     with pytest.raises(CorruptObjectError):
         decode_layout(samples.sealed_body("layout", msgpack.packb(forged_body(layout))), "a layout")
 
 
 def forged_body(layout: Layout) -> dict[str, Any]:
-    """As `Layout.encode` would make it."""
+    """As `Layout.encoded` would make it."""
     count = len(layout.tensors)
     (placed,) = set(layout.spreads)
     assert isinstance(placed, Sharding)
-    plain = samples.body_of(Layout(layout.tensors, None).encode())
+    plain = samples.body_of(Layout(layout.tensors, None).encoded)
     mesh = [[list(mesh.shape), np.array(mesh.ranks, "<u4").tobytes()] for mesh in layout.meshes]
     kind = [0, [[*shard] if shard else None for shard in placed.placements]]
     return {**plain, "mesh": mesh, "placements": {"kinds": [kind], "of": bytes(2 * count)}}
@@ -168,7 +168,7 @@ def test_what_large_jobs_have_is_written_and_read() -> None:
         spread((4, 0), Shard(0, 1 << 20)),
         spread((1 << 20,), Shard(0), ranks=1 << 14, meshes=8),
     ):
-        assert decode_layout(layout.encode(), "a layout").spreads == layout.spreads
+        assert decode_layout(layout.encoded, "a layout").spreads == layout.spreads
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from safetensors.torch import load
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend import local, open_backend
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState, ListedSources
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.integrations import virtual_safetensors
 from tensorstore_ck.integrations.filesystem import SnapshotFileSystem
@@ -204,7 +204,7 @@ def test_a_subtree_replaces_a_hole(tmp_path: Path) -> None:
     layout = Layout([], ["d", ["model", "y"], [None, None]])
     subtree = ["tree", ["d", ["a", "b"], [None, ["l", [None]]]], [1, "x"]]
     with tsck.open(tmp_path / "ck", create=True, cache_dir=tmp_path / "cache"):
-        put_all(open_backend(tmp_path / "ck"), 1, lambda _: CapturedState(layout, [subtree, "text"], (), []))
+        put_all(open_backend(tmp_path / "ck"), 1, lambda _: CapturedState(layout, [subtree, "text"], (), ListedSources()))
     files = SnapshotFileSystem(str(tmp_path / "ck"), cache_dir=str(tmp_path / "cache"))
     assert json.loads(files.cat_file("job/snapshot.json"))["values"] == {"model.a": 1, "model.b.0": "x", "y": "text"}
 

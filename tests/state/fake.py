@@ -20,7 +20,7 @@ from tensorstore_ck.state.plain_memory import is_plain
 
 class FakeContent:
     def __init__(self, captured: CapturedState, block_items: int = 1000) -> None:
-        self.layout = decode_layout(captured.layout.encode(), "a layout")
+        self.layout = decode_layout(captured.layout.encoded, "a layout")
         self.values = unpack_body(memoryview(pack_body(list(captured.values))), "values")
         self.blobs = list(captured.blobs)
         specs = captured.layout.tensors

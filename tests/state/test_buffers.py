@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState, ListedSources
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError
 from tensorstore_ck.format.codec import compiled
 from tensorstore_ck.state import Box, Boxes, FlatShard, capture, capture_copy, restore, tensor_table
@@ -150,7 +150,7 @@ class Made:
 
 def test_bytes_that_are_no_tensors(arena: Arena) -> None:
     captured = capture([torch.zeros(100, dtype=torch.uint8) for _ in range(4)])
-    captured = captured._replace(sources=[Made(1), Made(2), Made(3), BytesSource(b"4" * 100)])
+    captured = captured._replace(sources=ListedSources([Made(1), Made(2), Made(3), BytesSource(b"4" * 100)]))
     copied = copy_captured(captured, take_for(arena, captured), threads=2)
     assert [bytes(source.read(0, 100)) for source in copied.sources] == [b"\1" * 100, b"\2" * 100, b"\3" * 100, b"4" * 100]
 

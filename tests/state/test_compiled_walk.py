@@ -133,7 +133,7 @@ def outcome(state: object) -> object:
     assert isinstance(sources, ByteSources)
     places = [(int(sources.addresses[number]) if source.size_bytes else 0, type(source)) for number, source in enumerate(sources)]
     content = [bytes(source.read(0, source.size_bytes)) for source in sources]
-    return list(captured.layout.tensors), captured.layout.encode(), captured.values, list(captured.blobs), places, content
+    return list(captured.layout.tensors), captured.layout.encoded, captured.values, list(captured.blobs), places, content
 
 
 def both(state: object, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:

@@ -81,7 +81,7 @@ def test_read_lazily() -> None:
 def test_row_major_layouts_have_no_such_key_and_the_bytes_are_the_same(tmp_path: Path) -> None:
     whole = torch.randn(64, 3, 50, 50)
     other = whole.to(memory_format=torch.channels_last)
-    assert "orders" not in unseal("layout", capture({"x": whole}).layout.encode(), "it")
+    assert "orders" not in unseal("layout", capture({"x": whole}).layout.encoded, "it")
     with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache", create=True) as store:
         one, two = store.put_snapshot({"x": whole}, ref="one"), store.put_snapshot({"x": other}, ref="two")
         assert one.root != two.root
@@ -104,7 +104,7 @@ def test_row_major_layouts_have_no_such_key_and_the_bytes_are_the_same(tmp_path:
     ],
 )
 def test_malformed(orders: Any) -> None:
-    body = unseal("layout", Layout([TensorSpec("x", "float32", 4, (3, 2))], 0).encode(), "it")
+    body = unseal("layout", Layout([TensorSpec("x", "float32", 4, (3, 2))], 0).encoded, "it")
     with pytest.raises(CorruptObjectError, match="not a valid layout"):
         decode_layout(seal("layout", {**body, "orders": orders}), "it")
 

@@ -148,7 +148,7 @@ def test_containers() -> None:
 @given(states)
 def test_any_state_comes_back_and_capture_is_deterministic(state: Any) -> None:
     one, other = capture(state), capture(state)
-    assert one.layout.encode() == other.layout.encode()
+    assert one.layout.encoded == other.layout.encoded
     assert pack_body(list(one.values)) == pack_body(list(other.values))
     assert_same(state, restore(FakeContent(one)))
 
@@ -302,4 +302,4 @@ def test_plain_types_ask_no_module_of_special_types(monkeypatch: pytest.MonkeyPa
 
 def test_a_layout_is_encoded_once() -> None:
     layout = capture({"w": torch.ones(3)}).layout
-    assert layout.encode() is layout.encode()
+    assert layout.encoded is layout.encoded

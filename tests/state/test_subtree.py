@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState, ListedSources
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.layout import Layout, Node
 from tensorstore_ck.format.tree import expand, leaves, parse
@@ -23,7 +23,9 @@ def read_back(value: object) -> FakeContent:
     """A state ``{"before": 1, "item": value, "after": 2}`` whose layout was made without knowing the value."""
     blobs: list[bytes] = []
     hole = capture_value(value, "item").hole(blobs)
-    content = FakeContent(CapturedState(Layout([], ["d", ["before", "item", "after"], [None, None, None]]), [1, hole, 2], blobs, []))
+    content = FakeContent(
+        CapturedState(Layout([], ["d", ["before", "item", "after"], [None, None, None]]), [1, hole, 2], blobs, ListedSources())
+    )
     tree, values, _ = expand(content.layout.tree, content.values)
     content.layout, content.values = replace(content.layout, tree=tree), values
     return content
@@ -96,6 +98,6 @@ def test_malformed_subtrees_are_damage(node: Node, values: list[Any]) -> None:
     ],
 )
 def test_malformed_tensors_among_values_are_damage(value: object) -> None:
-    content = FakeContent(CapturedState(Layout([], ["d", ["item"], [None]]), [value], [], []))
+    content = FakeContent(CapturedState(Layout([], ["d", ["item"], [None]]), [value], [], ListedSources()))
     with pytest.raises(CorruptObjectError):
         restore(content)

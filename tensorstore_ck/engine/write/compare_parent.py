@@ -6,8 +6,9 @@ last snapshot is read. The step counters are those of the ``state_dict`` of ever
 """
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Final, Literal, NamedTuple, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.part_writer import WrittenPart
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.sampled_checks import is_floating
-from tensorstore_ck.engine.write.suspicious_save import SaveFindings, StepCounts, find_snapshot, snapshot_before, steps_between
+from tensorstore_ck.engine.write.suspicious_save import SaveFindings, StepCounts, snapshots_before, steps_between
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.layout import Layout, Node
 from tensorstore_ck.format.part import Part, decode_values
@@ -50,8 +51,8 @@ class StepCounters:
     """Whether there are others."""
     may_skip: bool = False
     """Whether the state has a gradient scaler, which lets optimizers skip steps."""
-    weights: set[int] | None = None
-    """The numbers of all other tensors of floating or complex numbers; None until a save is compared with an earlier one."""
+    weights: set[int] = field(default_factory=set)
+    """The numbers of all other tensors of floating or complex numbers."""
 
 
 def find_counters(captured: CapturedState) -> StepCounters:
@@ -61,6 +62,8 @@ def find_counters(captured: CapturedState) -> StepCounters:
     if counters is None:
         counters = StepCounters()
         _CounterSearch(captured.layout, counters).visit(captured.layout.tree, "", "", 0)
+        specs = enumerate(captured.layout.tensors[:])
+        counters.weights = {at for at, spec in specs if at not in counters.tensors and is_floating(spec.dtype, spec.item_bytes)}
         kept[StepCounters] = counters
     return counters
 
@@ -140,66 +143,55 @@ class ParentComparison:
     def __init__(self, engine: Engine, view: RefTable, written: WrittenPart, captured: CapturedState, request: SaveRequest) -> None:
         self._part = written.part
         self._tensors = written.tensors
-        self._captured = captured
         self._step = request.step
-        self._past = _snapshots_before(engine, view, written.part, request)
+        self._past = _predecessors(engine, view, written.part, request)
         self._before = next(self._past, None)
         """The snapshot before this one; None if there is none that can be compared."""
         self._earlier: list[_Predecessor] = []
         """Those before it, as far as they were read."""
         self._counters = find_counters(captured)
-        self._places = self._find_places(self._counters.tensors)
+        self._places: dict[int, tuple[struct.Struct, int]] = {}
+        """The format and offset of counters that are small tensors inside the part."""
+        inlined, counting, specs = written.tensors.plan.inlined, [*self._counters.tensors], captured.layout.tensors[:]
+        starts = inlined.ends - inlined.ranges.sizes
+        for position in np.flatnonzero(np.isin(inlined.ranges.tensors, counting)).tolist() if counting else ():
+            tensor = int(inlined.ranges.tensors[position])
+            if (number := _NUMBERS.get(specs[tensor].dtype)) is not None:
+                self._places[tensor] = (number, int(starts[position]))
 
     def examine(self) -> SaveFindings:
         """The findings. Reads no more snapshots than necessary."""
-        sample, finiteness = self._tensors.sample, self._tensors.sample.finiteness
-        findings = SaveFindings(elements=finiteness.elements, non_finite=finiteness.non_finite)
-        before = self._before
-        if before is not None and finiteness.non_finite:
-            rows = set(self._moved_rows(before.part))
-            small = set(self._moved_inline(before.part))
-            findings.non_finite_moved = sum(count for row, count in sample.non_finite_rows.items() if row in rows)
-            findings.non_finite_moved += sum(count for tensor, count in sample.non_finite_inline.items() if tensor in small)
+        elements, non_finite = self._tensors.sample.finiteness
+        findings, before = SaveFindings(elements=elements, non_finite=non_finite), self._before
         if before is not None:
+            if non_finite:
+                findings.non_finite_moved = sum(count for _, count in self._moved(before.part))
             findings.has_moved = self._has_moved(before.part)
             is_later = self._step is not None and before.info.step is not None and self._step > before.info.step
             if not findings.has_moved and is_later:
                 findings.had_moved = any(self._has_moved(predecessor.part) for predecessor in self._all_earlier())
-        self._count(findings)
+        if self._counters.found:
+            self._count(findings)
         return findings
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def _has_moved(self, before: Part) -> bool:
-        blocks, weights = self._tensors.plan.blocks, self._weights()
-        for row in self._moved_rows(before):
-            if blocks[row].tensor in weights:
-                return True
-        return not weights.isdisjoint(self._moved_inline(before))
+        """Whether a weight differs from an earlier part."""
+        return not self._counters.weights.isdisjoint(map(itemgetter(0), self._moved(before)))
 
-    def _weights(self) -> set[int]:
-        counters = self._counters
-        if counters.weights is None:
-            specs = enumerate(self._captured.layout.tensors[:])
-            counters.weights = {at for at, spec in specs if at not in counters.tensors and is_floating(spec.dtype, spec.item_bytes)}
-        return counters.weights
-
-    def _moved_rows(self, before: Part) -> list[int]:
-        """The blocks of tensors that differ."""
+    def _moved(self, before: Part) -> Iterator[tuple[int, int]]:
+        """The blocks and small tensors that differ from an earlier part: the tensor, and how many of its sampled numbers are not finite."""
+        plan, sample = self._tensors.plan, self._tensors.sample
         own, other = _tensor_ids(self._part), _tensor_ids(before)
-        return np.flatnonzero((own != other).any(axis=1)).tolist()
-
-    def _moved_inline(self, before: Part) -> list[int]:
-        """The small tensors that differ."""
-        inlined = self._tensors.plan.inlined
-        tensors: list[int] = inlined.ranges.tensors[inlined.differing(self._part.inline, before.inline)].tolist()
-        return tensors
+        for row in np.flatnonzero((own != other).any(axis=1)).tolist():
+            yield plan.blocks[row].tensor, sample.non_finite_rows.get(row, 0)
+        for tensor in plan.inlined.ranges.tensors[plan.inlined.differing(self._part.inline, before.inline)].tolist():
+            yield tensor, sample.non_finite_inline.get(tensor, 0)
 
     # --- counters -----------------------------------------------------------------------------------------------------
 
     def _count(self, findings: SaveFindings) -> None:
-        if not self._counters.found:
-            return
         now, before = self._read_counters(self._part), self._before
         then = {} if before is None else self._read_counters(before.part)
         for name, values in now.items():
@@ -218,16 +210,6 @@ class ParentComparison:
             if between > 1 and (seen := self._read_counters(earlier.part).get(name)):
                 counts.most_earlier, counts.steps_earlier = max(seen), between
                 return
-
-    def _find_places(self, counting: Set[int]) -> dict[int, tuple[struct.Struct, int]]:
-        """The format and offset of counters that are small tensors inside the part."""
-        specs, formats, inlined = self._captured.layout.tensors[:], {}, self._tensors.plan.inlined
-        starts = inlined.ends - inlined.ranges.sizes
-        for position in np.flatnonzero(np.isin(inlined.ranges.tensors, [*counting])).tolist() if counting else ():
-            tensor = int(inlined.ranges.tensors[position])
-            if (number := _NUMBERS.get(specs[tensor].dtype)) is not None:
-                formats[tensor] = (number, int(starts[position]))
-        return formats
 
     def _read_counters(self, part: Part) -> dict[str, list[float]]:
         """The counters in a part with the same tensors, by optimizer."""
@@ -258,10 +240,9 @@ class ParentComparison:
             yield self._earlier[number]
 
 
-def _snapshots_before(engine: Engine, view: RefTable, own: Part, request: SaveRequest) -> Iterator[_Predecessor]:
+def _predecessors(engine: Engine, view: RefTable, own: Part, request: SaveRequest) -> Iterator[_Predecessor]:
     """The snapshots before this one, newest first, as long as the part of this rank has the same tensors at the same positions."""
-    info = snapshot_before(view, request)
-    while info is not None:
+    for info in snapshots_before(view, request):
         try:
             record = engine.recent_record(info)
             if own.rank >= len(record.parts):
@@ -274,7 +255,6 @@ def _snapshots_before(engine: Engine, view: RefTable, own: Part, request: SaveRe
         if not (is_match and len(_tensor_ids(part)) == len(_tensor_ids(own)) and len(part.inline) == len(own.inline)):
             return
         yield _Predecessor(info, part)
-        info = find_snapshot(view, info.parent) if info.parent is not None else None
 
 
 def _tensor_ids(part: Part) -> npt.NDArray[np.uint64]:

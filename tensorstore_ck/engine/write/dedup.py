@@ -187,7 +187,7 @@ def skip_unchanged(
     computed = captured.device_blocks.ids(captured.sources, blocks)
     hashed = [block for block, digest in zip(blocks, computed, strict=True) if digest is not None]
     hashed_ids = [digest for digest in computed if digest is not None]
-    are_there = packs.claim_stored(hashed_ids, [block.stop - block.start for block in hashed])
+    are_there = packs.claim_stored(hashed_ids, [block.size_bytes for block in hashed])
     others, skipped = {}, []
     for block, digest, is_there in zip(hashed, hashed_ids, are_there, strict=True):
         if is_there:

@@ -5,6 +5,7 @@ A location is final only once its pack is sealed, that is durable: until `close`
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from operator import itemgetter
 from typing import Final, NamedTuple
@@ -65,19 +66,19 @@ class EncodedBlock(NamedTuple):
         return size_bytes
 
 
+@dataclass(slots=True, eq=False)
 class _OpenPack:
     """One pack that is being written."""
 
-    def __init__(self, ulid: Ulid, writer: ObjectWriter) -> None:
-        self.ulid = ulid
-        self.writer = writer
-        self.reserved_bytes = HEADER.size
-        self.appending = 0
-        self.full = False
-        self.rows: list[tuple[bytes, int, int, int, int, int, int, int]] = []
-        """Rows of `ENTRY_DTYPE`, in any order until the pack is sealed."""
-        self.based: dict[bytes, EncodedBlock] = {}
-        """Blocks with bases, without their bytes."""
+    ulid: Ulid
+    writer: ObjectWriter
+    reserved_bytes: int = HEADER.size
+    appending: int = 0
+    full: bool = False
+    rows: list[tuple[bytes, int, int, int, int, int, int, int]] = field(default_factory=list)
+    """Rows of `ENTRY_DTYPE`, in any order until the pack is sealed."""
+    based: dict[bytes, EncodedBlock] = field(default_factory=dict)
+    """Blocks with bases, without their bytes."""
 
 
 class PackWriter:
@@ -132,7 +133,7 @@ class PackWriter:
             fresh = self._claim(ids)
         if fresh:
             blocks = []
-            with self._meter.timed("encode", sum([len(run[number]) for number in fresh])):
+            with self._meter.timed("encode", sum(map(len, map(run.__getitem__, fresh)))):
                 for number in fresh:
                     encoding = encode(number) if encode else BlockEncoding(Encoded(Codec.RAW, (run[number],)))
                     blocks.append(EncodedBlock(ids[number], *encoding.encoded, len(run[number]), encoding.bases, encoding.flags))
@@ -197,7 +198,7 @@ class PackWriter:
             if block not in self._claimed:
                 first.setdefault(block, number)
         known = self._known([*first])
-        self._add_found(known)
+        self.found |= known
         self._claimed |= first.keys()
         for block in known:
             del first[block]

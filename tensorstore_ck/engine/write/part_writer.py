@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -119,7 +120,7 @@ def write_part(
     """
     earlier, plan = None, plan_of(captured, author, engine.config.block_bytes)
     if coding.anchor_every:  # blocks may be stored as differences to those of the snapshot before
-        layout = layout_id(captured.layout.encode())
+        layout = layout_id(captured.layout.encoded)
         key = PartKey(layout_id=layout, rank=author.rank, world_size=author.world_size, layout_of=author.layout_of, regions=plan.regions)
         earlier = earlier_part(engine, known.parts, key, coding.anchor_every)
     write = partial(write_tensors, captured, plan, coding=coding, earlier=earlier, sampling=sampling)
@@ -157,7 +158,7 @@ def open_packs(engine: Engine, known: BlockLookup, meter: SaveMeter | None = Non
 
 def write_blobs(captured: CapturedState, plan: WritePlan, packs: PackWriter, author: PartAuthor, coding: Coding) -> BlobBlocks:
     """Stores the layout and the large values, if this rank is the first one with the layout."""
-    encoded_layout = captured.layout.encode()
+    encoded_layout = captured.layout.encoded
     is_first = author.rank == author.layout_ranks[0]
     ids = list[Digest]()
     blobs = np.zeros(1 + len(captured.blobs) if is_first else 1, BLOB_DTYPE)
@@ -189,7 +190,7 @@ def write_tensors(
         CaptureChangedError: a device and the host read other bytes.
     """
     sample = CaptureSample(captured, sampling)
-    blocks, small = plan.blocks, bytes(captured.gather(plan.inlined.ranges))
+    blocks, small = plan.blocks, bytes(captured.sources.gather(plan.inlined.ranges))
     ids = [ZERO_DIGEST] * len(blocks)
     frozen = FrozenBlocks(captured, plan) if captured.frozen else None
     if frozen is not None:
@@ -214,9 +215,9 @@ def write_tensors(
         first_and_last[block.tensor in writer.weights].append(block)
     runs = list[list[TensorBlock]]()
     for several in filter(None, first_and_last):
-        run_bytes = sum([block.stop - block.start for block in several]) // (RUNS_A_THREAD * threads)
+        run_bytes = sum(map(attrgetter("size_bytes"), several)) // (RUNS_A_THREAD * threads)
         run_bytes = min(max(run_bytes, MIN_RUN_BYTES), MAX_RUN_BYTES)
-        runs += batches(several, lambda block: block.stop - block.start, run_bytes, RUN_BLOCKS)
+        runs += batches(several, attrgetter("size_bytes"), run_bytes, RUN_BLOCKS)
     for_each(runs, writer.store, min(threads, len(runs)))
     for_each([*writer.deferred], writer.store, min(threads, len(writer.deferred)))
     if frozen is not None:
@@ -249,7 +250,7 @@ def store_part(
         new_bytes += writer.new_bytes
     extents = extents_of(ids, places)
     part = Part(
-        layout_id=layout_id(captured.layout.encode()),
+        layout_id=layout_id(captured.layout.encoded),
         rank=author.rank,
         world_size=author.world_size,
         blobs=blobs.rows,
@@ -266,7 +267,7 @@ def store_part(
     if author.rank == author.layout_ranks[0]:
         numbers = msgpack_blobs(captured.values, "the state") if captured.blobs else ()
         parsed = [*map(captured.blobs.__getitem__, numbers)]
-        require_readable(part, captured.layout.encode(), parsed, ranks=author.world_size, ranks_of_layout=len(author.layout_ranks))
+        require_readable(part, captured.layout.encoded, parsed, ranks=author.world_size, ranks_of_layout=len(author.layout_ranks))
     require_bases(part, part.packs, part.extents)
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
@@ -299,7 +300,7 @@ class RunWriter:
         self.coding, self.earlier, self.masters = coding, earlier, masters
         self._computed, self._must_agree = computed, must_agree
         self.scratch = Scratch()
-        self.specs, self._read = captured.layout.tensors[:], captured.read
+        self.specs, self._read = captured.layout.tensors[:], captured.sources.read
         self.weights: Mapping[int, int] = masters.of if masters is not None else {}
         """The tensors that are stored as casts of others, which must be written first."""
         self.deferred: list[Sequence[TensorBlock]] = []

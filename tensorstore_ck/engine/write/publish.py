@@ -24,12 +24,15 @@ from tensorstore_ck.errors import ConflictError, InvalidOptionError, MissingObje
 from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.format.sealed import Body, take, take_count
-from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.follow import Also
-from tensorstore_ck.log.quota import Quota, check_quotas, warn_of_quotas
+from tensorstore_ck.log.quota import check_quotas, quotas_of, warn_of_quotas
 from tensorstore_ck.log.retention import expire_at_save
 
 T = TypeVar("T")
+
+Accepted = Expected | tuple[Digest | None, ...]
+"""Where a ref must be for a save to move it. Of a staged save: at one of several roots, since others may be published before it."""
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
 MAX_TRIES: Final = 4
@@ -46,17 +49,9 @@ def retry_expired(attempt: Callable[[], T], before_retry: Callable[[], object] =
     return attempt()
 
 
-def store_record(engine: Engine, snapshot: Ulid, record: Record) -> bytes:
-    """Makes the record of a snapshot durable; returns its bytes."""
-    encoded = record.encode()
-    engine.backend.put(record_name(snapshot), encoded)
-    return encoded
-
-
 def publish(
     engine: Engine,
     record: Record,
-    encoded: bytes,
     *,
     txn: Ulid,
     anchor: int,
@@ -64,16 +59,16 @@ def publish(
     condemned: Callable[[RefTable], Objects],
     staged: Ulid | None = None,
     snapshot: Ulid | None = None,
+    stored: bytes | None = None,
     began_ns: int | None = None,
     also: Also | None = None,
     at: RefTable | None = None,
 ) -> SnapshotInfo:
-    """Appends the entry that publishes a snapshot whose packs, parts and record are durable.
+    """Makes the record of a snapshot durable, unless it is, and appends the entry that publishes it. Its packs and parts are durable.
 
     Args:
         engine: The store.
         record: The snapshot's.
-        encoded: Its bytes in the store.
         txn: The transaction. If the log has an outcome for it already, that one holds.
         anchor: The oldest head at which the save chose blocks to rely on: see gc/PROTOCOL.md.
         arrange: Gets a view of the log and the operation that publishes. Checks that the ref is where it must be; returns the operations
@@ -81,7 +76,8 @@ def publish(
         condemned: Returns which objects of the snapshot are condemned at that head, and must be rescued; raises `SnapshotExpiredError` if
             gc freed one.
         staged: The transaction under which the snapshot was staged.
-        snapshot: The ULID of its record; by default `staged`, or else `txn`.
+        snapshot: The ULID of its record; by default `staged`, or else `txn`, so that salvage recognises the record of an aborted save.
+        stored: The bytes of the record, if it is in the store.
         began_ns: When the save began, by the engine's clock, for the entry to say how long it took.
         also: See `Log.append`.
         at: See `Log.append`.
@@ -94,11 +90,14 @@ def publish(
         UndecidedError: the backend went away in the middle of the commit.
     """
     snapshot = snapshot or staged or txn
+    if stored is None:
+        stored = record.encode()
+        engine.backend.put(record_name(snapshot), stored)
     duration_ns = None if began_ns is None else max(0, engine.clock() - began_ns)
     if _logger.isEnabledFor(logging.DEBUG):
         address, root = record.ref if record.step is None else f"{record.ref}@{record.step}", record.root().hex()
         _logger.debug("publish %s, root %s, as %s in transaction %s", address, root, record_name(snapshot), ulid_text(txn))
-    put = Op.put(record.ref, snapshot, record, encoded, anchor=anchor, txn=txn, staged=staged, duration_ns=duration_ns)
+    put = Op.put(record.ref, snapshot, record, stored, anchor=anchor, txn=txn, staged=staged, duration_ns=duration_ns)
 
     def build(view: RefTable) -> list[Op]:
         ops = [] if view.outcome(txn) is not None else arrange(view, put)
@@ -117,39 +116,38 @@ def publish(
     return info
 
 
-def checked_move_operations(
-    engine: Engine, record: Record, view: RefTable, put: Op, *, expect: Expected, mark: tuple[str, str] | None = None
+def move_operations(
+    engine: Engine, record: Record, view: RefTable, put: Op, *, expect: Accepted, mark: tuple[str, str] | None = None
 ) -> list[Op]:
     """For `publish`: moves the record's branch from where it is expected; the same entry expires what the branch's policies drop.
 
-    `mark`: a mark for the snapshot, and the reason.
+    `mark`: a mark for the snapshot, and the reason. A staged save was admitted before: it is published even if a quota is used up by now.
+
+    Raises:
+        ConflictError, QuotaExceededError: see `check_branch`.
     """
-    return move_operations(engine, view, put, record, quotas=check_branch(engine, view, record.ref, expect), mark=mark)
-
-
-def move_operations(
-    engine: Engine, view: RefTable, put: Op, record: Record, *, quotas: Sequence[Quota], mark: tuple[str, str] | None = None
-) -> list[Op]:
-    """The operations of an entry that moves a branch, which has these `quotas`, to a new snapshot."""
-    if quotas:
+    check_expected(engine, view, record.ref, expect)
+    check = quotas_of if "staged" in put.fields else check_quotas
+    if view.quotas() and (quotas := check(view, record.ref)):
         warn_of_quotas(engine.backend.url, quotas=quotas, ref=record.ref, new_bytes=record.new_bytes, warned=engine.warned_quotas)
     marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
     expired = expire_at_save(view, put, engine.clock(), engine.backend.url) if view.policies() else ()
     return [put, *marks, *expired]
 
 
-def check_branch(engine: Engine, view: RefTable, ref: str, expect: Expected) -> list[Quota]:
-    """Checks that a save may move the ref, and returns the quotas of the ref.
+def check_branch(engine: Engine, view: RefTable, ref: str, expect: Accepted) -> None:
+    """Checks that a save may move the ref.
 
     Raises:
         ConflictError: the ref is elsewhere; see `check_expected`.
         QuotaExceededError: a quota of the ref is used up.
     """
     check_expected(engine, view, ref, expect)
-    return check_quotas(view, ref) if view.quotas() else []
+    if view.quotas():
+        check_quotas(view, ref)
 
 
-def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -> None:
+def check_expected(engine: Engine, view: RefTable, ref: str, expect: Accepted) -> None:
     """The precondition of a save: fencing, so that a job that was given up for dead cannot move its successor's ref.
 
     Raises:
@@ -157,17 +155,13 @@ def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -
     """
     if view.tag_row(ref) is not None:
         raise InvalidOptionError(f"{ref!r} is a tag, and tags never move: save to a branch", object_id=ref)
-    branch = view.branch(ref)
-    if is_expected(branch, expect):
+    branch, accepted = view.branch(ref), expect if isinstance(expect, tuple) else (expect,)
+    if expect is ANY or (branch.root if branch is not None else None) in accepted:
         return
     if branch is None:
         raise ConflictError(f"ref {ref!r} does not exist, but was expected to", object_id=ref)
-    raise moved_away(engine, view, branch, expect if isinstance(expect, bytes) else None)
-
-
-def is_expected(branch: BranchHead | None, expect: Expected) -> bool:
-    """Whether a branch is where a save expects it."""
-    return expect is ANY or (branch.root if branch else None) == expect
+    last = accepted[-1]
+    raise moved_away(engine, view, branch, last if isinstance(last, bytes) else None)
 
 
 def condemned_of(engine: Engine, view: RefTable, snapshots: Sequence[Ulid], parts: Sequence[tuple[Ulid, Part]]) -> Objects:

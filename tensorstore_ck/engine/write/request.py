@@ -5,7 +5,7 @@ from typing import Final, Literal, NamedTuple, TypedDict, cast, get_args
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, Sampling, turn_of
+from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, SAMPLE_SHARE, Sampling, turn_of
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.codec import CodecName, Coding, DeltaOption, check_codec_name, check_delta
 from tensorstore_ck.format.record import MAX_STEP, SaveOrigin, check_metrics, check_origin, encode_metadata
@@ -158,19 +158,12 @@ class SaveRequest(NamedTuple):
     metadata: bytes
     metrics: dict[str, float]
     coding: Coding = Coding("raw")
-    similar: Digest | None = None
-    """A snapshot that is more likely than the parent to have the same blocks."""
-    checks: SaveChecks = SaveChecks()
+    nearest: Digest | None = None
+    """The snapshot in which blocks are looked up first, most likely the parent: a hint that does not affect the root."""
+    unchanged: Unchanged = "ok"
+    """See `SaveChecks`."""
+    sampling: Sampling = NOT_VERIFIED
+    """Which part of the state is sampled."""
     began_ns: int | None = None
     """When the save began, by the clock of this host; None: the entry does not report the duration."""
     origin: SaveOrigin = SaveOrigin()
-
-    @property
-    def nearest(self) -> Digest | None:
-        """The snapshot in which blocks are looked up first: a hint that does not affect the root."""
-        return self.similar or self.parent
-
-    @property
-    def sampling(self) -> Sampling:
-        """Which part of the state is sampled."""
-        return Sampling(turn_of(self.parent, self.step), self.checks.verify_capture)

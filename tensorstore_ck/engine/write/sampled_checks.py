@@ -225,7 +225,7 @@ class CaptureSample:
 
     def _count_non_finite(self, tensor: int, start: int, stop: int) -> int:
         spec = self._specs[tensor]
-        return count_non_finite(self._captured.read(tensor, start, stop), spec.dtype, spec.item_bytes).non_finite
+        return count_non_finite(self._captured.sources.read(tensor, start, stop), spec.dtype, spec.item_bytes).non_finite
 
     @property
     def finiteness(self) -> Finiteness:
@@ -240,7 +240,7 @@ class CaptureSample:
         """
         if not self._verify_share:
             return
-        read = self._captured.read
+        read = self._captured.sources.read
         changed = set[int]()
 
         def compare(run: Sequence[SampledPiece]) -> None:
@@ -255,7 +255,7 @@ class CaptureSample:
             again_ids = self._captured.device_blocks.ids(self._captured.sources, self._hashed)
             compared = zip(self._hashed, self._device_ids, again_ids, strict=True)
             changed |= {block.tensor for block, before, after in compared if after is not None and after != before}
-        if (again := self._captured.gather(inlined.ranges)) != data:
+        if (again := self._captured.sources.gather(inlined.ranges)) != data:
             changed |= set(inlined.ranges.tensors[inlined.differing(data, again)].tolist())
         if changed:
             require_unchanged(self._captured, changed - self._captured.frozen.keys())

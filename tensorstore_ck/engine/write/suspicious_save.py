@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.request import SaveRequest
@@ -110,8 +109,8 @@ def judge(engine: Engine, view: RefTable, findings: SaveFindings, request: SaveR
     _logger.debug("compared with the save before: %s; %d of %d numbers of the sample are not finite", how, *sizes)
     if findings.has_moved and not findings.counts and not findings.non_finite_moved:
         return  # nothing to compare with the save before
-    ref, step, unchanged = request.ref, request.step, request.checks.unchanged
-    before = snapshot_before(view, request)
+    ref, step, unchanged = request.ref, request.step, request.unchanged
+    before = next(snapshots_before(view, request), None)
     doubts = "; ".join([] if unchanged == "ok" else _doubts(findings, before, step))
     if doubts and unchanged == "error":
         raise SuspiciousSaveError(
@@ -183,16 +182,15 @@ def steps_between(first: int | None, second: int | None) -> int | None:
     return second - first if first is not None and second is not None and second > first else None
 
 
-def snapshot_before(view: RefTable, request: SaveRequest) -> SnapshotInfo | None:
-    """The snapshot that a save continues; None for the first save to a ref, which may come from anywhere."""
-    info = find_snapshot(view, request.parent) if request.parent is not None else None
-    is_of_ref = info is not None and (info.ref == request.ref or view.branch(request.ref) is not None)
-    return info if is_of_ref else None
-
-
-def find_snapshot(view: RefTable, root: Digest) -> SnapshotInfo | None:
-    """The published or staged snapshot with a root."""
-    return view.by_root(root) or next((info for _, info in view.all_staged() if info.root == root), None)
+def snapshots_before(view: RefTable, request: SaveRequest) -> Iterator[SnapshotInfo]:
+    """The snapshots that a save continues, newest first; none for the first save to a ref, which may come from anywhere."""
+    root, is_first = request.parent, True
+    while root is not None:
+        info = view.by_root(root) or next((info for _, info in view.all_staged() if info.root == root), None)
+        if info is None or (is_first and info.ref != request.ref and view.branch(request.ref) is None):
+            return
+        yield info
+        root, is_first = info.parent, False
 
 
 def _noted_share(engine: Engine, info: SnapshotInfo) -> float:

@@ -23,12 +23,11 @@ from tensorstore_ck.engine.write.publish import (
     MAX_TRIES,
     RankParts,
     check_branch,
-    checked_move_operations,
     checked_parts,
     condemned_of_ranks,
+    move_operations,
     publish,
     record_of,
-    store_record,
 )
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings, judge, merged
@@ -163,14 +162,12 @@ class StoreDestination:
     ) -> SnapshotInfo:
         """See `Destination`."""
         engine = self.engine
-        encoded = store_record(engine, txn, record)  # under the transaction's id, so that salvage recognises the record of an aborted save
         info = publish(
             engine,
             record,
-            encoded,
             txn=txn,
             anchor=min(map(attrgetter("anchor"), reports)),
-            arrange=partial(checked_move_operations, engine, record, expect=request.expect, mark=mark),
+            arrange=partial(move_operations, engine, record, expect=request.expect, mark=mark),
             condemned=partial(condemned_of_ranks, engine, txn, reports),
             began_ns=request.began_ns,
             also=self._index,

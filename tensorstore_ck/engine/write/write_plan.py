@@ -117,7 +117,7 @@ def _cut(captured: CapturedState, places: Sequence[tuple[Region, int, BlockShare
     ranges = SourceRanges(*np.array(small, np.int64).reshape(-1, 3).T)
     inlined = InlineTensors(ranges, np.cumsum(ranges.sizes), runs)
     frozen_cuts = {tensor: repr(several).encode() for tensor, several in cuts.items()}
-    layout_lengths = cut_opaque(captured.layout.encode()) if stores_layout else ()
+    layout_lengths = cut_opaque(captured.layout.encoded) if stores_layout else ()
     return WritePlan(blocks, inlined, regions, frozen_cuts, layout_lengths)
 
 

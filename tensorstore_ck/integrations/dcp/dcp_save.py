@@ -13,7 +13,7 @@ from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, open_packs, store_part, write_blobs, write_tensors
-from tensorstore_ck.engine.write.publish import RankParts, check_expected, checked_parts, retry_expired
+from tensorstore_ck.engine.write.publish import RankParts, check_branch, checked_parts, retry_expired
 from tensorstore_ck.engine.write.request import SaveChecks, SaveRequest, check_options
 from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings
@@ -23,7 +23,6 @@ from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.plans import Role
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.log.quota import check_quotas
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.save_status import SaveStatus
 
@@ -81,8 +80,7 @@ def coordinators_request(
     if adopts_head:
         fence.adopt(view, ref)
     request = fence.request_at(engine, view, options)
-    check_expected(engine, view, ref, request.expect)
-    check_quotas(view, ref)
+    check_branch(engine, view, ref, request.expect)
     return request
 
 
@@ -92,7 +90,8 @@ def ranks_request(context: SaveContext, ref: str, step: int | None, checks: Save
     engine.require_writable()
     branch = engine.log.newest_view().branch(ref)
     parent = None if branch is None else branch.root
-    return SaveRequest(ref, step, parent, expect=None, metadata=b"", metrics={}, coding=engine.codecs.coding(ref), checks=checks)
+    coding, sampling = engine.codecs.coding(ref), Sampling(verify_share=checks.verify_capture)
+    return SaveRequest(ref, step, parent, expect=None, metadata=b"", metrics={}, coding=coding, nearest=parent, sampling=sampling)
 
 
 class DcpSave:
@@ -155,7 +154,7 @@ class DcpSave:
 
     def _begin(self, role: Role, captured: CapturedState, meter: SaveMeter) -> Begun:
         anchor, view, block_bytes = self._engine.log.sync().n, self._engine.log.view(), self._engine.config.block_bytes
-        sampling = Sampling(turn_of(None, self.step), self._request.checks.verify_capture)  # ranks may see different parents
+        sampling = self._request.sampling._replace(turn=turn_of(None, self.step))  # ranks may see different parents
         known, coding = self._destination.known(self._request, view, role.part, role.parts), self._request.coding
         with open_packs(self._engine, known, meter) as packs:
             tensors = write_tensors(captured, plan_of(captured, role.author, block_bytes), packs, coding=coding, sampling=sampling)
@@ -168,7 +167,7 @@ class DcpSave:
         plan = plan_of(captured, author, begun.block_bytes)
         with open_packs(engine, self._destination.known(self._request, view, author.rank, author.world_size), meter) as packs:
             blobs = write_blobs(captured, plan, packs, author=author, coding=self._request.coding)
-        tensors = begun.tensors._replace(inline=bytes(captured.gather(plan.inlined.ranges)), plan=plan)
+        tensors = begun.tensors._replace(inline=bytes(captured.sources.gather(plan.inlined.ranges)), plan=plan)
         written = store_part(
             engine, captured=captured, blobs=blobs, tensors=tensors, packs=[begun.packs, packs], anchor=begun.anchor, author=author
         )

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState, ListedSources
 from tensorstore_ck.engine.write.write_plan import PartAuthor
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, ExplicitRegions, decode_layout
@@ -61,7 +61,7 @@ def assign_roles(plans: Sequence[SavePlan], coordinator: int) -> list[SavePlan]:
     boxes = [item.tensor_data.chunk for plan in plans for item in plan.items if item.tensor_data is not None]
     sizes = [item.tensor_data.size for plan in plans for item in plan.items if item.tensor_data is not None]
     flat = build_flat_layout(*items_of_plans(plans), in_boxes=len(writers) > 1 or _are_cut(boxes, sizes))
-    layout = flat.layout.encode()
+    layout = flat.layout.encoded
     assigned = list(plans)
     for part, rank in enumerate(writers):
         numbers = tuple(flat.tensors.get(item.index.fqn, -1) for item in plans[rank].items)
@@ -125,7 +125,8 @@ def resolve_items(plan: SavePlan, planner: SavePlanner, role: Role) -> tuple[Cap
     sources = [concatenate_sources([tensor for _, tensor in pieces.get(number, ())]) for number in range(len(layout.tensors))]
     explicit = [ExplicitRegions(number, tuple(box for box, _ in pieces.get(number, ()))) for number in range(len(layout.tensors))]
     held = explicit if layout.spreads else ()
-    captured = CapturedState(layout=layout, values=(), blobs=(), sources=sources, explicit=held, device_blocks=device_blocks(), derived={})
+    every = ListedSources(sources)
+    captured = CapturedState(layout=layout, values=(), blobs=(), sources=every, explicit=held, device_blocks=device_blocks(), derived={})
     return captured, results
 
 
@@ -136,7 +137,7 @@ def with_tiny(captured: CapturedState, tiny: Iterable[Tiny]) -> CapturedState:
         shape = captured.layout.tensors[number].shape
         sources[number] = BytesSource(data)
         explicit[number] = ExplicitRegions(number, (whole_box(shape),) if data else ())
-    return captured._replace(sources=sources, explicit=explicit)
+    return captured._replace(sources=ListedSources(sources), explicit=explicit)
 
 
 def _tensor(resolved: Any, item: WriteItem, box: BoxBounds) -> torch.Tensor:

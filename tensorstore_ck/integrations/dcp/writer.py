@@ -308,7 +308,7 @@ def _filled(begun: Begun, metadata: Metadata, values: Mapping[str, OpaqueItem]) 
         SnapshotAbortedError: DCP's metadata and the written parts are not from one plan.
     """
     flat = flat_layout_of(metadata, begun.role.parts)
-    if flat.layout.encode() != begun.role.layout or not {fqn for fqn in flat.holes if fqn is not None} <= values.keys():
+    if flat.layout.encoded != begun.role.layout or not {fqn for fqn in flat.holes if fqn is not None} <= values.keys():
         raise SnapshotAbortedError("DCP's metadata is not from the plan that the ranks wrote: check the planner", object_id="planner")
     blobs: list[bytes] = []
     filled = [None if fqn is None else values[fqn].hole(blobs) for fqn in flat.holes]

@@ -109,4 +109,4 @@ def _reopened(path: str, state: object, shown: str) -> list[str]:
 def _form(state: object) -> tuple[bytes, bytes, list[bytes]]:
     """Everything in a state except tensor bytes: types, names, shapes, shared memory, values."""
     taken = capture(state)
-    return taken.layout.encode(), pack_body(list(taken.values)), list(taken.blobs)
+    return taken.layout.encoded, pack_body(list(taken.values)), list(taken.blobs)

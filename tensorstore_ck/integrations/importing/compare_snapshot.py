@@ -33,7 +33,7 @@ def is_in_snapshot(store: ReadOnlyStore, captured: CapturedState, info: Snapshot
 def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
     """The id of the part that a save by one process would write (FORMAT.md, "Parts")."""
     author = only_author(captured)
-    layout = captured.layout.encode()
+    layout = captured.layout.encoded
     blobs = np.zeros(1 + len(captured.blobs), BLOB_DTYPE)
     ids: list[Digest] = []
     for number, blob in enumerate((layout, *captured.blobs)):

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tensorstore_ck.common.threads import cpu_threads, for_each
-from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, ListedSources
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.integrations.crc32 import combined
 from tensorstore_ck.state.byte_sources import address_of, memory_at
@@ -49,7 +49,7 @@ def with_crc_check(captured: CapturedState, expected: Sequence[ExpectedCrc]) -> 
     regions = set(_regions(captured))
     for_each((span for span in expected if (span.address, span.size) not in regions), _read, cpu_threads())
     sums = _Sums([span for span in expected if (span.address, span.size) in regions])
-    return captured._replace(sources=[_CheckedSource(source, sums) for source in captured.sources])
+    return captured._replace(sources=ListedSources(_CheckedSource(source, sums) for source in captured.sources))
 
 
 def _regions(captured: CapturedState) -> Iterator[tuple[int, int]]:

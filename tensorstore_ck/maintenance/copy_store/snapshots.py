@@ -21,12 +21,12 @@ from tensorstore_ck.engine.reachability import BlockLocations, chain_of, extents
 from tensorstore_ck.engine.read.block_reader import decode_at
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
-from tensorstore_ck.engine.write.publish import condemned_of, publish, retry_expired, store_record
+from tensorstore_ck.engine.write.publish import condemned_of, publish, retry_expired
 from tensorstore_ck.errors import CorruptObjectError, DamageError, SnapshotExpiredError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, HEAD_BYTES, Encoder, elements_in
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import Part, part_name
-from tensorstore_ck.format.record import Record
+from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.block_index import Location
 from tensorstore_ck.maintenance.copy_store.blocks import BLOCK_DTYPE, Blocks, Copied, CopyPiece, Pace, copy_piece, cut_pieces
@@ -193,14 +193,13 @@ class SnapshotCopier:
 
     def _publish(self, record: Record, parts: Sequence[tuple[Ulid, Part]], arrange: Arrange) -> SnapshotInfo:
         """Record and log entry."""
-        ulid = self._target.new_id()
-        encoded = store_record(self._target, ulid, record)
-        self._meter.written_bytes += len(encoded)
+        ulid, encoded = self._target.new_id(), record.encode()
+        self._put(record_name(ulid), encoded)
         info = publish(
             self._target,
             record,
-            encoded,
             txn=ulid,
+            stored=encoded,
             anchor=min(part.anchor for _, part in parts),
             arrange=arrange,
             condemned=lambda view: condemned_of(self._target, view, [ulid], parts),

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, FrozenTensor
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, FrozenTensor, ListedSources
 from tensorstore_ck.format.layout import ExplicitRegions, Layout
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
@@ -31,7 +31,7 @@ def planned(
     if layout is None:
         sources = [kept[number].source if number in kept else source for number, source in enumerate(captured.sources)]
         explicit = [ExplicitRegions(tensor, stored.boxes) for tensor, stored in sorted(kept.items())]
-        return captured._replace(sources=sources, explicit=explicit)
+        return captured._replace(sources=ListedSources(sources), explicit=explicit)
     united: list[ByteSource] = [NOTHING] * len(layout.tensors)
     frozen: dict[int, FrozenTensor] = {}
     for place in known.places:
@@ -48,7 +48,7 @@ def planned(
         layout=layout,
         values=values,
         blobs=blobs,
-        sources=united,
+        sources=ListedSources(united),
         explicit=explicit,
         frozen=frozen,
         device_blocks=captured.device_blocks,

@@ -52,7 +52,7 @@ class Planning:
         self._known = dict(self._memory)  # a copy: concurrent saves may remove plans
         self._regions = encode_regions(shared.explicit)
         return {
-            "layout": layout_id(shared.layout.encode()),
+            "layout": layout_id(shared.layout.encoded),
             "regions": _hash_of(self._regions),
             "values": derived_hash("values of a put", pack_body([list(shared.values), list(shared.blobs)])),
             "plans": b"".join(self._known),

@@ -66,7 +66,7 @@ def encode_kind(captured: CapturedState, *, with_layout: bool, known_blobs: byte
     ids = [bytes(block_id(blob)) for blob in captured.blobs]
     known = {known_blobs[at : at + 32] for at in range(0, len(known_blobs), 32)}
     blobs = [[number, bytes(captured.blobs[number])] for number, blob in enumerate(ids) if blob not in known]
-    layout = captured.layout.encode() if with_layout else b""
+    layout = captured.layout.encoded if with_layout else b""
     return zip_body({"layout": layout, "values": list(captured.values), "blob_ids": ids, "blobs": blobs})
 
 

@@ -140,7 +140,7 @@ class RankSave:
 
     def follow(self, go: Body) -> None:
         """Looks for blocks in the same snapshot as rank 0: only rank 0 pins that snapshot while a save is staged."""
-        self._request = self._request._replace(similar=None if go["nearest"] is None else take_digest(go, "nearest"))
+        self._request = self._request._replace(nearest=None if go["nearest"] is None else take_digest(go, "nearest"))
 
     def resolve(self, reason: str) -> Body | None:
         """Appends "abort" to the log, unless the log has an outcome already, which counts."""

@@ -12,7 +12,7 @@ from tensorstore_ck.common.ids import Digest, block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, ListedSources
 from tensorstore_ck.engine.write.request import ANY, SaveRequest
 from tensorstore_ck.engine.write.write_and_commit import save_captured
 from tensorstore_ck.engine.write.write_plan import PartAuthor, source_offsets
@@ -188,7 +188,7 @@ def _request(engine: Engine, info: SnapshotInfo, rank: int, owner: int) -> SaveR
     branch = engine.log.view().branch(ref)
     parent = branch.root if branch is not None else None
     metadata = encode_metadata({"drift": {"snapshot": info.root.hex(), "written_by_rank": owner, "rank": rank}})
-    return SaveRequest(ref=ref, step=info.step, parent=parent, expect=ANY, metadata=metadata, metrics={})
+    return SaveRequest(ref=ref, step=info.step, parent=parent, expect=ANY, metadata=metadata, metrics={}, nearest=parent)
 
 
 def _cut_out(captured: CapturedState, found: Sequence[_Held]) -> CapturedState:
@@ -202,7 +202,7 @@ def _cut_out(captured: CapturedState, found: Sequence[_Held]) -> CapturedState:
         source = captured.sources[region.tensor]
         sources.append(SourcePieces([(source, held.start, source.size_bytes - held.start)]))
     tree = ["d", [encode_value(spec.name, spec.name) for spec in tensors], list(range(len(tensors)))]
-    return CapturedState(Layout(tensors, tree), (), (), sources)
+    return CapturedState(Layout(tensors, tree), (), (), ListedSources(sources))
 
 
 def warn_of_drift(pairs: Sequence[tuple[int, int]], info: SnapshotInfo) -> None:

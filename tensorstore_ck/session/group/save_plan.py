@@ -50,7 +50,7 @@ class SavePlan(NamedTuple):
         """The bytes that are sent to the other ranks."""
         body = {
             "form": self.form,
-            "layout": b"" if self.layout is None else self.layout.encode(),
+            "layout": b"" if self.layout is None else self.layout.encoded,
             "holes": self.holes,
             "compared": [[tensor.tensor, [_pack_cut(cut) for cut in tensor.cuts]] for tensor in self.compared],
             "sets": list(self.sets),

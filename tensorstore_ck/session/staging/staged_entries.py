@@ -14,31 +14,16 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import rescue_if_expired
 from tensorstore_ck.engine.write.publish import (
     RankParts,
-    check_expected,
     condemned_of_ranks,
     in_record_order,
-    is_expected,
     move_operations,
     publish,
-    store_record,
 )
-from tensorstore_ck.engine.write.request import AnyHead
 from tensorstore_ck.errors import SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
-from tensorstore_ck.log.quota import quotas_of
-from tensorstore_ck.session.staging.manifest import Accepts, Manifest, PublishingLead, read_manifests
+from tensorstore_ck.session.staging.manifest import Manifest, PublishingLead, read_manifests
 from tensorstore_ck.session.staging.outcome import published_as
-
-
-def check_accepted(engine: Engine, view: RefTable, ref: str, accepts: Accepts) -> None:
-    """Checks that the ref is where a staged save may be published.
-
-    Raises:
-        ConflictError: the ref is not where it may be.
-    """
-    branch, roots = view.branch(ref), (accepts,) if isinstance(accepts, AnyHead) else accepts
-    check_expected(engine, view, ref, next((root for root in roots if is_expected(branch, root)), roots[-1]))
 
 
 def owner_of(txn: Ulid) -> str:
@@ -98,31 +83,30 @@ def publish_staged(
         SnapshotAbortedError: this attempt, or the staged snapshot itself, was given up.
         SnapshotExpiredError: gc freed blocks that it relies on.
     """
-    record, encoded, parts, snapshot = decode_record(lead.record, record_name(txn)), lead.record, lead.parts, txn
+    record, parts, snapshot = decode_record(lead.record, record_name(txn)), lead.parts, txn
     if renewed is not None:
         record, parts, snapshot = record._replace(parts=in_record_order(map(attrgetter("ulids"), renewed))), renewed, engine.put_id()
-        encoded = store_record(engine, snapshot, record)
 
     def arrange(view: RefTable, put: Op) -> list[Op]:
         staged = view.staged(txn)
         if staged is None:
             return []
-        check_accepted(engine, view, ref, lead.accepts)
+        moves = move_operations(engine, record, view, put, expect=lead.accepts, mark=lead.mark)
         later = [other for other, info in view.all_staged() if info.ref == ref and info.n > staged.n]
         pins = [pin_for(ref, other, record.root()) for other in later]  # they may share its blocks
         if renewed is not None and lead.pinned is not None and not view.is_live(lead.pinned):
             raise SnapshotExpiredError(f"the staged snapshot of {ref!r} shares blocks with one that gc freed", object_id=ref)
         ended = [Op.abort(txn)] if renewed is not None else []
-        return [*move_operations(engine, view, put, record, quotas=quotas_of(view, ref), mark=lead.mark), *ended, *_unpin(view, txn), *pins]
+        return [*moves, *ended, *_unpin(view, txn), *pins]
 
     try:
         return publish(
             engine,
             record,
-            encoded,
             txn=attempt,
             staged=txn,
             snapshot=snapshot,
+            stored=lead.record if renewed is None else None,
             anchor=min(rank.anchor for rank in parts),
             arrange=arrange,
             condemned=partial(condemned_of_ranks, engine, snapshot, parts),

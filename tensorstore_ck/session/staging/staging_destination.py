@@ -14,15 +14,14 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart
-from tensorstore_ck.engine.write.publish import RankParts
+from tensorstore_ck.engine.write.publish import RankParts, check_branch
 from tensorstore_ck.engine.write.request import AnyHead, SaveRequest
 from tensorstore_ck.errors import BackendUnavailableError, SnapshotAbortedError, SnapshotExpiredError, StoreError, UndecidedError
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.log import RefTable, SnapshotInfo
-from tensorstore_ck.log.quota import check_quotas
 from tensorstore_ck.session.staging.manifest import Accepts, Manifest, PublishingLead, manifest_key
 from tensorstore_ck.session.staging.staged_chain import ChainedBlocks, StagedChain, StagedLink
-from tensorstore_ck.session.staging.staged_entries import announce, check_accepted
+from tensorstore_ck.session.staging.staged_entries import announce
 from tensorstore_ck.session.staging.store_contact import StoreContact
 
 T = TypeVar("T")
@@ -123,8 +122,7 @@ class StagingDestination:
         """
         self._accepts = self._links.accepts(request.expect)
         if self._rank == 0:
-            check_accepted(self._store, view, request.ref, self._accepts)
-            check_quotas(view, request.ref)
+            check_branch(self._store, view, request.ref, self._accepts)
 
     def known(self, request: SaveRequest, view: RefTable, number: int, ranks: int) -> BlockLookup:
         """See `Destination`. All ranks find the same base."""

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.common.user_frames import user_stacklevel
-from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, TensorBlock
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, ListedSources, TensorBlock
 from tensorstore_ck.engine.write.sampled_checks import MAX_NAMED, count_non_finite
 from tensorstore_ck.errors import CaptureChangedError
 from tensorstore_ck.format.layout import TensorSpec
@@ -166,7 +166,7 @@ class ProvenArrival:
             before = dict(zip(self._before.blocks, self._before.wait(), strict=True))
             after = self._hashed_again().wait()
             self._changed = {block.tensor for block, digest in zip(self._blocks, after, strict=True) if before[block] != digest}
-            self._captured = self._captured._replace(sources=())
+            self._captured = self._captured._replace(sources=ListedSources())
         if self._changed:
             for gate in self._gates:
                 gate.distrust()

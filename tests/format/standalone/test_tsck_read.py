@@ -22,7 +22,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import new_ulid
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState, ListedSources
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import decode_part, part_name
@@ -388,7 +388,7 @@ def test_a_subtree_replaces_a_hole(folder: Path, tmp_path: Path) -> None:
     layout = Layout([], ["d", ["x", "y"], [None, None]])
     backend = MemoryBackend()
     open_over(backend)
-    put_all(backend, 1, lambda _: CapturedState(layout, [subtree, "text"], (), []))
+    put_all(backend, 1, lambda _: CapturedState(layout, [subtree, "text"], (), ListedSources()))
     found = exported(written(contents(backend), folder), "job", tmp_path / "out.safetensors")
     assert found.described["values"] == {"x.a": 1, "x.b.0": {"tuple": [2]}, "y": "text"}
     assert found.described["containers"] == {".": "dict", "x": "dict", "x.b": "list", "x.b.1": "dict"}

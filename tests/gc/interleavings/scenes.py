@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState, ListedSources
 from tensorstore_ck.engine.write.publish import check_expected
 from tensorstore_ck.engine.write.request import ANY, Expected, SaveRequest
 from tensorstore_ck.engine.write.write_and_commit import save_captured
@@ -52,7 +52,7 @@ class Tensor:
 def captured(labels: Sequence[str]) -> CapturedState:
     """A state of one tensor per label."""
     specs = [TensorSpec(str(number), "uint8", 1, (BLOCK_BYTES,)) for number in range(len(labels))]
-    return CapturedState(Layout(specs, ["l", list(range(len(labels)))]), [], [], [Tensor(block(label)) for label in labels])
+    return CapturedState(Layout(specs, ["l", list(range(len(labels)))]), [], [], ListedSources(Tensor(block(label)) for label in labels))
 
 
 def put_labels(engine: Engine, ref: str, labels: str, *, step: int | None = None, expect: Expected = ANY) -> SnapshotInfo:
@@ -62,7 +62,9 @@ def put_labels(engine: Engine, ref: str, labels: str, *, step: int | None = None
     check_expected(engine, view, ref, expect)
     branch = view.branch(ref)
     before = branch.root if branch else None
-    return save_captured(engine, captured(words), SaveRequest(ref, step, before, expect, encode_metadata({"labels": words}), {}))
+    return save_captured(
+        engine, captured(words), SaveRequest(ref, step, before, expect, encode_metadata({"labels": words}), {}, nearest=before)
+    )
 
 
 def _synced(engine: Engine) -> RefTable:

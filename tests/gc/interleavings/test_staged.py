@@ -54,7 +54,8 @@ def stage(engine: Engine, disk: Disk, ref: str, labels: str) -> Manifest:
     with StagingDestination(engine, tier, StagedChain(), engine.new_id()) as destination:
         view = engine.log.newest_view()
         branch = view.branch(ref)
-        request = SaveRequest(ref, None, branch.root if branch else None, ANY, encode_metadata({"labels": words}), {})
+        parent = branch.root if branch else None
+        request = SaveRequest(ref, None, parent, ANY, encode_metadata({"labels": words}), {}, nearest=parent)
         write_and_commit(destination, captured(words), request, SaveMeter(), view)
     assert destination.manifest is not None
     return destination.manifest

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.cli import main
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState, ListedSources
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.layout import ExplicitRegions, Layout, TensorSpec
@@ -175,7 +175,7 @@ def stage(rank: int) -> CapturedState:
         [*taken.layout.spreads, "boxes"],
     )
     data = BytesSource(cut(whole((5000,), 9), box))
-    return CapturedState(layout, [rank // 2], (), [*taken.sources, data], [ExplicitRegions(len(found), (box,))])
+    return CapturedState(layout, [rank // 2], (), ListedSources([*taken.sources, data]), [ExplicitRegions(len(found), (box,))])
 
 
 class Reads:

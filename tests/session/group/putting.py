@@ -132,7 +132,7 @@ class PutRank:
             self.faults.armed = number == self._faulty
             parent = root if isinstance(put.parent, str) else put.parent
             expect = root if isinstance(put.expect, str) else put.expect
-            request = SaveRequest(put.ref, put.step, parent, expect, put.metadata, put.metrics)
+            request = SaveRequest(put.ref, put.step, parent, expect, put.metadata, put.metrics, nearest=parent)
             started = actor.clock()
             info, error = None, None
             try:

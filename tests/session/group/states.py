@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState, ListedSources
 from tensorstore_ck.format.block_assignment import regions_of_rank
 from tensorstore_ck.format.layout import Layout, Sharding, Spread, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds, Mesh
@@ -54,7 +54,7 @@ def captured(
     everything = list(tensors.values())
     for region in regions_of_rank(layout, rank, tuple(range(ranks))):
         held[region.tensor] += cut(everything[region.tensor].whole, BoxBounds(region.offsets, region.sizes))
-    return CapturedState(layout, values, (), [BytesSource(data) for data in held])
+    return CapturedState(layout, values, (), ListedSources(BytesSource(data) for data in held))
 
 
 def cut(array: Array, box: BoxBounds) -> bytes:

@@ -62,7 +62,8 @@ class Hosts:
             engine = self.stores[rank].engine
             engine.log.sync()
             head = engine.log.view().branch(ref)
-            request = SaveRequest(ref, step, head.root if head else None, ANY, encode_metadata({}), {})
+            parent = head.root if head else None
+            request = SaveRequest(ref, step, parent, ANY, encode_metadata({}), {}, nearest=parent)
             prepared = request, shared(rank)._replace(own=own(rank) if own is not None else None)
             return put_ranks(engine, self._groups[rank], lambda: prepared, ref=ref, timeout=PATIENCE_SECONDS, memory=self._memory[rank])
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.engine.interfaces import CapturedState, WantedBox
+from tensorstore_ck.engine.interfaces import CapturedState, ListedSources, WantedBox
 from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader, open_snapshot
 from tensorstore_ck.format.layout import ExplicitRegions, Layout, TensorSpec
@@ -38,7 +38,7 @@ def state(rank: int) -> CapturedState:
         for number in range(4)
     ]
     sources = [BytesSource(TENSORS[number][slice(*held.get(number, (0, 0)))].tobytes()) for number in range(4)]
-    return CapturedState(layout, (), (), sources, explicit)
+    return CapturedState(layout, (), (), ListedSources(sources), explicit)
 
 
 @pytest.mark.parametrize("ranks", [RANKS, 5, 24])

@@ -13,7 +13,7 @@ import pytest
 import tensorstore_ck as tsck_package
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import ulid_text
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.interfaces import CapturedState, ListedSources
 from tensorstore_ck.format.layout import ExplicitRegions, Layout, TensorSpec
 from tensorstore_ck.format.part import decode_part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
@@ -126,7 +126,7 @@ def test_diff_of_regions_that_the_parts_tell() -> None:
         array = whole((5000,))
         array[4500] += step
         layout = Layout([TensorSpec("told", "np:<i4", 4, (5000,))], ["l", [0]], (), (), ["boxes"])
-        return CapturedState(layout, [], (), [BytesSource(cut(array, box))], [ExplicitRegions(0, (box,))])
+        return CapturedState(layout, [], (), ListedSources([BytesSource(cut(array, box))]), [ExplicitRegions(0, (box,))])
 
     for step, (border, change) in enumerate([(2500, 0), (2500, 1), (2000, 1), (2000, 0)]):
         put_all(backend, 2, partial(told, border=border, step=change), step=step)

@@ -79,7 +79,7 @@ def test_copy_takes_only_what_is_new() -> None:
 def layout_of(backend: Backend, info: SnapshotInfo) -> bytes:
     store = open_store(backend)
     store.engine.log.sync()
-    return SnapshotReader(store.engine, info).layout.encode()
+    return SnapshotReader(store.engine, info).layout.encoded
 
 
 class Killed(Exception):
