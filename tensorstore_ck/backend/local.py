@@ -108,7 +108,12 @@ class LocalBackend(Backend):
     def put(self, name: str, data: Buffer) -> None:
         path = self._path(name)
         try:
-            self._write_file(path, data, partial(self._seal, path))
+            self._write_file(path, data)
+            try:
+                self._durable.sync_way(os.path.dirname(path))
+            except BaseException:
+                self._unlink_quietly(path)
+                raise
         except OSError as exc:
             raise store_error(exc, "write", name, self.url) from exc
 
@@ -154,15 +159,14 @@ class LocalBackend(Backend):
 
     def open_writer(self, name: str) -> ObjectWriter:
         path = self._path(name)
-        return self._writer(path, name, partial(self._seal, path))
+        return self._writer(path, name, partial(self._durable.sync_way, os.path.dirname(path)))
 
     def open_whole_writer(self, name: str) -> ObjectWriter:
         path = self._path(name)
         temporary = f"{os.path.dirname(path)}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
 
-        def seal(fd: int) -> None:
+        def give_name() -> None:
             try:
-                self._fsync_and_close(fd)
                 os.link(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at, follow_symlinks=False)
                 self._durable.sync_way(os.path.dirname(path))
             except FileNotFoundError as exc:  # another process deleted our temporary as a leftover
@@ -170,7 +174,7 @@ class LocalBackend(Backend):
             finally:
                 self._unlink_quietly(temporary)
 
-        return self._writer(temporary, name, seal)
+        return self._writer(temporary, name, give_name)
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
@@ -192,7 +196,7 @@ class LocalBackend(Backend):
     def close(self) -> None:
         """Nothing stays open between calls."""
 
-    def _writer(self, path: str, name: str, seal: Callable[[int], None]) -> ObjectWriter:
+    def _writer(self, path: str, name: str, give_name: Callable[[], object]) -> ObjectWriter:
         try:
             fd = self._open_new(path)
             try:
@@ -204,7 +208,8 @@ class LocalBackend(Backend):
                 raise
         except OSError as exc:
             raise store_error(exc, "write", name, self.url) from exc
-        return (DirectWriter if is_direct else LocalWriter)(fd, partial(self._unlink_quietly, path), name, seal, self.url)
+        kind = DirectWriter if is_direct else LocalWriter
+        return kind(fd, name, self.url, sync=self._sync, give_name=give_name, unlink=partial(self._unlink_quietly, path))
 
     @property
     def _at(self) -> int | None:
@@ -229,42 +234,29 @@ class LocalBackend(Backend):
         inherit_from_root(fd, self._root)
         return fd
 
-    def _write_file(self, path: str, data: Buffer, seal: Callable[[int], None]) -> None:
+    def _write_file(self, path: str, data: Buffer) -> None:
+        """Writes a new file, and syncs it; its entry is not durable yet."""
         fd = self._open_new(path)
         try:
             try:
                 write_at(fd, byte_views([data]), 0)
-            except BaseException:
+                if self._sync:
+                    os.fsync(fd)
+            finally:
                 os.close(fd)
-                raise
-            seal(fd)
         except BaseException:
             self._unlink_quietly(path)
             raise
 
     def _write_temporary(self, path: str, data: Buffer) -> str:
         temporary = f"{os.path.dirname(path)}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
-        self._write_file(temporary, data, self._fsync_and_close)
+        self._write_file(temporary, data)
         return temporary
 
     def _unlink_quietly(self, path: str) -> None:
         """Removes a file that nothing refers to; `list_uploads` finds one that cannot be removed."""
         with contextlib.suppress(OSError):
             os.unlink(path, dir_fd=self._at)
-
-    def _seal(self, path: str, fd: int) -> None:
-        """Makes a new file and its entry durable, and closes it."""
-        try:
-            self._durable.sync_way(os.path.dirname(path), fd)
-        finally:
-            os.close(fd)
-
-    def _fsync_and_close(self, fd: int) -> None:
-        try:
-            if self._sync:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def _walk(self, prefix: str, inside: Collection[str] | None = None) -> Iterator[ObjectInfo]:
         """`inside`: of the folders at the root, enter only these."""
