@@ -1,4 +1,4 @@
-"""Makes new entries of a folder durable, with those of the folders on the way from the root.
+"""The folders of a store: makes them, and makes new entries durable, with those of the folders on the way from the root.
 
 The entries of folders are synced once per process, all of one folder together. A failed fsync is final: the kernel may report success next
 time without writing anything. So the folder is changed before it is synced again. Folders are not removed: a handle would not know that
@@ -9,8 +9,10 @@ import contextlib
 import errno
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
+from tensorstore_ck.backend.local_modes import make_as_owner, make_folder
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
@@ -65,8 +67,24 @@ class DurableFolders:
             self.sync(folder)
         self._sync_root_entry()
 
-    def made(self, folder: str) -> None:
-        """Notes a folder that was just made; makes it durable if it is above the root, where `sync_way` does not."""
+    def make(self, folder: str, *, is_second_try: bool = False) -> None:
+        """Makes a folder, and those above it. `sync_way` makes those from the root on durable, and this the others."""
+        if self._within is not None:
+            self._within.make_folders(folder)
+            return
+        try:
+            if folder.startswith(f"{self._root}/"):
+                make_as_owner(self._root, partial(make_folder, folder, self._root))
+            else:
+                os.mkdir(folder, 0o777)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            if is_second_try:
+                raise  # its parent exists, and accepts no folders
+            self.make(os.path.dirname(folder))
+            self.make(folder, is_second_try=True)
+            return
         self._durable.discard(folder)  # an earlier folder of this name was removed
         if self._root.startswith(f"{folder}/"):
             self.sync(os.path.dirname(folder))
@@ -83,7 +101,7 @@ class DurableFolders:
         with lock.here:  # one at a time: a thread must know of another one's failed fsync before its own succeeds
             if folder in self._failed:
                 self._change(folder)
-            fd = os.open(folder, _FOLDER, dir_fd=self._at)
+            fd = os.open(folder, _FOLDER, dir_fd=self.at)
             try:
                 os.fsync(fd)
             except OSError as exc:
@@ -95,7 +113,8 @@ class DurableFolders:
                 os.close(fd)
 
     @property
-    def _at(self) -> int | None:
+    def at(self) -> int | None:
+        """The folder to which paths are relative; None: they are absolute."""
         return None if self._within is None else self._within.fd()
 
     def _subfolders(self, folder: str) -> Sequence[str]:
@@ -110,6 +129,6 @@ class DurableFolders:
 
     def _change(self, folder: str) -> None:
         temporary = f"{folder}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
-        os.close(os.open(temporary, NEW, FILE_MODE, dir_fd=self._at))
+        os.close(os.open(temporary, NEW, FILE_MODE, dir_fd=self.at))
         with contextlib.suppress(OSError):  # `list_uploads` finds it
-            os.unlink(temporary, dir_fd=self._at)
+            os.unlink(temporary, dir_fd=self.at)
