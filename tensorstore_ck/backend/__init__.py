@@ -5,7 +5,7 @@ This is the only module that understands URLs. It loads fsspec only for URLs of 
 protocol.py               what the store needs of a backend
 object_names.py           which names a backend takes
 local.py                  a folder of a local or network filesystem
-durable_folders.py        syncs what is new in a folder, with the folders above
+durable_folders.py        makes folders, and syncs what is new in one, with the folders above
 local_io.py               system calls on one file; reads are tried again where a network folder lost its handle
 local_modes.py            modes and group of the files and folders of a store in a folder
 local_writer.py           one large local file, written by several threads; on a disk past the page cache

@@ -15,7 +15,7 @@ from typing import Final
 
 from tensorstore_ck.backend.durable_folders import NEW, TEMPORARY_PREFIX, DurableFolders
 from tensorstore_ck.backend.local_io import read_file, read_range, regular_size, try_again, use_direct, write_at
-from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner, make_folder
+from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner
 from tensorstore_ck.backend.local_writer import DirectWriter, LocalWriter
 from tensorstore_ck.backend.object_names import NAME, bad_name, check_name, check_prefix
 from tensorstore_ck.backend.os_errors import link_failed, os_errors, store_error
@@ -46,25 +46,25 @@ class LocalBackend(Backend):
         if self._root == os.path.dirname(self._root):
             raise InvalidUrlError(f"a store cannot be at {self._root}: give it its own folder", object_id=self._root)
         self._sync = sync
-        self._durable = DurableFolders(self._root, within, sync=sync)
+        self._folders = DurableFolders(self._root, within, sync=sync)
 
     def make_folders(self, names: Iterable[str]) -> None:
         """Makes folders at the root. They become durable with the first object at the root."""
         for name in names:
             with os_errors("make", name, self.url):
-                self._make_folder(f"{self._root}/{check_name(name)}")
+                self._folders.make(f"{self._root}/{check_name(name)}")
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         path = self._path(name)
         try:
-            return try_again(path, partial(read_file, path, self._at, name=name, max_bytes=max_bytes))
+            return try_again(path, partial(read_file, path, self._folders.at, name=name, max_bytes=max_bytes))
         except OSError as exc:
             raise store_error(exc, "read", name) from exc
 
     def get_if_there(self, name: str, *, max_bytes: int) -> bytes | None:
         path = self._path(name)
         try:
-            return try_again(path, partial(read_file, path, self._at, name=name, max_bytes=max_bytes))
+            return try_again(path, partial(read_file, path, self._folders.at, name=name, max_bytes=max_bytes))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, MissingObjectError):
             return None  # who follows a log asks for its next entry again and again
         except OSError as exc:
@@ -73,7 +73,7 @@ class LocalBackend(Backend):
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         path = self._path(name)
         try:  # no context manager: many small blocks are read one by one
-            count = try_again(path, partial(read_range, path, self._at, offset, target))
+            count = try_again(path, partial(read_range, path, self._folders.at, offset, target))
         except OSError as exc:
             raise store_error(exc, "read", name) from exc
         if count < len(target):
@@ -82,7 +82,7 @@ class LocalBackend(Backend):
     def size(self, name: str) -> int:
         path = self._path(name)
         try:
-            status = try_again(path, partial(os.stat, path, dir_fd=self._at, follow_symlinks=False))
+            status = try_again(path, partial(os.stat, path, dir_fd=self._folders.at, follow_symlinks=False))
         except OSError as exc:
             raise store_error(exc, "look at", name) from exc
         return regular_size(status, name)
@@ -108,7 +108,12 @@ class LocalBackend(Backend):
     def put(self, name: str, data: Buffer) -> None:
         path = self._path(name)
         try:
-            self._write_file(path, data, partial(self._seal, path))
+            self._write_file(path, data)
+            try:
+                self._folders.sync_way(os.path.dirname(path))
+            except BaseException:
+                self._unlink_quietly(path)
+                raise
         except OSError as exc:
             raise store_error(exc, "write", name, self.url) from exc
 
@@ -117,11 +122,11 @@ class LocalBackend(Backend):
             path = self._path(name)
             temporary = self._write_temporary(path, data)
             try:
-                os.replace(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at)
+                os.replace(temporary, path, src_dir_fd=self._folders.at, dst_dir_fd=self._folders.at)
             except OSError:
                 self._unlink_quietly(temporary)
                 raise
-            self._durable.sync_way(os.path.dirname(path))
+            self._folders.sync_way(os.path.dirname(path))
 
     def create(self, name: str, data: Buffer) -> Created:
         path = self._path(name)
@@ -131,7 +136,7 @@ class LocalBackend(Backend):
             except OSError as exc:
                 raise store_error(exc, "write", name, self.url) from exc
             try:
-                os.link(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at, follow_symlinks=False)
+                os.link(temporary, path, src_dir_fd=self._folders.at, dst_dir_fd=self._folders.at, follow_symlinks=False)
             except FileExistsError:
                 return Created.EXISTS  # perhaps ours: a network filesystem may repeat a request whose reply was lost
             except FileNotFoundError:
@@ -140,7 +145,7 @@ class LocalBackend(Backend):
                 return link_failed(name, exc, self.url)
             else:
                 try:
-                    self._durable.sync_way(os.path.dirname(path))
+                    self._folders.sync_way(os.path.dirname(path))
                 except OSError:
                     return Created.UNKNOWN  # it is there, but perhaps not durable: `sync_folders` makes it so
                 return Created.CREATED
@@ -150,32 +155,31 @@ class LocalBackend(Backend):
 
     def sync_folders(self, name: str) -> None:
         with os_errors("sync the folders of", name):
-            self._durable.sync_all(os.path.dirname(self._path(name)))
+            self._folders.sync_all(os.path.dirname(self._path(name)))
 
     def open_writer(self, name: str) -> ObjectWriter:
         path = self._path(name)
-        return self._writer(path, name, partial(self._seal, path))
+        return self._writer(path, name, partial(self._folders.sync_way, os.path.dirname(path)))
 
     def open_whole_writer(self, name: str) -> ObjectWriter:
         path = self._path(name)
         temporary = f"{os.path.dirname(path)}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
 
-        def seal(fd: int) -> None:
+        def give_name() -> None:
             try:
-                self._fsync_and_close(fd)
-                os.link(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at, follow_symlinks=False)
-                self._durable.sync_way(os.path.dirname(path))
+                os.link(temporary, path, src_dir_fd=self._folders.at, dst_dir_fd=self._folders.at, follow_symlinks=False)
+                self._folders.sync_way(os.path.dirname(path))
             except FileNotFoundError as exc:  # another process deleted our temporary as a leftover
                 raise BackendUnavailableError(f"cannot write {name}: its temporary was deleted; try again", object_id=name) from exc
             finally:
                 self._unlink_quietly(temporary)
 
-        return self._writer(temporary, name, seal)
+        return self._writer(temporary, name, give_name)
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
             with os_errors("delete", name), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.unlink(self._path(name), dir_fd=self._at)
+                os.unlink(self._path(name), dir_fd=self._folders.at)
 
     def list_uploads(self, folders: Collection[str] | None = None) -> Iterator[ObjectInfo]:
         return (info for info in self._walk("", folders) if _is_temporary(info.name))
@@ -187,12 +191,12 @@ class LocalBackend(Backend):
         if not _is_temporary(name):
             raise CorruptObjectError(f"{name} is not a temporary of this store", object_id=name)
         with os_errors("delete", name), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(f"{self._root}/{name}", dir_fd=self._at)
+            os.unlink(f"{self._root}/{name}", dir_fd=self._folders.at)
 
     def close(self) -> None:
         """Nothing stays open between calls."""
 
-    def _writer(self, path: str, name: str, seal: Callable[[int], None]) -> ObjectWriter:
+    def _writer(self, path: str, name: str, give_name: Callable[[], object]) -> ObjectWriter:
         try:
             fd = self._open_new(path)
             try:
@@ -204,12 +208,8 @@ class LocalBackend(Backend):
                 raise
         except OSError as exc:
             raise store_error(exc, "write", name, self.url) from exc
-        return (DirectWriter if is_direct else LocalWriter)(fd, partial(self._unlink_quietly, path), name, seal, self.url)
-
-    @property
-    def _at(self) -> int | None:
-        """The folder to which paths are relative; None: they are absolute."""
-        return None if self._within is None else self._within.fd()
+        kind = DirectWriter if is_direct else LocalWriter
+        return kind(fd, name, self.url, sync=self._sync, give_name=give_name, unlink=partial(self._unlink_quietly, path))
 
     def _path(self, name: str) -> str:
         if not NAME.fullmatch(name):
@@ -224,47 +224,34 @@ class LocalBackend(Backend):
         except FileNotFoundError:
             if is_second_try:
                 raise
-            self._make_folder(os.path.dirname(path))
+            self._folders.make(os.path.dirname(path))
             return self._open_new(path, is_second_try=True)
         inherit_from_root(fd, self._root)
         return fd
 
-    def _write_file(self, path: str, data: Buffer, seal: Callable[[int], None]) -> None:
+    def _write_file(self, path: str, data: Buffer) -> None:
+        """Writes a new file, and syncs it; its entry is not durable yet."""
         fd = self._open_new(path)
         try:
             try:
                 write_at(fd, byte_views([data]), 0)
-            except BaseException:
+                if self._sync:
+                    os.fsync(fd)
+            finally:
                 os.close(fd)
-                raise
-            seal(fd)
         except BaseException:
             self._unlink_quietly(path)
             raise
 
     def _write_temporary(self, path: str, data: Buffer) -> str:
         temporary = f"{os.path.dirname(path)}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
-        self._write_file(temporary, data, self._fsync_and_close)
+        self._write_file(temporary, data)
         return temporary
 
     def _unlink_quietly(self, path: str) -> None:
         """Removes a file that nothing refers to; `list_uploads` finds one that cannot be removed."""
         with contextlib.suppress(OSError):
-            os.unlink(path, dir_fd=self._at)
-
-    def _seal(self, path: str, fd: int) -> None:
-        """Makes a new file and its entry durable, and closes it."""
-        try:
-            self._durable.sync_way(os.path.dirname(path), fd)
-        finally:
-            os.close(fd)
-
-    def _fsync_and_close(self, fd: int) -> None:
-        try:
-            if self._sync:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
+            os.unlink(path, dir_fd=self._folders.at)
 
     def _walk(self, prefix: str, inside: Collection[str] | None = None) -> Iterator[ObjectInfo]:
         """`inside`: of the folders at the root, enter only these."""
@@ -293,25 +280,6 @@ class LocalBackend(Backend):
                 return try_again(path, lambda: _scanned(path))
             except (FileNotFoundError, NotADirectoryError):
                 return []
-
-    def _make_folder(self, folder: str, *, is_second_try: bool = False) -> None:
-        if self._within is not None:
-            self._within.make_folders(folder)
-            return
-        try:
-            if folder.startswith(f"{self._root}/"):
-                make_as_owner(self._root, partial(make_folder, folder, self._root))
-            else:
-                os.mkdir(folder, 0o777)
-        except FileExistsError:
-            return
-        except FileNotFoundError:
-            if is_second_try:
-                raise  # its parent exists, and accepts no folders
-            self._make_folder(os.path.dirname(folder))
-            self._make_folder(folder, is_second_try=True)
-            return
-        self._durable.made(folder)
 
 
 def _scanned(folder: str) -> Collection[os.DirEntry[str]]:

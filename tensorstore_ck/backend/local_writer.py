@@ -36,17 +36,18 @@ WINDOW_BYTES: Final = 8 << 20
 
 
 class LocalWriter:
-    """See `ObjectWriter`. `seal` makes the file durable under its name and closes the descriptor; `unlink` removes it.
+    """See `ObjectWriter`."""
 
-    `folder`: a folder on the same disk.
-    """
-
-    def __init__(self, fd: int, unlink: Callable[[], object], name: str, seal: Callable[[int], None], folder: str) -> None:
+    def __init__(
+        self, fd: int, name: str, folder: str, *, sync: bool, give_name: Callable[[], object], unlink: Callable[[], object]
+    ) -> None:
+        """`folder`: a folder on the same disk. `give_name` makes the written file durable under its name; `unlink` removes it."""
         self._fd = fd
-        self._unlink = unlink
         self._name = name
-        self._seal = seal
         self._folder = folder
+        self._sync = sync
+        self._give_name = give_name
+        self._unlink = unlink
         self._state = Changes()
         self._open = True
         self._failed = False
@@ -84,7 +85,12 @@ class LocalWriter:
         try:
             self._finish()
             fd, self._fd = self._fd, -1
-            self._seal(fd)
+            try:
+                if self._sync:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            self._give_name()
         except OSError as exc:
             raise store_error(exc, "write", self._name, self._folder) from exc
         self._sealed = True
@@ -131,8 +137,10 @@ class _WriteWindow:
 class DirectWriter(LocalWriter):
     """A `LocalWriter` over a descriptor in O_DIRECT mode."""
 
-    def __init__(self, fd: int, unlink: Callable[[], object], name: str, seal: Callable[[int], None], folder: str) -> None:
-        super().__init__(fd, unlink, name, seal, folder)
+    def __init__(
+        self, fd: int, name: str, folder: str, *, sync: bool, give_name: Callable[[], object], unlink: Callable[[], object]
+    ) -> None:
+        super().__init__(fd, name, folder, sync=sync, give_name=give_name, unlink=unlink)
         self._windows: dict[int, _WriteWindow] = {}
         self._spare: list[mmap.mmap] = []
 

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.branch_conflict import branch_command
-from tensorstore_ck.engine.write.request import LAST_SEEN, AnyHead, Expected, LastSeen, SaveOptions, SaveRequest
+from tensorstore_ck.engine.write.request import AnyHead, Expected, LastSeen, SaveOptions, SaveRequest
 from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log import BranchHead, RefTable
@@ -157,48 +157,55 @@ class RefFence:
             is_fenced = not is_moved and info.root == resolved.branch_root and info.ref == ref  # else nobody has saved to the branch yet
             self._refs[ref] = _Ref(resolved.branch_root, info.root, is_moved, info.step if is_fenced else None)
 
-    def check_step(self, engine: Engine, view: RefTable, asked: "SaveOptions") -> None:
-        """Refuses to take over a ref by mistake: a script may restore the newest snapshot of a job, and then start its own training.
+    def expected(self, engine: Engine, view: RefTable, asked: "SaveOptions") -> Expected:
+        """The root at which a save with these options (`asked`) must find its ref.
+
+        Refuses to take over a ref by mistake: a script may restore the newest snapshot of a job, and then start its own training.
 
         Raises:
             InvalidOptionError: the step is lower than that of the head, which this handle restored, and it has not saved there yet.
+            NotFoundError: `asked.expect` names a snapshot that does not exist.
         """
-        seen = self._refs.get(asked.ref)
-        if asked.any_step or seen is None or seen.least_step is None or asked.step is None or asked.step >= seen.least_step:
-            return
-        branch = view.branch(asked.ref)
-        if branch is None or branch.root != seen.head or not isinstance(asked.expect, LastSeen):
-            return  # `check_expected` reports that
-        root = branch.root.hex()[:16]
-        raise InvalidOptionError(
-            f"step {asked.step} is lower than step {seen.least_step}, where this store handle restored ref {asked.ref!r}, and it has saved "
-            "nothing there. If the job that saves there is still running, its next save would be refused. Save to another ref, which its "
-            f"first save makes, or which `{branch_command(engine, view, branch)}` makes. To begin again on {asked.ref!r} itself, restore "
-            f"an earlier step first, or save with expect={root!r}",
-            object_id="step",
-        )
-
-    def expected(self, view: RefTable, ref: str, expect: object) -> Expected:
-        """The root at which a save must find `ref`."""
-        if isinstance(expect, LastSeen):
-            seen, branch = self._refs.get(ref), view.branch(ref)
-            if seen is not None and branch is not None and branch.root == seen.current:
-                return branch.root  # the snapshot was restored while it was staged, and is published by now
-            return seen.head if seen else None
+        expect, seen, branch = asked.expect, self._refs.get(asked.ref), view.branch(asked.ref)
         if expect is None or isinstance(expect, AnyHead):
             return expect
         if isinstance(expect, Snapshot):
             return Digest(bytes.fromhex(expect.root))
-        return resolve(view, str(expect)).info.root
+        if not isinstance(expect, LastSeen):
+            return resolve(view, str(expect)).info.root
+        if seen is None:
+            return None
+        is_lower = not asked.any_step and seen.least_step is not None and asked.step is not None and asked.step < seen.least_step
+        if is_lower and branch is not None and branch.root == seen.head:
+            root = branch.root.hex()[:16]
+            raise InvalidOptionError(
+                f"step {asked.step} is lower than step {seen.least_step}, where this store handle restored ref {asked.ref!r}, and it has "
+                "saved nothing there. If the job that saves there is still running, its next save would be refused. Save to another ref, "
+                f"which its first save makes, or which `{branch_command(engine, view, branch)}` makes. To begin again on {asked.ref!r} "
+                f"itself, restore an earlier step first, or save with expect={root!r}",
+                object_id="step",
+            )
+        if branch is not None and branch.root == seen.current:
+            return branch.root  # the snapshot was restored while it was staged, and is published by now
+        return seen.head
 
     def request_at(self, engine: Engine, view: RefTable, asked: "SaveOptions", *, is_offline: bool = False) -> SaveRequest:
-        """The request for the save with these options (`asked`), as of `view`. With `is_offline` nothing is read from the store."""
+        """The request for the save with these options (`asked`), as of `view`. With `is_offline` nothing is read from the store.
+
+        Raises:
+            InvalidOptionError, NotFoundError: see `expected`; or `asked.parent` names a snapshot that does not exist.
+        """
         if not is_offline:
             self.catch_up(engine, view, asked.ref)
-        self.check_step(engine, view, asked)
-        parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
+        expected, current, given = self.expected(engine, view, asked), self.current(asked.ref), asked.parent
+        branch = view.branch(asked.ref) if current is None else None
+        last = current if branch is None else branch.root
+        if given is None or isinstance(given, LastSeen):
+            parent = None if given is None else last
+        else:
+            parent = resolve(view, given.root if isinstance(given, Snapshot) else str(given)).info.root
+        nearest = current or parent or last or self._restored
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)
-        nearest = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
         began_ns = engine.clock()
         if _logger.isEnabledFor(logging.DEBUG):
             roots = [root.hex() if isinstance(root, bytes) else str(root) for root in (parent, expected, nearest)]
@@ -219,18 +226,3 @@ class RefFence:
             began_ns=began_ns,
             origin=asked.origin,
         )
-
-    def parent(self, view: RefTable, ref: str, given: object = LAST_SEEN) -> Digest | None:
-        """The snapshot that a new one continues: what this handle last saved or restored on the ref, or the ref's head.
-
-        Raises:
-            NotFoundError: `given` names a snapshot that does not exist.
-        """
-        if isinstance(given, LastSeen):
-            return self.current(ref) or self._head(view, ref)
-        return None if given is None else resolve(view, given.root if isinstance(given, Snapshot) else str(given)).info.root
-
-    @staticmethod
-    def _head(view: RefTable, ref: str) -> Digest | None:
-        branch = view.branch(ref)
-        return branch.root if branch is not None else None

@@ -77,7 +77,7 @@ class SaveOptions(NamedTuple):
     checks: SaveChecks
     origin: SaveOrigin
     any_step: bool = False
-    """Whether the step may be lower than that of a head that was only restored: see `RefFence.check_step`."""
+    """Whether the step may be lower than that of a head that was only restored: see `RefFence.expected`."""
 
     def sampling_of_copies(self, number: int) -> "tuple[Sampling, SaveOptions]":
         """The samples of save `number` to compare with its copies; and its options, without a second read of the state."""

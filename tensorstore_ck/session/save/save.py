@@ -156,15 +156,14 @@ class Save:
 
         Raises:
             ConflictError: the ref is not where it must be.
-            InvalidOptionError: see `RefFence.check_step`.
+            InvalidOptionError: see `RefFence.expected`.
             QuotaExceededError: the quota of the ref is used up.
         """
         engine, fence, options = self._engine, self._context.fence, self.check()
 
         def check(view: RefTable) -> None:
             fence.catch_up(engine, view, self.ref)
-            fence.check_step(engine, view, options)
-            check_branch(engine, view, self.ref, fence.expected(view, self.ref, options.expect))
+            check_branch(engine, view, self.ref, fence.expected(engine, view, options))
 
         if engine.tier is None:
             engine.log.look(check)

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from tensorstore_ck.common.host_memory import memory_error
@@ -85,7 +86,7 @@ class SaveQueue:
         queued = QueuedSave(save.ref, save.step, save.rank, called, number=save.number, save=save, is_background=True)
         pending = PendingSnapshot(queued.status)
         try:
-            admission = save.decide(lambda: self._admit(queued, save, on_full))
+            admission = save.decide(partial(self._admit, queued, save, on_full))
         except BaseException:
             self._release(queued)
             raise
@@ -97,7 +98,7 @@ class SaveQueue:
             self._end_dropped(queued, "skipped")
             return pending
         try:
-            for other in self._stores.items():
+            for other in self._stores.items() if admission.dropped else ():
                 if other.number in admission.dropped:  # as rank 0 decided; on this rank it may be running already
                     other.status.drop("replaced")
             if not queued.has_memory:
@@ -105,7 +106,7 @@ class SaveQueue:
             if queued.waited_seconds:
                 self._emit(queued.status, "stalled", stall_seconds=queued.waited_seconds, queue_depth=queued.waited_for)
             queued.copy(save)
-            if not shielded(lambda: self._enqueue(queued), finish=True):
+            if not shielded(partial(self._enqueue, queued), finish=True):
                 self._store_here(queued)
         except BaseException as exc:
             if not queued.is_handed_over:  # otherwise Ctrl-C came after the handover, and the thread goes on with the save

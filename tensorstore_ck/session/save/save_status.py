@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from typing import Final, Self
 
 from tensorstore_ck.common.ids import new_ulid, ulid_text
@@ -147,14 +148,16 @@ class SaveStatus:
             WaitTimeoutError: it was not reached in time.
             StoreError: it will never be reached.
         """
-        if os.getpid() != self._pid and not self._is_settled(stage):
-            raise InvalidOptionError(
-                f"the save of {self} belongs to the process from which this one was forked: wait there", object_id=self.ref
-            )
-        if not self._is_settled(stage) and not self._changed.wait_for(lambda: self._is_settled(stage), timeout_seconds):
-            raise WaitTimeoutError(
-                f"the save of {self} is not {stage.name.lower()} after {timeout_seconds:g} s; the save continues", object_id=self.ref
-            )
+        is_settled = partial(self._is_settled, stage)
+        if not is_settled():  # asked without the lock: in a forked child, a thread that is not there may hold it
+            if os.getpid() != self._pid:
+                raise InvalidOptionError(
+                    f"the save of {self} belongs to the process from which this one was forked: wait there", object_id=self.ref
+                )
+            if not self._changed.wait_for(is_settled, timeout_seconds):
+                raise WaitTimeoutError(
+                    f"the save of {self} is not {stage.name.lower()} after {timeout_seconds:g} s; the save continues", object_id=self.ref
+                )
         if self._reached >= stage:
             return
         self.is_raised = True
@@ -242,12 +245,21 @@ class PendingSnapshot:
 
     def __init__(self, status: SaveStatus) -> None:
         self._status = status
-        self.captured = Milestone(self, status, SaveMilestone.CAPTURED)
+
+    @property
+    def captured(self) -> Milestone:
         """The state may be mutated. Reached when `Store.put_snapshot_async` returns, unless the save was skipped."""
-        self.staged = Milestone(self, status, SaveMilestone.STAGED)
+        return Milestone(self, self._status, SaveMilestone.CAPTURED)
+
+    @property
+    def staged(self) -> Milestone:
         """Survives a crash of this host's processes: durable on the staging disk; without one, in the store."""
-        self.published = Milestone(self, status, SaveMilestone.PUBLISHED)
+        return Milestone(self, self._status, SaveMilestone.STAGED)
+
+    @property
+    def published(self) -> Milestone:
         """Durable in the store, and visible to all."""
+        return Milestone(self, self._status, SaveMilestone.PUBLISHED)
 
     def __enter__(self) -> Self:
         return self
