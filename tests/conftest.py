@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,8 +39,12 @@ SECONDS: defaultdict[str, float] = defaultdict(float)
 WORKERS: set[str] = set()
 
 
-def pytest_configure() -> None:
-    """A shell starts what runs in its background without SIGINT, as all its children would be, which tests interrupt."""
+def pytest_configure(config: pytest.Config) -> None:
+    """All processes of tests inherit a folder for caches, and SIGINT: a shell starts what runs in its background without it."""
+    if not hasattr(config, "workerinput"):  # in the user's own folder thousands of caches would stay, which each open lists
+        caches = tempfile.TemporaryDirectory(prefix="tsck-tests-", ignore_cleanup_errors=True)
+        config.add_cleanup(caches.cleanup)
+        os.environ["XDG_CACHE_HOME"] = caches.name
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -117,16 +117,17 @@ def _create_problems(backend: Backend, folder: str, rounds: int) -> list[str]:
     if second is Created.CREATED or backend.get(name, max_bytes=64) != b"first":
         return ["a second create of the same name was not refused: the backend ignores the condition"]
     began = time.monotonic()
-    for number in range(rounds):
-        if number and time.monotonic() - began > RACE_SECONDS:
-            break
-        problem = _race(backend, f"{folder}race-{number}")
-        if problem:
-            return [problem]
+    with ThreadPoolExecutor(RACERS) as threads:
+        for number in range(rounds):
+            if number and time.monotonic() - began > RACE_SECONDS:
+                break
+            problem = _race(backend, f"{folder}race-{number}", threads)
+            if problem:
+                return [problem]
     return []
 
 
-def _race(backend: Backend, name: str) -> str:
+def _race(backend: Backend, name: str, threads: ThreadPoolExecutor) -> str:
     """Lets several threads create `name` at once; returns the problem, if any."""
     start = threading.Barrier(RACERS)
     bodies = [f"racer {number}".encode() for number in range(RACERS)]
@@ -135,8 +136,7 @@ def _race(backend: Backend, name: str) -> str:
         start.wait()
         return backend.create(name, body)
 
-    with ThreadPoolExecutor(RACERS) as threads:
-        outcomes = list(threads.map(create, bodies))
+    outcomes = list(threads.map(create, bodies))
     winners = [body for body, outcome in zip(bodies, outcomes, strict=True) if outcome is Created.CREATED]
     if len(winners) > 1:
         return f"{len(winners)} of {RACERS} writers that created one name at once each got a success"

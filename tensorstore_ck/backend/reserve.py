@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, TypeVar
 
+from blake3 import blake3
+
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.errors import NoSpaceError, StoreError
 
@@ -31,7 +33,7 @@ def fill_reserve(backend: Backend) -> None:
             space = backend.space()
             if sizes.get(name) == STEP_BYTES or space is None or space.free_bytes < 2 * STEP_BYTES:
                 continue
-            data = data or os.urandom(STEP_BYTES)  # a filesystem that compresses would store zeros in no space
+            data = data or blake3(os.urandom(32)).digest(STEP_BYTES)  # a filesystem that compresses would store zeros in no space
             if name in sizes:
                 backend.delete([name])  # a crash, or the full disk, tore it
             backend.create(name, data)

@@ -3,6 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cached_property
 from typing import Generic, TypeVar
 
 K = TypeVar("K")
@@ -12,9 +13,9 @@ V = TypeVar("V")
 class ByteCache(Generic[K, V]):
     """Keeps what was put last, and at least one object. Thread-safe."""
 
-    def __init__(self, max_bytes: int, size_bytes: Callable[[V], int]) -> None:
-        """`size_bytes` returns about how much memory an object takes."""
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: Callable[[], int], size_bytes: Callable[[V], int]) -> None:
+        """`max_bytes` is asked when the first object comes; `size_bytes` returns about how much memory an object takes."""
+        self._find_max_bytes = max_bytes
         self._size_bytes = size_bytes
         self._kept: OrderedDict[K, V] = OrderedDict()
         self._kept_bytes = 0
@@ -22,6 +23,10 @@ class ByteCache(Generic[K, V]):
         self._turns: dict[K, int] = {}
         """In which turn each was offered."""
         self._lock = threading.Lock()
+
+    @cached_property
+    def _max_bytes(self) -> int:
+        return self._find_max_bytes()
 
     def get(self, key: K) -> V | None:
         """The object, if it is kept."""

@@ -15,14 +15,15 @@ def filesystem_of(folder: Path) -> str:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return ""
-    path = folder.resolve()
-    best, kind = -1, ""
+    path = str(folder.resolve())
+    longest, kind = 0, ""
     for line in lines:
         # https://docs.kernel.org/filesystems/proc.html (3.5): id parent dev root mount-point options [tags] - type source options
         before, _, after = line.partition(" - ")
-        fields = before.split(" ")
-        mount = Path(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), fields[4]))
-        depth = len(mount.parts)
-        if depth >= best and path.is_relative_to(mount):  # the last of several on one mount point hides the others
-            best, kind = depth, after.split(" ", 1)[0]
+        mount = before.split(" ")[4]
+        if "\\" in mount:
+            mount = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), mount)
+        is_above = path == mount or path.startswith(f"{mount.rstrip('/')}/")
+        if is_above and len(mount) >= longest:  # the last of several on one mount point hides the others
+            longest, kind = len(mount), after.split(" ", 1)[0]
     return kind

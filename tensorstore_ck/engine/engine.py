@@ -114,18 +114,18 @@ class Engine:
     warned_quotas: set[tuple[str, str]] = field(default_factory=set)
     """(branch, glob) of each quota about which a save of this process has warned."""
     kept_blocks: ByteCache[Digest, KeptBlock] = field(
-        default_factory=lambda: ByteCache(int(free_bytes() * KEPT_SHARE), lambda kept: len(kept.raw) + KEPT_OVERHEAD_BYTES)
+        default_factory=lambda: ByteCache(lambda: int(free_bytes() * KEPT_SHARE), lambda kept: len(kept.raw) + KEPT_OVERHEAD_BYTES)
     )
     """The bases of the last saves' differences, and blocks that changed little, which are the bases of the next ones: else each is read
     from the store, and decoded."""
     base_samples: ByteCache[Digest, bytes] = field(
-        default_factory=lambda: ByteCache(int(free_bytes() * SAMPLES_SHARE), lambda sampled: len(sampled) + KEPT_OVERHEAD_BYTES)
+        default_factory=lambda: ByteCache(lambda: int(free_bytes() * SAMPLES_SHARE), lambda sampled: len(sampled) + KEPT_OVERHEAD_BYTES)
     )
     """Samples of blocks that the last saves stored in full: by them the next one knows whether a difference is worth reading them."""
     _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
     _records: "OrderedDict[Ulid, Record]" = field(default_factory=OrderedDict)
     _moved: ByteCache[Ulid, RelocationMap] = field(
-        default_factory=lambda: ByteCache(MAX_MOVED_BYTES, lambda moved: moved.rows.nbytes + MOVED_OVERHEAD_BYTES)
+        default_factory=lambda: ByteCache(lambda: MAX_MOVED_BYTES, lambda moved: moved.rows.nbytes + MOVED_OVERHEAD_BYTES)
     )
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -94,7 +94,7 @@ class Feed:
         self._staged: _Staged | None = None
         self._ids: dict[Place, Digest] = {}
         """The blocks of `version`."""
-        self._layouts = Layouts(LAYOUTS_BYTES, len)
+        self._layouts = Layouts(lambda: LAYOUTS_BYTES, len)
         """Versions mostly have the same one."""
         self._version: FeedVersion | None = None
         self._idle_at: int | None = None

@@ -4,7 +4,7 @@ from tensorstore_ck.common.byte_cache import ByteCache
 
 
 def test_it_drops_the_oldest_counts_each_object_once_and_keeps_one_that_is_larger_than_the_limit() -> None:
-    cache = ByteCache[int, bytes](10, len)
+    cache = ByteCache[int, bytes](lambda: 10, len)
     for _ in range(5):
         cache.put(1, bytes(4))
     cache.put(2, bytes(6))
@@ -16,7 +16,7 @@ def test_it_drops_the_oldest_counts_each_object_once_and_keeps_one_that_is_large
 
 
 def test_what_is_offered_drops_nothing_and_what_is_taken_makes_space() -> None:
-    cache = ByteCache[int, bytes](10, len)
+    cache = ByteCache[int, bytes](lambda: 10, len)
     cache.offer(1, bytes(6))
     cache.offer(1, bytes(6))
     cache.offer(2, bytes(5))

@@ -85,7 +85,7 @@ def test_a_branch_that_is_not_saved_any_more_makes_room() -> None:
     faults, state = NotedFaults(), first_state()
     store = follower(MemoryBackend(), faults)
     size_bytes = sum(tensor.nbytes for tensor in state["model"].values())
-    store.engine.kept_blocks = ByteCache(size_bytes * 3 // 2, lambda kept: len(kept.raw))
+    store.engine.kept_blocks = ByteCache(lambda: size_bytes * 3 // 2, lambda kept: len(kept.raw))
     for step, ref in enumerate(["runs/a"] * 3 + ["runs/b"] * 5):
         faults.noted.clear()
         store.put_snapshot(state, ref=ref, step=step, delta=True)
@@ -119,7 +119,7 @@ def test_less_is_kept_where_less_memory_is_free(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_kept_is_bounded_and_verified_before_it_is_used() -> None:
     faults, state = NotedFaults(), first_state()
     store = follower(MemoryBackend(), faults)
-    store.engine.kept_blocks = ByteCache(64 * 128 * 2, lambda kept: len(kept.raw))  # one block
+    store.engine.kept_blocks = ByteCache(lambda: 64 * 128 * 2, lambda kept: len(kept.raw))  # one block
     for step in range(3):
         faults.noted.clear()
         save(store, state, step)

@@ -180,7 +180,7 @@ class ParentBlocks:
         self._samples.offer(block, sampled)
 
     def end_turn(self) -> None:
-        """After a save: keeps less where less memory is free than when the store was opened."""
+        """After a save: keeps less where less memory is free than before."""
         free = free_bytes()
         self._kept.end_turn(free, KEPT_SHARE)
         self._samples.end_turn(free, SAMPLES_SHARE)

@@ -6,7 +6,8 @@ It runs with the rights of the user, who has installed it.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 from tensorstore_ck.errors import StoreError, UnsupportedValueError
@@ -34,7 +35,7 @@ def read_by_outside_importer(path: str) -> tuple[str, ForeignCheckpoint] | None:
     Raises:
         UnsupportedValueError: an importer failed, or returned something else.
     """
-    for point in sorted(entry_points(group=GROUP)):
+    for point in installed_importers():
         try:
             importer: Importer = point.load()
             found = importer(path)
@@ -54,3 +55,9 @@ def read_by_outside_importer(path: str) -> tuple[str, ForeignCheckpoint] | None:
         if found is not None:
             return point.name, found
     return None
+
+
+@cache
+def installed_importers() -> list[EntryPoint]:
+    """The entry points of all importers. Looking for them reads a file of each installed package."""
+    return sorted(entry_points(group=GROUP))

@@ -5,7 +5,6 @@ is never on a network filesystem: LMDB needs coherent memory maps and working lo
 """
 
 import contextlib
-import glob
 import os
 import re
 import shutil
@@ -106,9 +105,9 @@ def private_folder(base: Path, name: str) -> Path:
 def _remove_unused(base: Path, name: str) -> None:
     """Removes unused caches of earlier boots and containers. A process that still uses one continues with its open files."""
     store_and_user = name.rsplit("-", 2)[0]
-    for folder in base.glob(f"{glob.escape(store_and_user)}-*"):
-        try:
-            if folder.name != name and (folder / "data.mdb").stat().st_mtime < time.time() - _UNUSED_SECONDS:
-                shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            continue
+    with contextlib.suppress(OSError):
+        for other in os.listdir(base):
+            if other != name and other.startswith(f"{store_and_user}-"):
+                with contextlib.suppress(OSError):
+                    if (base / other / "data.mdb").stat().st_mtime < time.time() - _UNUSED_SECONDS:
+                        shutil.rmtree(base / other, ignore_errors=True)

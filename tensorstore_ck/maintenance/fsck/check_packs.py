@@ -57,7 +57,7 @@ class Packs:
         """Blocks that were found damaged."""
         self.blocks = 0
         """Blocks in the footers that `check_footers` read."""
-        self._footers = ByteCache[Ulid, Footer](FOOTER_CACHE_BYTES, lambda footer: footer.entries.nbytes)
+        self._footers = ByteCache[Ulid, Footer](lambda: FOOTER_CACHE_BYTES, lambda footer: footer.entries.nbytes)
         self._single: dict[tuple[Ulid, int, bytes], bool] = {}
         self._lock = threading.Lock()
 

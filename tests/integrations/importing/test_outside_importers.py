@@ -30,7 +30,7 @@ def importers(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Non
         points = [Point(name, f"package:{name}", outside_importers.GROUP) for name in functions]
         for point in points:
             point.__dict__["function"] = functions[point.name]
-        monkeypatch.setattr(outside_importers, "entry_points", lambda group: points)
+        monkeypatch.setattr(outside_importers, "installed_importers", lambda: sorted(points))
 
     return put
 
