@@ -351,7 +351,7 @@ class RestorePlan:
         """Plans to replace `target`, which has no tensors, by the stored tree at `path`; None if there is none."""
         stored: Tree | None = self._stored.get(name) if name is not None else None
         stored = stored or self._stored_at(path)
-        if stored is None:
+        if stored is None or (isinstance(stored, Leaf) and path[:-1] in self._used):  # a leaf of another position: of key "0", not 0
             return None
         self._used.update(self._below.names(path) if isinstance(stored, Container) else [name or (path[:-1] if path else ROOT)])
         self.adopted.append(stored)

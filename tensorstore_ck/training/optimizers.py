@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, UnsupportedValueError
+from tensorstore_ck.state.match_target import NamesByPrefix
 from tensorstore_ck.state.memory_order import in_order_of
 from tensorstore_ck.state.plain_memory import PLAIN
 from tensorstore_ck.training.parameter_names import ParameterNames
@@ -105,7 +106,8 @@ def get_full_state(path: str, optimizer: torch.optim.Optimizer, names: Parameter
 def get_target(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, stored: Iterable[str]) -> State:
     """The target of a restore from a snapshot with `stored` paths: existing tensors, and None for the others.
 
-    Sharded states need existing tensors; unsharded ones are created from the snapshot.
+    Sharded states need existing tensors; unsharded ones are created from the snapshot where the optimizer has none, or has others: LBFGS
+    has more with each step.
     """
     stored = list(stored)
     own = get_state(path, optimizer, names)["state"]
@@ -113,8 +115,19 @@ def get_target(path: str, optimizer: torch.optim.Optimizer, names: ParameterName
     wanted = [name for name in names.below(f"{path}.state.", stored) if name in held or name not in names.parameters]
     if any(isinstance(names.parameters.get(name), DTensor) and name not in own for name in wanted):
         own = {**_future_state(own_optimizer(optimizer), names), **own}
+    there = NamesByPrefix(stored)
+    own = {
+        name: state
+        for name, state in own.items()
+        if isinstance(names.parameters.get(name), DTensor) or has_names(state, f"{path}.state.{name}.", there)
+    }
     others = {name.removeprefix(f"{path}.").partition(".")[0] for name in stored if name.startswith(f"{path}.")}
     return {**dict.fromkeys(others), "state": {name: own.get(name) for name in wanted}, "param_groups": None}
+
+
+def has_names(state: Any, prefix: str, stored: NamesByPrefix) -> bool:
+    """Whether the entries of a parameter's state are those that are stored below `prefix`."""
+    return isinstance(state, Mapping) and {f"{prefix}{key}" for key in state} == set(stored.names(prefix))
 
 
 def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, state: State) -> None:

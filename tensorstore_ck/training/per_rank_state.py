@@ -80,9 +80,10 @@ class PerRankState:
 
     def capture_values(self) -> State:
         """The rank's own state without buffers, not copied."""
+        loaders = self._loaders.states(lambda _, loader: loader.state_dict())  # first: a StatefulDataLoader may begin a pass, and draw
         return {
             GENERATORS: random_generators.get_process_states(),
-            **self._loaders.states(lambda _, loader: loader.state_dict()),
+            **loaders,
             **self._loader_generators(),
             **self._generators("extra").states(lambda _, generator: random_generators.get_state(generator)),
             **self._part(VALUES).states(_get_value),
@@ -107,10 +108,10 @@ class PerRankState:
         for path, loader, stored in self._loaders.with_states(own):
             load(path, loader.load_state_dict, stored)
             if isinstance(loader, DataLoader):
-                # Makes the iterator of a StatefulDataLoader. That draws from the process's generator, which is restored after it
-                loader.state_dict()  # type: ignore[attr-defined]
                 if path in own.get(LOADER_GENERATORS, {}) and loader.generator is not None:
                     load(path, loader.generator.set_state, own[LOADER_GENERATORS][path])
+                if getattr(loader, "next_iter_state", None) is not None:
+                    _continue_without_a_draw(path, loader)
         self._load_values(own)
         for name in ("extra", VALUES):
             for key, generator in self._generators(name).objects.items():
@@ -205,6 +206,25 @@ def own_states(held: State, ranks: int) -> list[State]:
     if missing is not None:
         raise MismatchError(f"the snapshot of {ranks} ranks lacks rank {missing}'s own state", object_id=f"rank.{missing}")
     return [held[str(rank)] for rank in range(ranks)]
+
+
+def _continue_without_a_draw(path: str, loader: "DataLoader[Any]") -> None:
+    """Lets the iterator that a StatefulDataLoader makes next, in the middle of a pass, leave no trace in a generator.
+
+    The loader makes it when the script begins to read, and not now: before that the script may call `set_epoch`.
+    """
+
+    def make_iterator() -> Any:
+        del vars(loader)["_get_iterator"]
+        held = loader.generator and loader.generator.get_state()
+        with random_generators.preserved():
+            load(path, lambda _: made.append(loader._get_iterator()), None)
+        if held is not None:
+            loader.generator.set_state(held)
+        return made.pop()
+
+    made: list[Any] = []
+    vars(loader)["_get_iterator"] = make_iterator
 
 
 def _of(own: State, module: _Module) -> dict[str, Any]:

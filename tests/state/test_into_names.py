@@ -199,3 +199,15 @@ def test_ordered_dicts_and_types_of_the_target_stay() -> None:
     target = OrderedDict(a=1)
     assert type(restore(stored({"a": 2}), into=target)) is OrderedDict
     assert target == {"a": 2}
+
+
+def test_a_container_without_leaves_does_not_take_the_leaf_of_a_key_that_is_spelled_like_its_own() -> None:
+    """The keys "0" and 0, and "a.b" and "a" with "b", have one name."""
+    for empty in (dict[Any, Any](), list[Any]()):
+        saved = {"0": torch.ones(2), 0: empty, "a": {"b": 5}, "a.b": empty}
+        target: dict[Any, Any] = {"0": torch.zeros(2), 0: type(empty)(), "a": {"b": 1}, "a.b": type(empty)()}
+        restored = restore(stored(saved), into=target)
+        assert torch.equal(restored["0"], torch.ones(2))
+        assert (restored[0], restored["a"], restored["a.b"]) == (empty, {"b": 5}, empty)
+        with pytest.raises(MismatchError, match="missing in the snapshot: 0#2"):
+            restore(stored(saved), into={**target, 0: None})

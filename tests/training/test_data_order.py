@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import tensorstore_ck as tsck
@@ -123,6 +123,37 @@ def test_a_resume_at_any_step_goes_on_exactly(
     assert len({repr(batch) for batch, _ in expected}) == STEPS
     for step in effort([2, 3], [*range(1, STEPS)]) if (workers, persistent) == (2, True) else range(1, STEPS):
         assert run(store, loading, resume_from=f"run@{step}") == expected[step:], step
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_sampler_that_learns_of_its_epoch_before_each_pass_goes_on_in_it(store: tsck.Store, persistent: bool) -> None:
+    """As loops over a DistributedSampler do: `set_epoch` comes after the restore, and before the pass."""
+
+    def epochs(first: int | None) -> list[Any]:
+        torch.manual_seed(1 if first is None else 2)
+        sampler: Any = DistributedSampler(Augmented(), num_replicas=1, rank=0, seed=5)
+        workers: Any = {"num_workers": 1, "persistent_workers": True} if persistent else {}
+        loader: Any = StatefulDataLoader(Remembering(), batch_size=BATCH, sampler=sampler, **workers)
+        extra = {"epoch": 0}
+        training = tsck.TrainingState(dataloader=loader, extra=extra)
+        if first is None:
+            training.put(store, ref="run", step=0)
+        else:
+            training.restore(store, f"run@{first}")
+        found: list[Any] = []
+        for epoch in range(extra["epoch"], 2):
+            extra["epoch"] = epoch
+            sampler.set_epoch(epoch)
+            for batch in loader:
+                found.append(([each.tolist() for each in batch], torch.rand(2).tolist()))
+                if first is None:
+                    training.put(store, ref="run", step=len(found))
+        return found
+
+    expected = epochs(None)
+    assert len(expected) == STEPS
+    for step in (0, 2, 4, 5):
+        assert epochs(step) == expected[step:], step
 
 
 def test_the_numbers_of_a_sample_follow_from_seed_and_epoch_and_not_from_workers_or_ranks() -> None:

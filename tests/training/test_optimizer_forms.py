@@ -119,6 +119,33 @@ def test_an_optimizer_of_fewer_parameters_is_another_one(store: tsck.Store, mome
         TrainingState(model=model, optimizer=fewer).restore(store, "r")
 
 
+@pytest.mark.parametrize("is_new", [False, True])
+def test_an_optimizer_whose_state_grows_is_restored_after_other_numbers_of_steps(store: tsck.Store, is_new: bool) -> None:
+    """LBFGS keeps a list with an entry for each step; a loop that goes back restores into what has stepped on, or begun again."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    training = TrainingState(model=model, optimizer=optimizer)
+
+    def step() -> Any:
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = (model(torch.eye(2)) - 1).square().sum()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)  # type: ignore[no-untyped-call]
+
+    for _ in range(3):
+        step()
+    training.put(store, ref="r", step=3)
+    next_loss = [step() for _ in range(2)][1]
+    if is_new:
+        optimizer.state.clear()
+    step()
+    training.restore(store, "r")
+    assert [step() for _ in range(2)][1] == next_loss
+
+
 # --- ZeroRedundancyOptimizer --------------------------------------------------------------------------------------------
 
 
