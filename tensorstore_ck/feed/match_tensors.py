@@ -14,7 +14,7 @@ from tensorstore_ck.state.fill_in_place import FillTask, is_alias
 from tensorstore_ck.state.load_report import LoadReport
 from tensorstore_ck.state.match_target import is_whole
 from tensorstore_ck.state.restore_into import RestorePlan
-from tensorstore_ck.state.select import Rename, Selection, listed
+from tensorstore_ck.state.select import Rename, Selection, listed, missing_names
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber, group_ranks, share_of
 
 
@@ -42,7 +42,8 @@ def match_tensors(content: SnapshotContent, wanted: Wanted, what: str) -> Matche
         MismatchError: names, shapes or dtypes differ, or a glob of `select` matches nothing.
         UnsupportedValueError: a tensor cannot be followed.
     """
-    tree: Tree | None = parse(content.layout, len(content.values))
+    stored = parse(content.layout, len(content.values))
+    tree: Tree | None = stored
     selection = None if wanted.select is None else Selection(wanted.select)
     if selection is not None and tree is not None:
         selection.require_used(tree)
@@ -55,7 +56,8 @@ def match_tensors(content: SnapshotContent, wanted: Wanted, what: str) -> Matche
     rename = wanted.rename
     if rename is None and isinstance(wanted.into, torch.nn.Module):
         rename = {_extra_prefix([leaf.path for leaf in leaves(tree)], state): ""}
-    plan = RestorePlan(content=content, tree=tree, selection=selection, rename=rename, dtype=wanted.dtype, describer=_describer())
+    is_missing = missing_names(selection, rename, stored)
+    plan = RestorePlan(content=content, tree=tree, is_missing=is_missing, rename=rename, dtype=wanted.dtype, describer=_describer())
     plan.visit(state, "", 0)
     report = LoadReport()
     plan.check(strict=False, report=report, unclaimed=None)

@@ -175,7 +175,7 @@ def retain(
         of_branch = _policies_of(view, refs, instead, glob)
         now_ns = engine.clock()
         judged = {
-            ref: verdicts(view, ref, own.values(), now_ns, added_bytes=ExclusiveBytes(engine, view))
+            ref: verdicts(view, ref, own.values(), now_ns, count_bytes=lambda: ExclusiveBytes(engine, view))
             for ref, own in of_branch.items()
             if own
         }

@@ -16,7 +16,7 @@ from tensorstore_ck.state.load_report import LoadReport, UnclaimedNames
 from tensorstore_ck.state.optimizer_scalars import with_exact_scalars
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.restore_into import RestorePlan, restore_into
-from tensorstore_ck.state.select import Rename, Selection
+from tensorstore_ck.state.select import Rename, Selection, missing_names
 from tensorstore_ck.state.sharded_tensors import describer_of
 
 
@@ -57,7 +57,8 @@ def restore(
         tree = selection.prune(stored) or stored
     if into is not None:
         describer = None if group is None else describer_of(group)
-        plan = RestorePlan(content=content, tree=tree, selection=selection, rename=rename, dtype=dtype, describer=describer)
+        is_missing = missing_names(selection, rename, stored)
+        plan = RestorePlan(content=content, tree=tree, is_missing=is_missing, rename=rename, dtype=dtype, describer=describer)
         return restore_into(into, plan, target_device, strict=strict, report=report, unclaimed=unclaimed)
     wanted: Collection[WantedLeaf] = require_buildable(tree, content, dtype).items()
     if dtype is not None:

@@ -37,7 +37,7 @@ from tensorstore_ck.state.plain_memory import PLAIN, has_memory, is_plain, requi
 from tensorstore_ck.state.rank_shares import RankShare
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.registered_types import encode_torch, registered_class
-from tensorstore_ck.state.select import Rename, Selection, renamer
+from tensorstore_ck.state.select import Rename, renamer
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber, share_of
 from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, regrouped, unwrap_shards
 from tensorstore_ck.state.unsupported_types import advice_for
@@ -82,13 +82,13 @@ class ShareTask(NamedTuple):
 
 
 class RestorePlan:
-    """How the tree of a snapshot is restored into a target."""
+    """How the tree of a snapshot is restored into a target. `is_missing` says it of names in the target that the tree lacks."""
 
     def __init__(
         self,
         content: SnapshotContent,
         tree: Tree,
-        selection: Selection | None,
+        is_missing: Callable[[str], bool],
         rename: Rename | None,
         dtype: torch.dtype | None,
         *,
@@ -104,7 +104,7 @@ class RestorePlan:
         self.tensor_of: Callable[[Leaf], Any]
         self.content = content
         self._tree = tree
-        self._selection = selection
+        self._is_missing = is_missing
         self.dtype = dtype
         self._report = LoadReport()
         self._name = LeafNames().at
@@ -393,6 +393,6 @@ class RestorePlan:
         wrapped = self._stored_at(f"{name}.")
         if isinstance(wrapped, Container) and wrapped.node[0] == "r" and self._below.names(f"{name}.{OUTER_KEY}."):
             return self._mismatch_below(f"{name}.", f"something else here, a {wrapped.node[1]} in the snapshot", target)
-        if self._selection is None or self._selection.fits(name):
+        if self._is_missing(name):
             self._report.missing.append(name)
         return lambda: target

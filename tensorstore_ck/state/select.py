@@ -2,7 +2,9 @@
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves
@@ -80,12 +82,63 @@ def renamer(rename: Rename) -> Callable[[str], str | None]:
 
     def renamed(name: str) -> str:
         for old, new in prefixes:
-            if not old or name == old or name.startswith(old + "."):
-                rest = name if not old else name[len(old) + 1 :]
-                return f"{new}.{rest}" if new and rest else new or rest
+            if _is_below(name, old):
+                return _moved(name, old, new)
         return name
 
     return renamed
+
+
+def _is_below(name: str, prefix: str) -> bool:
+    return not prefix or name == prefix or name.startswith(prefix + ".")
+
+
+def _moved(name: str, old: str, new: str) -> str:
+    rest = name if not old else name[len(old) + 1 :]
+    return f"{new}.{rest}" if new and rest else new or rest
+
+
+def missing_names(selection: Selection | None, rename: Rename | None, stored: Tree) -> Callable[[str], bool]:
+    """Returns whether a name in the target that no selected leaf gets is missing in the snapshot; else `selection` leaves it out.
+
+    `rename` gives names of the snapshot, to which globs apply, other names in the target. What a function of the name would have renamed
+    is unknown: then only names that the snapshot has are left out.
+    """
+    if selection is None:
+        return lambda name: True
+    if rename is None:
+        return selection.fits
+    new_name = renamer(rename)
+
+    @cache
+    def left_out() -> set[str]:
+        names: set[str] = set()
+        for path in (leaf.path for leaf in leaves(stored) if not selection.fits(leaf.path)):
+            name: str | None = path
+            with suppress(Exception):  # a function need not know the names that are not selected
+                name = new_name(path)
+            names.update(_with_containers(name or ""))
+        return names
+
+    def is_missing(name: str) -> bool:
+        if name in left_out():
+            return False
+        return not isinstance(rename, Mapping) or any(map(selection.fits, _former_names(rename, name)))
+
+    return is_missing
+
+
+def _with_containers(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _former_names(rename: Mapping[str, str], name: str) -> Iterator[str]:
+    """The names that `rename` turns into `name`."""
+    new_name = renamer(rename)
+    formers = [_moved(name, new.rstrip("."), old.rstrip(".")) for old, new in rename.items() if _is_below(name, new.rstrip("."))]
+    return (former for former in (*formers, name) if new_name(former) == name)
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

@@ -149,6 +149,10 @@ def test_a_module_with_and_without_the_trainers_prefix(backend: MemoryBackend) -
         torch.nn.init.zeros_(other.weight)
         update(follower(backend).follow(ref, into=other, **options))
         assert equal({"model": other.state_dict()}, {"model": module.state_dict()})
+        other.extra = torch.nn.Parameter(torch.ones(1))
+        with pytest.raises(tsck.MismatchError, match=r"1 missing in the snapshot: .*extra"):
+            follower(backend).follow(ref, into=other, **options).poll()
+        del other.extra
 
 
 def move_back(trainer: tsck.Store) -> None:

@@ -138,6 +138,22 @@ def test_bad_devices(device: Any) -> None:
         restore(stored(STATE), device=device)
 
 
+@pytest.mark.parametrize("rename", [{"model": "net"}, {"model.": "net."}, lambda name: {"model": "net"}[name[:5]] + name[5:]])
+def test_a_renamed_name_that_is_selected_and_missing_is_an_error(rename: Any) -> None:
+    state = {"model": {"a": torch.ones(2)}, "optimizer": {"m": torch.ones(3)}}
+    into: dict[str, Any] = {"net": {"a": torch.zeros(2)}, "optimizer": {"m": torch.zeros(3)}}
+    renamed = {"net": state["model"], "optimizer": {"m": torch.zeros(3)}}
+    if isinstance(rename, dict):  # what a function makes of other names is unknown
+        into["head"] = {"b": torch.zeros(1)}
+        renamed["head"] = {"b": torch.zeros(1)}
+        assert_same(restore(stored(state), into=into, select="model.*", rename=rename), renamed)
+    into["net"]["b"] = torch.zeros(2)
+    with pytest.raises(MismatchError, match=r"1 missing in the snapshot: net\.b"):
+        restore(stored(state), into=into, select="model.*", rename=rename)
+    with pytest.raises(MismatchError, match=r"1 missing in the snapshot: b"):
+        restore(stored(state), into={"a": torch.zeros(2), "b": torch.zeros(2)}, select="model.*", rename={"model": ""})
+
+
 def test_rename_needs_into() -> None:
     with pytest.raises(InvalidOptionError, match="rename needs into="):
         restore(stored(STATE), rename={"a": "b"})

@@ -4,6 +4,7 @@ Each version is a folder of its own, complete before `current`, a link, is renam
 privately, and followed like a model's, so that only what changed is read from the store.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import AlreadyExistsError, MismatchError, UnsupportedValueError
 from tensorstore_ck.feed import Feed, FeedVersion
 from tensorstore_ck.format.record import STORE_KEY
-from tensorstore_ck.format.tree import Tree, parse
+from tensorstore_ck.format.tree import Tree, leaves, parse
 from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, atomic_folder, require_disk_space
 from tensorstore_ck.integrations.exporting.export_snapshot import MAX_FILE_BYTES, chosen
 from tensorstore_ck.integrations.exporting.job import ExportJob
@@ -83,7 +84,7 @@ class FollowedFolder:
             AlreadyExistsError: the folder has something named ``current`` that is no link.
         """
         self._store, self._ref, self._folder = store, ref, os.path.abspath(folder)
-        self._select, self._config_from = select, config_from
+        self._select, self._config_from = None if select is None else list(select), config_from
         self._files: dict[str, np.memmap[Any, Any]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._feed: Feed | None = None
@@ -122,12 +123,13 @@ class FollowedFolder:
         while True:
             info = resolve(self._store, self._ref).info
             snapshot = Snapshot.from_info(info)
-            if snapshot.root == self.root:
+            name = self._name_of(snapshot.root)
+            if snapshot.root == self.root and name == self._current():
                 return None
             refuse_marked(snapshot, self._ref, "move the branch to it")
             content = open_content(self._store, info)
             plan = self._plan(content)
-            target = AtomicTarget(os.path.join(self._folder, snapshot.root[:32]), is_file=False, others=re.compile(".*"))
+            target = AtomicTarget(os.path.join(self._folder, name), is_file=False, others=re.compile(".*"))
             if os.path.exists(os.path.join(target.path, VERSION)):  # the branch was moved back
                 self._forget()  # the feed takes the mapped tensors for the version before
                 break
@@ -135,9 +137,20 @@ class FollowedFolder:
             if followed is None or followed.root == snapshot.root:
                 self._write(content, plan, snapshot, target, is_mapped=followed is not None)
                 break
-        self._publish(os.path.basename(target.path))
+        self._publish(name)
         self._map(plan.prefix)
         return snapshot
+
+    def _name_of(self, root: str) -> str:
+        """The folder of a version: another one where what goes into it was chosen differently."""
+        if self._select is None and self._config_from is None:
+            return root[:32]
+        return hashlib.sha256(json.dumps([root, self._select, self._config_from]).encode()).hexdigest()[:32]
+
+    def _current(self) -> str:
+        """The name of the folder that ``current`` leads to; '' without one."""
+        link = os.path.join(self._folder, CURRENT)
+        return os.path.basename(os.readlink(link)) if os.path.lexists(link) else ""
 
     def _write(self, content: SnapshotContent, plan: _Plan, snapshot: Snapshot, target: AtomicTarget, *, is_mapped: bool) -> None:
         """Writes the folder of a version; `is_mapped`: the mapped tensors are that version."""
@@ -172,7 +185,7 @@ class FollowedFolder:
         """Makes the mapped tensors the newest version and returns it; None if none are mapped, or they are not those of the snapshot."""
         if not self._files and self.root is not None:
             self._map(plan.prefix)
-        if self._files and plan.prefix == self._prefix:
+        if self._files and plan.prefix == self._prefix and self._tensors.keys() <= {leaf.path for leaf in leaves(plan.tree)}:
             if self._feed is None:
                 without_prefix_of_plan = methodcaller("removeprefix", plan.prefix)
                 self._feed = self._store.follow(self._ref, into=self._tensors, select=plan.globs, rename=without_prefix_of_plan)
@@ -198,7 +211,7 @@ class FollowedFolder:
         """Lets ``current`` be the version `name`, and removes old ones."""
         link = os.path.join(self._folder, CURRENT)
         with os_errors("write", link, self._folder):
-            former = os.path.basename(os.readlink(link)) if os.path.lexists(link) else ""
+            former = self._current()
             with suppress(FileNotFoundError):
                 os.unlink(f"{link}.part")
             os.symlink(name, f"{link}.part")

@@ -32,7 +32,10 @@ class Verdict(NamedTuple):
 
 
 def choose(
-    history: Sequence[KeepCandidate], policies: Sequence[Policy], now_ns: int, added_bytes: Callable[[SnapshotInfo], int] | None = None
+    history: Sequence[KeepCandidate],
+    policies: Sequence[Policy],
+    now_ns: int,
+    count_bytes: Callable[[], Callable[[SnapshotInfo], int]] | None = None,
 ) -> list[Verdict]:
     """The fate of each snapshot of a branch.
 
@@ -41,8 +44,8 @@ def choose(
         policies: The policies of this branch. A snapshot stays if any policy keeps it. Without a rule that keeps something, every snapshot
         stays.
         now_ns: The time.
-        added_bytes: Returns the bytes that a snapshot adds to those it was called with before. Called with the snapshots that certainly
-        stay, then with those that rules keep, newest first. None: byte limits are ignored.
+        count_bytes: Called for each policy with a byte limit. Its result returns the bytes that a snapshot adds to those it was called with
+        before: the snapshots that certainly stay, then those that rules keep, newest first. None: byte limits are ignored.
     """
     policies = [policy for policy in policies if policy.keeps]
     if not history or not policies:
@@ -53,7 +56,7 @@ def choose(
     for policy in policies:
         kept = _kept(history, policy, now_ns)
         newest_first = [candidate.info for candidate in reversed(history)]
-        for ulid, limit in _beyond(newest_first, policy, kept.keys(), certain, now_ns=now_ns, added_bytes=added_bytes):
+        for ulid, limit in _beyond(newest_first, policy, kept.keys(), certain, now_ns=now_ns, count_bytes=count_bytes):
             if ulid not in certain:
                 del kept[ulid]
                 gone[ulid] = limit
@@ -156,7 +159,7 @@ def _beyond(
     certain: Collection[Ulid],
     *,
     now_ns: int,
-    added_bytes: Callable[[SnapshotInfo], int] | None,
+    count_bytes: Callable[[], Callable[[SnapshotInfo], int]] | None,
 ) -> Iterator[tuple[Ulid, str]]:
     """The snapshots of `kept` beyond the limits of a policy, with the limit; some may be in `certain`."""
     left: list[SnapshotInfo] = []
@@ -166,7 +169,8 @@ def _beyond(
                 yield info.ulid, "expire_after"
             elif info.ulid not in certain:
                 left.append(info)
-    if policy.max_bytes and added_bytes is not None:
+    if policy.max_bytes and count_bytes is not None:
+        added_bytes = count_bytes()
         total = sum(added_bytes(info) for info in newest_first if info.ulid in certain)
         for info in left:
             total += added_bytes(info)

@@ -43,10 +43,10 @@ def verdicts(
     now_ns: int,
     *,
     coming: SnapshotInfo | None = None,
-    added_bytes: Callable[[SnapshotInfo], int] | None = None,
+    count_bytes: Callable[[], Callable[[SnapshotInfo], int]] | None = None,
 ) -> list[Verdict]:
     """The fate of each snapshot of a branch, oldest first. `coming`: the snapshot that the next entry will publish."""
-    return choose(candidates(view, ref, coming), list(policies), now_ns, added_bytes)
+    return choose(candidates(view, ref, coming), list(policies), now_ns, count_bytes)
 
 
 def candidates(view: RefTable, ref: str, coming: SnapshotInfo | None = None) -> list[KeepCandidate]:

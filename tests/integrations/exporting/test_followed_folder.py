@@ -119,6 +119,18 @@ def test_transformers_loads_each_version(backend: MemoryBackend, tmp_path: Path)
                 parameter.view(-1)[:: 97 + step] += 0.5
 
 
+def test_another_selection_is_another_version(backend: MemoryBackend, tmp_path: Path) -> None:
+    trainer, state = open_store(backend), first_state()
+    save(trainer, state, 0)
+    for select, names in (None, {*state["model"]}), (["model.bias"], {"bias"}), (["model.layers.*"], {*state["model"]} - {"bias"}):
+        with FollowedFolder(follower(backend), REF, str(tmp_path), select=select) as folder:
+            assert folder.update() is not None
+            assert equal(read(tmp_path), {"model": {name: state["model"][name] for name in names}})
+            assert folder.update() is None
+    with pytest.raises(tsck.MismatchError, match="nothing in the snapshot fits 'modle"):
+        FollowedFolder(follower(backend), REF, str(tmp_path), select=["modle.*"]).update()
+
+
 def test_what_lies_there_already_is_refused(backend: MemoryBackend, tmp_path: Path) -> None:
     (tmp_path / "current").mkdir()
     with pytest.raises(tsck.errors.AlreadyExistsError, match="no link"):

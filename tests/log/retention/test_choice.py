@@ -135,7 +135,7 @@ def test_rules_keep_what_a_naive_reading_keeps(history: list[KeepCandidate], sev
 @settings(max_examples=effort(80, 1000))
 @given(histories(), policies())
 def test_limits_take_the_oldest_and_never_what_is_certain(history: list[KeepCandidate], policy: Policy) -> None:
-    found = choose(history, [policy], NOW * NS, lambda info: info.new_bytes)
+    found = choose(history, [policy], NOW * NS, lambda: lambda info: info.new_bytes)
     assert certain(history) <= staying(found)
     within = kept_naively(history, policy) - certain(history)
     if policy.expire_after:

@@ -123,6 +123,16 @@ def test_bytes_are_a_limit(store: tsck.Store) -> None:
     assert steps(store)[-1] == 8
 
 
+def test_each_policy_counts_its_limit_of_bytes_from_zero(store: tsck.Store) -> None:
+    put(store, *range(1, 9))
+    limit = store.usage().stored_bytes // 2
+    alone = store.apply_policies(dry_run=True, rules={"keep_last": 100, "max_bytes": limit})
+    store.set_policy("runs/*", keep_last=100, max_bytes=limit)
+    store.set_policy("*", keep_last=100, max_bytes=limit)
+    assert alone.going > 0
+    assert store.apply_policies(dry_run=True).going == alone.going
+
+
 def test_metrics_that_come_later_count(store: tsck.Store) -> None:
     put(store, 1, 2, 3, 4, 5)
     store.annotate("runs/gpt@2", {"loss": 0.1})
