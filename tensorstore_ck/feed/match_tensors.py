@@ -56,7 +56,7 @@ def match_tensors(content: SnapshotContent, wanted: Wanted, what: str) -> Matche
     rename = wanted.rename
     if rename is None and isinstance(wanted.into, torch.nn.Module):
         rename = {_extra_prefix([leaf.path for leaf in leaves(tree)], state): ""}
-    is_missing = missing_names(selection, rename, stored)
+    is_missing = None if selection is None else missing_names(selection, rename, stored)
     plan = RestorePlan(content=content, tree=tree, is_missing=is_missing, rename=rename, dtype=wanted.dtype, describer=_describer())
     plan.visit(state, "", 0)
     report = LoadReport()

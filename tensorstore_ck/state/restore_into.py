@@ -82,13 +82,13 @@ class ShareTask(NamedTuple):
 
 
 class RestorePlan:
-    """How the tree of a snapshot is restored into a target. `is_missing` says it of names in the target that the tree lacks."""
+    """How the tree of a snapshot is restored into a target. `is_missing` says it of names in the target that the tree lacks; None: all are."""
 
     def __init__(
         self,
         content: SnapshotContent,
         tree: Tree,
-        is_missing: Callable[[str], bool],
+        is_missing: Callable[[str], bool] | None,
         rename: Rename | None,
         dtype: torch.dtype | None,
         *,
@@ -393,6 +393,6 @@ class RestorePlan:
         wrapped = self._stored_at(f"{name}.")
         if isinstance(wrapped, Container) and wrapped.node[0] == "r" and self._below.names(f"{name}.{OUTER_KEY}."):
             return self._mismatch_below(f"{name}.", f"something else here, a {wrapped.node[1]} in the snapshot", target)
-        if self._is_missing(name):
+        if self._is_missing is None or self._is_missing(name):
             self._report.missing.append(name)
         return lambda: target

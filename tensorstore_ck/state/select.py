@@ -98,14 +98,12 @@ def _moved(name: str, old: str, new: str) -> str:
     return f"{new}.{rest}" if new and rest else new or rest
 
 
-def missing_names(selection: Selection | None, rename: Rename | None, stored: Tree) -> Callable[[str], bool]:
+def missing_names(selection: Selection, rename: Rename | None, stored: Tree) -> Callable[[str], bool]:
     """Returns whether a name in the target that no selected leaf gets is missing in the snapshot; else `selection` leaves it out.
 
     `rename` gives names of the snapshot, to which globs apply, other names in the target. What a function of the name would have renamed
     is unknown: then only names that the snapshot has are left out.
     """
-    if selection is None:
-        return lambda name: True
     if rename is None:
         return selection.fits
     new_name = renamer(rename)
