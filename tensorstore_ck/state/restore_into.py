@@ -82,7 +82,7 @@ class ShareTask(NamedTuple):
 
 
 class RestorePlan:
-    """How the tree of a snapshot is restored into a target. `is_missing` says it of names in the target that the tree lacks; None: all are."""
+    """How the tree of a snapshot is restored into a target. `is_missing`: of names that only the target has; None: all of them are."""
 
     def __init__(
         self,
