@@ -115,7 +115,7 @@ def missing_names(selection: Selection, rename: Rename | None, stored: Tree) -> 
             name: str | None = path
             with suppress(Exception):  # a function need not know the names that are not selected
                 name = new_name(path)
-            names.update(_with_containers(name or ""))
+            names.update(_with_containers(name or path))
         return names
 
     def is_missing(name: str) -> bool:
