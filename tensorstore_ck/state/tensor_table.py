@@ -6,6 +6,7 @@ more, in garbage collection, than the queries to torch. The save makes `TensorSp
 """
 
 import ctypes
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -335,13 +336,6 @@ def _address_of(source: ByteSource) -> int:
 MAX_LAYOUTS: Final = 4
 
 
-class _KeptLayout(NamedTuple):
-    key: tuple[object, ...]
-    layout: Layout
-    derived: dict[object, Any]
-    """See `CapturedState`."""
-
-
 class RecentLayouts:
     """The layouts of a handle's last saves, with what is derived from them.
 
@@ -349,8 +343,8 @@ class RecentLayouts:
     """
 
     def __init__(self) -> None:
-        self._kept: list[_KeptLayout] = []
-        """The last one first. A list never changes: threads that save at the same time read it."""
+        self._kept: OrderedDict[tuple[object, ...], tuple[Layout, dict[object, Any]]] = OrderedDict()
+        """The last one last; each with its `CapturedState.derived`."""
 
     def reuse(self, captured: CapturedState) -> CapturedState:
         """The same state; with an equal layout that is kept, if there is one. Keeps its own layout otherwise.
@@ -362,9 +356,10 @@ class RecentLayouts:
         if not isinstance(specs, TensorSpecs):
             return captured._replace(own=own)
         # The tree as bytes: 1, 1.0 and True are equal keys of a dict, but different ones of a layout.
-        kinds = specs.kinds, specs.kind_numbers.tobytes()
-        key = (specs.names, *kinds, pack_body(layout.tree), layout.storages, layout.meshes, layout.spreads)
-        recent = self._kept
-        found = next((kept for kept in recent if kept.key == key), _KeptLayout(key, layout, {}))
-        self._kept = [found, *(kept for kept in recent if kept is not found)][:MAX_LAYOUTS]
-        return captured._replace(layout=found.layout, derived=found.derived, own=own)
+        kinds, spreads = (tuple(specs.kinds), specs.kind_numbers.tobytes()), (tuple(layout.meshes), tuple(layout.spreads))
+        key = (tuple(specs.names), kinds, pack_body(layout.tree), tuple(layout.storages), spreads)
+        # Of threads that save at the same time each may keep a layout of its own: the last one counts.
+        layout, derived = self._kept[key] = self._kept.pop(key, (layout, {}))
+        if len(self._kept) > MAX_LAYOUTS:
+            self._kept.popitem(last=False)
+        return captured._replace(layout=layout, derived=derived, own=own)

@@ -33,8 +33,8 @@ class Weight(NamedTuple):
 
 
 HEAVIEST = {
-    "put_snapshot": Weight(62, 445, 1190),
-    "put_snapshot_async": Weight(66, 515, 1330),
+    "put_snapshot": Weight(61, 415, 1170),
+    "put_snapshot_async": Weight(65, 490, 1310),
     "checkout": Weight(41, 265, 1420),
     "checkout into": Weight(48, 305, 2000),
 }
@@ -50,7 +50,7 @@ MOST_LINES = {
     "chunker": 100,
     "cli": 6000,
     "common": 3200,
-    "engine": 5400,
+    "engine": 5300,
     "errors": 400,
     "events": 300,
     "feed": 1200,

@@ -6,7 +6,7 @@ A block that is written is always hashed by the host, from the bytes that are wr
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 from typing import Final
 
 from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid
@@ -71,11 +71,9 @@ class DedupIndex:
             rows = {block: row for block in blocks if (row := rows_of_part.get(block)) is not None}
             if not rows:
                 continue  # after a save of many more ranks, most parts
-            found = locations_of(part, places.packs, places.extents, list(rows.values()))
-            known |= {block: location for block, location in zip(rows, found, strict=True) if location and self._is_usable(location)}
+            known |= self._usable(zip(rows, locations_of(part, places.packs, places.extents, list(rows.values())), strict=True))
         if self._elsewhere and len(known) < len(blocks):
-            others = self._engine.index.find([block for block in blocks if block not in known])
-            known |= {block: location for block, location in others.items() if self._is_usable(location)}
+            known |= self._usable(self._engine.index.find([block for block in blocks if block not in known]).items())
         return known
 
     @property
@@ -83,13 +81,19 @@ class DedupIndex:
         """The parts of the parent that were read, and where their blocks are."""
         return self._parts
 
-    def _is_usable(self, location: Location) -> bool:
-        for place in chain_of(location) if location.bases else (location,):
-            if place.pack not in self._usable_bytes:
-                self._usable_bytes[place.pack] = self._bytes_of(place.pack)
-            if place.offset + place.stored > self._usable_bytes[place.pack]:
-                return False
-        return True
+    def _usable(self, found: Iterable[tuple[Digest, Location | None]]) -> dict[Digest, Location]:
+        """The blocks that lie, with their bases, in packs that may be relied on."""
+        usable: dict[Digest, Location] = {}
+        for block, location in found:
+            for place in () if location is None else chain_of(location) if location.bases else (location,):
+                if place.pack not in self._usable_bytes:
+                    self._usable_bytes[place.pack] = self._bytes_of(place.pack)
+                if place.offset + place.stored > self._usable_bytes[place.pack]:
+                    break
+            else:
+                if location is not None:
+                    usable[block] = location
+        return usable
 
     def _bytes_of(self, pack: Ulid) -> int:
         """The pack's size; 0 if it is condemned, lost (later snapshots must not rely on it), or was repacked.

@@ -209,11 +209,10 @@ def write_tensors(
     writer = RunWriter(
         captured, packs, sample, ids, coding=coding, earlier=earlier, masters=masters, computed=computed, must_agree=must_agree
     )
-    threads = cpu_threads() + 1
+    threads, runs = cpu_threads() + 1, list[list[TensorBlock]]()
     first_and_last: tuple[list[TensorBlock], list[TensorBlock]] = ([], [])  # weights come after their masters
     for block in blocks:
         first_and_last[block.tensor in writer.weights].append(block)
-    runs = list[list[TensorBlock]]()
     for several in filter(None, first_and_last):
         run_bytes = sum(map(attrgetter("size_bytes"), several)) // (RUNS_A_THREAD * threads)
         run_bytes = min(max(run_bytes, MIN_RUN_BYTES), MAX_RUN_BYTES)
@@ -315,10 +314,12 @@ class RunWriter:
 
     def store(self, blocks: Sequence[TensorBlock]) -> None:
         """Stores the blocks of a run, in order."""
-        weights = [block for block in blocks if block.tensor in self.weights]
-        if self.masters is not None and any(self.ids[each.row] is ZERO_DIGEST for one in weights for each in self.masters.blocks(one)):
-            self.deferred.append(blocks)
-            return
+        masters, weights = self.masters, list[TensorBlock]()
+        if masters is not None:
+            weights = [block for block in blocks if block.tensor in self.weights]
+            if any(self.ids[each.row] is ZERO_DIGEST for one in weights for each in masters.blocks(one)):
+                self.deferred.append(blocks)
+                return
         buffers: list[Buffer] = []
         for block in blocks:
             data = self._read(block.tensor, block.start, block.stop)

@@ -1,4 +1,4 @@
-"""The last step of every save: one log entry publishes what is durable already.
+"""The last steps of every save: its record becomes durable, then one log entry publishes it. Its packs and parts are durable already.
 
     packs -> parts -> record -> log entry
 

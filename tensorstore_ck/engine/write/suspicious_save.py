@@ -6,7 +6,7 @@ of another step than the weights. Each rank examines its own part (`compare_pare
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -79,24 +79,20 @@ class SaveFindings:
         counts = {str(name): StepCounts(**fields) for name, fields in take(record, "counts", dict).items()}
         return cls(**{**record, "counts": counts})
 
+    def merge(self, other: "SaveFindings") -> None:
+        """Adds the findings of another rank."""
+        self.has_moved |= other.has_moved
+        self.had_moved |= other.had_moved
+        self.elements += other.elements
+        self.non_finite += other.non_finite
+        self.non_finite_moved += other.non_finite_moved
+        for name, counts in other.counts.items():
+            self.counts.setdefault(name, counts).merge(counts)
+
     @property
     def finiteness(self) -> Finiteness:
         """The finiteness of the sample."""
         return Finiteness(self.elements, self.non_finite)
-
-
-def merged(several: Sequence[SaveFindings]) -> SaveFindings:
-    """The findings of all ranks together."""
-    if len(several) == 1:
-        return several[0]
-    findings = SaveFindings(any(rank.has_moved for rank in several), any(rank.had_moved for rank in several))
-    for rank in several:
-        findings.elements += rank.elements
-        findings.non_finite += rank.non_finite
-        findings.non_finite_moved += rank.non_finite_moved
-        for name, counts in rank.counts.items():
-            findings.counts.setdefault(name, counts).merge(counts)
-    return findings
 
 
 def judge(engine: Engine, view: RefTable, findings: SaveFindings, request: SaveRequest) -> None:

@@ -30,7 +30,7 @@ from tensorstore_ck.engine.write.publish import (
     record_of,
 )
 from tensorstore_ck.engine.write.request import SaveRequest
-from tensorstore_ck.engine.write.suspicious_save import SaveFindings, judge, merged
+from tensorstore_ck.engine.write.suspicious_save import SaveFindings, judge
 from tensorstore_ck.engine.write.write_plan import only_author
 from tensorstore_ck.errors import NoSpaceError, SnapshotExpiredError, StoreError, UndecidedError
 from tensorstore_ck.format.record import Record, with_store_metadata
@@ -262,7 +262,9 @@ def commit(
         ConflictError: the ref is elsewhere; nothing is visible.
         UndecidedError: the backend went away in the middle of the commit.
     """
-    engine, found = destination.engine, merged(findings)
+    engine, (found, *others) = destination.engine, findings
+    for rank_findings in others:
+        found.merge(rank_findings)
     judge(engine, view, found, request)
     if found.non_finite:
         request = request._replace(metadata=with_store_metadata(request.metadata, {"non_finite": found.finiteness.share}))
