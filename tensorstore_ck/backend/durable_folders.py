@@ -3,20 +3,28 @@
 The entries of folders are synced once per process, all of one folder together. A failed fsync is final: the kernel may report success next
 time without writing anything. So the folder is changed before it is synced again. Folders are not removed: a handle would not know that
 another one made a folder of the same name again.
+
+On a disk of this host all syncs of one object run at once: one commit of the filesystem's journal serves them (on ext4 4.7 ms instead of 20
+for a file and two folders). Their order does not matter: nobody knows the object's name yet, or the file was synced before it got its name.
+They run one after another while another thread syncs an object: the journal commits both together anyway, and threads cost CPU time.
 """
 
 import contextlib
 import errno
+import operator
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
+from io import FileIO
 from typing import Final
 
+from tensorstore_ck.backend.local_io import is_disk_of_this_host
 from tensorstore_ck.backend.local_modes import make_as_owner, make_folder
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
-from tensorstore_ck.common.threads import ProcessLock
+from tensorstore_ck.common.threads import ProcessLock, for_each
 
 TEMPORARY_PREFIX: Final = ".tmp-"
 NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -35,28 +43,50 @@ class DurableFolders:
         self._durable: set[str] = set()
         self._failed: set[str] = set()
         self._locks: dict[str, ProcessLock] = {}
+        self._is_on_disk: bool | None = None  # until the first sync
+        self._syncing: set[int] = set()
+        """The threads in `sync_way`."""
 
     def __getstate__(self) -> dict[str, object]:
-        """Without locks, which no other process needs."""
-        return {**self.__dict__, "_locks": {}}
+        """Without locks, which no other process needs, and what is known of this host and its threads."""
+        return {**self.__dict__, "_locks": {}, "_is_on_disk": None, "_syncing": set()}
 
-    def sync_way(self, folder: str) -> None:
-        """Makes a new entry in `folder` durable, and the entries of the folders on the way from the root.
+    def sync_file(self, fd: int) -> None:
+        """Makes a file durable that has no name yet, or gets another one."""
+        if self._sync:
+            os.fsync(fd)
+
+    def sync_way(self, folder: str, fd: int | None = None) -> None:
+        """Makes a new entry in `folder` durable, the entries of the folders on the way from the root, and the file `fd`.
 
         Those on the way are synced once per process, even if another process made them: it may have died before it synced them.
         """
         if not self._sync:
             return
+        syncs: list[Callable[[], None]] = [partial(self.sync, folder)]
         durable = set(self._subfolders(folder) if folder == self._root else ())  # those that were there before the fsync
-        self.sync(folder)
         while folder not in self._durable:
             durable.add(folder)
             if folder == self._root:
-                self._sync_root_entry()
+                syncs.append(self._sync_root_entry)
                 break
             folder = os.path.dirname(folder)
             durable.update(self._subfolders(folder))
-            self.sync(folder)
+            syncs.append(partial(self.sync, folder))
+        if self._is_on_disk is None:
+            self._is_on_disk = is_disk_of_this_host(os.stat(self._root, dir_fd=self.at))
+        at_once, thread = self._is_on_disk and not self._syncing, threading.get_ident()
+        if fd is not None:
+            syncs.insert(0, partial(_sync_and_close, FileIO(os.dup(fd))) if at_once else partial(os.fsync, fd))
+        try:
+            self._syncing.add(thread)
+            if at_once:
+                for_each(syncs, operator.call, len(syncs))
+            else:
+                for sync in syncs:
+                    sync()
+        finally:
+            self._syncing.discard(thread)
         self._durable.update(durable)  # not before: a folder is durable once the root's entry is, and that may fail
 
     def sync_all(self, folder: str) -> None:
@@ -132,3 +162,9 @@ class DurableFolders:
         os.close(os.open(temporary, NEW, FILE_MODE, dir_fd=self.at))
         with contextlib.suppress(OSError):  # `list_uploads` finds it
             os.unlink(temporary, dir_fd=self.at)
+
+
+def _sync_and_close(file: FileIO) -> None:
+    """Syncs a file of its own: if Ctrl-C is pressed twice, this goes on when the caller has closed its one, and the number is another's."""
+    with file:
+        os.fsync(file.fileno())

@@ -108,12 +108,7 @@ class LocalBackend(Backend):
     def put(self, name: str, data: Buffer) -> None:
         path = self._path(name)
         try:
-            self._write_file(path, data)
-            try:
-                self._folders.sync_way(os.path.dirname(path))
-            except BaseException:
-                self._unlink_quietly(path)
-                raise
+            self._write_file(path, data, partial(self._folders.sync_way, os.path.dirname(path)))
         except OSError as exc:
             raise store_error(exc, "write", name, self.url) from exc
 
@@ -165,8 +160,9 @@ class LocalBackend(Backend):
         path = self._path(name)
         temporary = f"{os.path.dirname(path)}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
 
-        def give_name() -> None:
+        def seal(fd: int) -> None:
             try:
+                self._folders.sync_file(fd)
                 os.link(temporary, path, src_dir_fd=self._folders.at, dst_dir_fd=self._folders.at, follow_symlinks=False)
                 self._folders.sync_way(os.path.dirname(path))
             except FileNotFoundError as exc:  # another process deleted our temporary as a leftover
@@ -174,7 +170,7 @@ class LocalBackend(Backend):
             finally:
                 self._unlink_quietly(temporary)
 
-        return self._writer(temporary, name, give_name)
+        return self._writer(temporary, name, seal)
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
@@ -196,7 +192,7 @@ class LocalBackend(Backend):
     def close(self) -> None:
         """Nothing stays open between calls."""
 
-    def _writer(self, path: str, name: str, give_name: Callable[[], object]) -> ObjectWriter:
+    def _writer(self, path: str, name: str, seal: Callable[[int], None]) -> ObjectWriter:
         try:
             fd = self._open_new(path)
             try:
@@ -209,7 +205,7 @@ class LocalBackend(Backend):
         except OSError as exc:
             raise store_error(exc, "write", name, self.url) from exc
         kind = DirectWriter if is_direct else LocalWriter
-        return kind(fd, name, self.url, sync=self._sync, give_name=give_name, unlink=partial(self._unlink_quietly, path))
+        return kind(fd, name, self.url, seal=seal, unlink=partial(self._unlink_quietly, path))
 
     def _path(self, name: str) -> str:
         if not NAME.fullmatch(name):
@@ -229,14 +225,13 @@ class LocalBackend(Backend):
         inherit_from_root(fd, self._root)
         return fd
 
-    def _write_file(self, path: str, data: Buffer) -> None:
-        """Writes a new file, and syncs it; its entry is not durable yet."""
+    def _write_file(self, path: str, data: Buffer, seal: Callable[[int], None]) -> None:
+        """Writes a new file; `seal` makes it durable."""
         fd = self._open_new(path)
         try:
             try:
                 write_at(fd, byte_views([data]), 0)
-                if self._sync:
-                    os.fsync(fd)
+                seal(fd)
             finally:
                 os.close(fd)
         except BaseException:
@@ -245,7 +240,7 @@ class LocalBackend(Backend):
 
     def _write_temporary(self, path: str, data: Buffer) -> str:
         temporary = f"{os.path.dirname(path)}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
-        self._write_file(temporary, data)
+        self._write_file(temporary, data, self._folders.sync_file)
         return temporary
 
     def _unlink_quietly(self, path: str) -> None:

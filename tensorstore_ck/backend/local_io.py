@@ -78,9 +78,14 @@ def start_write_back(fd: int, offset: int, size: int) -> None:
         call(fd, offset, size, _SYNC_FILE_RANGE_WRITE)
 
 
+def is_disk_of_this_host(status: os.stat_result) -> bool:
+    """Whether a file is on a disk of this host: not in memory, and not on a network filesystem."""
+    return os.major(status.st_dev) != 0
+
+
 def use_direct(fd: int) -> bool:
     """Switches a file on a disk of this host to O_DIRECT; in memory or over a network that would only cost a copy."""
-    if os.major(os.fstat(fd).st_dev) == 0 or not hasattr(os, "O_DIRECT"):  # no device: in memory, or over a network
+    if not is_disk_of_this_host(os.fstat(fd)) or not hasattr(os, "O_DIRECT"):
         return False
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)

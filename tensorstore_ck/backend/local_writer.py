@@ -38,15 +38,12 @@ WINDOW_BYTES: Final = 8 << 20
 class LocalWriter:
     """See `ObjectWriter`."""
 
-    def __init__(
-        self, fd: int, name: str, folder: str, *, sync: bool, give_name: Callable[[], object], unlink: Callable[[], object]
-    ) -> None:
-        """`folder`: a folder on the same disk. `give_name` makes the written file durable under its name; `unlink` removes it."""
+    def __init__(self, fd: int, name: str, folder: str, *, seal: Callable[[int], None], unlink: Callable[[], object]) -> None:
+        """`folder`: a folder on the same disk. `seal` makes the file durable under its name; `unlink` removes it."""
         self._fd = fd
         self._name = name
         self._folder = folder
-        self._sync = sync
-        self._give_name = give_name
+        self._seal = seal
         self._unlink = unlink
         self._state = Changes()
         self._open = True
@@ -86,11 +83,9 @@ class LocalWriter:
             self._finish()
             fd, self._fd = self._fd, -1
             try:
-                if self._sync:
-                    os.fsync(fd)
+                self._seal(fd)
             finally:
                 os.close(fd)
-            self._give_name()
         except OSError as exc:
             raise store_error(exc, "write", self._name, self._folder) from exc
         self._sealed = True
@@ -137,10 +132,8 @@ class _WriteWindow:
 class DirectWriter(LocalWriter):
     """A `LocalWriter` over a descriptor in O_DIRECT mode."""
 
-    def __init__(
-        self, fd: int, name: str, folder: str, *, sync: bool, give_name: Callable[[], object], unlink: Callable[[], object]
-    ) -> None:
-        super().__init__(fd, name, folder, sync=sync, give_name=give_name, unlink=unlink)
+    def __init__(self, fd: int, name: str, folder: str, *, seal: Callable[[int], None], unlink: Callable[[], object]) -> None:
+        super().__init__(fd, name, folder, seal=seal, unlink=unlink)
         self._windows: dict[int, _WriteWindow] = {}
         self._spare: list[mmap.mmap] = []
 

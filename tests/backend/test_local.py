@@ -2,22 +2,26 @@
 
 import os
 import stat
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tensorstore_ck.backend import local
+from tensorstore_ck.backend import durable_folders, local
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.local_writer import WINDOW_BYTES, DirectWriter
+from tensorstore_ck.common import threads
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     CorruptObjectError,
     InvalidUrlError,
     StoreError,
 )
+from tests.effort import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -53,6 +57,11 @@ def calls(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
         paths[fd] = path
         return fd
 
+    def dup(fd: int, real: Callable[[int], int] = os.dup) -> int:
+        copy = real(fd)
+        paths[copy] = paths[fd]
+        return copy
+
     def fsync(fd: int, real: Callable[[int], None] = os.fsync) -> None:
         seen.append(f"fsync {show(paths[fd])}")
         real(fd)
@@ -77,12 +86,14 @@ def calls(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
         return real(fd, *args)
 
     monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "dup", dup)
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "pwritev", pwritev)
     monkeypatch.setattr(os, "link", two("link", os.link))
     monkeypatch.setattr(os, "replace", two("rename", os.replace))
     monkeypatch.setattr(os, "mkdir", one("mkdir", os.mkdir))
     monkeypatch.setattr(os, "unlink", one("unlink", os.unlink))
+    monkeypatch.setattr(durable_folders, "for_each", lambda tasks, work, _: [*map(work, tasks)])  # in the order in which they are begun
     return seen
 
 
@@ -158,6 +169,105 @@ def _mapping_flags(address: int) -> set[str]:
 def test_replace_syncs_before_it_renames(backend: LocalBackend, calls: list[str]) -> None:
     backend.replace("log/0/1", b"x")
     assert calls == [*MADE_FOLDERS, "write log/0/TMP", "fsync log/0/TMP", "rename log/0/TMP log/0/1", *SYNCED_FOLDERS]
+
+
+@pytest.mark.parametrize("write", ["put", "writer"])
+def test_all_syncs_of_an_object_on_a_disk_run_at_once(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, write: str) -> None:
+    monkeypatch.setattr(durable_folders, "is_disk_of_this_host", lambda _: True)
+    backend.put("log/1", b"x")
+    syncs = threading.Barrier(2)  # the file and its folder
+
+    def fsync(_: int) -> None:
+        syncs.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    open_files = os.listdir("/proc/self/fd")
+    if write == "put":
+        backend.put("log/2", b"x")
+    else:
+        backend.open_writer("log/2").close()
+    assert names(backend) == {"log/1", "log/2"}
+    assert os.listdir("/proc/self/fd") == open_files
+
+
+def test_syncs_run_one_after_another_while_another_object_is_synced(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable_folders, "is_disk_of_this_host", lambda _: True)
+    at_once: list[str] = []
+    is_syncing, goes_on = threading.Event(), threading.Event()
+
+    def for_each(*args: Any, real: Callable[..., None] = threads.for_each) -> None:
+        at_once.append(threading.current_thread().name)
+        real(*args)
+
+    def fsync(fd: int, real: Callable[[int], None] = os.fsync) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("/slow"):
+            is_syncing.set()
+            assert goes_on.wait(PATIENCE_SECONDS)
+        real(fd)
+
+    monkeypatch.setattr(durable_folders, "for_each", for_each)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with ThreadPoolExecutor(1, "other") as executor:
+        put = executor.submit(backend.put, "packs/slow", b"x")
+        assert is_syncing.wait(PATIENCE_SECONDS)
+        backend.put("log/1", b"x")
+        goes_on.set()
+        put.result(PATIENCE_SECONDS)
+    assert at_once == ["other_0"]
+    backend.put("log/2", b"x")
+    assert at_once == ["other_0", threading.current_thread().name]
+
+
+def test_a_sync_that_goes_on_after_ctrl_c_syncs_no_other_file(
+    backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C does not wait for the threads."""
+    synced, goes_on, helpers = list[int](), threading.Event(), list[threading.Thread]()
+
+    def for_each(tasks: list[Callable[[], None]], work: Callable[[Any], None], _: int) -> None:
+        def sync() -> None:
+            assert goes_on.wait(PATIENCE_SECONDS)
+            for task in tasks:
+                work(task)
+
+        helpers.append(threading.Thread(target=sync))
+        helpers[0].start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(durable_folders, "is_disk_of_this_host", lambda _: True)
+    monkeypatch.setattr(durable_folders, "for_each", for_each)
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    writer = backend.open_writer("log/1")
+    inode = os.stat(f"{backend.url}/log/1").st_ino
+    with pytest.raises(KeyboardInterrupt):
+        writer.close()
+    with (tmp_path / "other").open("wb") as other:  # with the number that was closed
+        goes_on.set()
+        helpers[0].join()
+        assert inode in synced
+        assert os.fstat(other.fileno()).st_ino not in synced
+
+
+def test_a_folder_that_does_not_answer_holds_up_no_other_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a store asks which filesystem it is on."""
+    hung, other = LocalBackend(str(tmp_path / "hung")), LocalBackend(str(tmp_path / "other"))
+    is_asked, answers = threading.Event(), threading.Event()
+
+    def is_disk(status: os.stat_result) -> bool:
+        if os.path.samestat(status, os.stat(hung.url)):
+            is_asked.set()
+            assert answers.wait(PATIENCE_SECONDS)
+        return False
+
+    monkeypatch.setattr(durable_folders, "is_disk_of_this_host", is_disk)
+    with ThreadPoolExecutor(2) as executor:
+        put = executor.submit(hung.put, "x", b"x")
+        assert is_asked.wait(PATIENCE_SECONDS)
+        try:
+            executor.submit(other.put, "x", b"x").result(PATIENCE_SECONDS / 2)
+        finally:
+            answers.set()
+        put.result()
 
 
 def test_folders_that_another_process_made_are_synced_too(backend: LocalBackend, calls: list[str], root: Path) -> None:

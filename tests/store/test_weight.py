@@ -131,6 +131,7 @@ def trained(tmp_path: Path) -> Iterator[tuple[tsck.Store, Callable[[], Any]]]:
 def test_no_operation_takes_more_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})  # neither the number of cores nor the filesystem makes a difference
     monkeypatch.setattr("tensorstore_ck.backend.local.use_direct", lambda _: False)
+    monkeypatch.setattr("tensorstore_ck.backend.durable_folders.is_disk_of_this_host", lambda _: False)
     monkeypatch.setattr("tensorstore_ck.log.watermark.SAVE_SECONDS", float("inf"))  # nor does how long it takes
     with trained(tmp_path) as (store, step):
         state = step()

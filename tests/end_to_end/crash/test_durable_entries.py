@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.backend import Created
+from tensorstore_ck.backend import Created, durable_folders
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.errors import BackendUnavailableError
 
@@ -48,6 +48,8 @@ class Disk:
 @pytest.mark.parametrize("failing_share", [0, 0.2])
 @pytest.mark.parametrize("seed", range(20))
 def test_random_writes_beside_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, failing_share: float) -> None:
+    """One sync after another, so that the seed decides all that happens."""
+    monkeypatch.setattr(durable_folders, "is_disk_of_this_host", lambda _: False)
     disk, chance, root = Disk(monkeypatch), random.Random(seed), tmp_path / "store"
     removes = seed % 2 == 1  # a handle does not know that another one made a removed folder again
     ours = [LocalBackend(str(root)) for _ in range(1 if removes else 2)]
@@ -82,7 +84,8 @@ def test_random_writes_beside_other_processes(tmp_path: Path, monkeypatch: pytes
             assert disk.lost(root / name, tmp_path) == []
 
 
-def test_folders_are_synced_where_they_have_new_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_are_synced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable_folders, "is_disk_of_this_host", lambda _: True)
     disk, root = Disk(monkeypatch), tmp_path / "store"
     backend = LocalBackend(str(root))
     for name in ("a/u/1", "a/u/2", "a/v/3", "b/4", "5", "a/u/6"):

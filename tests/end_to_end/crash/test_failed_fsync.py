@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.backend import Created
+from tensorstore_ck.backend import Created, durable_folders
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.errors import BackendUnavailableError, UndecidedError
 from tests.effort import PATIENCE_SECONDS
@@ -62,6 +62,13 @@ class Disk:
             self.forgotten = folder
 
 
+@pytest.fixture(params=[True, False], ids=["disk", "no disk"])
+def on_both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All syncs of an object run at once, as on a disk of this host, or one after another."""
+    monkeypatch.setattr(durable_folders, "is_disk_of_this_host", lambda _: request.param)
+
+
+@pytest.mark.usefixtures("on_both")
 def test_a_failed_fsync_of_a_folder_is_never_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = LocalBackend(str(tmp_path / "store"))
     backend.create("log/0", b"x")
@@ -73,6 +80,7 @@ def test_a_failed_fsync_of_a_folder_is_never_forgotten(tmp_path: Path, monkeypat
     assert list(backend.list_uploads()) == []
 
 
+@pytest.mark.usefixtures("on_both")
 @pytest.mark.parametrize("within", ["store", "store/parts"])
 def test_another_thread_does_not_rely_on_a_folder_whose_fsync_fails_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: str
@@ -120,6 +128,7 @@ def opened(folder: Path) -> tsck.Store:
 
 
 @pytest.mark.race
+@pytest.mark.usefixtures("on_both")
 def test_the_same_call_succeeds_when_it_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(folder: Path, at: int, within: str) -> Disk:
         with monkeypatch.context() as patch:
