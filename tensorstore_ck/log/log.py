@@ -24,7 +24,7 @@ from tensorstore_ck.log.field_checks import PREFIX
 from tensorstore_ck.log.follow import Also, EmptiedError, Follower
 from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log, warn_of_broken_log
 from tensorstore_ck.log.operations import Op
-from tensorstore_ck.log.ref_table import RefTable, RowsAtHead, SnapshotInfo
+from tensorstore_ck.log.ref_table import RefTable, RowsAtHead, SnapshotRow
 from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.log.watermark import Watermark
 
@@ -339,7 +339,7 @@ class Log:
         """See `EntryWriter.wrote`."""
         return self._writer.wrote(n)
 
-    def published(self, appended: Appended, snapshot: Ulid) -> SnapshotInfo | None:
+    def published(self, appended: Appended, snapshot: Ulid) -> SnapshotRow | None:
         """The snapshot that `appended` should publish; None if an earlier entry aborted it. The log decides, not the cache.
 
         Raises:
@@ -347,7 +347,7 @@ class Log:
         """
         for op in appended.ops:
             if op.name == "put" and op.fields["snapshot"] == snapshot:
-                info = SnapshotInfo.of_op(op.fields, appended.n, appended.time_ns)
+                info = SnapshotRow.of_op(op.fields, appended.n, appended.time_ns)
                 with suppress(StoreError):  # of the cache, or of the log that replaces it: the notes are not worth an error
                     return self._take_view().with_note(info)
                 return info

@@ -24,7 +24,7 @@ from tensorstore_ck.errors import ConflictError, InvalidOptionError, MissingObje
 from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.format.sealed import Body, take, take_count
-from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, SnapshotRow
 from tensorstore_ck.log.follow import Also
 from tensorstore_ck.log.quota import Quota, check_quotas, warn_of_quotas
 from tensorstore_ck.log.retention import expire_at_save
@@ -67,7 +67,7 @@ def publish(
     began_ns: int | None = None,
     also: Also | None = None,
     at: RefTable | None = None,
-) -> SnapshotInfo:
+) -> SnapshotRow:
     """Appends the entry that publishes a snapshot whose packs, parts and record are durable.
 
     Args:

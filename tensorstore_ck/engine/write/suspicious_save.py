@@ -18,7 +18,7 @@ from tensorstore_ck.engine.write.sampled_checks import Finiteness
 from tensorstore_ck.errors import StoreError, SuspiciousSaveError
 from tensorstore_ck.format.record import STORE_KEY, decode_metadata, record_name
 from tensorstore_ck.format.sealed import Body, take
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotRow
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
 JUMP: Final = 2.0
@@ -137,7 +137,7 @@ def judge(engine: Engine, view: RefTable, findings: SaveFindings, request: SaveR
         )
 
 
-def _doubts(findings: SaveFindings, before: SnapshotInfo | None, step: int | None) -> Iterator[str]:
+def _doubts(findings: SaveFindings, before: SnapshotRow | None, step: int | None) -> Iterator[str]:
     steps = steps_between(before.step, step) if before is not None else None
     if steps and before is not None and not findings.has_moved and findings.had_moved:
         yield (
@@ -158,7 +158,7 @@ def _doubts(findings: SaveFindings, before: SnapshotInfo | None, step: int | Non
             )
 
 
-def _expected(counts: StepCounts, before: SnapshotInfo | None, steps: int | None) -> str | None:
+def _expected(counts: StepCounts, before: SnapshotRow | None, steps: int | None) -> str | None:
     """What the counters should be; None if they are as expected, or if the expected value is unknown.
 
     They count what ``step=`` counts if they were equal or moved by the same number before. If they count something else, such as steps of
@@ -174,7 +174,7 @@ def _expected(counts: StepCounts, before: SnapshotInfo | None, steps: int | None
     return "more" if is_stuck else None
 
 
-def _at(info: SnapshotInfo) -> str:
+def _at(info: SnapshotRow) -> str:
     return "" if info.step is None else f" (step {info.step})"
 
 
@@ -183,19 +183,19 @@ def steps_between(first: int | None, second: int | None) -> int | None:
     return second - first if first is not None and second is not None and second > first else None
 
 
-def snapshot_before(view: RefTable, request: SaveRequest) -> SnapshotInfo | None:
+def snapshot_before(view: RefTable, request: SaveRequest) -> SnapshotRow | None:
     """The snapshot that a save continues; None for the first save to a ref, which may come from anywhere."""
     info = find_snapshot(view, request.parent) if request.parent is not None else None
     is_of_ref = info is not None and (info.ref == request.ref or view.branch(request.ref) is not None)
     return info if is_of_ref else None
 
 
-def find_snapshot(view: RefTable, root: Digest) -> SnapshotInfo | None:
+def find_snapshot(view: RefTable, root: Digest) -> SnapshotRow | None:
     """The published or staged snapshot with a root."""
     return view.by_root(root) or next((info for _, info in view.all_staged() if info.root == root), None)
 
 
-def _noted_share(engine: Engine, info: SnapshotInfo) -> float:
+def _noted_share(engine: Engine, info: SnapshotRow) -> float:
     """What a snapshot's metadata says of numbers that are not finite."""
     try:
         note = decode_metadata(engine.recent_record(info), record_name(info.ulid)).get(STORE_KEY)
