@@ -228,10 +228,10 @@ class RefTable:
         if key in kept:
             known: list[Ulid] = kept[key]
             return known
-        entries = {Ulid(ulid): rows.ROOTS.decode(value).n for ulid, value in self.scan(rows.ROOTS, root)}
-        ulids = [*entries]
+        found = dict(self.scan(rows.ROOTS, root))
+        ulids = [*map(Ulid, found)]
         if len(ulids) > 1:
-            ulids.sort(key=lambda ulid: (self.is_live(ulid), entries[ulid]), reverse=True)
+            ulids.sort(key=lambda ulid: (self.is_live(ulid), rows.ROOTS.decode(found[ulid]).n), reverse=True)
         if len(kept) < _MAX_KEPT_ROWS:
             kept[key] = ulids
         return ulids
