@@ -22,7 +22,7 @@ from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sealed import Body
 from tensorstore_ck.gc import GcOptions, run_gc
-from tensorstore_ck.log import Objects, SnapshotInfo
+from tensorstore_ck.log import Objects, SnapshotRow
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.forget import forget
 from tensorstore_ck.session.group.rank_save import RankResult, RankSave
@@ -47,7 +47,7 @@ class Ran(NamedTuple):
 class Put(NamedTuple):
     """A save of all ranks."""
 
-    info: SnapshotInfo
+    info: SnapshotRow
     ran: dict[int, Ran]
     """Of those that ran."""
     commit: Ran
@@ -86,7 +86,7 @@ class Job:
             put.keep(info, outcome)
         return Put(info, ran, commit._replace(cpu_seconds=commit.cpu_seconds + compare_seconds))
 
-    def restore(self, info: SnapshotInfo, target: Layout, rank: int, ranks: int) -> Ran:
+    def restore(self, info: SnapshotRow, target: Layout, rank: int, ranks: int) -> Ran:
         """A rank of a job that has just been started, on a host without a cache."""
         boxes = wanted(target, rank, ranks)
 
@@ -100,7 +100,7 @@ class Job:
             raise SystemExit(f"rank {rank} of {ranks} did not get what it wanted")
         return ran
 
-    def collect(self, info: SnapshotInfo) -> Ran:
+    def collect(self, info: SnapshotRow) -> Ran:
         """Forgets a snapshot, and frees it."""
         engine = self._fresh_engine()
         forget(engine, [f"run@{info.step}"])

@@ -31,7 +31,7 @@ from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, Body, pack_body
 from tensorstore_ck.integrations.deepspeed.engine_state import EngineState
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.group.save_plan import Memory
 from tensorstore_ck.session.group.rank_save import RankSave
@@ -85,7 +85,7 @@ class Job:
         describer = SpreadDescriber({each: each for each in range(self.ranks)}, rank)
         return _faked(capture(shared, describer), step, rank)._replace(own=capture(own))
 
-    def save(self, step: int, parent: SnapshotInfo | None) -> tuple[SnapshotInfo, list[Cost]]:
+    def save(self, step: int, parent: SnapshotRow | None) -> tuple[SnapshotRow, list[Cost]]:
         """All ranks save; with the messages that each sends and gets. Those of rank 0 are to and from all."""
         root = None if parent is None else parent.root
         request = SaveRequest("run", step, root, root, encode_metadata({}), {}, nearest=root)
@@ -127,7 +127,7 @@ class Job:
         self.backend.take_traffic()
         return info, costs
 
-    def restore(self, info: SnapshotInfo, rank: int, ranks: int, stage: int, *, traced: bool = False) -> tuple[Cost, int]:
+    def restore(self, info: SnapshotRow, rank: int, ranks: int, stage: int, *, traced: bool = False) -> tuple[Cost, int]:
         """A rank of a job that has just been started, on a host without a cache; and the peak of its memory beyond the state, if traced."""
         training = self.training(rank, ranks, stage)
         group = SimpleNamespace(rank=lambda: rank, size=lambda: ranks)

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from tensorstore_ck.catalog.schema import snapshot_id
 from tensorstore_ck.common.ids import ULID_BYTES, Ulid, split_ulids, ulid_text
 from tensorstore_ck.format.attributes import Attributes
-from tensorstore_ck.log import FOLDERS, Entry, Op, SnapshotInfo
+from tensorstore_ck.log import FOLDERS, Entry, Op, SnapshotRow
 from tensorstore_ck.log.snapshot import job_of, searchable
 
 Row = dict[str, Any]
@@ -114,7 +114,7 @@ class EntryEvents:
             self.gc_runs.append(_gc_run(entry))
 
     def _put(self, entry: Entry, position: int, fields: Mapping[str, Any]) -> None:
-        info = SnapshotInfo.of_op(fields, entry.n, entry.time_ns)
+        info = SnapshotRow.of_op(fields, entry.n, entry.time_ns)
         row = {
             "id": snapshot_id(self.store_id, entry.n, position),
             "store_id": self.store_id,

@@ -19,7 +19,7 @@ from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.events import LEVELS, Event, event_text
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance.fsck.check_snapshot import require_intact
 from tensorstore_ck.session.group.process_groups import ProcessGroups
@@ -136,7 +136,7 @@ def _resume(context: click.Context, engine: Engine, *, as_json: bool, verify: bo
     assert tier is not None
     engine.observers.subscribe(_echo)
     handle = SaveContext(engine, RefFence(), ProcessGroups(engine), wait_for_upload=lambda: False)
-    published: list[SnapshotInfo] = []
+    published: list[SnapshotRow] = []
     failed: list[tuple[str, StoreError]] = []
 
     def is_verified(manifests: Sequence[Manifest]) -> bool:

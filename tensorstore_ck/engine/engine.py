@@ -33,7 +33,7 @@ from tensorstore_ck.format.record import Record, decode_metadata, decode_record,
 from tensorstore_ck.format.relocation import RelocationMap, decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.format.store_config import StoreConfig
-from tensorstore_ck.log import Log, ObjectKey, RefTable, Relocation, SnapshotInfo
+from tensorstore_ck.log import Log, ObjectKey, RefTable, Relocation, SnapshotRow
 from tensorstore_ck.log.address import Resolved, resolve
 from tensorstore_ck.log.block_index import BlockIndex
 from tensorstore_ck.log.cache import Table
@@ -179,7 +179,7 @@ class Engine:
         if self.put_ids is not None:
             self.put_ids.published()
 
-    def read_record(self, info: SnapshotInfo) -> Record:
+    def read_record(self, info: SnapshotRow) -> Record:
         """The record of a snapshot, or of another snapshot with the same root, and so the same content.
 
         Raises:
@@ -194,7 +194,7 @@ class Engine:
                     return self.read_own_record(other)
             raise
 
-    def read_own_record(self, info: SnapshotInfo) -> Record:
+    def read_own_record(self, info: SnapshotRow) -> Record:
         """The record of exactly this snapshot, checked against the root in the log.
 
         Raises:
@@ -211,11 +211,11 @@ class Engine:
             raise CorruptObjectError(f"{name} is not the snapshot that the log names", object_id=name)
         return record
 
-    def read_metadata(self, info: SnapshotInfo) -> dict[str, Any]:
+    def read_metadata(self, info: SnapshotRow) -> dict[str, Any]:
         """The metadata of a snapshot, from its record alone."""
         return decode_metadata(self.read_record(info), record_name(info.ulid))
 
-    def recent_record(self, info: SnapshotInfo) -> Record:
+    def recent_record(self, info: SnapshotRow) -> Record:
         """As `read_record`, with a small cache: saves read the records of earlier snapshots again."""
         with self._lock:
             record = self._records.get(info.ulid)
@@ -255,7 +255,7 @@ class Engine:
                         return read(other)
             raise
 
-    def _with_root(self, root: Digest) -> list[SnapshotInfo]:
+    def _with_root(self, root: Digest) -> list[SnapshotRow]:
         view = self.log.view()
         return [info for ulid in view.with_root(root) if (info := view.snapshot(ulid)) is not None]
 

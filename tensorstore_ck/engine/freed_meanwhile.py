@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from tensorstore_ck.common.ids import parse_ulid
 from tensorstore_ck.errors import DamageError, MissingObjectError, SnapshotExpiredError
-from tensorstore_ck.log import FOLDERS, Log, ObjectKey, RefTable, SnapshotInfo
+from tensorstore_ck.log import FOLDERS, Log, ObjectKey, RefTable, SnapshotRow
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def at_newest(log: Log, look: Callable[[int, RefTable], T]) -> T:
                 raise
 
 
-def raise_if_expired(log: Log, info: SnapshotInfo, trouble: Exception) -> RefTable:
+def raise_if_expired(log: Log, info: SnapshotRow, trouble: Exception) -> RefTable:
     """The newest view, if the snapshot is still held: then missing objects were relocated, or are damaged.
 
     Raises:

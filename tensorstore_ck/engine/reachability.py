@@ -19,7 +19,7 @@ from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, base_count
 from tensorstore_ck.format.pack import MAX_BASES, pack_name
 from tensorstore_ck.format.part import EXTENT_DTYPE, Extents, Part
 from tensorstore_ck.format.relocation import RelocationMap, Rows
-from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, Relocation, SnapshotInfo
+from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, Relocation, SnapshotRow
 from tensorstore_ck.log.block_index import Base, Location
 from tensorstore_ck.log.table_rows import RELOCATIONS
 
@@ -288,7 +288,7 @@ def _concatenate(pieces: Sequence[Positions]) -> Positions:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
 
-def snapshot_closure(engine: Engine, view: RefTable, info: SnapshotInfo) -> Objects:
+def snapshot_closure(engine: Engine, view: RefTable, info: SnapshotRow) -> Objects:
     """Everything that reading a snapshot needs.
 
     Raises:
@@ -333,7 +333,7 @@ def rescue(view: RefTable, needed: Iterable[ObjectKey], anchor: int, what: str) 
     return [Op.rescue(condemned)] if condemned else []
 
 
-def rescue_if_expired(engine: Engine, view: RefTable, info: SnapshotInfo) -> list[Op]:
+def rescue_if_expired(engine: Engine, view: RefTable, info: SnapshotRow) -> list[Op]:
     """Operations for the entry that holds a snapshot again; none if it is still held.
 
     Raises:

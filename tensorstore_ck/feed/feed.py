@@ -24,7 +24,7 @@ from tensorstore_ck.feed.held_blocks import HeldBlocks, Place, place_of
 from tensorstore_ck.feed.host_cache import HostCache
 from tensorstore_ck.feed.match_tensors import Wanted, match_tensors
 from tensorstore_ck.feed.read_changes import ChangesReader
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotRow
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 
 POLL_SECONDS: Final = 1.0
@@ -262,12 +262,12 @@ class Feed:
     def _newest_view(self) -> RefTable:
         return self._engine.log.readable_view(next_first=True)
 
-    def _find(self, address: str, view: RefTable) -> SnapshotInfo:
+    def _find(self, address: str, view: RefTable) -> SnapshotRow:
         info = self._engine.resolve(address, view).info
         refuse_marked(Snapshot.from_info(info), address, "move the branch to it")
         return info
 
-    def _stage(self, info: SnapshotInfo) -> _Staged:
+    def _stage(self, info: SnapshotRow) -> _Staged:
         started = time.perf_counter()
         content = open_snapshot(self._engine, info, layouts=self._layouts)
         what = f"{self._ref}, step {info.step}, root {info.root.hex()[:16]}"

@@ -21,7 +21,7 @@ from tensorstore_ck.feed.followed_tensor import FEW, FollowedTensor, SeveralTens
 from tensorstore_ck.feed.held_blocks import HeldBlocks
 from tensorstore_ck.format.codec import Codec, decode, decode_changes, visit_changed
 from tensorstore_ck.format.pack import pack_name
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.block_index import Location
 
 BATCH_BYTES: Final = 256 << 20
@@ -60,7 +60,7 @@ class ChangesReader:
         self.read_bytes = 0
         """Stored bytes of the blocks that were read."""
 
-    def __call__(self, engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock]) -> None:
+    def __call__(self, engine: Engine, info: SnapshotRow, wanted: Sequence[WantedBlock]) -> None:
         """See `read_blocks`."""
         read_blocks(engine, info, wanted, self._read)
 

@@ -7,7 +7,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.gc.byte_sums import distinct_blocks
 from tensorstore_ck.gc.live_bits import PackArray, read_parts
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotRow
 
 
 class ExclusiveBytes:
@@ -19,7 +19,7 @@ class ExclusiveBytes:
         self._seen = PackArray(np.bool_)
         self._counted: set[Ulid] = set()
 
-    def __call__(self, info: SnapshotInfo) -> int:
+    def __call__(self, info: SnapshotRow) -> int:
         """Stored bytes of its blocks and parts that no earlier snapshot has; 0 if it was counted already.
 
         Raises:

@@ -21,7 +21,7 @@ from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.gc.part_summary import PartSummary, SummaryCache, entries_of, summarize, words_of
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 
 Array = npt.NDArray[Any]
 
@@ -121,7 +121,7 @@ class LiveBits:
         return entries_of(np.arange(len(bits)), bits)
 
 
-def read_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Ulid, Part, int]]:
+def read_parts(engine: Engine, info: SnapshotRow) -> Iterator[tuple[Ulid, Part, int]]:
     """(name, part, bytes of the object) of each part of a snapshot, one at a time, past any cache.
 
     Raises:
@@ -132,7 +132,7 @@ def read_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Ulid, Part,
         yield ulid, *_read_part(engine, record, rank)
 
 
-def read_summaries(engine: Engine, info: SnapshotInfo, cache: SummaryCache) -> Iterator[tuple[Ulid, PartSummary]]:
+def read_summaries(engine: Engine, info: SnapshotRow, cache: SummaryCache) -> Iterator[tuple[Ulid, PartSummary]]:
     """(name, summary) of each part of a snapshot, one at a time; reads and summarizes parts that are not cached.
 
     Raises:

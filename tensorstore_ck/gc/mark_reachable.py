@@ -25,7 +25,7 @@ from tensorstore_ck.gc.live_bits import LiveBits, read_summaries
 from tensorstore_ck.gc.part_summary import PartSummary, SummaryCache
 from tensorstore_ck.gc.released import Released, Releases
 from tensorstore_ck.gc.roots import how_to_release, roots
-from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
+from tensorstore_ck.log import ObjectKey, RefTable, SnapshotRow
 
 
 def require_total_order(engine: Engine, what: str) -> None:
@@ -108,7 +108,7 @@ class LiveSet(RootNeeds):
                     self._add_snapshot(view, info)
         self.summaries.flush()
 
-    def packs_of(self, view: RefTable, info: SnapshotInfo) -> set[Ulid]:
+    def packs_of(self, view: RefTable, info: SnapshotRow) -> set[Ulid]:
         """The packs that hold the blocks of a snapshot now. Reads only parts that have no cached summary.
 
         Raises:
@@ -121,7 +121,7 @@ class LiveSet(RootNeeds):
             packs |= {pack for pack, _, moved in follow(self._engine, view, summary.entries(elsewhere)) if moved is None}
         return packs
 
-    def add_snapshot(self, view: RefTable, info: SnapshotInfo) -> None:
+    def add_snapshot(self, view: RefTable, info: SnapshotRow) -> None:
         """Adds what one snapshot needs, whether or not it is held.
 
         Raises:
@@ -156,7 +156,7 @@ class LiveSet(RootNeeds):
                 object_id=exc.object_id,
             ) from exc
 
-    def _add_twin(self, view: RefTable, info: SnapshotInfo) -> bool:
+    def _add_twin(self, view: RefTable, info: SnapshotRow) -> bool:
         """Adds a readable snapshot with the same root, so the same content; whether there is one."""
         for ulid in view.with_root(info.root):
             twin = view.snapshot(ulid)
@@ -169,7 +169,7 @@ class LiveSet(RootNeeds):
                     return True
         return False
 
-    def _add_snapshot(self, view: RefTable, info: SnapshotInfo) -> None:
+    def _add_snapshot(self, view: RefTable, info: SnapshotRow) -> None:
         objects = {ObjectKey("snapshot", info.ulid)}
         for ulid, summary in read_summaries(self._engine, info, self.summaries):
             objects.add(ObjectKey("part", ulid))

@@ -17,7 +17,7 @@ from tensorstore_ck.engine.reachability import Entries
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.part import Extents, Part
 from tensorstore_ck.format.sealed import pack_body, take, take_count, take_digest, unpack_body
-from tensorstore_ck.log import ObjectKey, SnapshotInfo
+from tensorstore_ck.log import ObjectKey, SnapshotRow
 from tensorstore_ck.log.cache import Table, write_rows
 
 PREFIX: Final = b"s/"
@@ -124,12 +124,12 @@ class SummaryCache:
         with contextlib.suppress(UnsupportedValueError):  # too large to keep
             self._put(PREFIX + part, encode_summary(summary, part, size_bytes))
 
-    def parts_of(self, info: SnapshotInfo) -> PartNames | None:
+    def parts_of(self, info: SnapshotRow) -> PartNames | None:
         """The cached parts of a snapshot; None without them, and if the backend was listed: then the record is read."""
         value = self._table.get(PARTS_PREFIX + info.ulid) if self._listed is None else None
         return None if value is None else decode_parts(value, info)
 
-    def put_parts(self, info: SnapshotInfo, parts: PartNames) -> None:
+    def put_parts(self, info: SnapshotRow, parts: PartNames) -> None:
         """Keeps the parts of a snapshot, as `put` does."""
         if self._listed is None:
             self._put(PARTS_PREFIX + info.ulid, encode_parts(parts, info))
@@ -206,13 +206,13 @@ def decode_summary(value: bytes, part: Ulid, size_bytes: int | None) -> PartSumm
         return None  # written by another build
 
 
-def encode_parts(parts: PartNames, info: SnapshotInfo) -> bytes:
+def encode_parts(parts: PartNames, info: SnapshotRow) -> bytes:
     """The row of a snapshot's parts: a hash over the snapshot's name, its root and the body, and the body."""
     body = b"".join(ulid + part_id for ulid, part_id in parts)
     return derived_hash("snapshot parts", info.ulid + info.root, body) + body
 
 
-def decode_parts(value: bytes, info: SnapshotInfo) -> PartNames | None:
+def decode_parts(value: bytes, info: SnapshotRow) -> PartNames | None:
     """The parts in a row; None if it is damaged or of another snapshot."""
     body = value[DIGEST_BYTES:]
     if len(body) % (ULID_BYTES + DIGEST_BYTES) or derived_hash("snapshot parts", info.ulid + info.root, body) != value[:DIGEST_BYTES]:

@@ -28,7 +28,7 @@ from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.pack_counts import PackCounts
 from tensorstore_ck.gc.released import Released, Releases
 from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, due_time, forget_command, gc_command, ignore_progress, unpin_command
-from tensorstore_ck.log import FOLDERS, ChildRecord, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold, without_named_parent
+from tensorstore_ck.log import FOLDERS, ChildRecord, Entry, ObjectKey, Op, Pin, RefTable, SnapshotRow, fold, without_named_parent
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.ref_table import RowsAtHead
 from tensorstore_ck.log.table_rows import ObjectRow
@@ -51,7 +51,7 @@ class GcPlan(NamedTuple):
     sparse: list[SparsePack]
     doomed: frozenset[ObjectKey]
     """The objects that this run deletes."""
-    expired: list[SnapshotInfo]
+    expired: list[SnapshotRow]
     """Snapshots that nothing holds."""
     useless_records: list[str]
     """Writer records to delete."""

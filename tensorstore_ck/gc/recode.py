@@ -12,7 +12,7 @@ from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
 from tensorstore_ck.gc.mark_reachable import LiveSet, require_total_order
 from tensorstore_ck.gc.recode_or_move import plan_repack, repack_packs
 from tensorstore_ck.gc.report import Progress, ProgressSum, RewrittenPack, ignore_progress
-from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
+from tensorstore_ck.log import ObjectKey, RefTable, SnapshotRow
 from tensorstore_ck.log.address import resolve
 
 
@@ -60,10 +60,10 @@ def recode_snapshots(
     mode, progress = check_recode_mode(codec), progress or ignore_progress
     before_ns = engine.clock() - int(parse_seconds(older_than, "older_than") * 1e9) if older_than is not None else None
 
-    def at(view: RefTable, address: str) -> Iterable[SnapshotInfo]:
+    def at(view: RefTable, address: str) -> Iterable[SnapshotRow]:
         return view.history(address) if view.branch(address) is not None else [resolve(view, address).info]
 
-    def choose(view: RefTable) -> list[SnapshotInfo]:
+    def choose(view: RefTable) -> list[SnapshotRow]:
         addressed = {info.ulid: info for address in addresses for info in at(view, address)}
         chosen = addressed.values() if addresses else view.snapshots()
         return [info for info in chosen if before_ns is None or info.time_ns <= before_ns]

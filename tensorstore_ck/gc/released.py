@@ -17,7 +17,7 @@ from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.relocation import decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.gc.listing import list_kind
-from tensorstore_ck.log import ObjectKey, Objects, RefTable, Relocation, SnapshotInfo
+from tensorstore_ck.log import ObjectKey, Objects, RefTable, Relocation, SnapshotRow
 from tensorstore_ck.log.cache import MemoryTable, write_rows
 from tensorstore_ck.log.entry import ENTRIES_A_FOLDER, folder_name
 from tensorstore_ck.log.object_set import join_ulids
@@ -30,7 +30,7 @@ _SEEN: Final = b"n/"
 class Released(NamedTuple):
     """The objects and snapshots that young entries of other writers released, at one head."""
 
-    snapshots: tuple[SnapshotInfo, ...] = ()
+    snapshots: tuple[SnapshotRow, ...] = ()
     """Snapshots that nothing holds."""
     ended: tuple[Relocation, ...] = ()
     """Relocations whose map was swept. It may never have been in force."""
@@ -133,12 +133,12 @@ class Releases:
             self._listed = {ObjectKey(kind, ulid) for kind in kinds for ulid in list_kind(self._engine.backend, kind)}
         return self._listed
 
-    def _info(self, ulid: Ulid) -> SnapshotInfo | None:
+    def _info(self, ulid: Ulid) -> SnapshotRow | None:
         """A snapshot whose row the log has dropped."""
         with suppress(DamageError, FormatVersionError):
             name = record_name(ulid)
             data = self._engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
-            return SnapshotInfo.of_record(ulid, decode_record(data, name), data)
+            return SnapshotRow.of_record(ulid, decode_record(data, name), data)
         return None
 
     def _relocation(self, ulid: Ulid) -> Relocation | None:

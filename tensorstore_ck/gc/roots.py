@@ -4,7 +4,7 @@ from shlex import quote
 from typing import Final
 
 from tensorstore_ck.common.ids import Ulid
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotRow
 
 UNDO: Final = "undo window"
 """Label of an undo window; no ref can have this name."""
@@ -36,7 +36,7 @@ def roots(view: RefTable) -> dict[Ulid, list[str]]:
     return held
 
 
-def how_to_release(view: RefTable, info: SnapshotInfo) -> str:
+def how_to_release(view: RefTable, info: SnapshotRow) -> str:
     """The commands that release a snapshot, in order, and what to wait for then."""
     root = info.root.hex()[:ROOT_DIGITS]
     commands = [f"unpin {root} --owner {quote(pin.owner)}" for pin in view.pins() if pin.ulid == info.ulid]

@@ -6,7 +6,7 @@ from typing import Final
 
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.common.units import human_bytes
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 
 WINDOW_DAYS: Final = 7.0
 LEAST_DAYS: Final = 1 / 24
@@ -43,7 +43,7 @@ class SpaceForecast:
         return f"{line}: full in {until}"
 
 
-def forecast(held: Iterable[SnapshotInfo], *, space: Space | None, objects: int, objects_bytes: int, now_ns: int) -> SpaceForecast:
+def forecast(held: Iterable[SnapshotRow], *, space: Space | None, objects: int, objects_bytes: int, now_ns: int) -> SpaceForecast:
     """The forecast for a store with this number of `objects`; something holds the snapshots in `held`."""
     infos = list(held)
     start_ns = max(now_ns - int(WINDOW_DAYS * _DAY_NS), min((info.arrived_ns for info in infos), default=now_ns))

@@ -36,7 +36,7 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.format.record import decode_metadata, record_name
 from tensorstore_ck.integrations.model_file_names import is_model_file
 from tensorstore_ck.integrations.virtual_safetensors import FILES, SNAPSHOT, SnapshotFiles, VirtualFile
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotRow
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.store import ReadOnlyStore, open_store
 from tensorstore_ck.store.internals import log_of, open_content, read_record
@@ -53,7 +53,7 @@ class _PathTarget(NamedTuple):
     """The target of a path: a folder, a snapshot, or a file of a snapshot."""
 
     path: str
-    info: SnapshotInfo | None
+    info: SnapshotRow | None
     file: str = ""
 
 
@@ -203,7 +203,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         record = read_record(self._get_store(), target.info)
         return opened.about(target.info, decode_metadata(record, record_name(target.info.ulid)))
 
-    def _open_snapshot(self, info: SnapshotInfo) -> SnapshotFiles:
+    def _open_snapshot(self, info: SnapshotRow) -> SnapshotFiles:
         """Keeps the last few open."""
         with self._lock:
             files = self._opened.pop(info.ulid, None)
@@ -218,7 +218,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _view(self) -> RefTable:
         return log_of(self._get_store()).readable_view()
 
-    def _resolve(self, view: RefTable, folder: str) -> SnapshotInfo:
+    def _resolve(self, view: RefTable, folder: str) -> SnapshotRow:
         """The snapshot at a folder's address, which may also be written ``ref/@step`` or ``ref/~n``."""
         return resolve_in(self._get_store(), folder.replace("/@", "@").replace("/~", "~"), view).info
 
@@ -341,7 +341,7 @@ def _refs(view: RefTable) -> list[str]:
     return sorted([*view.branches(), *view.tags()])
 
 
-def _ref(view: RefTable, path: str) -> SnapshotInfo | None:
+def _ref(view: RefTable, path: str) -> SnapshotRow | None:
     """The snapshot at a branch or tag of that name."""
     return resolve(view, path).info if view.branch(path) or view.tag(path) else None
 

@@ -24,7 +24,7 @@ from tensorstore_ck.format.tree import Container, Leaf, leaves, parse
 from tensorstore_ck.format.values import decode, describe
 from tensorstore_ck.integrations.model_file_names import is_model_file, stored_files
 from tensorstore_ck.integrations.safetensors_format import METADATA, NUMPY_DTYPES, TORCH_DTYPES, file_shape
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.snapshot import Snapshot
 
 MODEL: Final = "model.safetensors"
@@ -195,7 +195,7 @@ class SnapshotFiles:
         self.files = [*(name for name in FILES if name == SNAPSHOT or self._tensors.get(name)), *self._small]
         self._made: dict[str, VirtualFile] = {}
 
-    def tensors(self, name: str, info: SnapshotInfo) -> VirtualFile:
+    def tensors(self, name: str, info: SnapshotRow) -> VirtualFile:
         """A file of tensors. Warns if it lacks some, which safetensors cannot hold; its metadata names those."""
         if name not in self._made:
             metadata = {"format": "pt", "root": info.root.hex(), "step": str(info.step)}
@@ -216,7 +216,7 @@ class SnapshotFiles:
             self._made[name] = _BytesFile(data if isinstance(data, bytes) else str(data).encode())
         return self._made[name]
 
-    def about(self, info: SnapshotInfo, metadata: Mapping[str, Any]) -> VirtualFile:
+    def about(self, info: SnapshotRow, metadata: Mapping[str, Any]) -> VirtualFile:
         """Everything else: the output of `tsck show`, and the names of tensors that no file holds."""
         snapshot = Snapshot.from_info(info)
         about = {key: getattr(snapshot, key) for key in ("root", "ref", "step", "time_ns", "parent", "mark", "reason")}

@@ -33,7 +33,7 @@ from tensorstore_ck.log.log import Log
 from tensorstore_ck.log.lost_log import BrokenLogWarning, ChildRecord, lost_log, sign_of_lost_log, without_named_parent
 from tensorstore_ck.log.object_set import ObjectKey, Objects, pieces
 from tensorstore_ck.log.operations import Op
-from tensorstore_ck.log.ref_table import BranchHead, BranchMove, Head, Pin, RefTable, Relocation, SnapshotInfo, UndoWindow
+from tensorstore_ck.log.ref_table import BranchHead, BranchMove, Head, Pin, RefTable, Relocation, SnapshotRow, UndoWindow
 from tensorstore_ck.log.store_folders import foreign_object, holds_snapshots, logs_in, store_folders, store_objects
 from tensorstore_ck.log.watermark import ROLLBACK, LogChangedWarning, Rollback, Watermark
 
@@ -57,7 +57,7 @@ __all__ = [
     "RefTable",
     "Relocation",
     "Rollback",
-    "SnapshotInfo",
+    "SnapshotRow",
     "UndoWindow",
     "Watermark",
     "chain_break",

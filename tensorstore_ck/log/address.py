@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.similar_names import similar_names
 from tensorstore_ck.errors import AmbiguousAddressError, InvalidNameError, NotFoundError
-from tensorstore_ck.log import RefTable, SnapshotInfo, validate_ref_name
+from tensorstore_ck.log import RefTable, SnapshotRow, validate_ref_name
 
 STAGED: Final = "^staged"
 BEST: Final = "^best:"
@@ -32,7 +32,7 @@ def is_staged_address(address: str) -> bool:
 class Resolved(NamedTuple):
     """The target of an address."""
 
-    info: SnapshotInfo
+    info: SnapshotRow
     branch: str | None
     """The branch that the address goes through, if any."""
     branch_root: Digest | None
@@ -115,7 +115,7 @@ def _best(view: RefTable, address: str) -> Resolved:
     return Resolved(best, name, branch.root)
 
 
-def _tag_or_root(view: RefTable, base: str) -> tuple[SnapshotInfo | None, str | None]:
+def _tag_or_root(view: RefTable, base: str) -> tuple[SnapshotRow | None, str | None]:
     """The snapshot, and the name of the tag, if it is one."""
     if not _ROOT.fullmatch(base):
         validate_ref_name(base)

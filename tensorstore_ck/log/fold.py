@@ -18,7 +18,7 @@ from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.field_checks import MAX_INTEGER, MAX_METRICS, MIN_STEP, ULID, numbered, object_key, window_key
 from tensorstore_ck.log.object_set import ObjectKey, Objects
 from tensorstore_ck.log.ref_table import RefTable
-from tensorstore_ck.log.snapshot import SnapshotInfo
+from tensorstore_ck.log.snapshot import SnapshotRow
 from tensorstore_ck.log.table_rows import BranchHead, BranchMove
 
 TAG: Final = "tag"
@@ -47,7 +47,7 @@ def fold(entry: Entry, batch: Batch) -> list[Ulid]:
 def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.outcome(op["txn"]) is not None:
         return  # an earlier abort or put of this transaction is its outcome
-    info = SnapshotInfo.of_op(op, entry.n, entry.time_ns)
+    info = SnapshotRow.of_op(op, entry.n, entry.time_ns)
     rows.TXNS.put(batch, op["txn"], rows.TxnOutcome(put=True, n=entry.n))
     is_held = view.is_live(info.ulid)  # no writer draws a ULID twice; if a log repeats one, the later snapshot counts
     if is_held:
@@ -63,7 +63,7 @@ def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
 
 def _staged(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.outcome(op["txn"]) is None:
-        rows.STAGED.put(batch, op["txn"], SnapshotInfo.of_op(op, entry.n, entry.time_ns))
+        rows.STAGED.put(batch, op["txn"], SnapshotRow.of_op(op, entry.n, entry.time_ns))
 
 
 def _abort(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
@@ -84,7 +84,7 @@ def _reset(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
         _move(batch, view, entry, info, name=op["name"], op="reset")
 
 
-def _move(batch: Batch, view: RefTable, entry: Entry, info: SnapshotInfo, *, name: str, op: str) -> None:
+def _move(batch: Batch, view: RefTable, entry: Entry, info: SnapshotRow, *, name: str, op: str) -> None:
     move = BranchMove(ulid=info.ulid, root=info.root, step=info.step, n=entry.n, time_ns=entry.time_ns, op=op)
     branch = view.branch(name)
     seq = view.length(name) if branch is None else branch.length
@@ -120,7 +120,7 @@ def _mark(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
 # --- policies and pins ------------------------------------------------------------------------------------------------
 
 
-def _hold(batch: Batch, view: RefTable, entry: Entry, ulid: Ulid, *, change: int, info: SnapshotInfo | None = None) -> None:
+def _hold(batch: Batch, view: RefTable, entry: Entry, ulid: Ulid, *, change: int, info: SnapshotRow | None = None) -> None:
     """Changes the number of holders of a snapshot; `info`: its row, by default read from `view`."""
     before = view.holds(ulid)
     after = max(0, before + change)
@@ -129,7 +129,7 @@ def _hold(batch: Batch, view: RefTable, entry: Entry, ulid: Ulid, *, change: int
         _count(batch, view, info or view.snapshot(ulid), 1 if after else -1)
 
 
-def _count(batch: Batch, view: RefTable, info: SnapshotInfo | None, sign: int) -> None:
+def _count(batch: Batch, view: RefTable, info: SnapshotRow | None, sign: int) -> None:
     """Adds a snapshot's new bytes to the sums of its branch and of the matching quotas, or subtracts them."""
     if info is None:
         return

@@ -24,7 +24,7 @@ from tensorstore_ck.log.field_checks import PREFIX
 from tensorstore_ck.log.follow import Also, EmptiedError, Follower
 from tensorstore_ck.log.lost_log import lost_log, sign_of_lost_log, warn_of_broken_log
 from tensorstore_ck.log.operations import Op
-from tensorstore_ck.log.ref_table import RefTable, RowsAtHead, SnapshotInfo
+from tensorstore_ck.log.ref_table import RefTable, RowsAtHead, SnapshotRow
 from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.log.watermark import Watermark
 
@@ -77,7 +77,7 @@ class Log:
         """The host's cache, or the table in memory that replaces it."""
         self._followed_n = 0
         """The head of the last `sync` or `append`. A view that is older is not used."""
-        self._kept = RowsAtHead(None)
+        self._kept: RowsAtHead | None = None
         """Rows that views at the same head share."""
         self._readable: RefTable | None = None  # of a broken log, what this host's cache lacks: nothing may be written after it
         self._is_strict = False
@@ -142,7 +142,7 @@ class Log:
                             return self._sync(None if number else known, next_first=next_first)
                         except CorruptObjectError:  # of the cache: damage in the log is a BrokenLogError
                             self._follower.fill(self.table)
-                            self._kept = RowsAtHead(None)
+                            self._kept = None
                 self.table.leave_disk(TableError("its contents are invalid", object_id="cache"))
                 return self._sync()
 
@@ -250,7 +250,7 @@ class Log:
         shielded(self._watermark.close, finish=True)
 
     def _fill(self, table: Table) -> None:
-        self._kept = RowsAtHead(None)
+        self._kept = None
         try:
             self._follower.follow(table)
         except EmptiedError as exc:
@@ -266,7 +266,7 @@ class Log:
             self.table.leave_disk(exc)
             return self._take_view()
         kept = self._kept
-        if kept.head != head or self._is_strict:
+        if kept is None or kept.head != head or self._is_strict:
             self._kept = kept = RowsAtHead(head, partial(self._fold_until, head))
         return RefTable(reader, kept)
 
@@ -339,7 +339,7 @@ class Log:
         """See `EntryWriter.wrote`."""
         return self._writer.wrote(n)
 
-    def published(self, appended: Appended, snapshot: Ulid) -> SnapshotInfo | None:
+    def published(self, appended: Appended, snapshot: Ulid) -> SnapshotRow | None:
         """The snapshot that `appended` should publish; None if an earlier entry aborted it. The log decides, not the cache.
 
         Raises:
@@ -347,7 +347,7 @@ class Log:
         """
         for op in appended.ops:
             if op.name == "put" and op.fields["snapshot"] == snapshot:
-                info = SnapshotInfo.of_op(op.fields, appended.n, appended.time_ns)
+                info = SnapshotRow.of_op(op.fields, appended.n, appended.time_ns)
                 with suppress(StoreError):  # of the cache, or of the log that replaces it: the notes are not worth an error
                     return self._take_view().with_note(info)
                 return info

@@ -23,10 +23,10 @@ from tensorstore_ck.log.field_checks import (
     window_key,
 )
 from tensorstore_ck.log.object_set import ObjectKey
-from tensorstore_ck.log.snapshot import SnapshotInfo
+from tensorstore_ck.log.snapshot import SnapshotRow
 from tensorstore_ck.log.table_rows import BranchHead, BranchMove, Head, Pin, Relocation, TxnOutcome, UndoWindow
 
-__all__ = ["BranchHead", "BranchMove", "Head", "Pin", "RefTable", "Relocation", "SnapshotInfo", "TxnOutcome", "UndoWindow"]
+__all__ = ["BranchHead", "BranchMove", "Head", "Pin", "RefTable", "Relocation", "SnapshotRow", "TxnOutcome", "UndoWindow"]
 
 _WILDCARD: Final = re.compile(r"[*?\[]")
 _AFTER_ALL: Final = b"\xff" * (MAX_KEY_BYTES + 1)
@@ -162,7 +162,7 @@ class RefTable:
                 return
             yield rows.MOVES.decode(value)
 
-    def history(self, name: str, *, newest_first: bool = True, limit: int | None = None) -> Iterator[SnapshotInfo]:
+    def history(self, name: str, *, newest_first: bool = True, limit: int | None = None) -> Iterator[SnapshotRow]:
         """The history of a branch, as snapshots: one to which it moved twice occurs twice."""
         for move in self.moves(name, newest_first=newest_first, limit=limit):
             info = self.snapshot(move.ulid)
@@ -192,12 +192,12 @@ class RefTable:
 
     # --- snapshots ----------------------------------------------------------------------------------------------------
 
-    def snapshot(self, ulid: bytes) -> SnapshotInfo | None:
+    def snapshot(self, ulid: bytes) -> SnapshotRow | None:
         """A snapshot by the ULID of its record."""
         info = self.read(rows.SNAPSHOTS, ulid, ulid) if len(ulid) == ULID_BYTES else None
         return self.with_note(info) if info is not None else None
 
-    def snapshots(self, *, live: bool = True) -> Iterator[SnapshotInfo]:
+    def snapshots(self, *, live: bool = True) -> Iterator[SnapshotRow]:
         """All live snapshots, or all others, by ULID: roughly in order of time."""
         for ulid, value in self.scan(rows.SNAPSHOTS):
             if self.is_live(ulid) is live:
@@ -215,7 +215,7 @@ class RefTable:
         """The entry since which a snapshot has no holder; None if it has one."""
         return row.n if (row := self.read(rows.HOLDS, ulid)) is not None and not row.holds else None
 
-    def by_root(self, root: bytes) -> SnapshotInfo | None:
+    def by_root(self, root: bytes) -> SnapshotRow | None:
         """The newest snapshot with this root; live ones first."""
         ulids = self.with_root(root)
         return self.snapshot(ulids[0]) if ulids else None
@@ -228,15 +228,15 @@ class RefTable:
         if key in kept:
             known: list[Ulid] = kept[key]
             return known
-        entries = {Ulid(ulid): rows.ROOTS.decode(value).n for ulid, value in self.scan(rows.ROOTS, root)}
-        ulids = [*entries]
+        found = dict(self.scan(rows.ROOTS, root))
+        ulids = [*map(Ulid, found)]
         if len(ulids) > 1:
-            ulids.sort(key=lambda ulid: (self.is_live(ulid), entries[ulid]), reverse=True)
+            ulids.sort(key=lambda ulid: (self.is_live(ulid), rows.ROOTS.decode(found[ulid]).n), reverse=True)
         if len(kept) < _MAX_KEPT_ROWS:
             kept[key] = ulids
         return ulids
 
-    def marked(self, mark: str) -> Iterator[SnapshotInfo]:
+    def marked(self, mark: str) -> Iterator[SnapshotRow]:
         """The newest snapshot of each root with that mark."""
         for root, value in self.scan(rows.NOTES):
             info = self.by_root(root) if rows.NOTES.decode(value).mark == mark else None
@@ -261,11 +261,11 @@ class RefTable:
         """How a transaction ended; None while the log has neither its put nor its abort."""
         return self.read(rows.TXNS, txn) if len(txn) == ULID_BYTES else None
 
-    def staged(self, txn: bytes) -> SnapshotInfo | None:
+    def staged(self, txn: bytes) -> SnapshotRow | None:
         """The snapshot staged under a transaction, neither published nor aborted."""
         return self.read(rows.STAGED, txn) if len(txn) == ULID_BYTES else None
 
-    def all_staged(self) -> Iterator[tuple[Ulid, SnapshotInfo]]:
+    def all_staged(self) -> Iterator[tuple[Ulid, SnapshotRow]]:
         """(transaction, snapshot) of all staged snapshots, roughly in order of time."""
         return ((Ulid(txn), rows.STAGED.decode(value)) for txn, value in self.scan(rows.STAGED))
 
@@ -363,7 +363,7 @@ class RefTable:
         row = self.read(rows.HORIZON, b"")
         return row.n if row is not None else 0
 
-    def with_note(self, info: SnapshotInfo) -> SnapshotInfo:
+    def with_note(self, info: SnapshotRow) -> SnapshotRow:
         """A snapshot, with the metrics and the mark that were added to its root after it was saved."""
         note = self.read(rows.NOTES, info.root)
         return info if note is None else info._replace(metrics={**info.metrics, **note.metrics}, mark=note.mark, reason=note.reason)

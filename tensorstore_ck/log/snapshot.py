@@ -24,8 +24,8 @@ COLUMNS: Final = ("root", "ref", "step", "time (UTC)", "size", "new", "mark")
 """The columns of tables of snapshots: see `Snapshot.cells`."""
 
 
-class SnapshotInfo(NamedTuple):
-    """A published or staged snapshot."""
+class SnapshotRow(NamedTuple):
+    """The row of a published or staged snapshot; users get it as a `Snapshot`."""
 
     ulid: Ulid
     root: Digest
@@ -57,7 +57,7 @@ class SnapshotInfo(NamedTuple):
     reason: str = ""
 
     @classmethod
-    def of_op(cls, op: Mapping[str, Any], n: int, time_ns: int) -> "SnapshotInfo":
+    def of_op(cls, op: Mapping[str, Any], n: int, time_ns: int) -> "SnapshotRow":
         """The snapshot that entry `n`, of that time, publishes or stages with the fields of an operation."""
         at = (op["snapshot"], op["root"], op["record"], op["parent"], op["ref"], op["step"], n)
         optional: tuple[Any, ...] = tuple(map(op.get, ("made_ns", "triggers", "epoch", "attributes", "duration_ns")))  # any may be missing
@@ -74,7 +74,7 @@ class SnapshotInfo(NamedTuple):
         )
 
     @classmethod
-    def of_record(cls, ulid: Ulid, record: Record, sealed: bytes) -> "SnapshotInfo":
+    def of_record(cls, ulid: Ulid, record: Record, sealed: bytes) -> "SnapshotRow":
         """The snapshot of a record that no entry names; `sealed`: the record's bytes."""
         at = (ulid, record.root(), object_hash(sealed), record.parent, record.ref, record.step, 0, record.time_ns)
         sizes = (record.metrics, record.logical_bytes, record.new_bytes)
@@ -137,7 +137,7 @@ class Snapshot:
         return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=self.time_ns // 1000)
 
     @classmethod
-    def from_info(cls, info: SnapshotInfo) -> "Snapshot":
+    def from_info(cls, info: SnapshotRow) -> "Snapshot":
         """The public form of a row of the ref table."""
         return cls(
             root=info.root.hex(),
@@ -165,7 +165,7 @@ def job_of(ref: str) -> str:
     return ref.partition("/")[2] or ref
 
 
-def searchable(snapshot: Snapshot | SnapshotInfo) -> dict[str, float | str]:
+def searchable(snapshot: Snapshot | SnapshotRow) -> dict[str, float | str]:
     """The values by name that a condition compares besides fields and metrics: attributes, and why and how fast it was saved."""
     found = dict(snapshot.attributes or {})
     if snapshot.triggers:
@@ -217,7 +217,7 @@ def pinned_snapshots(view: "RefTable") -> tuple[PinnedSnapshot, ...]:
     )
 
 
-def pinned_with_root(view: "RefTable", info: SnapshotInfo, owner: str) -> list[Ulid]:
+def pinned_with_root(view: "RefTable", info: SnapshotRow, owner: str) -> list[Ulid]:
     """The snapshots with the root of `info` that `owner` has pinned (content that was saved twice has two); without any, `info` itself."""
     pinned = ((view.snapshot(pin.ulid), pin.owner) for pin in view.pins())
     return [other.ulid for other, name in pinned if other is not None and other.root == info.root and name == owner] or [info.ulid]

@@ -66,7 +66,7 @@ from tensorstore_ck.log.field_checks import (
     URL,
     RowKind,
 )
-from tensorstore_ck.log.snapshot import SnapshotInfo
+from tensorstore_ck.log.snapshot import SnapshotRow
 
 FOLD_VERSION: Final = 9
 """Incremented whenever `fold` handles another operation or field: the fold of an older build lacks its effect."""
@@ -280,11 +280,11 @@ MOVES: Final = RowKind(b"l", BranchMove, *_MOVE, is_key=_is_numbered)
 STEPS: Final = RowKind(b"s", StepRow, COUNT, is_key=_is_numbered)
 LENGTHS: Final = RowKind(b"q", StepRow, COUNT, is_key=_is_name)
 TAGS: Final = RowKind(b"t", TagRow, ULID, DIGEST, COUNT, COUNT, is_key=_is_name)
-SNAPSHOTS: Final = RowKind(b"u", SnapshotInfo, *_SNAPSHOT, is_key=_has(ULID_BYTES), named_by_key=1)
+SNAPSHOTS: Final = RowKind(b"u", SnapshotRow, *_SNAPSHOT, is_key=_has(ULID_BYTES), named_by_key=1)
 ROOTS: Final = RowKind(b"r", EntryRow, COUNT, is_key=_has(DIGEST_BYTES + ULID_BYTES))
 NOTES: Final = RowKind(b"a", NoteRow, METRICS, MARK, REASON, is_key=_has(DIGEST_BYTES))
 TXNS: Final = RowKind(b"x", TxnOutcome, FLAG, COUNT, is_key=_has(ULID_BYTES))
-STAGED: Final = RowKind(b"y", SnapshotInfo, ULID, *_SNAPSHOT, is_key=_has(ULID_BYTES))
+STAGED: Final = RowKind(b"y", SnapshotRow, ULID, *_SNAPSHOT, is_key=_has(ULID_BYTES))
 HOLDS: Final = RowKind(b"k", HoldsRow, COUNT, COUNT, is_key=_has(ULID_BYTES))
 PINS: Final = RowKind(
     b"p", Pin, REASON, DATE, COUNT, COUNT, is_key=lambda key: OWNER.accepts(key[ULID_BYTES:].decode("utf-8", "replace")), named_by_key=2

@@ -3,16 +3,16 @@
 from collections.abc import Iterable
 
 from tensorstore_ck.common.ids import Digest
-from tensorstore_ck.log.ref_table import SnapshotInfo
+from tensorstore_ck.log.ref_table import SnapshotRow
 
 
-def training_line(visits: Iterable[SnapshotInfo]) -> list[SnapshotInfo]:
+def training_line(visits: Iterable[SnapshotRow]) -> list[SnapshotRow]:
     """The snapshots of a branch that led to its last one: without those from which training was taken back to an earlier one.
 
     It was taken back if the next snapshot is an earlier one again, or continues from one; or, if the one that it continues from is not
     kept, if its step is not higher.
     """
-    line, numbers = list[SnapshotInfo](), dict[Digest, int]()
+    line, numbers = list[SnapshotRow](), dict[Digest, int]()
     for info in visits:
         if (at := numbers.get(info.root)) is not None:
             keep = at

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, SaveCosts, best, daly, ettr, require_costs, young
 from tensorstore_ck.redaction import one_line
@@ -122,13 +122,13 @@ def advise(
     )
 
 
-def note_of(engine: Engine, info: SnapshotInfo) -> dict[str, Any]:
+def note_of(engine: Engine, info: SnapshotRow) -> dict[str, Any]:
     """The note of `Checkpointer` with a snapshot."""
     note = engine.read_metadata(info).get(NOTE)
     return note if isinstance(note, dict) else {}
 
 
-def _measured(engine: Engine, info: SnapshotInfo) -> dict[str, float]:
+def _measured(engine: Engine, info: SnapshotRow) -> dict[str, float]:
     """The costs that `Checkpointer` measured until a snapshot, by name."""
     costs, mtbf = note_costs(note_of(engine, info)), mtbf_of(engine, info)
     return costs if mtbf is None else {**costs, "mtbf": mtbf}
@@ -140,7 +140,7 @@ def note_costs(note: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in costs.items() if isinstance(value, float)} if isinstance(costs, dict) else {}
 
 
-def mtbf_of(engine: Engine, info: SnapshotInfo) -> float | None:
+def mtbf_of(engine: Engine, info: SnapshotRow) -> float | None:
     """Time from the start of the run to a snapshot, divided by the number of resumes until then; None if not noted."""
     note = note_of(engine, info)
     resumes, began_ns = note.get("resumes"), note.get("began_ns")

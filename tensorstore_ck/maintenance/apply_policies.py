@@ -15,7 +15,7 @@ from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.gc.exclusive_bytes import ExclusiveBytes
 from tensorstore_ck.gc.roots import UNDO, roots
-from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.log.field_checks import is_ref_glob
 from tensorstore_ck.log.retention import Policy, UnmatchedRuleWarning, Verdict, candidates, expire, policies_of, unmatched_rules, verdicts
 from tensorstore_ck.log.snapshot import COLUMNS, Snapshot
@@ -111,7 +111,7 @@ def set_policy(engine: Engine, glob: str, policy: Policy | None) -> None:
                 _warn_of_unmatched(engine.backend.url, ref, {glob: policy}, [candidate.info for candidate in candidates(view, ref)])
 
 
-def _warn_of_unmatched(url: str, ref: str, own: Mapping[str, Policy], history: Sequence[SnapshotInfo]) -> None:
+def _warn_of_unmatched(url: str, ref: str, own: Mapping[str, Policy], history: Sequence[SnapshotRow]) -> None:
     for problem in unmatched_rules(url, ref, own, history):
         warnings.warn(problem, UnmatchedRuleWarning, stacklevel=user_stacklevel())
 

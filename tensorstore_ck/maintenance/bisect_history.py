@@ -11,7 +11,7 @@ from tensorstore_ck.common.ids import Digest, ulid_text
 from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, PermissionDeniedError, StoreError
-from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.log.training_line import training_line
@@ -118,7 +118,7 @@ def bisect(
     return Bisection(Snapshot.from_info(line[first]), Snapshot.from_info(line[last]), between, tuple(done))
 
 
-def _line(view: RefTable, ref: str, good: str | None, bad: str | None) -> list[SnapshotInfo]:
+def _line(view: RefTable, ref: str, good: str | None, bad: str | None) -> list[SnapshotRow]:
     """The snapshots from `good` to `bad` in the history of a branch, oldest first, each once.
 
     Raises:
@@ -149,7 +149,7 @@ def _line(view: RefTable, ref: str, good: str | None, bad: str | None) -> list[S
 
 
 def _end(
-    line: Sequence[SnapshotInfo],
+    line: Sequence[SnapshotRow],
     ref: str,
     positions: Iterable[int],
     verdict: Callable[[int], Verdict],
@@ -177,7 +177,7 @@ def _end(
     raise NotFoundError(f"there is nothing to search: no two snapshots of {ref!r} could be tested", object_id=ref)
 
 
-def _named(info: SnapshotInfo) -> str:
+def _named(info: SnapshotRow) -> str:
     return f"snapshot {info.root.hex()[:16]}{'' if info.step is None else f' (step {info.step})'}"
 
 
@@ -201,7 +201,7 @@ class _Pins:
         except StoreError as exc:
             _logger.warning("the pins of %r could not be removed, and stay until they expire: %s", self._owner, exc)
 
-    def keep(self, infos: Sequence[SnapshotInfo]) -> None:
+    def keep(self, infos: Sequence[SnapshotRow]) -> None:
         """Pins these snapshots, as far as they are still there, and no others. Raises `PermissionDeniedError` if this user may not pin."""
         if self._seconds is None:
             return
@@ -211,13 +211,13 @@ class _Pins:
             self._renew_ns = now + int(self._seconds * 1e8)
         self._unpin_all_but({info.root for info in infos})
 
-    def is_live(self, info: SnapshotInfo) -> bool:
+    def is_live(self, info: SnapshotRow) -> bool:
         """Whether anything holds a snapshot; pins may have expired, or been removed."""
         self._engine.log.sync()
         return self._engine.log.view().is_live(info.ulid)
 
-    def _pin(self, infos: Sequence[SnapshotInfo], expires_ns: int) -> None:
-        def pins(view: RefTable, batch: Sequence[SnapshotInfo]) -> list[Op]:
+    def _pin(self, infos: Sequence[SnapshotRow], expires_ns: int) -> None:
+        def pins(view: RefTable, batch: Sequence[SnapshotRow]) -> list[Op]:
             return [Op.pin(info.root, self._owner, self._reason, expires_ns) for info in batch if view.is_live(info.ulid)]
 
         try:

@@ -11,7 +11,7 @@ from tensorstore_ck.engine.engine import Engine, current_user
 from tensorstore_ck.engine.reachability import rescue_if_expired
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import check_metrics
-from tensorstore_ck.log import Op, RefTable, SnapshotInfo, validate_ref_name
+from tensorstore_ck.log import Op, RefTable, SnapshotRow, validate_ref_name
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.ref_signer import MOVES
 from tensorstore_ck.log.snapshot import Snapshot, pinned_with_root
@@ -92,7 +92,7 @@ def _append(engine: Engine, address: str, make: Callable[[Digest], Op]) -> Snaps
         UntrustedError: it would move a ref to a snapshot that the user's trust file does not admit at this address.
     """
     engine.require_writable()
-    infos: list[SnapshotInfo] = []
+    infos: list[SnapshotRow] = []
 
     def build(view: RefTable) -> list[Op]:
         resolved = resolve(view, address)

@@ -6,7 +6,7 @@ from functools import cache
 
 from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.log import BranchMove, RefTable, SnapshotInfo
+from tensorstore_ck.log import BranchMove, RefTable, SnapshotRow
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.log.snapshot_log import SnapshotLog, SnapshotsByName
@@ -19,10 +19,10 @@ def history(engine: Engine, ref: str | None, limit: int | None) -> SnapshotLog:
     if ref is not None and view.branch(ref) is None:
         return SnapshotLog([Snapshot.from_info(resolve(view, ref).info)])
     since, lines = dict[Ulid, int](), set[Ulid]()
-    visits, found = list[SnapshotInfo](), cache(view.snapshot)
-    newest, last_saved = list[SnapshotInfo](), 0
+    visits, found = list[SnapshotRow](), cache(view.snapshot)
+    newest, last_saved = list[SnapshotRow](), 0
 
-    def newest_first(infos: list[SnapshotInfo]) -> list[SnapshotInfo]:
+    def newest_first(infos: list[SnapshotRow]) -> list[SnapshotRow]:
         return sorted({info.ulid: info for info in infos}.values(), key=lambda info: -max(info.n, since[info.ulid]))
 
     by_age = sorted(((head.name, head.n) for head in view.heads()), key=lambda head: -head[1]) if ref is None else [(ref, 0)]

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.retention.choose_kept import KeepCandidate, choose
 from tensorstore_ck.maintenance.optimal_interval import SaveCosts, best, daly, ettr, require_costs, young
@@ -191,7 +191,7 @@ def _kept(plan: TrainingPlan, saves: int, period: float) -> int:
     for number in range(1, saves + 1):
         ulid, root, time_ns = Ulid(number.to_bytes(16, "big")), Digest(number.to_bytes(32, "big")), int(number * period * _NS)
         of_snapshot: dict[str, Any] = {"ulid": ulid, "root": root, "record": root, "parent": None, "ref": "run", "step": None, "n": number}
-        infos.append(SnapshotInfo(**of_snapshot, time_ns=time_ns, metrics={}, logical_bytes=0, new_bytes=0))
+        infos.append(SnapshotRow(**of_snapshot, time_ns=time_ns, metrics={}, logical_bytes=0, new_bytes=0))
     verdicts = choose([KeepCandidate(info) for info in infos], [policy], infos[-1].time_ns if infos else 0)
     return sum(verdict.stays for verdict in verdicts)
 

@@ -22,7 +22,7 @@ from tensorstore_ck.format.part_index import RegionBytes
 from tensorstore_ck.format.proof import NAME, Proof, decode_proof, make_proof
 from tensorstore_ck.format.ref_statement import LogName, SignedRef
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.ref_verifier import RefSignature, check_signed_ref, find_signed_ref
 from tensorstore_ck.log.trust_file import read_trust
@@ -40,7 +40,7 @@ _RANK_STATE: Final = re.compile(r"rank_state\[([0-9]{1,7})\]\..*", re.DOTALL)
 class SignedSnapshot(NamedTuple):
     """A snapshot, and a valid signature of it, if there is one for the branch or tag of its address."""
 
-    info: SnapshotInfo
+    info: SnapshotRow
     signed: SignedRef | None
     is_trusted: bool
     """The user's trust file names the ref and the key."""

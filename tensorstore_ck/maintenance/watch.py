@@ -11,7 +11,7 @@ from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import rescue_if_expired
 from tensorstore_ck.errors import BackendUnavailableError, NotFoundError, SnapshotExpiredError
-from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.log.snapshot import pinned_with_root
 
@@ -31,7 +31,7 @@ def watch(
     poll_seconds: float = POLL_SECONDS,
     sleep: Callable[[float], object] = time.sleep,
     until: Callable[[], bool] = lambda: False,
-) -> Generator[SnapshotInfo]:
+) -> Generator[SnapshotRow]:
     """See `Store.watch`. `sleep` is for tests."""
     validate_ref_name(ref)  # the branch need not exist yet: without this, an invalid name would be waited for
     if pin_for is not None:
@@ -62,14 +62,14 @@ def watch(
         new = []
 
 
-def _put_after(view: RefTable, ref: str, n: int) -> list[SnapshotInfo]:
+def _put_after(view: RefTable, ref: str, n: int) -> list[SnapshotRow]:
     """Snapshots put to a branch after entry `n`, oldest first; earlier history is not read."""
     moves = takewhile(lambda move: move.n > n, view.moves(ref))
     published = [info for move in moves if move.op == "put" and (info := view.snapshot(move.ulid)) is not None]
     return published[::-1]
 
 
-def _pin(engine: Engine, info: SnapshotInfo, owner: str, expires_ns: int) -> bool:
+def _pin(engine: Engine, info: SnapshotRow, owner: str, expires_ns: int) -> bool:
     def build(view: RefTable) -> list[Op]:
         if not view.is_live(info.ulid):
             raise SnapshotExpiredError(f"snapshot {info.root.hex()[:16]} has expired", object_id=info.root.hex())
@@ -82,6 +82,6 @@ def _pin(engine: Engine, info: SnapshotInfo, owner: str, expires_ns: int) -> boo
     return True
 
 
-def _unpin(engine: Engine, info: SnapshotInfo, owner: str) -> None:
+def _unpin(engine: Engine, info: SnapshotRow, owner: str) -> None:
     with suppress(NotFoundError):  # the pin has expired
         engine.log.append(lambda view: [Op.unpin(ulid, owner, view) for ulid in pinned_with_root(view, info, owner)])

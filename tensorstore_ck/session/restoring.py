@@ -15,7 +15,7 @@ from tensorstore_ck.engine.read.rank_states import count_rank_states, open_rank_
 from tensorstore_ck.engine.read.snapshot_reader import MergedSnapshot, SnapshotReader, open_snapshot
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.random_streams import RULE, Streams
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.address import Resolved, is_staged_address, resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.session.group.group_restore import GroupReading, GroupRestore
@@ -54,7 +54,7 @@ class Restoring:
     """One rank's view of a snapshot that is being restored."""
 
     engine: Engine
-    info: SnapshotInfo
+    info: SnapshotRow
     group: "ProcessGroup | None" = None
     reading: GroupReading | None = None
     """How this rank reads together with the others of `group`."""
@@ -161,7 +161,7 @@ def restoring(
     broadcast: bool = False,
     allow_marked: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
-) -> tuple[T, SnapshotInfo]:
+) -> tuple[T, SnapshotRow]:
     """See `Store.restoring`."""
     ranks = None if group is None else process_group(group)
     finish_staged(session, address, ranks, timeout_seconds)
@@ -174,7 +174,7 @@ def restoring(
             refuse_marked(Snapshot.from_info(resolved.info), address, "pass allow_marked=True")
         return resolved
 
-    def must_agree(info: SnapshotInfo) -> bool:
+    def must_agree(info: SnapshotRow) -> bool:
         return broadcast or len(session.engine.recent_record(info).parts) >= SHARED_PARTS
 
     try:
@@ -248,7 +248,7 @@ def _read_together(
     read: Callable[[Restoring], T],
     group: "ProcessGroup | None",
     *,
-    must_agree: Callable[[SnapshotInfo], bool] = lambda _: False,
+    must_agree: Callable[[SnapshotRow], bool] = lambda _: False,
     timeout_seconds: float,
 ) -> tuple[T, Resolved]:
     """Returns the result of `read` for the snapshot at `address`, and that snapshot. With `group` it is the same snapshot on all ranks, and
@@ -263,7 +263,7 @@ def _read_together(
 
     engine.reads.share(group.size())
 
-    def read_as_rank(info: SnapshotInfo, reading: GroupReading) -> T:
+    def read_as_rank(info: SnapshotRow, reading: GroupReading) -> T:
         restoring = Restoring(engine, info, group, reading)
         result = read(restoring)
         restoring.finish()

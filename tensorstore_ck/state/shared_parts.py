@@ -19,7 +19,7 @@ from tensorstore_ck.errors import CorruptObjectError, StoreError
 from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.state.broadcast_reads import Agree, device_of
 
 FEW_PARTS: Final = 8
@@ -33,7 +33,7 @@ class ManyPartsError(Exception):
 class SharedParts:
     """The parts of a snapshot, as one rank of a group reads them."""
 
-    def __init__(self, engine: Engine, info: SnapshotInfo, group: "dist.ProcessGroup", agree: Agree) -> None:
+    def __init__(self, engine: Engine, info: SnapshotRow, group: "dist.ProcessGroup", agree: Agree) -> None:
         """`agree`: see `broadcast_reads`."""
         self._engine = engine
         self._record = engine.recent_record(info)

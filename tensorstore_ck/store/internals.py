@@ -19,7 +19,7 @@ from tensorstore_ck.engine.write.request import LAST_SEEN, AnyHead, LastSeen
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.store_config import StoreConfig
-from tensorstore_ck.log import Log, RefTable, SnapshotInfo
+from tensorstore_ck.log import Log, RefTable, SnapshotRow
 from tensorstore_ck.log.address import Resolved
 from tensorstore_ck.log.snapshot import GroupCost, Snapshot, SnapshotDetails
 from tensorstore_ck.session.group.process_groups import ProcessGroups
@@ -74,7 +74,7 @@ def require_location(store: ReadOnlyStore, url: str) -> None:
 
 
 def open_content(
-    store: ReadOnlyStore, info: SnapshotInfo, ranks: tuple[int, int] | None = None, read: ReadBlocks = read_blocks
+    store: ReadOnlyStore, info: SnapshotRow, ranks: tuple[int, int] | None = None, read: ReadBlocks = read_blocks
 ) -> SnapshotContent:
     """The tables of a snapshot, and its blocks on demand.
 
@@ -92,19 +92,19 @@ def resolve(store: ReadOnlyStore, address: str, view: RefTable | None = None) ->
     return store.engine.resolve(address, view)
 
 
-def read_record(store: ReadOnlyStore, info: SnapshotInfo) -> Record:
+def read_record(store: ReadOnlyStore, info: SnapshotRow) -> Record:
     """See `Engine.read_record`."""
     return store.engine.read_record(info)
 
 
-def describe_with_costs(store: ReadOnlyStore, info: SnapshotInfo) -> tuple[SnapshotDetails, Mapping[str, GroupCost]]:
+def describe_with_costs(store: ReadOnlyStore, info: SnapshotRow) -> tuple[SnapshotDetails, Mapping[str, GroupCost]]:
     """See `describe_with_costs` of `maintenance.describe`."""
     from tensorstore_ck.maintenance import describe  # noqa: PLC0415
 
     return describe.describe_with_costs(store.engine, info)
 
 
-def diff_snapshots(store: ReadOnlyStore, old: SnapshotInfo, new: SnapshotInfo) -> "SnapshotDiff":
+def diff_snapshots(store: ReadOnlyStore, old: SnapshotRow, new: SnapshotRow) -> "SnapshotDiff":
     """As `Store.diff`."""
     from tensorstore_ck.maintenance import describe  # noqa: PLC0415
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from tensorstore_ck.catalog.schema import gc_runs
 from tensorstore_ck.common.ids import parse_ulid
 from tensorstore_ck.errors import SnapshotExpiredError
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.snapshot import GroupCost, SnapshotDetails
 from tensorstore_ck.store.internals import describe_with_costs, log_of
 from tensorstore_ck.ui.background import PATIENCE_SECONDS, Progress, Read
@@ -167,7 +167,7 @@ def read_contents(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot, pati
     return pages.sources.looks.read_once(store.uuid, kind, work, patience_seconds)
 
 
-def info_of(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot) -> SnapshotInfo:
+def info_of(pages: Pages, store: StoreKey, snapshot: CatalogSnapshot) -> SnapshotRow:
     """The snapshot as the store has it now. Raises `SnapshotExpiredError` if gc has freed it."""
     view, ulid = log_of(pages.sources.open(store)).readable_view(), parse_ulid(snapshot.ulid)
     info = view.snapshot(ulid) if ulid is not None else None

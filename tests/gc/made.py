@@ -11,7 +11,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, part_name
 from tensorstore_ck.format.record import Record, encode_metadata, record_name
-from tensorstore_ck.log import Op, SnapshotInfo
+from tensorstore_ck.log import Op, SnapshotRow
 from tensorstore_ck.log.cache import MemoryTable, Table
 
 Place = tuple[int, int]
@@ -77,7 +77,7 @@ def make_part(places: Sequence[Place], *, rank: int = 0, ranks: int = 1, bases: 
 
 
 class Made(NamedTuple):
-    info: SnapshotInfo
+    info: SnapshotRow
     parts: list[Ulid]
     object_bytes: list[int]
     """Of the record, and of each part."""

@@ -24,7 +24,7 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.store_config import new_config
 from tensorstore_ck.gc import GcOptions, GcReport
-from tensorstore_ck.log import Objects, Op, SnapshotInfo
+from tensorstore_ck.log import Objects, Op, SnapshotRow
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
@@ -594,7 +594,7 @@ def test_readers_across_two_compactions(tmp_path: Path, *, is_local: bool) -> No
     require_sound(store, {"job": state(99)})
 
 
-def resolved(store: Store, address: str) -> SnapshotInfo:
+def resolved(store: Store, address: str) -> SnapshotRow:
     store.engine.log.sync()
     return resolve(store.engine.log.view(), address).info
 

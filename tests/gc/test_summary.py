@@ -19,7 +19,7 @@ from tensorstore_ck.gc.part_summary import (
     encode_summary,
     summarize,
 )
-from tensorstore_ck.log import ObjectKey, SnapshotInfo
+from tensorstore_ck.log import ObjectKey, SnapshotRow
 from tensorstore_ck.log.cache import MemoryTable, Table, open_table
 from tests.gc.made import Place, make_part, pack_ulid
 
@@ -125,8 +125,8 @@ def test_prune_drops_those_of_parts_that_are_gone(table: Table) -> None:
     table.close()
 
 
-def snapshot(root: bytes = b"root".ljust(32)) -> SnapshotInfo:
-    return SnapshotInfo(Ulid(b"a snapshot....16"), Digest(root), ZERO_DIGEST, None, "job", 1, 0, 0, {}, 0, 0)
+def snapshot(root: bytes = b"root".ljust(32)) -> SnapshotRow:
+    return SnapshotRow(Ulid(b"a snapshot....16"), Digest(root), ZERO_DIGEST, None, "job", 1, 0, 0, {}, 0, 0)
 
 
 NAMES = [(PART, Digest(b"one".ljust(32))), (OTHER, Digest(b"two".ljust(32)))]

@@ -353,6 +353,16 @@ def test_a_view_stays_at_its_entry_when_the_cache_fails(recwarn: pytest.Warnings
         views[2].branches()
 
 
+def test_a_view_whose_head_the_cache_does_not_read_is_one_in_memory(recwarn: pytest.WarningsRecorder) -> None:
+    faults = CacheFaults()
+    log = open_log(MemoryBackend(), FaultyTable(faults))
+    empty_view = log.view()
+    append_puts(log, 3)
+    faults.reset(range(1, 1 << 30))  # the view can be had
+    assert follow(log.view(), "runs/gpt") == [0, 1, 2]
+    assert empty_view.branches() == []
+
+
 def test_a_view_is_never_behind_what_was_followed(table: Table) -> None:
     """Another process empties the table, or has folded the log only in part since."""
     backend = MemoryBackend()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tensorstore_ck.common.ids import Digest
-from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.log.table_rows import BRANCHES
 from tests.gc.forged import forge
 from tests.gc.stores import open_store, state
@@ -49,7 +49,7 @@ def test_a_log_of_all_with_a_limit_reads_the_branches_that_moved_last(monkeypatc
     looked: list[bytes] = []
     look = RefTable.snapshot
 
-    def noted(view: RefTable, ulid: bytes) -> SnapshotInfo | None:
+    def noted(view: RefTable, ulid: bytes) -> SnapshotRow | None:
         looked.append(ulid)
         return look(view, ulid)
 

@@ -24,7 +24,7 @@ from tensorstore_ck.errors import CorruptObjectError, DamageError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, decode
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import Part
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.block_index import Location
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
@@ -87,7 +87,7 @@ class BufferTarget(ByteTarget):
 class ReadBlocks(Protocol):
     """What reads verified blocks of a snapshot into their targets: `read_blocks`, or something on top of it."""
 
-    def __call__(self, engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock], /) -> None:
+    def __call__(self, engine: Engine, info: SnapshotRow, wanted: Sequence[WantedBlock], /) -> None:
         """See `read_blocks`."""
 
 
@@ -115,7 +115,7 @@ def wanted_blocks(source: OpenPart, rows: range, start: int, target: ByteTarget)
 
 
 def read_blocks(
-    engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock], read: "Callable[[Engine, list[WantedBlock]], None] | None" = None
+    engine: Engine, info: SnapshotRow, wanted: Sequence[WantedBlock], read: "Callable[[Engine, list[WantedBlock]], None] | None" = None
 ) -> None:
     """Reads blocks of a snapshot; follows those that gc moved since the snapshot was opened. `read`: by default `read_at_places`.
 

@@ -5,10 +5,10 @@ from tensorstore_ck.engine.freed_meanwhile import raise_if_expired
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader, require_part_of_each_rank
 from tensorstore_ck.errors import DamageError, MismatchError, NotFoundError
 from tensorstore_ck.format.part import part_name
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 
 
-def count_rank_states(engine: Engine, info: SnapshotInfo, world_size: int | None = None) -> int:
+def count_rank_states(engine: Engine, info: SnapshotRow, world_size: int | None = None) -> int:
     """How many ranks saved a state of their own.
 
     Raises:
@@ -34,7 +34,7 @@ def count_rank_states(engine: Engine, info: SnapshotInfo, world_size: int | None
     return ranks
 
 
-def open_rank_state(engine: Engine, info: SnapshotInfo, rank: int) -> SnapshotReader:
+def open_rank_state(engine: Engine, info: SnapshotRow, rank: int) -> SnapshotReader:
     """The state that a rank saved as its own.
 
     Raises:

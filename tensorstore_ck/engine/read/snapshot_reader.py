@@ -33,7 +33,7 @@ from tensorstore_ck.format.sealed import ParseBudget, check_msgpack
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import expand
 from tensorstore_ck.format.values import msgpack_blobs
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 
 ReadPart = Callable[[Record, int], Part]
 """See `Engine.read_part`."""
@@ -43,7 +43,7 @@ Layouts = ByteCache[Digest, bytes]
 
 def open_snapshot(
     engine: Engine,
-    info: SnapshotInfo,
+    info: SnapshotRow,
     read: ReadBlocks = read_blocks,
     *,
     position: float = 0.0,
@@ -68,7 +68,7 @@ class SnapshotReader:
     def __init__(
         self,
         engine: Engine,
-        info: SnapshotInfo,
+        info: SnapshotRow,
         rank: int = 0,
         read: ReadBlocks = read_blocks,
         *,

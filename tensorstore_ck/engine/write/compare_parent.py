@@ -24,7 +24,7 @@ from tensorstore_ck.engine.write.suspicious_save import SaveFindings, StepCounts
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.layout import Layout, Node
 from tensorstore_ck.format.part import Part, decode_values
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotRow
 
 _GROUPS: Final = ("state", "param_groups")
 _DICTS: Final = ("d", "o", "f", "c")
@@ -133,7 +133,7 @@ _NUMBERS: Final = {
 class _Predecessor(NamedTuple):
     """An earlier snapshot of the ref, and its part with the same tensors."""
 
-    info: SnapshotInfo
+    info: SnapshotRow
     part: Part
 
 

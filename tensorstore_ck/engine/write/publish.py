@@ -24,7 +24,7 @@ from tensorstore_ck.errors import ConflictError, InvalidOptionError, MissingObje
 from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.format.sealed import Body, take, take_count
-from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, SnapshotRow
 from tensorstore_ck.log.follow import Also
 from tensorstore_ck.log.quota import check_quotas, quotas_of, warn_of_quotas
 from tensorstore_ck.log.retention import expire_at_save
@@ -63,7 +63,7 @@ def publish(
     began_ns: int | None = None,
     also: Also | None = None,
     at: RefTable | None = None,
-) -> SnapshotInfo:
+) -> SnapshotRow:
     """Makes the record of a snapshot durable, unless it is, and appends the entry that publishes it. Its packs and parts are durable.
 
     Args:

@@ -17,7 +17,7 @@ from tensorstore_ck.engine.write.sampled_checks import Finiteness
 from tensorstore_ck.errors import StoreError, SuspiciousSaveError
 from tensorstore_ck.format.record import STORE_KEY, decode_metadata, record_name
 from tensorstore_ck.format.sealed import Body, take
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotRow
 
 _logger: Final = logging.getLogger("tensorstore_ck.engine")
 JUMP: Final = 2.0
@@ -132,7 +132,7 @@ def judge(engine: Engine, view: RefTable, findings: SaveFindings, request: SaveR
         )
 
 
-def _doubts(findings: SaveFindings, before: SnapshotInfo | None, step: int | None) -> Iterator[str]:
+def _doubts(findings: SaveFindings, before: SnapshotRow | None, step: int | None) -> Iterator[str]:
     steps = steps_between(before.step, step) if before is not None else None
     if steps and before is not None and not findings.has_moved and findings.had_moved:
         yield (
@@ -153,7 +153,7 @@ def _doubts(findings: SaveFindings, before: SnapshotInfo | None, step: int | Non
             )
 
 
-def _expected(counts: StepCounts, before: SnapshotInfo | None, steps: int | None) -> str | None:
+def _expected(counts: StepCounts, before: SnapshotRow | None, steps: int | None) -> str | None:
     """What the counters should be; None if they are as expected, or if the expected value is unknown.
 
     They count what ``step=`` counts if they were equal or moved by the same number before. If they count something else, such as steps of
@@ -169,7 +169,7 @@ def _expected(counts: StepCounts, before: SnapshotInfo | None, steps: int | None
     return "more" if is_stuck else None
 
 
-def _at(info: SnapshotInfo) -> str:
+def _at(info: SnapshotRow) -> str:
     return "" if info.step is None else f" (step {info.step})"
 
 
@@ -178,7 +178,7 @@ def steps_between(first: int | None, second: int | None) -> int | None:
     return second - first if first is not None and second is not None and second > first else None
 
 
-def snapshots_before(view: RefTable, request: SaveRequest) -> Iterator[SnapshotInfo]:
+def snapshots_before(view: RefTable, request: SaveRequest) -> Iterator[SnapshotRow]:
     """The snapshots that a save continues, newest first; none for the first save to a ref, which may come from anywhere."""
     root, is_first = request.parent, True
     while root is not None:
@@ -189,7 +189,7 @@ def snapshots_before(view: RefTable, request: SaveRequest) -> Iterator[SnapshotI
         root, is_first = info.parent, False
 
 
-def _noted_share(engine: Engine, info: SnapshotInfo) -> float:
+def _noted_share(engine: Engine, info: SnapshotRow) -> float:
     """What a snapshot's metadata says of numbers that are not finite."""
     try:
         note = decode_metadata(engine.recent_record(info), record_name(info.ulid)).get(STORE_KEY)

@@ -35,7 +35,7 @@ from tensorstore_ck.engine.write.write_plan import only_author
 from tensorstore_ck.errors import NoSpaceError, SnapshotExpiredError, StoreError, UndecidedError
 from tensorstore_ck.format.record import Record, with_store_metadata
 from tensorstore_ck.format.sealed import FOLDERS
-from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
+from tensorstore_ck.log import ObjectKey, RefTable, SnapshotRow
 from tensorstore_ck.log.block_index import notes_of, write_notes
 from tensorstore_ck.log.cache import Batch
 from tensorstore_ck.log.quota import check_quotas
@@ -81,13 +81,13 @@ class Destination(Protocol):
 
     def append_entry(
         self, request: SaveRequest, record: Record, reports: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
-    ) -> SnapshotInfo:
+    ) -> SnapshotRow:
         """Makes the record durable, and appends the entry for the parts in all `reports`, in the order of ranks.
 
         `txn`: the transaction, and the snapshot's ULID. `mark`: a mark for the snapshot, and the reason. `at`: see `Log.append`.
         """
 
-    def keep(self, info: SnapshotInfo) -> None:
+    def keep(self, info: SnapshotRow) -> None:
         """Remembers what the next save is likely to need of the parts that this process wrote."""
 
     def go_offline(self) -> bool:
@@ -159,7 +159,7 @@ class StoreDestination:
 
     def append_entry(
         self, request: SaveRequest, record: Record, reports: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
-    ) -> SnapshotInfo:
+    ) -> SnapshotRow:
         """See `Destination`."""
         engine = self.engine
         info = publish(
@@ -176,7 +176,7 @@ class StoreDestination:
         engine.keep_record(info.ulid, record)
         return info
 
-    def keep(self, info: SnapshotInfo) -> None:
+    def keep(self, info: SnapshotRow) -> None:
         """See `Destination`."""
         self.engine.note_published()
         for part in self._written:
@@ -242,7 +242,7 @@ def commit(
     txn: Ulid | None = None,
     streams: str = "",
     mark: tuple[str, str] | None = None,
-) -> SnapshotInfo:
+) -> SnapshotRow:
     """Judges the findings of all ranks, and commits their parts: the record, then one log entry.
 
     Args:
@@ -278,7 +278,7 @@ def commit(
             raise
 
 
-def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest, meter: SaveMeter | None = None) -> SnapshotInfo:
+def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest, meter: SaveMeter | None = None) -> SnapshotRow:
     """Saves a state in the store; returns once it is durable and published. The caller has followed the log.
 
     `meter` counts the progress; an error that it raises gives the save up.
@@ -294,7 +294,7 @@ def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest,
 
 def write_and_commit(
     destination: Destination, captured: CapturedState, request: SaveRequest, meter: SaveMeter, view: RefTable
-) -> SnapshotInfo:
+) -> SnapshotRow:
     """Both phases for a process alone, first as of `view`: see `Destination.may_repeat`."""
     for tries_left in reversed(range(MAX_TRIES)):
         try:

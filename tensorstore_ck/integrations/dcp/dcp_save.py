@@ -22,7 +22,7 @@ from tensorstore_ck.engine.write.write_plan import plan_of
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.plans import Role
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.save_status import SaveStatus
 
@@ -179,7 +179,7 @@ class DcpSave:
 
     # --- the coordinator ----------------------------------------------------------------------------------------------
 
-    def run(self, status: SaveStatus) -> SnapshotInfo:
+    def run(self, status: SaveStatus) -> SnapshotRow:
         """Writes the coordinator's part, and commits what all ranks have written."""
         if self._error is not None:
             raise self._error
@@ -192,13 +192,13 @@ class DcpSave:
         self._context.fence.note(self.ref, info.root, info.root)
         return info
 
-    def _commit(self, meter: SaveMeter) -> SnapshotInfo:
+    def _commit(self, meter: SaveMeter) -> SnapshotRow:
         assert self.gathered is not None
         captured, others = self.gathered
         reports = [RankParts.of_record(report.parts) for report in others]
         findings = [SaveFindings.of_record(report.findings) for report in others]
 
-        def attempt() -> SnapshotInfo:
+        def attempt() -> SnapshotRow:
             assert self.begun is not None
             written, own, own_findings = self._complete(self.begun, captured, meter)
             self._destination.wrote(self._request, [written])

@@ -17,7 +17,7 @@ from tensorstore_ck.engine.read.block_reader import DISK_QUEUE, BufferTarget, Wa
 from tensorstore_ck.format.codec import Codec
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.integrations.exporting.output_file import OutputFile, Piece
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 
 MIN_BYTES: Final = 1 << 20
 """Smaller blocks are read together."""
@@ -59,7 +59,7 @@ class RangesTarget(ByteTarget):
         return [(target.file, target.offset + start - target.start) for target in found]
 
 
-def read_or_copy(engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock]) -> None:
+def read_or_copy(engine: Engine, info: SnapshotRow, wanted: Sequence[WantedBlock]) -> None:
     """As `read_blocks`; copies what a `RangesTarget` can verify later.
 
     Raises:
@@ -79,7 +79,7 @@ def _can_be_copied(block: WantedBlock) -> bool:
     return is_large and isinstance(target, RangesTarget) and target.whole(block.start, block.raw) is not None
 
 
-def _copy_blocks(engine: Engine, wanted: Sequence[WantedBlock], *, info: SnapshotInfo) -> None:
+def _copy_blocks(engine: Engine, wanted: Sequence[WantedBlock], *, info: SnapshotRow) -> None:
     if moved := [block for block in wanted if not _can_be_copied(block)]:  # and encoded by that, since the snapshot was opened
         read_at_places(engine, moved)
         wanted = [block for block in wanted if _can_be_copied(block)]
@@ -109,7 +109,7 @@ def _copy_blocks(engine: Engine, wanted: Sequence[WantedBlock], *, info: Snapsho
     for_each(wanted, copy, min(cpu_threads() + DISK_QUEUE, len(wanted)))
 
 
-def _read_verified(engine: Engine, info: SnapshotInfo, block: WantedBlock) -> memoryview:
+def _read_verified(engine: Engine, info: SnapshotRow, block: WantedBlock) -> memoryview:
     memory = memoryview(bytearray(block.raw))
     read_blocks(engine, info, [block._replace(start=0, target=BufferTarget(memory))])
     return memory

@@ -14,14 +14,14 @@ from tensorstore_ck.engine.write.write_plan import only_author, places_of
 from tensorstore_ck.format.block_assignment import encode_regions
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.store import ReadOnlyStore
 from tensorstore_ck.store.internals import config_of, read_record
 
 _RUN_BLOCKS: Final = 64
 
 
-def is_in_snapshot(store: ReadOnlyStore, captured: CapturedState, info: SnapshotInfo) -> bool:
+def is_in_snapshot(store: ReadOnlyStore, captured: CapturedState, info: SnapshotRow) -> bool:
     """Whether a save of `captured` would store the snapshot's tensors, values and structure.
 
     Raises:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Ulid
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.retention.policy import MILESTONES, TRIGGERS, Best, Policy
 
 NS: Final = 1_000_000_000
@@ -17,7 +17,7 @@ MAX_NAMED: Final = 8
 class KeepCandidate(NamedTuple):
     """A snapshot in a branch's history."""
 
-    info: SnapshotInfo
+    info: SnapshotRow
     held_by: tuple[str, ...] = ()
     """Tags and pins, by name: they hold it despite any policy."""
 
@@ -25,7 +25,7 @@ class KeepCandidate(NamedTuple):
 class Verdict(NamedTuple):
     """What happens to a snapshot."""
 
-    info: SnapshotInfo
+    info: SnapshotRow
     stays: bool
     why: tuple[str, ...]
     """All reasons to keep it; or the one to expire it."""
@@ -35,7 +35,7 @@ def choose(
     history: Sequence[KeepCandidate],
     policies: Sequence[Policy],
     now_ns: int,
-    count_bytes: Callable[[], Callable[[SnapshotInfo], int]] | None = None,
+    count_bytes: Callable[[], Callable[[SnapshotRow], int]] | None = None,
 ) -> list[Verdict]:
     """The fate of each snapshot of a branch.
 
@@ -82,7 +82,7 @@ def _kept(history: Sequence[KeepCandidate], policy: Policy, now_ns: int) -> dict
     """The snapshots that the rules of a policy keep, before its limits."""
     reasons: dict[Ulid, list[str]] = {}
 
-    def keep(infos: Iterable[SnapshotInfo], why: str) -> None:
+    def keep(infos: Iterable[SnapshotRow], why: str) -> None:
         for info in infos:
             reasons.setdefault(info.ulid, []).append(why)
 
@@ -126,7 +126,7 @@ class Unmatched(NamedTuple):
         return f"{self.rule}: no snapshot has it; they have {names or 'none'}"
 
 
-def unmatched(history: Sequence[SnapshotInfo], policy: Policy) -> list[Unmatched]:
+def unmatched(history: Sequence[SnapshotRow], policy: Policy) -> list[Unmatched]:
     """The rules of a policy that use a metric, an epoch or a user's trigger that no snapshot of the history has."""
     metrics = tuple(sorted({name for info in history for name in info.metrics}))
     triggers = tuple(sorted({name for info in history for name in info.triggers}))
@@ -137,14 +137,14 @@ def unmatched(history: Sequence[SnapshotInfo], policy: Policy) -> list[Unmatched
     return rules + [Unmatched(f"keep_triggers {name}", triggers) for name in policy.keep_triggers if name not in (*triggers, *TRIGGERS)]
 
 
-def _firsts(infos: Iterable[SnapshotInfo], period: Callable[[SnapshotInfo], Hashable]) -> Iterable[SnapshotInfo]:
-    firsts: dict[Hashable, SnapshotInfo] = {}
+def _firsts(infos: Iterable[SnapshotRow], period: Callable[[SnapshotRow], Hashable]) -> Iterable[SnapshotRow]:
+    firsts: dict[Hashable, SnapshotRow] = {}
     for info in infos:
         firsts.setdefault(period(info), info)
     return firsts.values()
 
 
-def _best(sound: Sequence[SnapshotInfo], best: Best) -> list[SnapshotInfo]:
+def _best(sound: Sequence[SnapshotRow], best: Best) -> list[SnapshotRow]:
     """The snapshots with the best values; of equal ones the newer. Those without the metric, or with NaN, are left out."""
     sign = 1 if best.direction == "min" else -1
     values = [sign * info.metrics.get(best.metric, math.nan) for info in sound]
@@ -153,16 +153,16 @@ def _best(sound: Sequence[SnapshotInfo], best: Best) -> list[SnapshotInfo]:
 
 
 def _beyond(
-    newest_first: Sequence[SnapshotInfo],
+    newest_first: Sequence[SnapshotRow],
     policy: Policy,
     kept: Collection[Ulid],
     certain: Collection[Ulid],
     *,
     now_ns: int,
-    count_bytes: Callable[[], Callable[[SnapshotInfo], int]] | None,
+    count_bytes: Callable[[], Callable[[SnapshotRow], int]] | None,
 ) -> Iterator[tuple[Ulid, str]]:
     """The snapshots of `kept` beyond the limits of a policy, with the limit; some may be in `certain`."""
-    left: list[SnapshotInfo] = []
+    left: list[SnapshotRow] = []
     for info in newest_first:
         if info.ulid in kept:
             if policy.expire_after and _age_seconds(info, now_ns) > policy.expire_after:
@@ -178,5 +178,5 @@ def _beyond(
                 yield info.ulid, "max_bytes"
 
 
-def _age_seconds(info: SnapshotInfo, now_ns: int) -> float:
+def _age_seconds(info: SnapshotRow, now_ns: int) -> float:
     return (now_ns - info.time_ns) / NS

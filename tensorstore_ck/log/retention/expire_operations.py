@@ -10,7 +10,7 @@ from typing import Final
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.log.retention.choose_kept import KeepCandidate, Verdict, choose, reasons_despite_policy, unmatched
 from tensorstore_ck.log.retention.policy import Policy
 
@@ -42,17 +42,17 @@ def verdicts(
     policies: Iterable[Policy],
     now_ns: int,
     *,
-    coming: SnapshotInfo | None = None,
-    count_bytes: Callable[[], Callable[[SnapshotInfo], int]] | None = None,
+    coming: SnapshotRow | None = None,
+    count_bytes: Callable[[], Callable[[SnapshotRow], int]] | None = None,
 ) -> list[Verdict]:
     """The fate of each snapshot of a branch, oldest first. `coming`: the snapshot that the next entry will publish."""
     return choose(candidates(view, ref, coming), list(policies), now_ns, count_bytes)
 
 
-def candidates(view: RefTable, ref: str, coming: SnapshotInfo | None = None) -> list[KeepCandidate]:
+def candidates(view: RefTable, ref: str, coming: SnapshotRow | None = None) -> list[KeepCandidate]:
     """The snapshots of a branch, oldest first, each once, at its last visit."""
     holders = _holders(view)
-    history: dict[Ulid, SnapshotInfo] = {}
+    history: dict[Ulid, SnapshotRow] = {}
     visits = view.history(ref, newest_first=False) if view.branch(ref) is not None else ()
     for info in [*visits, *([coming] if coming is not None else [])]:
         history.pop(info.ulid, None)
@@ -72,7 +72,7 @@ class UnmatchedRuleWarning(UserWarning):
     """A retention rule uses a metric, a trigger or an epoch that no snapshot of a branch has. It expires nothing there."""
 
 
-def unmatched_rules(url: str, ref: str, policies: Mapping[str, Policy], history: Sequence[SnapshotInfo]) -> list[str]:
+def unmatched_rules(url: str, ref: str, policies: Mapping[str, Policy], history: Sequence[SnapshotRow]) -> list[str]:
     """A message for each rule that matches nothing in a branch's history: the problem and the advice, for the store at `url`."""
     return [
         f"the policy for {glob!r} matches nothing in {ref!r}, so nothing goes that it could keep: {rule}. Correct the rule "
@@ -95,7 +95,7 @@ def expire_at_save(view: RefTable, put: Op, now_ns: int, url: str) -> list[Op]:
         return []
     if not any(policy.keeps for policy in policies.values()) or not _is_due(view, ref):
         return []
-    judged = verdicts(view, ref, policies.values(), now_ns, coming=SnapshotInfo.of_op(put.fields, 0, now_ns))
+    judged = verdicts(view, ref, policies.values(), now_ns, coming=SnapshotRow.of_op(put.fields, 0, now_ns))
     for problem in unmatched_rules(url, ref, policies, [verdict.info for verdict in judged]):
         warnings.warn(problem, UnmatchedRuleWarning, stacklevel=user_stacklevel())
     going = [verdict.info.ulid for verdict in judged if not verdict.stays]

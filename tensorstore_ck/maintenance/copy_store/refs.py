@@ -25,7 +25,7 @@ from tensorstore_ck.errors import (
     StoreError,
     UntrustedError,
 )
-from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.maintenance.copy_store.blocks import Pace
 from tensorstore_ck.maintenance.copy_store.branch_plan import BranchPlan, plan_branch
 from tensorstore_ck.maintenance.copy_store.report import CopiedRef, CopyReport, Progress
@@ -44,7 +44,7 @@ class _RefPlan(NamedTuple):
     held: list[Ulid]
     """Its snapshots in the source, oldest first."""
     branch: BranchPlan | None
-    missing: list[SnapshotInfo]
+    missing: list[SnapshotRow]
     """Snapshots that the target's branch must still move to, or that a tag must still name."""
     error: StoreError | None
 
@@ -147,7 +147,7 @@ class _Copy:
         except (ConflictError, DamageError, UntrustedError, LogChangedError) as exc:
             return _RefPlan(name, kind=kind, held=held, branch=None, missing=[], error=exc)
 
-    def _admitted(self, view: RefTable, name: str, ulids: list[Ulid]) -> list[SnapshotInfo]:
+    def _admitted(self, view: RefTable, name: str, ulids: list[Ulid]) -> list[SnapshotRow]:
         """The snapshots of a branch that the source's trust file admits at `name@STEP`: a target with a key signs what it moves to."""
         infos, trust = _infos(view, ulids), self._source.trust
         signed = None if trust is None else trust.signed(self._source.log, view, name)
@@ -220,7 +220,7 @@ class _Copy:
             object_id=info.root.hex(),
         )
 
-    def _bring(self, info: SnapshotInfo, ref: str, arrange: "_Arrange") -> bool:
+    def _bring(self, info: SnapshotRow, ref: str, arrange: "_Arrange") -> bool:
         """Moves the ref to a snapshot, copied if the target lacks it; whether the source still has it."""
 
         def build(view: RefTable) -> list[Op]:
@@ -238,7 +238,7 @@ class _Copy:
                 return True
         return self._copier.copy(info, ref, arrange) is not None
 
-    def _to_branch(self, name: str, head: Digest | None, info: SnapshotInfo) -> "_Arrange":
+    def _to_branch(self, name: str, head: Digest | None, info: SnapshotRow) -> "_Arrange":
         def arrange(view: RefTable, put: Op | None) -> list[Op]:
             branch = view.branch(name)
             if (branch.root if branch is not None else None) != head or view.tag(name) is not None:
@@ -252,7 +252,7 @@ class _Copy:
 
         return arrange
 
-    def _to_tag(self, name: str, info: SnapshotInfo) -> "_Arrange":
+    def _to_tag(self, name: str, info: SnapshotRow) -> "_Arrange":
         def arrange(view: RefTable, put: Op | None) -> list[Op]:
             _require_free(view, name, self._target.backend.url)
             tag = [Op.tag(name, info.root), *_notes(info, view, put)]
@@ -276,7 +276,7 @@ _Arrange = Callable[[RefTable, Op | None], list[Op]]
 """An `Arrange` that also moves the ref to an existing snapshot: then without a put."""
 
 
-def _infos(view: RefTable, ulids: Sequence[Ulid]) -> list[SnapshotInfo]:
+def _infos(view: RefTable, ulids: Sequence[Ulid]) -> list[SnapshotRow]:
     return [info for ulid in ulids if (info := view.snapshot(ulid)) is not None]
 
 
@@ -304,7 +304,7 @@ def _require_free(view: RefTable, name: str, url: str) -> None:
         )
 
 
-def _notes(info: SnapshotInfo, view: RefTable, put: Op | None) -> list[Op]:
+def _notes(info: SnapshotRow, view: RefTable, put: Op | None) -> list[Op]:
     """Metrics and marks that were added to a snapshot after its put, and that the target lacks."""
     there = view.by_root(info.root)
     if there is None and put is None:

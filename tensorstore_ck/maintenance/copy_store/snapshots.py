@@ -27,7 +27,7 @@ from tensorstore_ck.format.codec import CODECS_WITH_BASES, HEAD_BYTES, Encoder, 
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.record import Record, record_name
-from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.log.block_index import Location
 from tensorstore_ck.maintenance.copy_store.blocks import BLOCK_DTYPE, Blocks, Copied, CopyPiece, Pace, copy_piece, cut_pieces
 from tensorstore_ck.maintenance.copy_store.report import Progress
@@ -74,7 +74,7 @@ class SnapshotCopier:
         self._meter = meter
         self._executor = executor
 
-    def copy(self, info: SnapshotInfo, ref: str, arrange: Arrange) -> SnapshotInfo | None:
+    def copy(self, info: SnapshotRow, ref: str, arrange: Arrange) -> SnapshotRow | None:
         """Copies a snapshot and publishes it; None when the source has forgotten and freed it meanwhile.
 
         Starts again if gc of the target freed something that the copy relied on, as after a long sleep of this process.
@@ -84,7 +84,7 @@ class SnapshotCopier:
             DamageError: the source's snapshot cannot be read; nothing is visible.
         """
 
-        def attempt() -> SnapshotInfo | None:
+        def attempt() -> SnapshotRow | None:
             anchor = self._anchor()
             written_before = self._meter.written_bytes
             self._meter.begin(info.logical_bytes)
@@ -111,7 +111,7 @@ class SnapshotCopier:
         head = log.view().head()
         return log.append(lambda view: [] if view.head() else [Op.abort(self._target.new_id())]).n if head is None else head.n
 
-    def _copy_parts(self, info: SnapshotInfo, ref: str, anchor: int) -> tuple[Record, list[tuple[Ulid, Part]]]:
+    def _copy_parts(self, info: SnapshotRow, ref: str, anchor: int) -> tuple[Record, list[tuple[Ulid, Part]]]:
         parts = []
         try:
             record = self._source.read_record(info)
@@ -136,7 +136,7 @@ class SnapshotCopier:
             return parent.root
         return branch.root if branch is not None else None
 
-    def _copy_part(self, info: SnapshotInfo, part: Part, known: DedupIndex, anchor: int) -> Part:
+    def _copy_part(self, info: SnapshotRow, part: Part, known: DedupIndex, anchor: int) -> Part:
         """The part for the target, where all its blocks are durable."""
         ids = [part.block_id(row) for row in range(part.block_count)]
         there = known.find([*dict.fromkeys(ids)])
@@ -191,7 +191,7 @@ class SnapshotCopier:
         self._meter.written_bytes += copied.written_bytes
         self._target.index.add(copied.locations.items(), published_at=anchor)
 
-    def _publish(self, record: Record, parts: Sequence[tuple[Ulid, Part]], arrange: Arrange) -> SnapshotInfo:
+    def _publish(self, record: Record, parts: Sequence[tuple[Ulid, Part]], arrange: Arrange) -> SnapshotRow:
         """Record and log entry."""
         ulid, encoded = self._target.new_id(), record.encode()
         self._put(record_name(ulid), encoded)

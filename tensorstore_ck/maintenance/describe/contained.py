@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, Tensor
 from tensorstore_ck.maintenance.describe.diff import blocks_of
@@ -57,9 +57,7 @@ _Key = tuple[object, ...]
 """The form of a tensor, and elements and content of one of its blocks."""
 
 
-def compare_with_base(
-    engine: Engine, info: SnapshotInfo, base_info: SnapshotInfo, *, signed_by: str | None, is_trusted: bool
-) -> Containment:
+def compare_with_base(engine: Engine, info: SnapshotRow, base_info: SnapshotRow, *, signed_by: str | None, is_trusted: bool) -> Containment:
     """Compares each tensor with the one of its name; where the base has none of that name, with one that has its blocks."""
     tensors, base = OpenSnapshot(engine, info).shared.tensors, OpenSnapshot(engine, base_info).shared.tensors
     found: dict[str, tuple[str | None, int]] = {}

@@ -19,7 +19,7 @@ from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.tree import leaves, parse
 from tensorstore_ck.format.values import describe as describe_value
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 
 
 class Tensor(NamedTuple):
@@ -58,7 +58,7 @@ NOTHING: Final = SnapshotContents(())
 class OpenSnapshot:
     """A snapshot. Rank states are opened one at a time, since there may be thousands."""
 
-    def __init__(self, engine: Engine, info: SnapshotInfo) -> None:
+    def __init__(self, engine: Engine, info: SnapshotRow) -> None:
         self._engine = engine
         self.info = info
         first = SnapshotReader(engine, info)

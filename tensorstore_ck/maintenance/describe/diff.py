@@ -22,7 +22,7 @@ from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.part_index import RegionBytes
 from tensorstore_ck.format.sharding import BoxBounds
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, SnapshotContents, Tensor, display, identity, tensor_form
 
@@ -90,7 +90,7 @@ def _form_text(form: tuple[str, tuple[int, ...], int] | None) -> str:
     return "" if form is None else f"{form[0]} {'x'.join(map(str, form[1]))}"
 
 
-def diff_snapshots(engine: Engine, old_info: SnapshotInfo, new_info: SnapshotInfo) -> SnapshotDiff:
+def diff_snapshots(engine: Engine, old_info: SnapshotRow, new_info: SnapshotRow) -> SnapshotDiff:
     """The changes from `old_info` to `new_info`."""
     old, new = OpenSnapshot(engine, old_info), OpenSnapshot(engine, new_info)
     tensors, values = list[TensorChange](), list[ValueChange]()

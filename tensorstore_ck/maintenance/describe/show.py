@@ -15,7 +15,7 @@ from tensorstore_ck.format.codec import codec_name
 from tensorstore_ck.format.layout import Sharding
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.record import decode_metadata, record_name
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.snapshot import GroupCost, Snapshot, SnapshotDetails
 from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, Tensor, display, part_prefix, tensor_form
 
@@ -68,19 +68,19 @@ class _Group:
                 self.codecs[codec_name(codec)] += raw
 
 
-def describe(engine: Engine, info: SnapshotInfo) -> SnapshotDetails:
+def describe(engine: Engine, info: SnapshotRow) -> SnapshotDetails:
     """Metadata, tensors and values of a snapshot."""
     return _describe(engine, info, GroupCosts())
 
 
-def describe_with_costs(engine: Engine, info: SnapshotInfo) -> tuple[SnapshotDetails, Mapping[str, GroupCost]]:
+def describe_with_costs(engine: Engine, info: SnapshotRow) -> tuple[SnapshotDetails, Mapping[str, GroupCost]]:
     """As `describe`, with the cost of each tensor by its name."""
     by_tensor = GroupCosts(str)
     details = _describe(engine, info, GroupCosts(), by_tensor)
     return details, {cost.name: cost for cost in by_tensor.groups()}
 
 
-def _describe(engine: Engine, info: SnapshotInfo, *costs: GroupCosts) -> SnapshotDetails:
+def _describe(engine: Engine, info: SnapshotRow, *costs: GroupCosts) -> SnapshotDetails:
     """The groups are those of the first of `costs`."""
     opened = OpenSnapshot(engine, info)
     tensors: list[tuple[str, str, tuple[int, ...], int]] = []

@@ -25,7 +25,7 @@ from tensorstore_ck.format.part import Extents, Part, part_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.format.tree import parse
-from tensorstore_ck.log import ObjectKey, SnapshotInfo
+from tensorstore_ck.log import ObjectKey, SnapshotRow
 from tensorstore_ck.maintenance.describe import blob_rows, names_of_blobs, part_prefix
 from tensorstore_ck.maintenance.fsck.check_packs import Ids, Packs
 from tensorstore_ck.maintenance.fsck.findings import kind_of, require_reachable
@@ -77,13 +77,13 @@ class _PartProblem(NamedTuple):
     blocks: DamagedBlocks
 
 
-def require_intact(engine: Engine, info: SnapshotInfo) -> None:
+def require_intact(engine: Engine, info: SnapshotRow) -> None:
     """Checks the structure of a snapshot. Raises `CorruptObjectError` if it is damaged."""
     for damage in check_snapshot(engine, Packs(engine.backend, {}), info, read_data=False).damages:
         raise CorruptObjectError(f"{damage.object}: {damage.message}", object_id=damage.object)
 
 
-def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_data: bool) -> SnapshotCheck:
+def check_snapshot(engine: Engine, packs: Packs, info: SnapshotRow, *, read_data: bool) -> SnapshotCheck:
     """Checks a snapshot at the head that `engine` has folded.
 
     `read_data`: the data of `packs` was checked; reads here the blocks of packs without a usable footer.
@@ -124,7 +124,7 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
     return SnapshotCheck(damages=damages, needs=frozenset(needs), object_bytes=size, is_complete=not lost, anchor=anchor)
 
 
-def parts_of(engine: Engine, info: SnapshotInfo) -> Iterator[Part]:
+def parts_of(engine: Engine, info: SnapshotRow) -> Iterator[Part]:
     """The readable parts of a snapshot."""
     damages: list[Damage] = []
     record, _ = _read_record(engine, info, damages)
@@ -133,7 +133,7 @@ def parts_of(engine: Engine, info: SnapshotInfo) -> Iterator[Part]:
         yield from (part for part in parts if isinstance(part, Part))
 
 
-def placed_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Part, BlockLocations]]:
+def placed_parts(engine: Engine, info: SnapshotRow) -> Iterator[tuple[Part, BlockLocations]]:
     """The readable parts of a snapshot, and the locations of their blocks."""
     for part in parts_of(engine, info):
         locations = _locate(engine, part)
@@ -152,7 +152,7 @@ def by_pack(locations: BlockLocations) -> Iterator[tuple[Ulid, npt.NDArray[np.in
         yield locations.packs[number], rows
 
 
-def rebuilt_record(info: SnapshotInfo, record: Record, parts: Sequence[Ulid]) -> Record:
+def rebuilt_record(info: SnapshotRow, record: Record, parts: Sequence[Ulid]) -> Record:
     """The record as repair rebuilds it: fields from the log, and the content under its root. Only such a record may replace another."""
     return record._replace(
         ref=info.ref,
@@ -169,7 +169,7 @@ def rebuilt_record(info: SnapshotInfo, record: Record, parts: Sequence[Ulid]) ->
     )
 
 
-def _read_record(engine: Engine, info: SnapshotInfo, damages: list[Damage]) -> tuple[Record | None, int]:
+def _read_record(engine: Engine, info: SnapshotRow, damages: list[Damage]) -> tuple[Record | None, int]:
     name, size = record_name(info.ulid), 0
     try:
         data = engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
@@ -279,7 +279,7 @@ def merge_damages(damages: Iterable[Damage]) -> Iterator[Damage]:
     yield from merged.values()
 
 
-def describe_hit(addresses: Sequence[str], info: SnapshotInfo, names: Sequence[str]) -> str:
+def describe_hit(addresses: Sequence[str], info: SnapshotRow, names: Sequence[str]) -> str:
     """``runs/gpt@1000 (root 9f86d081...): tensors``."""
     where, more = ", ".join(addresses) or "no ref", len(names) - MAX_NAMED
     shown = [*names[:MAX_NAMED], *([f"and {more} more"] if more > 0 else [])]
@@ -293,7 +293,7 @@ NOTHING: Final = ("no tensor: it restores, but is not whole",)
 class AffectedTensors:
     """The layouts of one snapshot's parts."""
 
-    def __init__(self, engine: Engine, info: SnapshotInfo, record: Record, world_size: int, layout_of: bytes | None) -> None:
+    def __init__(self, engine: Engine, info: SnapshotRow, record: Record, world_size: int, layout_of: bytes | None) -> None:
         """`world_size`, `layout_of`: as in any of the ranks' parts; 0 and None if none can be read."""
         self._engine = engine
         self._info = info

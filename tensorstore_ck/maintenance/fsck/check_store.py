@@ -26,7 +26,7 @@ from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.format.writer_record import WRITERS
 from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.roots import roots
-from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo, lost_log, sign_of_lost_log, store_objects
+from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotRow, lost_log, sign_of_lost_log, store_objects
 from tensorstore_ck.log.checkpoint import checkpoint_folder
 from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_log
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
@@ -263,11 +263,11 @@ class Fsck:
                 self._found.add(damage.kind, damage.object, damage.message, hit=describe_hit(addresses, infos[ulid], damage.names))
         return len(infos)
 
-    def _check_all(self, infos: Iterable[SnapshotInfo]) -> dict[Ulid, SnapshotCheck]:
+    def _check_all(self, infos: Iterable[SnapshotRow]) -> dict[Ulid, SnapshotCheck]:
         """Checks snapshots; returns the damaged ones."""
         damaged: dict[Ulid, SnapshotCheck] = {}
 
-        def check(info: SnapshotInfo) -> None:
+        def check(info: SnapshotRow) -> None:
             checked = check_snapshot(self.at_log, self.packs, info, read_data=self._options.reads_data)
             with self._lock:
                 self.needed |= checked.needs

@@ -26,7 +26,7 @@ from tensorstore_ck.format.part import EXTENT_DTYPE, Part, decode_part, encode_v
 from tensorstore_ck.format.record import Record, decode_record, record_name
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash, unseal
 from tensorstore_ck.gc.compact import CompactedPack, write_relocation
-from tensorstore_ck.log import ObjectKey, SnapshotInfo
+from tensorstore_ck.log import ObjectKey, SnapshotRow
 from tensorstore_ck.log.block_index import Location
 from tensorstore_ck.maintenance.fsck.check_packs import BlockCopy, Packs, find_copies
 from tensorstore_ck.maintenance.fsck.check_snapshot import rebuilt_record
@@ -60,7 +60,7 @@ class PartRebuilder:
         self._hashes: dict[str, dict[Digest, str]] = {}
         self._parts_by_id: dict[tuple[Digest, int], tuple[Engine, Ulid]] | None = None
 
-    def record(self, info: SnapshotInfo) -> str | None:
+    def record(self, info: SnapshotRow) -> str | None:
         """Rebuilds a record; returns how, or None if no source has it.
 
         Raises:
@@ -88,7 +88,7 @@ class PartRebuilder:
         self._publish(info, rebuilt_record(info, theirs, [ulid for ulid, _ in rebuilt]), rebuilt)
         return "rebuilt from the other store's record with the same root"
 
-    def part(self, ulid: Ulid, rank: int, record: Record, info: SnapshotInfo) -> str | None:
+    def part(self, ulid: Ulid, rank: int, record: Record, info: SnapshotRow) -> str | None:
         """Rebuilds a part; returns how, or None if no source has it. Raises the same errors as `record`."""
         wanted, name = record.part_id(rank), part_name(ulid)
         with contextlib.suppress(DamageError):
@@ -154,7 +154,7 @@ class PartRebuilder:
             raise MissingObjectError(f"there is no other store to copy {name} from", object_id=name)
         return self._other.engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
 
-    def _their_record(self, info: SnapshotInfo) -> Record | None:
+    def _their_record(self, info: SnapshotRow) -> Record | None:
         other = self._other
         theirs = other.engine.log.view().by_root(info.root) if other is not None else None
         return other.engine.read_record(theirs) if other is not None and theirs is not None else None
@@ -188,7 +188,7 @@ class PartRebuilder:
                     return empty
         return None
 
-    def _publish(self, info: SnapshotInfo, record: Record, parts: Sequence[tuple[Ulid, CompactedPack | None]]) -> None:
+    def _publish(self, info: SnapshotRow, record: Record, parts: Sequence[tuple[Ulid, CompactedPack | None]]) -> None:
         """Writes a record that names rebuilt parts, and commits their relocations."""
         self.overwrite(ObjectKey("snapshot", info.ulid), record.encode())
         for ulid, move in parts:

@@ -20,7 +20,7 @@ from tensorstore_ck.errors import BrokenLogError, DamageError, SnapshotExpiredEr
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.record import Record, record_name
-from tensorstore_ck.log import Entry, Head, ObjectKey, Op, RefTable, Relocation, SnapshotInfo
+from tensorstore_ck.log import Entry, Head, ObjectKey, Op, RefTable, Relocation, SnapshotRow
 from tensorstore_ck.log.cache import TableError
 from tensorstore_ck.log.entry import MAX_ENTRY_BYTES
 from tensorstore_ck.maintenance.fsck.check_config import is_log_lost, is_of_log, repair_config
@@ -192,7 +192,7 @@ class _Repair:
                     self._repaired[name] = how
         return is_expired or len(self._repaired) > before
 
-    def _repair_moved(self, fsck: Fsck, rebuilder: PartRebuilder, info: SnapshotInfo, relocation: Relocation) -> str | None:
+    def _repair_moved(self, fsck: Fsck, rebuilder: PartRebuilder, info: SnapshotRow, relocation: Relocation) -> str | None:
         """Rebuilds a relocation map exactly as it was; if that is impossible, or it closes a cycle, the parts that need it."""
         key, data = ObjectKey("moved", relocation.moved), fsck.rebuild(relocation)
         is_intact = is_moved_intact(self._engine.backend, relocation)
@@ -210,7 +210,7 @@ class _Repair:
                 self._repaired[part_name(part)] = f"{remade}: {key.name} is {'false' if is_intact else 'lost'}"
         return None
 
-    def _repair_part(self, fsck: Fsck, rebuilder: PartRebuilder, info: SnapshotInfo, name: str) -> str | None:
+    def _repair_part(self, fsck: Fsck, rebuilder: PartRebuilder, info: SnapshotRow, name: str) -> str | None:
         record = fsck.at_log.read_own_record(info)
         for rank, part in enumerate(record.parts):
             if part_name(part) == name:
@@ -257,7 +257,7 @@ class _Repair:
         self._append([*marked.items(), *unmarked.items()])
         return tuple(root.hex() for root in marked), tuple(root.hex() for root in unmarked)
 
-    def _verified(self, fsck: Fsck, infos: list[SnapshotInfo]) -> Iterable[SnapshotInfo]:
+    def _verified(self, fsck: Fsck, infos: list[SnapshotRow]) -> Iterable[SnapshotRow]:
         """Reads all data of some snapshots; returns the sound ones."""
         packs = {pack for info in infos for pack in packs_of(fsck.at_log, info)} & fsck.packs.listed.keys()
         DataCheck(self._engine, fsck.packs, FsckOptions(), chosen=sorted(packs - set(self._read))).run(lambda count: None)
@@ -282,7 +282,7 @@ def _is_located(engine: Engine, record: Record, rank: int) -> bool:
     return True
 
 
-def _damaged_objects(fsck: Fsck) -> list[tuple[SnapshotInfo, str]]:
+def _damaged_objects(fsck: Fsck) -> list[tuple[SnapshotRow, str]]:
     """(snapshot, name) of every damaged object except packs."""
     view = fsck.at_log.log.view()
     checks = ((view.snapshot(ulid), checked) for ulid, checked in fsck.damaged.items())

@@ -19,7 +19,7 @@ from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import record_name
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap, decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
-from tensorstore_ck.log import ObjectKey, RefTable, Relocation, SnapshotInfo
+from tensorstore_ck.log import ObjectKey, RefTable, Relocation, SnapshotRow
 from tensorstore_ck.maintenance.fsck.check_packs import BlockTables, Packs, find_copies
 from tensorstore_ck.maintenance.fsck.check_snapshot import block_ids, by_pack, describe_hit, placed_parts
 from tensorstore_ck.maintenance.fsck.findings import DAMAGED, UNREADABLE, Findings, Severity, kind_of, require_reachable
@@ -127,7 +127,7 @@ def packs_of_marked(engine: Engine) -> set[Ulid]:
     return {pack for info in _marked_damaged(engine) for pack in packs_of(engine, info)}
 
 
-def packs_of(engine: Engine, info: SnapshotInfo) -> set[Ulid]:
+def packs_of(engine: Engine, info: SnapshotRow) -> set[Ulid]:
     """The packs of a snapshot, as far as its parts can be read."""
     return {pack for _, locations in placed_parts(engine, info) for pack in locations.packs}
 
@@ -153,5 +153,5 @@ def check_marks(engine: Engine, findings: Findings, *, damaged: Collection[Ulid]
         findings.add("marked_damaged", record_name(info.ulid), message, hit=hit, severity=severity, repairable=is_whole)
 
 
-def _marked_damaged(engine: Engine) -> Iterator[SnapshotInfo]:
+def _marked_damaged(engine: Engine) -> Iterator[SnapshotRow]:
     return (info for info in engine.log.view().snapshots() if info.mark == DAMAGED)

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid, ulid_text
-from tensorstore_ck.log import BranchMove, Entry, Op, RefTable, Relocation, SnapshotInfo, UndoWindow, fold
+from tensorstore_ck.log import BranchMove, Entry, Op, RefTable, Relocation, SnapshotRow, UndoWindow, fold
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.table_rows import HEAD, NOTES, TagRow
 
@@ -30,8 +30,8 @@ Make = Callable[[RefTable, int], list[Op]]
 class KeptHistory(NamedTuple):
     """The content of the new log."""
 
-    held: Sequence[SnapshotInfo]
-    doubtful: Sequence[SnapshotInfo]
+    held: Sequence[SnapshotRow]
+    doubtful: Sequence[SnapshotRow]
     """Snapshots that only a lost entry may have held."""
     relocations: Sequence[Relocation]
     locations: Mapping[Ulid, str]
@@ -124,11 +124,11 @@ class _EventReplay:
             for at in range(0, len(ops), RELOCATIONS_AN_ENTRY):
                 self._new.add(self._now_ns, [_fixed(*ops[at : at + RELOCATIONS_AN_ENTRY])])
 
-    def _put_unmoved(self, apart: Sequence[SnapshotInfo]) -> None:
+    def _put_unmoved(self, apart: Sequence[SnapshotRow]) -> None:
         """Puts snapshots without a put among the branch moves; and doubtful ones, into an undo window of their branch."""
         for info in sorted(apart, key=lambda info: info.n):
 
-            def put_and_release(_: RefTable, n: int, info: SnapshotInfo = info) -> list[Op]:
+            def put_and_release(_: RefTable, n: int, info: SnapshotRow = info) -> list[Op]:
                 return [self._make_put(info.ulid), Op.expire(info.ref, None), Op.purge(n, info.ref)]
 
             self._new.add(info.arrived_ns, [put_and_release])

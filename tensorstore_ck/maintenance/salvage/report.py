@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tensorstore_ck.common.ids import ulid_text
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,6 @@ class SalvageReport:
     """Intact, but never published: interrupted and aborted saves, and those that lost a race."""
 
 
-def salvaged(info: SnapshotInfo, note: str) -> Salvaged:
+def salvaged(info: SnapshotRow, note: str) -> Salvaged:
     """The report's row of a snapshot."""
     return Salvaged(id=ulid_text(info.ulid), ref=info.ref, step=info.step, root=info.root.hex(), note=note)

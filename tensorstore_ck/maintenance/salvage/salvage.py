@@ -42,7 +42,7 @@ from tensorstore_ck.log import (
     ObjectKey,
     Op,
     RefTable,
-    SnapshotInfo,
+    SnapshotRow,
     holds_snapshots,
     logs_in,
     validate_ref_name,
@@ -99,7 +99,7 @@ def adopt(backend: Backend, *, clock: Clock = time.time_ns, new_id: IdSource = n
 class _Stray(NamedTuple):
     """A record that the surviving log does not name."""
 
-    info: SnapshotInfo
+    info: SnapshotRow
     record: Record
     data: bytes
 
@@ -247,16 +247,16 @@ class _Salvage:
                 require_reachable(self._backend, exc)
                 self._lost[ulid] = Salvaged(id=ulid_text(ulid), ref="", step=None, root="", note=str(exc))
                 continue
-            yield _Stray(SnapshotInfo.of_record(ulid, record, data), record, data)
+            yield _Stray(SnapshotRow.of_record(ulid, record, data), record, data)
 
-    def _check_snapshots(self, engine: Engine, packs: Packs, infos: list[SnapshotInfo]) -> dict[Ulid, _Intact]:
+    def _check_snapshots(self, engine: Engine, packs: Packs, infos: list[SnapshotRow]) -> dict[Ulid, _Intact]:
         """The intact snapshots.
 
         A snapshot that gc freed is not reported as lost: the entry that released it is lost, so the surviving log still holds it.
         """
         view, intact = engine.log.view(), dict[Ulid, _Intact]()
 
-        def check(info: SnapshotInfo) -> None:
+        def check(info: SnapshotRow) -> None:
             checked = check_snapshot(engine, packs, info, read_data=False)
             problem = None if checked.damages else self._put_problem(info.ulid)
             is_freed = any((state := view.object_state(key)) is not None and state.swept for key in checked.needs)
@@ -349,7 +349,7 @@ class _Salvage:
             return f"{record_name(ulid)} cannot be published: {exc}"
         return None
 
-    def _report(self, log: str, view: RefTable, held: Sequence[SnapshotInfo], recovered: Sequence[Salvaged]) -> SalvageReport:
+    def _report(self, log: str, view: RefTable, held: Sequence[SnapshotRow], recovered: Sequence[Salvaged]) -> SalvageReport:
         roots = {info.root for info in held}
         ulids = {info.ulid for info in held}
         return SalvageReport(

@@ -17,7 +17,7 @@ from tensorstore_ck.session.group.matching_arguments import require_same
 from tensorstore_ck.session.group.rank_messages import describe_ranks
 
 if TYPE_CHECKING:
-    from tensorstore_ck.log import SnapshotInfo
+    from tensorstore_ck.log import SnapshotRow
 
 T = TypeVar("T")
 
@@ -84,9 +84,9 @@ class GroupRestore(Generic[T]):
         own: Group,
         address: str,
         find: Callable[[str], Resolved],
-        read: "Callable[[SnapshotInfo, GroupReading], T]",
+        read: "Callable[[SnapshotRow, GroupReading], T]",
         *,
-        must_agree: "Callable[[SnapshotInfo], bool]",
+        must_agree: "Callable[[SnapshotRow], bool]",
         sources: RestoreSources | None,
         timeout_seconds: float,
     ) -> None:

@@ -25,7 +25,7 @@ from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import ByteTarget
 from tensorstore_ck.engine.read.block_reader import MAX_GAP_BYTES, MERGE_BYTES, WantedBlock, deliver, read_blocks
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 
 if sys.platform == "linux":
     import fcntl
@@ -104,7 +104,7 @@ class HostSharedReads:
             with contextlib.suppress(OSError):  # other ranks use the folder
                 self.folder.rmdir()
 
-    def read(self, engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock]) -> None:
+    def read(self, engine: Engine, info: SnapshotRow, wanted: Sequence[WantedBlock]) -> None:
         """Reads and verifies blocks; blocks that other ranks of this host want in the same round are fetched once.
 
         Raises:

@@ -25,7 +25,7 @@ from tensorstore_ck.format.block_assignment import first_ranks, ranks_with_layou
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.random_streams import RULE
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest, unpack_body
-from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.session.group import replica_drift
 from tensorstore_ck.session.group.group import Group
 from tensorstore_ck.session.group.matching_arguments import Differing, describe_options, require_same
@@ -155,10 +155,10 @@ class RankSave:
             return self._outcome(staged.n)
         return self._outcome(outcome.n) if outcome is not None and outcome.put else None
 
-    def published(self, outcome: Body) -> SnapshotInfo:
+    def published(self, outcome: Body) -> SnapshotRow:
         """The snapshot, without reading the log: once it is published, nothing may fail on this rank."""
         request = self._request
-        return SnapshotInfo(
+        return SnapshotRow(
             ulid=Ulid(take(outcome, "snapshot", bytes)),
             root=take_digest(outcome, "root"),
             record=take_digest(outcome, "record"),
@@ -177,12 +177,12 @@ class RankSave:
             duration_ns=outcome.get("duration_ns"),
         )
 
-    def keep(self, info: SnapshotInfo, outcome: Body) -> None:
+    def keep(self, info: SnapshotRow, outcome: Body) -> None:
         """Remembers what the next save is likely to need, and keeps copies of replicas that drifted."""
         self._destination.keep(info)
         self.keep_drifted(self._engine, info, outcome)
 
-    def keep_drifted(self, engine: Engine, info: SnapshotInfo, outcome: Body) -> None:
+    def keep_drifted(self, engine: Engine, info: SnapshotRow, outcome: Body) -> None:
         """Keeps this rank's values if they differ from those that were written; rank 0 warns of all ranks that differ."""
         pairs = [(int(rank), int(owner)) for rank, owner in outcome.get("drift", ())]
         for rank, owner in pairs:
@@ -292,7 +292,7 @@ class RankSave:
     def _outcome(self, n: int) -> Body:
         entry = next(self._engine.log.entries(n))
         op = next(op for op in entry.ops if op.name in ("put", "staged") and op.fields["txn"] == self._txn)
-        info = SnapshotInfo.of_op(op.fields, n, entry.time_ns)
+        info = SnapshotRow.of_op(op.fields, n, entry.time_ns)
         noted = {"attributes": info.attributes, "duration_ns": info.duration_ns}
         return {key: op.fields[key] for key in REPORTED} | {"n": n, "time_ns": info.time_ns, "arrived_ns": info.arrived_ns, **noted}
 

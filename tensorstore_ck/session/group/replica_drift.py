@@ -24,7 +24,7 @@ from tensorstore_ck.format.part_index import PartIndex
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.format.values import encode as encode_value
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.session.group.planned_state import SourcePieces
 from tensorstore_ck.session.group.rank_messages import listed
 from tensorstore_ck.session.group.replica_check import DIGEST_BYTES, MAX_NAMED, set_key
@@ -108,7 +108,7 @@ def copy_ref(ref: str, rank: int) -> str:
     return f"drift/{ref}/rank-{rank}"
 
 
-def keep_copy(engine: Engine, captured: CapturedState, author: PartAuthor, info: SnapshotInfo, owner: int) -> None:
+def keep_copy(engine: Engine, captured: CapturedState, author: PartAuthor, info: SnapshotRow, owner: int) -> None:
     """Saves the values of this rank that differ from those that `owner` wrote; warns, also if that fails."""
     try:
         differing = _differing(engine, captured=captured, author=author, info=info, owner=owner)
@@ -168,7 +168,7 @@ def _stored_ids(part: Part, plan: PartIndex, region: Region) -> tuple[int, list[
     return held.start, [part.block_id(row) for row in held.rows]
 
 
-def _differing(engine: Engine, captured: CapturedState, author: PartAuthor, info: SnapshotInfo, owner: int) -> list[_Held]:
+def _differing(engine: Engine, captured: CapturedState, author: PartAuthor, info: SnapshotRow, owner: int) -> list[_Held]:
     """The regions for which the owner wrote other values."""
     part, block_bytes = engine.read_part(engine.read_record(info), owner), engine.config.block_bytes
     name = f"the part of rank {owner}"
@@ -182,7 +182,7 @@ def _differing(engine: Engine, captured: CapturedState, author: PartAuthor, info
     return differing
 
 
-def _request(engine: Engine, info: SnapshotInfo, rank: int, owner: int) -> SaveRequest:
+def _request(engine: Engine, info: SnapshotRow, rank: int, owner: int) -> SaveRequest:
     ref = copy_ref(info.ref, rank)
     engine.log.sync()
     branch = engine.log.view().branch(ref)
@@ -205,7 +205,7 @@ def _cut_out(captured: CapturedState, found: Sequence[_Held]) -> CapturedState:
     return CapturedState(Layout(tensors, tree), (), (), ListedSources(sources))
 
 
-def warn_of_drift(pairs: Sequence[tuple[int, int]], info: SnapshotInfo) -> None:
+def warn_of_drift(pairs: Sequence[tuple[int, int]], info: SnapshotRow) -> None:
     """Warns on the first rank; ranks that differ warn themselves, see `keep_copy`."""
     step = "" if info.step is None else f" of step {info.step}"
     warnings.warn(

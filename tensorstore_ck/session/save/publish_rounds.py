@@ -19,7 +19,7 @@ from tensorstore_ck.errors import (
     StoreError,
 )
 from tensorstore_ck.format.sealed import Body, take
-from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.session.group import Group, Participant
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.heal_staged import NOT_DAMAGED, Healing, heal, plan, report
@@ -52,7 +52,7 @@ class PublishRounds:
         """Ranks give up together, except one whose process ends."""
         return status.dropped == "abandoned"
 
-    def publish(self, status: SaveStatus) -> SnapshotInfo | StoreError:
+    def publish(self, status: SaveStatus) -> SnapshotRow | StoreError:
         """See `Publisher`.
 
         Raises:
@@ -174,7 +174,7 @@ class PublishRounds:
             return {}
         return {"lost": "the log says that it was given up"} if view.outcome(self._upload.txn) is not None else None
 
-    def _conclude(self, outcome: Body, status: SaveStatus) -> SnapshotInfo | StoreError:
+    def _conclude(self, outcome: Body, status: SaveStatus) -> SnapshotRow | StoreError:
         if "lost" in outcome:
             return SnapshotAbortedError(f"the save to {self.ref!r} was staged, but not published: {outcome['lost']}", object_id=self.ref)
         self._context.retry_until_dropped(status, "the log", self._context.engine.log.sync)

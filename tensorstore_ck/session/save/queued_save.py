@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 from tensorstore_ck.common.save_progress import Progress
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.common.waiting import Changes
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.save_status import SaveStatus
 
@@ -125,7 +125,7 @@ class Publishable(Protocol):
     def replicate(self, status: SaveStatus, /) -> None:
         """Copies the staged files to other hosts, if the store was opened so; never fails."""
 
-    def publish(self, status: SaveStatus, /) -> SnapshotInfo:
+    def publish(self, status: SaveStatus, /) -> SnapshotRow:
         """Uploads the staged objects and publishes the snapshot."""
 
 
@@ -151,7 +151,7 @@ class Runnable(Protocol):
     def fail(self, error: BaseException, /) -> None:
         """Reports to the other ranks that this one cannot save. May raise the error that all ranks raise."""
 
-    def run(self, status: SaveStatus, /) -> SnapshotInfo | Publishable:
+    def run(self, status: SaveStatus, /) -> SnapshotRow | Publishable:
         """Writes and commits: returns the snapshot, or what is staged."""
 
 

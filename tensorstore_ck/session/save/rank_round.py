@@ -13,7 +13,7 @@ from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.request import SaveRequest
 from tensorstore_ck.engine.write.write_and_commit import Destination
 from tensorstore_ck.format.sealed import Body, take
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotRow
 from tensorstore_ck.session.group import Participant
 from tensorstore_ck.session.group.rank_save import RankSave
 from tensorstore_ck.session.save.context import SaveContext
@@ -101,7 +101,7 @@ class RankRound:
         side = RankSave(self._engine, self._own, self._round, memory=self._memory)
         self._round.run(Participant.failed(error, side.resolve))
 
-    def save_together(self, begin: Begin, destination: Destination, status: SaveStatus) -> SnapshotInfo:
+    def save_together(self, begin: Begin, destination: Destination, status: SaveStatus) -> SnapshotRow:
         """Lets all ranks write, and rank 0 commit; once only. `begin` is called in the round, so that its error reaches all ranks at once.
 
         Raises:

@@ -27,7 +27,7 @@ from tensorstore_ck.engine.write.publish import check_branch
 from tensorstore_ck.engine.write.request import SaveArguments, SaveOptions, SaveRequest, check_options
 from tensorstore_ck.engine.write.write_and_commit import Destination, StoreDestination, write_and_commit
 from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NoSpaceError, StoreError
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotRow
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.queued_save import Admission
@@ -93,7 +93,7 @@ class Alone:
     def fail(self, error: BaseException) -> None:
         """Does nothing: no other process waits."""
 
-    def save_together(self, begin: Begin, destination: Destination, status: SaveStatus) -> SnapshotInfo:
+    def save_together(self, begin: Begin, destination: Destination, status: SaveStatus) -> SnapshotRow:
         """Writes and commits. Repeats it after a conflict with a save of this handle that was published although its reply was lost."""
         engine, fence = self._context.engine, self._context.fence
         destination.wait_turn()
@@ -242,7 +242,7 @@ class Save:
 
     # --- write and commit ---------------------------------------------------------------------------------------------
 
-    def run(self, status: SaveStatus) -> SnapshotInfo | StagedSave:
+    def run(self, status: SaveStatus) -> SnapshotRow | StagedSave:
         """Writes and commits: returns the published snapshot, or with a staging disk the staged save."""
         context, tier = self._context, self._engine.tier
         try:

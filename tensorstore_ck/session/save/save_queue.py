@@ -19,7 +19,7 @@ from tensorstore_ck.common.threads import shielded
 from tensorstore_ck.common.waiting import Changes
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotDroppedError, StoreError
 from tensorstore_ck.events import Event, Kind, Observers
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.capture_budget import CaptureMemory, OnFull
 from tensorstore_ck.session.save.drain_report import DrainReport, Staying
@@ -320,7 +320,7 @@ class SaveQueue:
             self._fail(queued, exc)
             return
         self._release(queued)
-        if isinstance(outcome, SnapshotInfo):
+        if isinstance(outcome, SnapshotRow):
             self._succeed(queued, outcome)
             return
         queued.save, queued.staged = None, outcome
@@ -357,7 +357,7 @@ class SaveQueue:
         except BaseException as exc:  # noqa: BLE001 - raised by a wait, or by the next save
             self._fail(queued, exc)
 
-    def _succeed(self, queued: QueuedSave, info: SnapshotInfo) -> None:
+    def _succeed(self, queued: QueuedSave, info: SnapshotRow) -> None:
         snapshot = self._safe = Snapshot.from_info(info)
         queued.status.is_ending = True
         queued.save = queued.staged = None  # what the state holds may be freed before anybody knows of the end

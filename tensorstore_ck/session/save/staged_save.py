@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from tensorstore_ck.backend.staging.unsent_file import StagedDamageError
 from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.errors import BackendUnavailableError, SnapshotDroppedError, SnapshotExpiredError, StoreError, UndecidedError
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.session.save.context import LONGEST_PAUSE_SECONDS, SaveContext
 from tensorstore_ck.session.save.save_status import SaveStatus
 from tensorstore_ck.session.save.staged_upload import StagedUpload
@@ -41,7 +41,7 @@ class Publisher(Protocol):
     def gives_up_alone(self, status: SaveStatus) -> bool:
         """Whether it was asked to give up, and can do so without other saves or ranks."""
 
-    def publish(self, status: SaveStatus) -> SnapshotInfo | StoreError:
+    def publish(self, status: SaveStatus) -> SnapshotRow | StoreError:
         """Uploads and publishes it; returns the snapshot, or the error for which it was given up.
 
         Raises:
@@ -100,7 +100,7 @@ class StagedSave:
         except StoreError as exc:
             warn(str(exc))
 
-    def publish(self, status: SaveStatus) -> SnapshotInfo:
+    def publish(self, status: SaveStatus) -> SnapshotRow:
         """Publishes the saves that were staged on the ref before it, and then uploads and publishes this one.
 
         Raises:
@@ -113,7 +113,7 @@ class StagedSave:
         except StoreError as exc:
             raise self._context.explained(exc)  # noqa: B904 - it has its cause
 
-    def _publish_in_order(self, status: SaveStatus) -> SnapshotInfo:
+    def _publish_in_order(self, status: SaveStatus) -> SnapshotRow:
         source, self._source = self._source, None  # if it stays on the disk, it must not keep the state in memory
         for earlier in self._chain.unpublished(before=self):
             if self._publisher.gives_up_alone(status):
@@ -158,16 +158,16 @@ class StagedSave:
         else:
             _logger.info("published %s, which was staged before %s", own, later)
 
-    def _publish_one(self, status: SaveStatus) -> SnapshotInfo:
+    def _publish_one(self, status: SaveStatus) -> SnapshotRow:
         self._context.contact.upload_moved()
         outcome = self._publisher.publish(status)
-        published = outcome if isinstance(outcome, SnapshotInfo) else None
+        published = outcome if isinstance(outcome, SnapshotRow) else None
         self._end(status, published)
         if isinstance(outcome, StoreError):
             raise outcome
         return outcome
 
-    def _end(self, status: SaveStatus, published: SnapshotInfo | None) -> None:
+    def _end(self, status: SaveStatus, published: SnapshotRow | None) -> None:
         """Removes an ended save from the order, and frees the disk. Errors of the disk do not change how the save ended."""
         upload = self._upload
         if published is not None:
@@ -200,7 +200,7 @@ class PublishAlone:
         """See `Publisher`."""
         return bool(status.dropped)
 
-    def publish(self, status: SaveStatus) -> SnapshotInfo | StoreError:
+    def publish(self, status: SaveStatus) -> SnapshotRow | StoreError:
         """See `Publisher`."""
         retry_until_dropped = self._context.retry_until_dropped
         try:
@@ -218,7 +218,7 @@ class PublishAlone:
                 exc.add_note(_STAYS)
             raise
 
-    def _upload_and_append(self, status: SaveStatus, *, is_staged: bool) -> SnapshotInfo:
+    def _upload_and_append(self, status: SaveStatus, *, is_staged: bool) -> SnapshotRow:
         """Uploads and publishes it. Repeats that under new names whenever gc frees something of it before it is published.
 
         Raises:
@@ -240,7 +240,7 @@ class PublishAlone:
                 status.pause(delay)
         raise AssertionError("unreachable")
 
-    def _give_up(self, status: SaveStatus, error: StoreError, *, is_cancelled: bool) -> SnapshotInfo | StoreError:
+    def _give_up(self, status: SaveStatus, error: StoreError, *, is_cancelled: bool) -> SnapshotRow | StoreError:
         """Notes in the log that it will never be published; returns the snapshot if another process published it, else `error`."""
         try:
             return give_up(self._context.engine, self._upload.txn) or error

@@ -7,7 +7,7 @@ from tensorstore_ck.backend.staging.unsent_file import StagedDamageError
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.stagger import stagger_delay
 from tensorstore_ck.format.record import record_name
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.save_status import SaveStatus
 from tensorstore_ck.session.staging.manifest import Manifest
@@ -88,7 +88,7 @@ class StagedUpload:
             )
         return taken
 
-    def append(self, attempt: Ulid) -> SnapshotInfo:
+    def append(self, attempt: Ulid) -> SnapshotRow:
         """Appends the log entry that publishes it."""
         assert self.lead is not None
         parts = [self.renewed[rank].applied(part) if rank in self.renewed else part for rank, part in enumerate(self.lead.parts)]

@@ -13,7 +13,7 @@ from tensorstore_ck.common.ids import Ulid, parse_ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.record import decode_record, record_name
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotRow
 from tensorstore_ck.session.group.rank_messages import listed
 from tensorstore_ck.session.staging.manifest import Manifest, read_manifests
 from tensorstore_ck.session.staging.outcome import published_as
@@ -98,7 +98,7 @@ def list_disk(folder: StagingFolder) -> list[StagedSaveInfo]:
     return sorted(saves, key=lambda save: (save.time_ns, save.txn))
 
 
-def _host_of(engine: Engine, info: SnapshotInfo) -> str:
+def _host_of(engine: Engine, info: SnapshotRow) -> str:
     """The host that wrote the log entry. Of a save of many ranks, it is the host of rank 0."""
     with suppress(StoreError):
         entry = engine.log.chain.read(info.n)
@@ -114,7 +114,7 @@ def _state(engine: Engine, view: RefTable, txn: Ulid) -> State:
     return "given up" if view.outcome(txn) is not None else "unknown"
 
 
-def _of_log(info: SnapshotInfo) -> StagedSaveInfo:
+def _of_log(info: SnapshotRow) -> StagedSaveInfo:
     problem = "nothing of it is on this disk: the hosts that staged it can publish it"
     return StagedSaveInfo(
         txn=ulid_text(info.ulid),

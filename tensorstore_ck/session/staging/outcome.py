@@ -13,10 +13,10 @@ from tensorstore_ck.errors import (
     SnapshotExpiredError,
     StoreError,
 )
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotRow
 
 
-def published_as(engine: Engine, view: RefTable, txn: Ulid) -> SnapshotInfo | None:
+def published_as(engine: Engine, view: RefTable, txn: Ulid) -> SnapshotRow | None:
     """The published snapshot that was staged under `txn`, even if it has another ULID (see `renew.py`); None if the log has none.
 
     Raises:
@@ -28,7 +28,7 @@ def published_as(engine: Engine, view: RefTable, txn: Ulid) -> SnapshotInfo | No
     entry = next(engine.log.entries(outcome.n))
     for op in entry.ops:
         if op.name == "put" and op.fields.get("staged") == txn:
-            return view.snapshot(op.fields["snapshot"]) or SnapshotInfo.of_op(op.fields, entry.n, entry.time_ns)
+            return view.snapshot(op.fields["snapshot"]) or SnapshotRow.of_op(op.fields, entry.n, entry.time_ns)
     return None
 
 

@@ -21,7 +21,7 @@ from tensorstore_ck.engine.write.publish import (
 )
 from tensorstore_ck.errors import SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.record import decode_record, record_name
-from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.session.staging.manifest import Manifest, PublishingLead, read_manifests
 from tensorstore_ck.session.staging.outcome import published_as
 
@@ -67,7 +67,7 @@ def announce(engine: Engine, lead: PublishingLead, txn: Ulid, ref: str, *, at: R
 
 def publish_staged(
     engine: Engine, lead: PublishingLead, txn: Ulid, attempt: Ulid, ref: str, *, renewed: Sequence[RankParts] | None = None
-) -> SnapshotInfo:
+) -> SnapshotRow:
     """Publishes a staged snapshot whose objects are in the store. If another process has published it, returns that snapshot.
 
     Args:
@@ -118,7 +118,7 @@ def publish_staged(
         return published
 
 
-def give_up(engine: Engine, txn: Ulid) -> SnapshotInfo | None:
+def give_up(engine: Engine, txn: Ulid) -> SnapshotRow | None:
     """Notes in the log that a staged snapshot will not be published; returns the snapshot if it already was."""
 
     def build(view: RefTable) -> list[Op]:
@@ -148,7 +148,7 @@ def clean_up(tier: StagingTier, manifest: Manifest, *, published: bool, needed: 
     tier.folder.delete_manifest(manifest.key)
 
 
-def drop(engine: Engine, tier: StagingTier | None, txn: Ulid) -> SnapshotInfo | None:
+def drop(engine: Engine, tier: StagingTier | None, txn: Ulid) -> SnapshotRow | None:
     """Gives a staged snapshot up, and frees this disk; returns the snapshot if it was published."""
     published = give_up(engine, txn)
     if tier is not None:

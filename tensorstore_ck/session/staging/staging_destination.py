@@ -18,7 +18,7 @@ from tensorstore_ck.engine.write.publish import RankParts, check_branch
 from tensorstore_ck.engine.write.request import AnyHead, SaveRequest
 from tensorstore_ck.errors import BackendUnavailableError, SnapshotAbortedError, SnapshotExpiredError, StoreError, UndecidedError
 from tensorstore_ck.format.record import Record, record_name
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotRow
 from tensorstore_ck.session.staging.manifest import Accepts, Manifest, PublishingLead, manifest_key
 from tensorstore_ck.session.staging.staged_chain import ChainedBlocks, StagedChain, StagedLink
 from tensorstore_ck.session.staging.staged_entries import announce
@@ -70,7 +70,7 @@ class StagingDestination:
         self._known: list[ChainedBlocks] = []
         self._written: Sequence[WrittenPart] = ()
         self._accepts: Accepts = ()
-        self._base: SnapshotInfo | None = None
+        self._base: SnapshotRow | None = None
         self.manifest: Manifest | None = None
         """Set once the manifest is on the disk: from then on a crash loses nothing."""
         self.engine = replace(self._store, backend=self._writes, put_ids=None)
@@ -141,7 +141,7 @@ class StagingDestination:
 
     def append_entry(
         self, request: SaveRequest, record: Record, reports: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
-    ) -> SnapshotInfo:
+    ) -> SnapshotRow:
         """Appends to the log that it is staged, if it shares blocks with others or has several ranks.
 
         Raises:
@@ -152,7 +152,7 @@ class StagingDestination:
         (self.engine if is_alone else self._store).backend.put(record_name(txn), sealed)
         lead = PublishingLead(record=sealed, parts=reports, accepts=self._accepts, pinned=base, after=self._links.txns, mark=mark)
         self._write_manifest(request, lead)
-        info = SnapshotInfo.of_record(txn, record, sealed)
+        info = SnapshotRow.of_record(txn, record, sealed)
         if is_alone and base is None:
             return info
         # Before it is acknowledged: gc could free shared blocks.
@@ -163,7 +163,7 @@ class StagingDestination:
             )
         return info._replace(n=n or 0)
 
-    def keep(self, info: SnapshotInfo) -> None:
+    def keep(self, info: SnapshotRow) -> None:
         """Adds the save to the chain, so that the next save builds on it."""
         for part in self._written:
             self._store.keep_part(part.ulid, part.part)
@@ -208,7 +208,7 @@ class StagingDestination:
         ]
 
 
-def base_of(view: RefTable, request: SaveRequest) -> SnapshotInfo | None:
+def base_of(view: RefTable, request: SaveRequest) -> SnapshotRow | None:
     """The published snapshot with which a save most likely shares blocks."""
     branch = view.branch(request.ref)
     for root in (request.nearest, branch.root if branch is not None else None):

@@ -19,14 +19,14 @@ from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sealed import object_hash
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.session.staging.manifest import Manifest
 
 _PIECE_BYTES: Final = 4 << 20
 
 
 def verify_staged(
-    engine: Engine, tier: StagingTier, manifests: Sequence[Manifest], require_intact: Callable[[Engine, SnapshotInfo], None]
+    engine: Engine, tier: StagingTier, manifests: Sequence[Manifest], require_intact: Callable[[Engine, SnapshotRow], None]
 ) -> None:
     """Reads all staged objects of a snapshot, by the `manifests` of all its ranks. Its uploads start again.
 
@@ -38,7 +38,7 @@ def verify_staged(
     first = manifests[0]
     assert first.lead is not None
     record = decode_record(first.lead.record, record_name(first.txn))
-    info, what = SnapshotInfo.of_record(first.txn, record, record.encode()), f"the manifest of {ulid_text(first.txn)}"
+    info, what = SnapshotRow.of_record(first.txn, record, record.encode()), f"the manifest of {ulid_text(first.txn)}"
     announced = engine.log.view().staged(first.txn)
     is_announced = announced is None or (announced.root, announced.record) == (info.root, info.record)
     if object_hash(first.lead.record) != info.record or not is_announced:

@@ -17,7 +17,7 @@ from tensorstore_ck.format.part import decode_part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.relocation import decode_relocation
 from tensorstore_ck.format.store_config import StoreConfig
-from tensorstore_ck.log import Entry, ObjectKey, Objects, RefTable, SnapshotInfo
+from tensorstore_ck.log import Entry, ObjectKey, Objects, RefTable, SnapshotRow
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.entry import decode_entry, genesis_hash
 from tensorstore_ck.log.fold import fold
@@ -179,7 +179,7 @@ def _way(view: RefTable, pack: Ulid, entry: int, read: Callable[[str], bytes]) -
     yield ObjectKey("pack", pack)
 
 
-def roots(view: RefTable) -> list[SnapshotInfo]:
+def roots(view: RefTable) -> list[SnapshotRow]:
     """The snapshots that are kept: by histories, tags, pins and undo windows."""
     infos = [view.snapshot(move.ulid) for branch in view.branches() for move in view.moves(branch)]
     infos += [view.snapshot(tag.ulid) for name in view.tags() if (tag := view.tag_row(name)) is not None]
@@ -205,7 +205,7 @@ def block(label: str) -> bytes:
     return (label.encode() * BLOCK_BYTES)[:BLOCK_BYTES]
 
 
-def read_back(engine: Engine, info: SnapshotInfo) -> list[str]:
+def read_back(engine: Engine, info: SnapshotRow) -> list[str]:
     """Reads a whole snapshot, compares it with what its metadata says was saved, and returns the labels of its tensors."""
     reader = SnapshotReader(engine, info)
     labels: list[str] = msgpack.unpackb(reader.record.metadata)["labels"]

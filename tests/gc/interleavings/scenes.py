@@ -16,7 +16,7 @@ from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.gc.collect import run_gc
 from tensorstore_ck.gc.free_dropped import free_dropped
 from tensorstore_ck.gc.options import GcOptions
-from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
 from tests.gc.interleavings.actor import Actor, Outcome, Process, copy_table, make_process, process_of
@@ -55,7 +55,7 @@ def captured(labels: Sequence[str]) -> CapturedState:
     return CapturedState(Layout(specs, ["l", list(range(len(labels)))]), [], [], ListedSources(Tensor(block(label)) for label in labels))
 
 
-def put_labels(engine: Engine, ref: str, labels: str, *, step: int | None = None, expect: Expected = ANY) -> SnapshotInfo:
+def put_labels(engine: Engine, ref: str, labels: str, *, step: int | None = None, expect: Expected = ANY) -> SnapshotRow:
     """What `Store.put_snapshot` does: one tensor per word of `labels`."""
     words = labels.split()
     view = _synced(engine)
@@ -91,7 +91,7 @@ class Scene:
         self._process = make_process(self.backend, CONFIG, SETUP, self.table)._replace(table=self.table)
         self.engine = self._process.engine()
 
-    def put(self, ref: str, labels: str, *, step: int | None = None) -> SnapshotInfo:
+    def put(self, ref: str, labels: str, *, step: int | None = None) -> SnapshotRow:
         """A snapshot that is there when the actors begin."""
         return put_labels(self.engine, ref, labels, step=step)
 
@@ -126,7 +126,7 @@ class Scene:
                 ended = RefTable(folded.table).outcome(outcome.value.txn)
                 if outcome.value.published is not (ended is not None and ended.put):
                     raise Violation(f"{actor.name} was told that the put was {'' if outcome.value.published else 'not '}published")
-            if isinstance(outcome.value, SnapshotInfo) and outcome.value.ulid not in puts:
+            if isinstance(outcome.value, SnapshotRow) and outcome.value.ulid not in puts:
                 raise Violation(f"{actor.name} was told that its snapshot is published, and it is not")
             if isinstance(outcome.error, REFUSED) and any(process_of(ulid) == number + 1 for ulid in puts):
                 raise Violation(f"{actor.name} was told that its snapshot is not published, and it is")

@@ -17,7 +17,7 @@ from tensorstore_ck.engine.write.request import ANY, SaveRequest
 from tensorstore_ck.engine.write.write_and_commit import write_and_commit
 from tensorstore_ck.errors import ConflictError, NotFoundError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.record import encode_metadata
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.staging.manifest import Manifest
 from tensorstore_ck.session.staging.staged_chain import StagedChain
@@ -61,7 +61,7 @@ def stage(engine: Engine, disk: Disk, ref: str, labels: str) -> Manifest:
     return destination.manifest
 
 
-def finish(engine: Engine, disk: Disk, manifest: Manifest) -> SnapshotInfo:
+def finish(engine: Engine, disk: Disk, manifest: Manifest) -> SnapshotRow:
     """The second step, from what lies on the disk."""
     assert manifest.lead is not None
     announce(engine, manifest.lead, manifest.txn, manifest.ref)
@@ -80,7 +80,7 @@ def upload(engine: Engine, disk: Disk, names: Iterable[str]) -> None:
 def stager(name: str, ref: str, labels: str, table: MemoryTable, may_raise: tuple[type[BaseException], ...] = GONE) -> Actor:
     """Both steps, one after the other."""
 
-    def run(process: Process) -> SnapshotInfo:
+    def run(process: Process) -> SnapshotRow:
         engine, disk = process.engine(), Disk()
         return finish(engine, disk, stage(engine, disk, ref, labels))
 

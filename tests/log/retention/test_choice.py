@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.retention import Best, KeepCandidate, Policy, Verdict, choose
 from tests.effort import effort
 
@@ -20,9 +20,9 @@ NOW = 2_000_000_000
 """In seconds."""
 
 
-def snapshot(number: int, **fields: Any) -> SnapshotInfo:
+def snapshot(number: int, **fields: Any) -> SnapshotRow:
     root = Digest(number.to_bytes(32, "big"))
-    info = SnapshotInfo(Ulid(number.to_bytes(16, "big")), root, root, None, "run", None, number, NOW * NS, {}, 100, 10)
+    info = SnapshotRow(Ulid(number.to_bytes(16, "big")), root, root, None, "run", None, number, NOW * NS, {}, 100, 10)
     return info._replace(**fields)
 
 

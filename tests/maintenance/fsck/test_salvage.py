@@ -8,7 +8,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import NotAStoreError, StoreError
 from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.store_config import decode_config
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.maintenance.salvage import salvage
 from tensorstore_ck.store import Store
 from tests.end_to_end.crash.faulty import Death
@@ -35,7 +35,7 @@ def assert_whole(store: Store) -> None:
     assert store.fsck(read_data=True).ok
 
 
-def logical(store: Store) -> tuple[dict[str, str], dict[str, list[SnapshotInfo]]]:
+def logical(store: Store) -> tuple[dict[str, str], dict[str, list[SnapshotRow]]]:
     """What must not change: all but entry numbers; and times, since a record is a little older than its entry."""
     refs = {**store.branches(), **store.tags()}
     histories = {

@@ -22,7 +22,7 @@ from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.maintenance.fsck.findings import FsckReport
 from tests.gc.stores import open_store
 from tests.session.group.states import BytesSource, Spreading, captured, cut, sharded, whole
@@ -48,7 +48,7 @@ def shared(step: int, meshes: tuple[Mesh, ...] = MESHES, ranks: int = RANKS) -> 
     return lambda rank: captured(tensors(step), meshes, rank, ranks, ["text", step])
 
 
-def build() -> tuple[MemoryBackend, list[SnapshotInfo]]:
+def build() -> tuple[MemoryBackend, list[SnapshotRow]]:
     backend = MemoryBackend()
     open_store(backend)
     return backend, [put_all(backend, RANKS, shared(step), partial(rank_state, step=step), step=step) for step in (1, 2)]
@@ -76,7 +76,7 @@ def without(lost: str, found: dict[str, bytes] = OBJECTS) -> MemoryBackend:
     return copy({name: data for name, data in found.items() if name != lost})
 
 
-def failing(backend: Backend, info: SnapshotInfo, *, ranks: int = RANKS) -> Iterator[str]:
+def failing(backend: Backend, info: SnapshotRow, *, ranks: int = RANKS) -> Iterator[str]:
     """What cannot be read, as fsck would name it; what can is exact."""
     store = open_store(backend)
     store.engine.log.sync()
@@ -98,7 +98,7 @@ def failing(backend: Backend, info: SnapshotInfo, *, ranks: int = RANKS) -> Iter
                 assert data == (whole((2000,), 100 * step + first - ranks).tobytes() if first else expected[spec.name])
 
 
-def hits(report: FsckReport, info: SnapshotInfo) -> set[str]:
+def hits(report: FsckReport, info: SnapshotRow) -> set[str]:
     root = info.root.hex()[:12]
     told = (re.findall(rf"\(root {root}\): (.*)", hit) for finding in report.findings for hit in finding.hits)
     return {name for found in told for names in found for name in names.split(", ") if not name.startswith("no tensor")}
@@ -112,7 +112,7 @@ def assert_found(backend: Backend, *damaged: str, read_data: bool = True) -> Fsc
     return report
 
 
-def assert_whole(backend: Backend, infos: list[SnapshotInfo] = INFOS) -> None:
+def assert_whole(backend: Backend, infos: list[SnapshotRow] = INFOS) -> None:
     report = open_store(backend).fsck(read_data=True)
     assert report.ok, report.findings
     store = open_store(backend)

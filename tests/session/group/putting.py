@@ -27,7 +27,7 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sharding import Mesh, Shard
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.group import Group, Participant
 from tensorstore_ck.session.group.rank_save import RankSave
@@ -64,7 +64,7 @@ class Put:
 class Ending(NamedTuple):
     """How one save ended for one rank."""
 
-    info: SnapshotInfo | None
+    info: SnapshotRow | None
     error: BaseException | None
     seconds: float
 
@@ -162,7 +162,7 @@ class PutRank:
 
 def put_ranks(
     engine: Engine, group: Group, prepare: Callable[[], tuple[SaveRequest, CapturedState]], *, ref: str, memory: Memory, timeout: float
-) -> SnapshotInfo:
+) -> SnapshotRow:
     """One rank's side of a save, without a session."""
     attempt = group.begin(f"the save to {ref!r}", object_id=ref, timeout=timeout)
     with StoreDestination(engine, group.rank) as destination:

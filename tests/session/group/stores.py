@@ -13,7 +13,7 @@ from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.engine.write.request import ANY, SaveRequest
 from tensorstore_ck.format.record import encode_metadata
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.session.group.channel import KeyValue
 from tensorstore_ck.session.group.group import Group
 from tensorstore_ck.session.group.save_plan import Memory
@@ -34,7 +34,7 @@ def put_all(
     *,
     ref: str = "job",
     step: int = 1,
-) -> SnapshotInfo:
+) -> SnapshotRow:
     """Saves what each rank captured, each by a host of its own."""
     return Hosts(backend, ranks).put(shared, own, ref=ref, step=step)
 
@@ -55,10 +55,10 @@ class Hosts:
 
     def put(
         self, shared: Callable[[int], CapturedState], own: Callable[[int], CapturedState] | None = None, *, ref: str = "job", step: int = 1
-    ) -> SnapshotInfo:
+    ) -> SnapshotRow:
         """Saves what each rank captured, in a thread for each."""
 
-        def put(rank: int) -> SnapshotInfo:
+        def put(rank: int) -> SnapshotRow:
             engine = self.stores[rank].engine
             engine.log.sync()
             head = engine.log.view().branch(ref)
@@ -78,7 +78,7 @@ def rank_state(rank: int, step: int = 1) -> CapturedState:
     return captured({"rng": Spreading(whole((2000,), 100 * step + rank), None)}, [], 0, 1, [rank])
 
 
-def read_all(store: Store, info: SnapshotInfo, first: int = 0) -> dict[str, bytes]:
+def read_all(store: Store, info: SnapshotRow, first: int = 0) -> dict[str, bytes]:
     """Every tensor of one layout, read whole."""
     store.engine.log.sync()
     reader = SnapshotReader(store.engine, info, first)

@@ -12,7 +12,7 @@ from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import NoSpaceError
 from tensorstore_ck.format import block_assignment
 from tensorstore_ck.format.sharding import Mesh, Shard
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.session.group import replica_drift
 from tensorstore_ck.store import Store
 from tests.session.group.states import Spreading, captured, sharded, whole
@@ -29,11 +29,11 @@ class Job(Hosts):
         super().__init__(MemoryBackend(), RANKS)
         self._step = 0
 
-    def save(self, state: Callable[[int], CapturedState]) -> SnapshotInfo:
+    def save(self, state: Callable[[int], CapturedState]) -> SnapshotRow:
         self._step += 1
         return self.put(state, step=self._step)
 
-    def save_often(self, state: Callable[[int], CapturedState]) -> list[SnapshotInfo]:
+    def save_often(self, state: Callable[[int], CapturedState]) -> list[SnapshotRow]:
         return [self.save(state) for _ in range(RANKS - 1)]
 
 

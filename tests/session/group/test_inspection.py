@@ -18,7 +18,7 @@ from tensorstore_ck.format.layout import ExplicitRegions, Layout, TensorSpec
 from tensorstore_ck.format.part import decode_part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.store import Store
 from tests.gc.stores import open_store
 from tests.session.group.built import MESHES, OBJECTS, PARTS, RANKS, Counting, Reads, copy, on_disk, stage, tensors
@@ -153,7 +153,7 @@ def test_parts_are_opened_one_after_another() -> None:
     open_store(backend)
     each = Spreading(whole((ranks * 300, 5)), sharded(0, Shard(0)))
 
-    def put(step: int) -> SnapshotInfo:
+    def put(step: int) -> SnapshotRow:
         changed = each.whole.copy()
         changed[-1, -1] += step
         spread = {"w": Spreading(changed, each.spread)}

@@ -14,7 +14,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.maintenance.copy_store import copy as copy_snapshots
 from tensorstore_ck.maintenance.fsck.repair import run_repair
 from tests.gc.stores import open_store
@@ -159,7 +159,7 @@ def test_a_snapshot_with_rank_states_names_the_rule_and_a_copy_and_a_repair_keep
     open_store(backend)
     open_store(other)
 
-    def record_of(info: SnapshotInfo) -> Record:
+    def record_of(info: SnapshotRow) -> Record:
         return decode_record(backend.get(record_name(info.ulid), max_bytes=1 << 20), "record")
 
     tensors = {"same": Spreading(whole((10, 1000)), None)}

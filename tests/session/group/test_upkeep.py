@@ -14,7 +14,7 @@ from tensorstore_ck.errors import SnapshotAbortedError
 from tensorstore_ck.format.part import decode_part
 from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.gc import run_gc
-from tensorstore_ck.log import Op, SnapshotInfo
+from tensorstore_ck.log import Op, SnapshotRow
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.copy_store import copy as copy_snapshots
 from tensorstore_ck.maintenance.fsck.repair import run_repair
@@ -76,7 +76,7 @@ def test_copy_takes_only_what_is_new() -> None:
     assert read_all(open_store(target), info) == {name: each.whole.tobytes() for name, each in tensors(3).items()}
 
 
-def layout_of(backend: Backend, info: SnapshotInfo) -> bytes:
+def layout_of(backend: Backend, info: SnapshotRow) -> bytes:
     store = open_store(backend)
     store.engine.log.sync()
     return SnapshotReader(store.engine, info).layout.encoded

@@ -7,7 +7,7 @@ from tensorstore_ck.engine.read.rank_states import open_rank_state
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import SnapshotAbortedError, StoreError
 from tensorstore_ck.gc import run_gc
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.maintenance.fsck import run_fsck
 from tests.gc.stores import AT_ONCE, counts
 from tests.session.group.putting import (
@@ -93,7 +93,7 @@ def require_restorable(engine: Engine, steps: list[int]) -> None:
     assert report.ok, report.findings
 
 
-def require_readable(engine: Engine, info: SnapshotInfo) -> SnapshotReader:
+def require_readable(engine: Engine, info: SnapshotRow) -> SnapshotReader:
     """Its tensors are what was saved."""
     reader = SnapshotReader(engine, info)
     for number, expected in enumerate(tensors_at(info.step or 0).values()):

@@ -18,7 +18,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.staging.claims import Claims
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.errors import BackendUnavailableError
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.session.group.process_groups import ProcessGroups
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.context import SaveContext
@@ -110,7 +110,7 @@ class Taker(threading.Thread):
     def __init__(self, server: MemoryBackend, path: Path, stepper: Stepper) -> None:
         super().__init__(daemon=True)
         self.stepper = stepper
-        self.found: list[SnapshotInfo] = []
+        self.found: list[SnapshotRow] = []
         self.error: BaseException | None = None
         self._job = Process(server, path, store_faults=stepper, disk_faults=stepper)
         DISK.faults = OF_THREAD
