@@ -90,13 +90,13 @@ def test_a_later_save_makes_no_objects_for_each_small_tensor(tmp_path: Path, cod
 def test_a_handle_that_keeps_nothing_saves_the_same(tmp_path: Path) -> None:
     """A random history, saved by one handle and by a new one for each save: the same roots, so the same cuts, and the same warnings."""
     choose = random.Random(1)
-    long_names = [f"{number:04}.{'x' * 480}" for number in range(2500)]  # a layout of more than one block
+    long_names = [f"{number:04}.{'x' * 240}" for number in range(5000)]  # a layout of more than one block
     tensors: dict[str, dict[str, Any]] = {
         "few": {"w": torch.zeros(8), "n": torch.zeros(8, dtype=torch.int32)},
         "whole numbers": {"w": torch.zeros(8, dtype=torch.int32), "n": torch.zeros(8, dtype=torch.int32)},
         "an optimizer": {"w": torch.zeros(8), "adam": {"state": {0: {"step": torch.zeros(1)}}}},
         "many": dict.fromkeys(long_names, torch.zeros(1)),
-        "many others": dict.fromkeys([name[::-1] for name in long_names[:2450]], torch.zeros(1)),
+        "many others": dict.fromkeys([name[::-1] for name in long_names[:4900]], torch.zeros(1)),
     }
 
     def save(store: tsck.Store, name: str, step: int) -> tuple[str, list[str]]:
