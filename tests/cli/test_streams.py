@@ -50,9 +50,6 @@ for number, (command, variables) in enumerate(json.load(sys.stdin)):
         try:
             end(sys.argv[1], number)
             os.environ.update(variables)
-            if "PYTHONIOENCODING" in variables:  # Python reads it when it starts
-                sys.stdout.reconfigure(encoding=variables["PYTHONIOENCODING"], errors="strict")
-                sys.stderr.reconfigure(encoding=variables["PYTHONIOENCODING"])
             main(command)
         except SystemExit as exc:
             code = exc.code or 0
@@ -78,6 +75,8 @@ ENVIRONMENTS: Final = {
     "narrow": {"COLUMNS": "40"},
 }
 IN_TURNS: Final = "environments in turns"
+TERMINALS: Final = ("dumb", "no colour", "narrow")
+"""Each command has one of these where they take turns."""
 
 
 @cache
@@ -96,9 +95,9 @@ def copied(folder: Path) -> Path:
 
 
 def run_all(folder: Path, how: str) -> list[int]:
-    environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "TSCK_STORE": "ck"}
+    environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "TSCK_STORE": "ck", **ENVIRONMENTS.get(how, {})}
     environment |= {f"XDG_{name}_HOME": str(folder / name) for name in ("CACHE", "CONFIG", "DATA", "STATE")}
-    turns = [*ENVIRONMENTS.values()] if how == IN_TURNS else [ENVIRONMENTS.get(how, {})]
+    turns = [ENVIRONMENTS[name] for name in TERMINALS] if how == IN_TURNS else [{}]
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, how],
         input=json.dumps([(command, turns[number % len(turns)]) for number, command in enumerate(runs())]),
@@ -127,7 +126,7 @@ def work_done(folder: Path) -> dict[str, Any]:
     return {**found, "files": sorted(name for name in made if not name.startswith(("out ", "err ")))}
 
 
-@pytest.mark.parametrize("how", ["no stdout", "no stderr", *LOST, *effort([IN_TURNS], [*ENVIRONMENTS])])
+@pytest.mark.parametrize("how", ["no stdout", "no stderr", *LOST, "latin-1", *effort((IN_TURNS,), TERMINALS)])
 def test_every_command(tmp_path: Path, how: str) -> None:
     """The same is done as with files for streams."""
     usual, expected = _usual()
