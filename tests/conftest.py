@@ -99,19 +99,36 @@ def pool(pool_of_all_tests: "Pool") -> "Iterator[Pool]":
 
 
 @pytest.fixture(scope="session")
-def moto_server() -> Iterator[servers.S3Server]:
+def service_models() -> Iterator[None]:
+    """Each new session of botocore reads megabytes of JSON, which takes half of its time: here, each file once."""
+    from botocore.loaders import JSONFileLoader
+
+    read, models = JSONFileLoader.load_file, dict[str, Any]()
+
+    def read_once(self: Any, path: str) -> Any:
+        if path not in models:
+            models[path] = read(self, path)
+        return models[path]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JSONFileLoader, "load_file", read_once)
+        yield
+
+
+@pytest.fixture(scope="session")
+def moto_server(service_models: None) -> Iterator[servers.S3Server]:
     with servers.moto() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def seaweedfs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.S3Server]:
+def seaweedfs_server(service_models: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.S3Server]:
     with servers.seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.S3Server]:
+def rclone_server(service_models: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.S3Server]:
     with servers.rclone(tmp_path_factory.mktemp("rclone")) as server:
         yield server
 

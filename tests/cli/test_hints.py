@@ -21,6 +21,7 @@ from tensorstore_ck.common.printed_commands import TAKE_STORE
 from tensorstore_ck.errors import StoreError
 from tests.cli.hinted import CASES, ELSEWHERE, Case, Hint, Home
 from tests.cli.test_guidance import PACKAGE, commands_in, texts_of
+from tests.effort import in_turns
 from tests.servers import BUCKET, KEY, SECRET, S3Server
 
 PRINTED: Final = re.compile(r"`(tsck [^`]*)`")
@@ -180,7 +181,9 @@ def test_in_a_folder(tmp_path: Path, name: str, names_store: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.s3
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(("name", "names_store"), [*params()])
+@pytest.mark.parametrize(
+    ("name", "names_store"), [([*CASES][case], names_store) for case, names_store in in_turns(range(len(CASES)), (True, False))]
+)
 def test_in_s3(moto_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, names_store: bool) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", moto_server.endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)

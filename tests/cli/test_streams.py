@@ -16,7 +16,7 @@ import pytest
 import tensorstore_ck
 from tests.cli.conftest import made_history
 from tests.cli.everycommand import runs
-from tests.effort import PATIENCE_SECONDS
+from tests.effort import PATIENCE_SECONDS, effort
 
 pytestmark = pytest.mark.slow
 ROOT: Final = str(Path(tensorstore_ck.__file__).parents[1])
@@ -43,12 +43,13 @@ def end(how, number):
         sys.stderr = sys.__stderr__ = None
 
 codes = []
-for number, command in enumerate(json.load(sys.stdin)):
+for number, (command, variables) in enumerate(json.load(sys.stdin)):
     pid = os.fork()
     if not pid:
         code = 99
         try:
             end(sys.argv[1], number)
+            os.environ.update(variables)
             main(command)
         except SystemExit as exc:
             code = exc.code or 0
@@ -64,7 +65,7 @@ for number, command in enumerate(json.load(sys.stdin)):
     codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 print(json.dumps(codes))
 """
-"""Runs the commands of stdin one after another, with the streams that the argument says."""
+"""Runs the commands of stdin one after another, each with its variables, with the streams that the argument says."""
 LOST: Final = {"full": 34, "no reader": 1}
 """The exit codes of commands that could not print."""
 ENVIRONMENTS: Final = {
@@ -73,6 +74,9 @@ ENVIRONMENTS: Final = {
     "no colour": {"NO_COLOR": "1"},
     "narrow": {"COLUMNS": "40"},
 }
+IN_TURNS: Final = "environments in turns"
+TERMINALS: Final = ("dumb", "no colour", "narrow")
+"""Each command has one of these where they take turns."""
 
 
 @cache
@@ -93,9 +97,10 @@ def copied(folder: Path) -> Path:
 def run_all(folder: Path, how: str) -> list[int]:
     environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "TSCK_STORE": "ck", **ENVIRONMENTS.get(how, {})}
     environment |= {f"XDG_{name}_HOME": str(folder / name) for name in ("CACHE", "CONFIG", "DATA", "STATE")}
+    turns = [ENVIRONMENTS[name] for name in TERMINALS] if how == IN_TURNS else [{}]
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, how],
-        input=json.dumps(runs()),
+        input=json.dumps([(command, turns[number % len(turns)]) for number, command in enumerate(runs())]),
         env=environment,
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -121,7 +126,7 @@ def work_done(folder: Path) -> dict[str, Any]:
     return {**found, "files": sorted(name for name in made if not name.startswith(("out ", "err ")))}
 
 
-@pytest.mark.parametrize("how", ["no stdout", "no stderr", *LOST, *ENVIRONMENTS])
+@pytest.mark.parametrize("how", ["no stdout", "no stderr", *LOST, "latin-1", *effort((IN_TURNS,), TERMINALS)])
 def test_every_command(tmp_path: Path, how: str) -> None:
     """The same is done as with files for streams."""
     usual, expected = _usual()
