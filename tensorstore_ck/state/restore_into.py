@@ -350,8 +350,9 @@ class RestorePlan:
     def _adopt(self, target: object, path: str, name: str | None = None) -> Finish | None:
         """Plans to replace `target`, which has no tensors, by the stored tree at `path`; None if there is none."""
         stored: Tree | None = self._stored.get(name) if name is not None else None
-        stored = stored or self._stored_at(path)
-        if stored is None or (isinstance(stored, Leaf) and path[:-1] in self._used):  # a leaf of another position: of key "0", not 0
+        if stored is None and path[:-1] not in self._used:  # else it is the leaf of another position: of key "0", not 0
+            stored = self._stored_at(path)
+        if stored is None:
             return None
         self._used.update(self._below.names(path) if isinstance(stored, Container) else [name or (path[:-1] if path else ROOT)])
         self.adopted.append(stored)

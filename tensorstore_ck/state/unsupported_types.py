@@ -22,6 +22,8 @@ def advice_for(value: object) -> tuple[str, str] | None:
             return f"it is a {kind.__name__}, which has no data", "leave FakeTensorMode before storing"
         if value.is_nested:
             return "it is a nested tensor", "store .unbind(), or .values() and .offsets()"
+        if isinstance(value, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
+            return f"it is a {kind.__name__} of a lazy module, which has no shape yet", "run a batch through the module first"
         if kind not in (torch.Tensor, torch.nn.Parameter):
             return f"it is a {name}, a tensor subclass", "name its class with tsck.register_type, or store a plain tensor"
         if value.is_meta:
@@ -37,6 +39,8 @@ def advice_for(value: object) -> tuple[str, str] | None:
         return "it is a ShardedTensor", _ON_RANKS
     if isinstance(value, torch.Generator):
         return "it is a torch.Generator", "store .get_state()"
+    if isinstance(value, np.random.Generator):
+        return "it is a numpy Generator", "store .bit_generator.state"
     if callable(getattr(kind, "state_dict", None)):
         return f"it is a {name}", "store its .state_dict()"
     if isinstance(value, torch.UntypedStorage | torch.storage.TypedStorage):

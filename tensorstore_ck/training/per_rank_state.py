@@ -4,6 +4,7 @@ With an equal number of ranks each rank gets its own state back, bit by bit. Wit
 ranks take the rest from the first rank, or from the user's merge function. Knows no store.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -11,19 +12,22 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.training import buffers, extras, random_generators
 from tensorstore_ck.training.rank_group import Agreement
-from tensorstore_ck.training.stateful_parts import StatefulPart, load
+from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful, load
 
 State = dict[str, Any]
 Merge = Callable[[str, list[Any]], Any]
 VALUES: Final = "rank_values"
 GENERATORS: Final = "generators"
 LOADER_GENERATORS: Final = "loader_generators"
+_DRAWS_UNSEEN: Final = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Samplers of torch. The RandomSampler of torchdata, which shuffle=True makes, saves its generator."""
 _SIDES: Final = {"model": "buffers", "extra": "extra_buffers"}
 
 
@@ -206,6 +210,19 @@ def own_states(held: State, ranks: int) -> list[State]:
     if missing is not None:
         raise MismatchError(f"the snapshot of {ranks} ranks lacks rank {missing}'s own state", object_id=f"rank.{missing}")
     return [held[str(rank)] for rank in range(ranks)]
+
+
+def warn_of_lost_order(loaders: StatefulPart) -> None:
+    """Warns of StatefulDataLoaders whose state lacks the generator that their order is drawn from."""
+    for key, loader in loaders.objects.items():
+        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+        if isinstance(sampler, _DRAWS_UNSEEN) and not is_stateful(sampler):
+            advice = "shuffle=True instead" if isinstance(sampler, RandomSampler) else "a sampler with state_dict and load_state_dict"
+            warnings.warn(
+                f"{loaders.path(key)} has a {type(sampler).__qualname__}, whose generator a StatefulDataLoader does not save: after a "
+                f"resume within a pass, the rest of it comes in another order, which repeats samples and skips others; pass {advice}",
+                stacklevel=user_stacklevel(),
+            )
 
 
 def _continue_without_a_draw(path: str, loader: "DataLoader[Any]") -> None:

@@ -28,7 +28,7 @@ from tensorstore_ck.store.internals import require_opened
 from tensorstore_ck.training import optimizers
 from tensorstore_ck.training.noted_attributes import with_noted
 from tensorstore_ck.training.parameter_names import require_supported
-from tensorstore_ck.training.per_rank_state import GENERATORS, Merge, PerRankState
+from tensorstore_ck.training.per_rank_state import GENERATORS, Merge, PerRankState, warn_of_lost_order
 from tensorstore_ck.training.rank_group import rank_and_world_size, require_group
 from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.sample_cursor import SampleCursor, require_one_position
@@ -112,6 +112,7 @@ class TrainingState:
         others.append(loaders.matching(lambda loader: isinstance(loader, SampleCursor)))
         own_loaders = loaders.matching(lambda part: not isinstance(part, SampleCursor))
         require_one_position(own_loaders)
+        warn_of_lost_order(own_loaders)
         extra, rank_values = {} if extra is None else extra, {} if rank_values is None else rank_values
         own = PerRankState(model=models, loaders=own_loaders, extra=extra, values=rank_values, merge=rank_merge)
         self._sides = StateSides(SharedState(models, trained_by, others, extra), own, own_loaders)

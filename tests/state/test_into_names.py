@@ -211,3 +211,5 @@ def test_a_container_without_leaves_does_not_take_the_leaf_of_a_key_that_is_spel
         assert (restored[0], restored["a"], restored["a.b"]) == (empty, {"b": 5}, empty)
         with pytest.raises(MismatchError, match="missing in the snapshot: 0#2"):
             restore(stored(saved), into={**target, 0: None})
+    both = {"0": 1, 0: "two", "a": {"b": 3}, "a.b": 4}
+    assert restore(stored(both), into={"0": 0, 0: None, "a": {"b": 0}, "a.b": 0}) == both

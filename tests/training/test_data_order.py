@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import tensorstore_ck as tsck
@@ -194,3 +202,17 @@ def test_a_loader_that_skips_what_the_cursor_has_skipped_is_refused() -> None:
     loader: Any = StatefulDataLoader(Augmented(), batch_sampler=position.batches())
     with pytest.raises(InvalidOptionError, match=r"dataloader\.loader has the batches of a SampleCursor.* pass the cursor alone"):
         tsck.TrainingState(dataloader={"cursor": position, "loader": loader})
+
+
+@pytest.mark.parametrize(
+    ("sampler", "advice"),
+    [
+        (RandomSampler(range(SAMPLES)), "pass shuffle=True instead"),
+        (WeightedRandomSampler([1.0] * SAMPLES, SAMPLES), "pass a sampler with state_dict"),
+        (BatchSampler(SubsetRandomSampler(range(SAMPLES)), BATCH, drop_last=False), "SubsetRandomSampler, whose generator"),
+    ],
+)
+def test_an_order_that_a_loader_does_not_save_is_warned_of(sampler: Any, advice: str) -> None:
+    given: dict[str, Any] = {"batch_sampler": sampler} if isinstance(sampler, BatchSampler) else {"sampler": sampler}
+    with pytest.warns(UserWarning, match=f"dataloader has a .*{advice}"):
+        tsck.TrainingState(dataloader=StatefulDataLoader(Augmented(), **given))
