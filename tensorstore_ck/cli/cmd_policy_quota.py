@@ -1,7 +1,8 @@
 """The commands policy and quota: what branches keep, and how much they may add to the store."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Final
 
 import click
@@ -10,8 +11,9 @@ from tensorstore_ck.backend.cold.allowed_locations import can_allow, is_allowed
 from tensorstore_ck.cli.allowed_locations import note_places, read_places
 from tensorstore_ck.cli.complete_names import complete_ref
 from tensorstore_ck.cli.options import StoreChoice, byte_count, command, price_option, store_options
-from tensorstore_ck.cli.output import counted, emit, fields_of, printable, red, short_root, shortened_table, step_text, table
+from tensorstore_ck.cli.output import counted, emit, fields_of, printable, red, say, short_root, shortened_table, step_text, table
 from tensorstore_ck.common.prices import GB, NO_PRICES, Prices, usd_text
+from tensorstore_ck.common.similar_names import similar_names
 from tensorstore_ck.common.units import human_bytes, typed_bytes
 from tensorstore_ck.log.quota import Quota
 from tensorstore_ck.log.retention import Policy, parse_rule
@@ -20,6 +22,7 @@ from tensorstore_ck.maintenance.apply_policies import RetentionReport
 RULES: Final = "keep_last=5 keep_every=1000 keep_best=3:val_loss:min keep_every_seconds=6h keep_steps=1000,5000 keep_first=yes"
 ACTIONS: Final = ("show", "set", "test", "apply", "remove")
 MAX_SHOWN: Final = 60
+MAX_NAMED: Final = 8
 
 
 @command(
@@ -69,6 +72,7 @@ def policy(
         if action == "set":
             made = store.set_policy(str(target), **values)
             note_places([url for url in named if not is_allowed(url, store.url, read_places())])
+            _note_unmatched(str(target), store.branches())
             emit({"glob": target, "policy": made.encode()}, [f"{printable(str(target))}: {made}"], as_json=as_json)
         elif action == "remove":
             store.remove_policy(str(target))
@@ -79,6 +83,14 @@ def policy(
         else:
             policies = store.policies()
             emit({glob: own.encode() for glob, own in policies.items()}, map(choice.complete, _policy_lines(policies)), as_json=as_json)
+
+
+def _note_unmatched(glob: str, refs: Collection[str]) -> None:
+    """Warns of a glob that may be mistyped."""
+    if refs and not any(fnmatchcase(ref, glob) for ref in refs):
+        nearest = list(dict.fromkeys((*similar_names(glob, refs), *refs)))
+        known = ", ".join(nearest[:MAX_NAMED]) + (", ..." if len(nearest) > MAX_NAMED else "")
+        say(f"tsck: warning: no branch matches {printable(glob)!r} yet (branches: {printable(known)})", err=True)
 
 
 def apply_policies(choice: StoreChoice, refs: Sequence[str], *, dry_run: bool, as_json: bool, prices: Prices = NO_PRICES) -> None:
@@ -167,6 +179,7 @@ def quota(action: str, glob: str | None, warn: int | None, refuse: int | None, c
     with choice.open(read_only=glob is None) as store:
         if action == "set":
             made = store.set_quota(str(glob), warn=warn, refuse=refuse)
+            _note_unmatched(str(glob), store.branches())
             emit(_document(made), _quota_lines({made.glob: made}), as_json=as_json)
         elif action == "remove":
             store.remove_quota(str(glob))

@@ -107,6 +107,9 @@ def require_bases(part: Part, packs: Sequence[Ulid], extents: Extents) -> None:
 
     Follows the chains only of a part where a base is a cast: chains of differences are checked when they are made, and may be long.
     """
+    rows = np.flatnonzero(np.isin(extents["codec"], _WITH_BASES))
+    for row in rows[(extents["base"][rows] <= rows) | (extents["base"][rows] >= len(extents))][:1].tolist():
+        location_of(part, packs, extents, row)
     if (extents["codec"][part.block_count :] == Codec.CAST).any():
         for row in np.flatnonzero(np.isin(extents["codec"][: part.block_count], _WITH_BASES)).tolist():
             location_of(part, packs, extents, row)

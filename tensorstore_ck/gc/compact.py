@@ -10,11 +10,12 @@ from itertools import takewhile
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tensorstore_ck.backend.protocol import Backend, finishing
 from tensorstore_ck.common.buffers import batches
 from tensorstore_ck.common.executor import Executor
-from tensorstore_ck.common.ids import Digest, IdSource, Ulid, block_id
+from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, IdSource, Ulid, block_id
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.range_verifier import read_pack_ends
@@ -148,8 +149,10 @@ def compact(
     work = partial(copy_packs, engine.backend, target, engine.new_id, read=read)
     moves, written_bytes, problems = list[CompactedPack](), 0, list[str]()
     no_space: NoSpaceError | None = None
-    pieces = takewhile(lambda _: no_space is None, batches(packs, live_bytes, PIECE_BYTES))
-    for copied in executor.run(work, pieces) if executor is not None else (work(packs, progress=progress),):
+    groups = interchangeable(packs)
+    pieces = takewhile(lambda _: no_space is None, (piece for group in groups for piece in batches(group, live_bytes, PIECE_BYTES)))
+    in_turn = (work(group, progress=progress) for group in groups if no_space is None)
+    for copied in executor.run(work, pieces) if executor is not None else in_turn:
         sources = [source for source in packs if source.pack in copied.packs]
         try:
             for source in sources:
@@ -164,6 +167,35 @@ def compact(
         problems += copied.problems
         no_space = no_space or copied.no_space
     return Compacted(moves, written_bytes + sum(move.size_bytes for move in moves), problems, no_space)
+
+
+def interchangeable(packs: Sequence[SparsePack]) -> list[list[SparsePack]]:
+    """Groups of packs in each of which blocks that occur more than once are stored without bases, so that one copy serves all entries.
+
+    A part knows the bases of its own copy: a difference in the place of a whole block, or of one to another base, could not be decoded.
+    """
+    heads = [_id_heads(pack) for pack in packs]
+    found, counts = np.unique(np.concatenate([np.empty(0, np.uint64), *heads]), return_counts=True)
+    groups: list[tuple[list[SparsePack], set[int], set[int]]] = []
+    for pack, own in zip(packs, heads, strict=True):
+        is_shared = np.isin(own, found[counts > 1])
+        has_bases = np.isin(pack.footer.entries["codec"][pack.entries], [int(codec) for codec in CODECS_WITH_BASES])
+        shared, based = set(own[is_shared].tolist()), set(own[is_shared & has_bases].tolist())
+        for members, theirs, their_based in groups:
+            if shared.isdisjoint(their_based) and based.isdisjoint(theirs):
+                members.append(pack)
+                theirs |= shared
+                their_based |= based
+                break
+        else:
+            groups.append(([pack], shared, based))
+    return [members for members, _, _ in groups]
+
+
+def _id_heads(pack: SparsePack) -> npt.NDArray[np.uint64]:
+    """The first eight bytes of the ids of the entries to copy."""
+    ids = np.ascontiguousarray(pack.footer.entries["id"][pack.entries])
+    return np.ascontiguousarray(ids.view(np.uint8).reshape(len(ids), DIGEST_BYTES)[:, :8]).view(np.uint64).ravel()
 
 
 def copy_packs(

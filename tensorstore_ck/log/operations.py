@@ -239,7 +239,7 @@ class Op:
             raise NotFoundError(f"there is no tag {name!r}: see the list of tags", object_id=str(name))
         if self.name == "unpin" and not view.is_pinned(self.fields["snapshot"], self.fields["owner"]):
             owner = self.fields["owner"]
-            raise NotFoundError(f"{owner!r} has no pin on that snapshot: see the list of pins", object_id=owner)
+            raise NotFoundError(f"{owner!r} has no pin on that snapshot: `tsck pin` lists the pins", object_id=owner)
         if self.name not in ("put", "staged") and root is not None and view.by_root(root) is None:
             raise NotFoundError(f"there is no snapshot {root.hex()}", object_id=root.hex())
 

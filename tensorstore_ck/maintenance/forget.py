@@ -170,7 +170,7 @@ def _matcher(view: RefTable, address: str) -> Callable[[UndoWindow, BranchMove],
 def _raise_if_name_taken(view: RefTable, window: UndoWindow) -> None:
     kind = "tag" if view.tag(window.name) else "branch" if window.kind == "tag" and view.branch(window.name) else None
     if kind is not None:
-        raise ConflictError(f"{window.name!r} is a {kind} now: remove or rename it to restore what had that name", object_id=window.name)
+        raise ConflictError(f"{window.name!r} is a {kind} now: see `tsck forget`, and use `tsck branch NAME ROOT`", object_id=window.name)
 
 
 def _other_holders(view: RefTable, windows: Sequence[UndoWindow]) -> Mapping[Ulid, Sequence[str]]:

@@ -100,6 +100,9 @@ def test_policies(history: Tsck) -> None:
     made = history("policy", "set", "runs/*", "keep_last=1", "keep_steps=-1,5", "expire_after=30d")
     assert made.out == "runs/*: keep_last 1, keep_steps -1, 5, expire_after 30d\n"
     assert history("policy", "--json").json["runs/*"]["keep_steps"] == [-1, 5]
+    assert made.err == ""
+    for mistyped in history("policy", "set", "run/*", "keep_last=1"), history("quota", "set", "run/*", "--warn", "1TB"):
+        assert (mistyped.code, mistyped.err) == (0, "tsck: warning: no branch matches 'run/*' yet (branches: runs/gpt)\n")
     history("put", "model.safetensors", "--ref", "runs/gpt", "--step", "3")
     assert [snapshot["step"] for snapshot in history("log", "runs/gpt", "--json").json] == [3, 2]
     told = history("policy", "apply", "--dry-run").out

@@ -145,6 +145,47 @@ def test_they_go_on_with_age_and_come_back_when_needed() -> None:
     require_sound(places.open(), states)
 
 
+def whole_and_as_a_difference() -> tuple[Places, tsck.Store, dict[str, Any]]:
+    """Two branches, moved together: one has a block whole that the other one has as a difference."""
+    places = Places()
+    store = places.open()
+    changed = torch.arange(50_000.0)
+    changed[7] = -1
+    states: dict[str, Any] = {"run@0": {"w": torch.arange(50_000.0)}, "run@1": {"w": changed}, "other@0": {"w": changed}}
+    for step in range(2):
+        store.put_snapshot(states[f"run@{step}"], ref="run", step=step, delta=True)
+    store.set_policy("*", move_after=[("1d", COLD), ("30d", COLDER)])
+    places.clock.advance(2 * DAY_SECONDS)
+    store.migrate_tiers()
+    store.gc(AT_ONCE)
+    store.put_snapshot(states["other@0"], ref="other", step=0)  # whole, as it may not need the cold location
+    places.clock.advance(40 * DAY_SECONDS)
+    store.migrate_tiers()
+    store.gc(AT_ONCE)
+    return places, store, states
+
+
+def test_a_block_that_is_stored_whole_and_as_a_difference_stays_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    stay_in_one_thread(monkeypatch)
+    places, store, states = whole_and_as_a_difference()
+    assert set(places.packs()) == {"colder"}
+    require_sound(store, states)
+    store.forget("run")
+    store.gc(AT_ONCE)
+    require_sound(store, {"other@0": states["other@0"]})
+
+
+def test_fsck_repairs_a_whole_block_that_an_earlier_build_made_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    stay_in_one_thread(monkeypatch)  # the difference is copied first
+    monkeypatch.setattr("tensorstore_ck.gc.compact.interchangeable", lambda packs: [list(packs)])
+    _, store, states = whole_and_as_a_difference()
+    with pytest.raises(tsck.DamageError):
+        store.checkout("other")
+    assert [hit.partition(" ")[0] for finding in store.fsck().findings for hit in finding.hits] == ["other@0"]
+    store.repair()
+    require_sound(store, states)
+
+
 def test_the_age_of_a_copied_snapshot_counts_from_when_it_was_made() -> None:
     source, places = Places(), Places()
     states = put_daily(source, source.open(), 4)
