@@ -14,8 +14,8 @@ sync.py             one batch of a sync, in one transaction; syncs of several st
 synced_store.py     one store that a catalog follows
 private_catalog.py  where a server keeps a catalog of its own
 branch_health.py    the usual time between the saves of a branch, and the last runs of gc and fsck
-sql_conditions.py   a parsed condition -> SQL
-query.py            `find`
+condition_to_sql.py  a parsed condition -> SQL
+find_snapshots.py    `find`: the snapshots for which a condition holds
 """
 
 from tensorstore_ck.common.extras import extra

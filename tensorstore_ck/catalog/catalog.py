@@ -12,7 +12,7 @@ from tensorstore_ck.catalog import create_tables
 from tensorstore_ck.catalog.branch_health import last_runs
 from tensorstore_ck.catalog.current_refs import LIVE
 from tensorstore_ck.catalog.database import Database
-from tensorstore_ck.catalog.query import CheckedQuery, find
+from tensorstore_ck.catalog.find_snapshots import CheckedQuery, find
 from tensorstore_ck.catalog.results import CatalogJob, CatalogStore, FoundSnapshot, SyncOutcome, SyncReport
 from tensorstore_ck.catalog.schema import attributes, jobs, metrics, quotas, snapshots, stores
 from tensorstore_ck.catalog.sync import PARALLEL, OpenStore, SyncBatch, sync_batch, sync_several

@@ -13,7 +13,7 @@ pager.py              prints long results through a pager
 progress.py           progress bars
 complete_names.py     completes refs, steps and metrics; notes which cache belongs to a remote store
 shell_completion.py   candidates for a shell when Tab is pressed, and the shells' scripts
-run_program.py        runs the user's program for a snapshot
+run_user_program.py   runs the user's program for a snapshot
 plot.py               curves, as text and as PNG
 hints.py              completes the commands in messages
 standard_streams.py   stdout and stderr that are closed, full or broken

@@ -9,7 +9,7 @@ from tensorstore_ck.cli.complete_names import complete_address, complete_ref
 from tensorstore_ck.cli.options import StoreChoice, command, seconds, store_options
 from tensorstore_ck.cli.output import emit, fields_of, green, metrics_text, printable, red, short_root, snapshot_line, step_text
 from tensorstore_ck.cli.progress import Bar
-from tensorstore_ck.cli.run_program import program_words, run_program
+from tensorstore_ck.cli.run_user_program import program_words, run_program
 from tensorstore_ck.common.metric_condition import condition, names_in
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log.snapshot import Snapshot

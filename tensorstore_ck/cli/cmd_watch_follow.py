@@ -8,7 +8,7 @@ import click
 from tensorstore_ck.cli.complete_names import complete_ref
 from tensorstore_ck.cli.options import StoreChoice, command, seconds, store_options
 from tensorstore_ck.cli.output import emit_line, printable, say, snapshot_line, step_text
-from tensorstore_ck.cli.run_program import program_words, run_program
+from tensorstore_ck.cli.run_user_program import program_words, run_program
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance.watch import PIN_SECONDS

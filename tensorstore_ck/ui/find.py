@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tensorstore_ck.catalog import Catalog, FoundSnapshot
+from tensorstore_ck.catalog.condition_to_sql import FIELDS
 from tensorstore_ck.catalog.current_refs import LIVE, STATES
-from tensorstore_ck.catalog.query import metric_names
+from tensorstore_ck.catalog.find_snapshots import metric_names
 from tensorstore_ck.catalog.schema import stores
-from tensorstore_ck.catalog.sql_conditions import FIELDS
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.ui.pages import Pages, page_number
 

@@ -9,7 +9,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import NotFoundError, SnapshotExpiredError
 from tensorstore_ck.log import Op
 from tensorstore_ck.log.cache import MemoryTable
-from tensorstore_ck.maintenance.copy_store.refs import copy_refs
+from tensorstore_ck.maintenance.copy_store.copy_histories import copy_refs
 from tensorstore_ck.store import Store
 from tests.gc.interleavings.actor import copy_table
 from tests.gc.stores import AT_ONCE, copied, each_call, interrupted, open_store, put_all, state, stay_in_one_thread

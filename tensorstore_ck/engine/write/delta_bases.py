@@ -87,14 +87,14 @@ class PartKey(NamedTuple):
 class ParentBlocks:
     """The tensors' blocks of the same part of the snapshot before."""
 
-    def __init__(self, engine: Engine, part: Part, places: BlockLocations, anchor_every: int) -> None:
+    def __init__(self, engine: Engine, part: Part, places: BlockLocations, full_every: int) -> None:
         self._backend = engine.backend
         self._kept = engine.kept_blocks
         self._samples = engine.base_samples
         self._part = part
         self._places = places
         self._first = int(part.blobs["blocks"].sum(dtype=int))
-        self._anchor_every = anchor_every
+        self._full_every = full_every
         view = engine.log.view()
         self._is_cold = lru_cache(None)(lambda pack: view.location_of(pack) is not None)  # not `self`: a cycle would keep the view
         """Whether a pack is in a cold location. Chains have the same few packs."""
@@ -154,7 +154,7 @@ class ParentBlocks:
             if place.stored <= SPARSE_SHARE * raw_bytes:
                 if links >= MAX_CHAIN or links_bytes + place.stored > CHAIN_SHARE * raw_bytes:
                     return None
-            elif place.flags >= self._anchor_every - 1:
+            elif place.flags >= self._full_every - 1:
                 self._kept.take(place.bases[0].block)  # no later save asks for it
                 return None
             else:
@@ -198,14 +198,14 @@ class ParentBlocks:
         return raw if len(raw) == raw_bytes and block_id(raw) == block else None
 
 
-def earlier_part(engine: Engine, before: Sequence[tuple[Part, BlockLocations]], key: PartKey, anchor_every: int) -> ParentBlocks | None:
+def earlier_part(engine: Engine, before: Sequence[tuple[Part, BlockLocations]], key: PartKey, full_every: int) -> ParentBlocks | None:
     """The part among these that has the same tensors at the same positions."""
     for part, places in before:
         if (
             PartKey(layout_id=part.layout_id, rank=part.rank, world_size=part.world_size, layout_of=part.layout_of, regions=part.regions)
             == key
         ):
-            return ParentBlocks(engine, part, places, anchor_every)
+            return ParentBlocks(engine, part, places, full_every)
     return None
 
 

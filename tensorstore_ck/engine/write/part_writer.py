@@ -119,10 +119,10 @@ def write_part(
         CaptureChangedError: a tensor has other bytes than when it was read first.
     """
     earlier, plan = None, plan_of(captured, author, engine.config.block_bytes)
-    if coding.anchor_every:  # blocks may be stored as differences to those of the snapshot before
+    if coding.full_every:  # blocks may be stored as differences to those of the snapshot before
         layout = layout_id(captured.layout.encoded)
         key = PartKey(layout_id=layout, rank=author.rank, world_size=author.world_size, layout_of=author.layout_of, regions=plan.regions)
-        earlier = earlier_part(engine, known.parts, key, coding.anchor_every)
+        earlier = earlier_part(engine, known.parts, key, coding.full_every)
     write = partial(write_tensors, captured, plan, coding=coding, earlier=earlier, sampling=sampling)
     try:
         with open_packs(engine, known, meter) as first:

@@ -41,8 +41,8 @@ class Coding(NamedTuple):
     """How the blocks of a save are encoded."""
 
     mode: Mode
-    anchor_every: int = 0
-    """A block that changes in every snapshot is stored in full every `anchor_every` snapshots, else as a difference; 0: always in full."""
+    full_every: int = 0
+    """A block that changes in every snapshot is stored in full every `full_every` snapshots, else as a difference; 0: always in full."""
 
 
 class CodecPolicy:

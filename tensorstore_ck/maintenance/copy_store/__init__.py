@@ -1,10 +1,10 @@
 """Copies refs and their blocks between two stores: incremental, verified, resumable.
 
-refs.py           chooses and copies refs, oldest snapshots first
-branch_plan.py    compares the histories of a branch in both stores
-snapshots.py      copies one snapshot and publishes it
-blocks.py         copies encoded blocks from packs to packs
-report.py         CopyReport
+copy_histories.py  chooses and copies refs with their histories, oldest snapshots first
+branch_plan.py     compares the histories of a branch in both stores
+copy_snapshot.py   copies one snapshot and publishes it
+blocks.py          copies encoded blocks from packs to packs
+report.py          CopyReport
 """
 
 import os
@@ -18,7 +18,7 @@ from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.maintenance.copy_store.blocks import Pace
-from tensorstore_ck.maintenance.copy_store.refs import copy_refs
+from tensorstore_ck.maintenance.copy_store.copy_histories import copy_refs
 from tensorstore_ck.maintenance.copy_store.report import CopiedRef, CopyReport, Progress
 
 __all__ = ["CopiedRef", "CopyReport", "Pace", "Progress", "RateLimit", "copy", "copy_refs"]

@@ -28,8 +28,8 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.maintenance.copy_store.blocks import Pace
 from tensorstore_ck.maintenance.copy_store.branch_plan import BranchPlan, plan_branch
+from tensorstore_ck.maintenance.copy_store.copy_snapshot import CopyMeter, SnapshotCopier
 from tensorstore_ck.maintenance.copy_store.report import CopiedRef, CopyReport, Progress
-from tensorstore_ck.maintenance.copy_store.snapshots import CopyMeter, SnapshotCopier
 
 NOTES_AN_ENTRY: Final = 64
 MAX_NAMES_SHOWN: Final = 8

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.catalog import Catalog, FoundSnapshot
-from tensorstore_ck.catalog.query import metric_names
+from tensorstore_ck.catalog.find_snapshots import metric_names
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tests.catalog.made import publish
 from tests.gc.stores import Clock, open_store
@@ -209,7 +209,7 @@ def test_it_finds_what_a_filter_finds(filled: tuple[Catalog, ...], said: Said) -
 def test_what_is_common_is_found_like_what_is_rare(filled: tuple[Catalog, ...], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for catalog in filled:
         found = catalog.find(text, state=None)
-        monkeypatch.setattr("tensorstore_ck.catalog.query.MAX_RARE", 0)
+        monkeypatch.setattr("tensorstore_ck.catalog.find_snapshots.MAX_RARE", 0)
         assert catalog.find(text, state=None) == found
         monkeypatch.undo()
         assert 0 < len(found) < 60

@@ -9,11 +9,11 @@ from typing import Any, Final, Self
 
 from sqlalchemy import Connection, Select, Table, and_, func, select, tuple_
 
+from tensorstore_ck.catalog.condition_to_sql import FIELDS, Known, is_metric, names_of, to_sql
 from tensorstore_ck.catalog.current_refs import STATES
 from tensorstore_ck.catalog.results import FoundSnapshot
 from tensorstore_ck.catalog.row_writer import batches
 from tensorstore_ck.catalog.schema import attributes, metrics, pins, snapshots, stores, tags
-from tensorstore_ck.catalog.sql_conditions import FIELDS, Known, is_metric, names_of, to_sql
 from tensorstore_ck.common.condition_values import parse_search
 from tensorstore_ck.common.conditions import Condition, Name, is_text
 from tensorstore_ck.common.similar_names import similar_names
