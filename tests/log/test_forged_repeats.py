@@ -10,7 +10,7 @@ from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import UntrustedError
 from tensorstore_ck.format.record import record_name
 from tensorstore_ck.log import Op, RefTable
-from tensorstore_ck.maintenance.copy_store import refs
+from tensorstore_ck.maintenance.copy_store import copy_histories
 from tensorstore_ck.maintenance.copy_store.branch_plan import BranchPlan, plan_branch
 from tests.log.test_signed_refs import KEY, OTHER, REF, World
 

@@ -26,9 +26,9 @@ CodecOption = CodecName | Mapping[str, CodecName]
 DeltaOption = bool | int | None
 DeltaRules = DeltaOption | Mapping[str, DeltaOption]
 
-ANCHOR_EVERY: Final = 8
+FULL_EVERY: Final = 8
 """Differences over 50 steps are about 3 % larger than over 10: docs/decisions/009-bounded-delta-chains.md."""
-MAX_ANCHOR_EVERY: Final = 1000
+MAX_FULL_EVERY: Final = 1000
 SLOW_PACE: Final = 60.0
 """A store is slow if writing takes this many times as long as hashing the same bytes."""
 JUDGED_BYTES: Final = 16 << 20
@@ -68,7 +68,7 @@ class CodecPolicy:
         mode = name if name != "auto" else "fast" if wanted or is_slow else "raw"
         if wanted is None:
             wanted = mode == "small"
-        return Coding(mode, 0 if mode == "raw" else ANCHOR_EVERY if wanted is True else int(wanted))
+        return Coding(mode, 0 if mode == "raw" else FULL_EVERY if wanted is True else int(wanted))
 
     def note_written(self, size_bytes: int, pace: float) -> None:
         """Notes that a save wrote `size_bytes` bytes, and that writing took `pace` times as long as hashing."""
@@ -89,9 +89,9 @@ def check_delta(delta: object) -> DeltaOption:
     Raises:
         InvalidOptionError: it is none of these.
     """
-    if delta is None or isinstance(delta, bool) or (isinstance(delta, int) and 0 < delta <= MAX_ANCHOR_EVERY):
+    if delta is None or isinstance(delta, bool) or (isinstance(delta, int) and 0 < delta <= MAX_FULL_EVERY):
         return delta
-    raise InvalidOptionError(f"delta must be True, False or a number from 1 to {MAX_ANCHOR_EVERY}, not {delta!r}", object_id="delta")
+    raise InvalidOptionError(f"delta must be True, False or a number from 1 to {MAX_FULL_EVERY}, not {delta!r}", object_id="delta")
 
 
 def check_codec_name(name: object) -> CodecName:
