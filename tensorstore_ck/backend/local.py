@@ -154,7 +154,14 @@ class LocalBackend(Backend):
 
     def open_writer(self, name: str) -> ObjectWriter:
         path = self._path(name)
-        return self._writer(path, name, partial(self._folders.sync_way, os.path.dirname(path)))
+
+        def seal(fd: int) -> None:
+            try:
+                self._folders.sync_way(os.path.dirname(path), fd)
+            finally:
+                os.close(fd)
+
+        return self._writer(path, name, seal)
 
     def open_whole_writer(self, name: str) -> ObjectWriter:
         path = self._path(name)
@@ -162,7 +169,10 @@ class LocalBackend(Backend):
 
         def seal(fd: int) -> None:
             try:
-                self._folders.sync_file(fd)
+                try:
+                    self._folders.sync_file(fd)
+                finally:
+                    os.close(fd)  # before it has a name: what fails here leaves none
                 os.link(temporary, path, src_dir_fd=self._folders.at, dst_dir_fd=self._folders.at, follow_symlinks=False)
                 self._folders.sync_way(os.path.dirname(path))
             except FileNotFoundError as exc:  # another process deleted our temporary as a leftover

@@ -39,7 +39,7 @@ class LocalWriter:
     """See `ObjectWriter`."""
 
     def __init__(self, fd: int, name: str, folder: str, *, seal: Callable[[int], None], unlink: Callable[[], object]) -> None:
-        """`folder`: a folder on the same disk. `seal` makes the file durable under its name; `unlink` removes it."""
+        """`folder`: a folder on the same disk. `seal` makes the file durable under its name, and closes it; `unlink` removes it."""
         self._fd = fd
         self._name = name
         self._folder = folder
@@ -82,10 +82,7 @@ class LocalWriter:
         try:
             self._finish()
             fd, self._fd = self._fd, -1
-            try:
-                self._seal(fd)
-            finally:
-                os.close(fd)
+            self._seal(fd)
         except OSError as exc:
             raise store_error(exc, "write", self._name, self._folder) from exc
         self._sealed = True

@@ -307,29 +307,33 @@ class Log:
             UndecidedError: the backend did not say whether the entry is there; the log will show it.
             FormatVersionError: the log holds a critical operation that this build does not know.
         """
-        return shielded(partial(self._append_until_first, build, write_id, also, at))
+
+        def append() -> Appended:
+            with self._lock.here:
+                return self._append_until_first(build, write_id, also, at)
+
+        return shielded(append)
 
     def _append_until_first(self, build: Build, write_id: bytes | None, also: Also | None, at: RefTable | None) -> Appended:
-        """See common/waiting.py. Where `create` may overwrite, it does not find out that another process was faster."""
-        with self._lock.here:
-            if at is not None and (head := at.head()) is not None and self._shared and head.n == self._followed_n > 0:
-                now = None
-                with suppress(StoreError):  # another process of this host may have seen an entry that the log does not have any more
-                    now = self._take_view().head()
-                appended = self._append_once(build, write_id, also, at) if now == head else None
-                if appended is not None:
-                    return appended
-                write_id = None
-            for lost in itertools.count():
-                began_ns = self._clock()
-                appended = self._append_once(build, write_id, also)
-                if appended is not None:
-                    return appended
-                write_id = None
-                delay = race_delay(lost, self._clock() - began_ns) * self._jitter()
-                _logger.debug("another writer was faster: the next try, at a newer head, is in %.3f s", delay)
-                self._sleep(delay)
-            raise AssertionError("unreachable")
+        """Under the lock; see common/waiting.py. Where `create` may overwrite, it does not find out that another process was faster."""
+        if at is not None and (head := at.head()) is not None and self._shared and head.n == self._followed_n > 0:
+            now = None
+            with suppress(StoreError):  # another process of this host may have seen an entry that the log does not have any more
+                now = self._take_view().head()
+            appended = self._append_once(build, write_id, also, at) if now == head else None
+            if appended is not None:
+                return appended
+            write_id = None
+        for lost in itertools.count():
+            began_ns = self._clock()
+            appended = self._append_once(build, write_id, also)
+            if appended is not None:
+                return appended
+            write_id = None
+            delay = race_delay(lost, self._clock() - began_ns) * self._jitter()
+            _logger.debug("another writer was faster: the next try, at a newer head, is in %.3f s", delay)
+            self._sleep(delay)
+        raise AssertionError("unreachable")
 
     def is_own(self, n: int) -> bool:
         """Whether this object appended entry `n`; False also if a lost reply or an interrupt hid that: `wrote` finds out."""

@@ -50,7 +50,7 @@ Area = tuple[object, int, int, bool] | None
 """A leaf's device, start and stop of its allocation, and `Extent.repeats`; None for a leaf without bytes."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class MemoryAreas:
     """The areas of all leaves, as columns."""
 
@@ -133,9 +133,9 @@ def plan_aliases(extents: dict[int, Extent]) -> AliasPlan:
     by_device: defaultdict[object, list[tuple[int, int, int]]] = defaultdict(list)
     for leaf, extent in extents.items():
         by_device[extent.device].append((extent.area_start, extent.area_stop, leaf))
-    for intervals in by_device.values():
-        for area in group_overlapping(intervals):
-            _plan_area(area, extents, plan)
+    areas = [area for intervals in by_device.values() for area in group_overlapping(intervals)]
+    for area in sorted(areas, key=min):  # not by address, so that equal states have equal layouts
+        _plan_area(area, extents, plan)
     return plan
 
 

@@ -99,7 +99,7 @@ class TensorKind(NamedTuple):
     """The row-major strides, if an extent of 1 makes torch accept other strides as contiguous."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class TensorSpecs(Sequence[TensorSpec]):
     """The `TensorSpec` of each tensor, made on first use."""
 
@@ -133,7 +133,7 @@ class TensorSpecs(Sequence[TensorSpec]):
         return [TensorSpec(name, *described[number]) for name, number in zip(self.names, self.kind_numbers.tolist(), strict=True)]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ByteSources(Sources):
     """The bytes of tensors."""
 
@@ -235,7 +235,7 @@ class TensorTable:
                 return stop
 
     def _add_plain(self, items: list[Any], start: int, *, until_host: bool = False) -> int:
-        """What the kernel does for tensors in host memory. `until_host`: ends after the first of these, for the kernel to go on."""
+        """Adds ordinary tensors in host memory, as the kernel does, and on CUDA. `until_host`: ends after the first one in host memory."""
         objects, owners, places, bounds = self.objects, self._owners, self._places, self.areas.bounds
         number_of, known_kinds, kinds, mark = self.number_of, self._known_kinds, self.kinds, CHECKPOINTABLE_MARK
         position = start

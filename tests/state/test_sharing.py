@@ -131,6 +131,15 @@ def test_disjoint_parts_of_one_array() -> None:
     assert address(back[1]) - address(back[0]) == 160
 
 
+def test_where_memory_was_allocated_does_not_change_the_layout() -> None:
+    first, second = sorted((torch.arange(1024.0), torch.arange(1024.0)), key=torch.Tensor.data_ptr)
+
+    def layout_of(one: torch.Tensor, other: torch.Tensor) -> bytes:
+        return stored({"a": one[:30], "b": one[40:90], "c": other[10:30], "d": other[20:40]}).layout.encoded
+
+    assert layout_of(first, second) == layout_of(second, first)
+
+
 def test_allocations_inside_of_another() -> None:
     """`torch.from_numpy` makes a storage of its own for each part of an array."""
     array = np.arange(100.0)

@@ -186,7 +186,8 @@ class ParentComparison:
         own, other = _tensor_ids(self._part), _tensor_ids(before)
         for row in np.flatnonzero((own != other).any(axis=1)).tolist():
             yield plan.blocks[row].tensor, sample.non_finite_rows.get(row, 0)
-        for tensor in plan.inlined.ranges.tensors[plan.inlined.differing(self._part.inline, before.inline)].tolist():
+        small = plan.inlined.ranges.tensors[plan.inlined.differing(self._part.inline, before.inline)].tolist()
+        for tensor in set(small):  # several regions of one tensor have one count
             yield tensor, sample.non_finite_inline.get(tensor, 0)
 
     # --- counters -----------------------------------------------------------------------------------------------------

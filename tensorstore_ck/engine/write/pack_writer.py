@@ -66,7 +66,7 @@ class EncodedBlock(NamedTuple):
         return size_bytes
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _OpenPack:
     """One pack that is being written."""
 

@@ -79,8 +79,8 @@ def publish(
         snapshot: The ULID of its record; by default `staged`, or else `txn`, so that salvage recognises the record of an aborted save.
         stored: The bytes of the record, if it is in the store.
         began_ns: When the save began, by the engine's clock, for the entry to say how long it took.
-        also: See `Log.append`.
-        at: See `Log.append`.
+        also: Adds rows to the batch that folds the entry, such as those of the block index.
+        at: A view at which the first try is made, if the log has not moved since.
 
     Raises:
         ConflictError: the ref is elsewhere; nothing is visible.

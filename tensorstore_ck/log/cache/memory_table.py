@@ -29,7 +29,8 @@ class MemoryTable(Table):
     def get_many(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """See `Table.get_many`."""
         with self._lock:
-            return {key: self._values[key] for key in keys if key in self._values}
+            values = [*map(self._values.get, keys)]
+        return {key: value for key, value in zip(keys, values, strict=True) if value is not None}
 
     def page(self, low: bytes, high: bytes | None, reverse: bool, limit: int = PAGE_ITEMS) -> list[Item]:
         """See `Reader.page`."""

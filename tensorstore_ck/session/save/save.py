@@ -1,7 +1,7 @@
 """`Save`: one save of this process, in four phases. Knows torch; loaded when there are tensors to save.
 
     check     the arguments; of an asynchronous save also the branch, if no other save is in progress
-    capture   the state is taken apart; in the background it is copied, and may be changed afterwards
+    capture   the state is taken apart; for a save in the background, `copy_into` ends it, and the state may be changed afterwards
     write     the space and the branch are checked; blocks, packs and the part become durable
     commit    the record, then one log entry: "put"; or with a staging disk "staged", and `StagedSave` publishes later
 

@@ -119,7 +119,10 @@ class SaveQueue:
         return pending
 
     def begin(self, save: Runnable, called: float) -> QueuedSave:
-        """Begins a save in the caller's thread, which has called `wait_idle` at the time `called`; `finish` writes and publishes it."""
+        """A save in the caller's thread, which has called `wait_idle` at the time `called`; `finish` writes and publishes it.
+
+        Raises the error of an earlier save in the background for which nobody waited.
+        """
         queued = QueuedSave(save.ref, save.step, save.rank, called, number=save.number, save=save, is_background=False)
         if (unraised := self._unraised.first()) is not None:
             error = pop_error(unraised)

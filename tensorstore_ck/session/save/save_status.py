@@ -7,6 +7,7 @@ how a save is done.
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from typing import Final, Self
@@ -206,13 +207,13 @@ def _call(callback: Callable[[], object]) -> None:
         _logger.exception("a callback of a save failed")
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class Milestone:
     """A point in the course of a save, which can be waited for."""
 
-    def __init__(self, pending: "PendingSnapshot", status: SaveStatus, stage: SaveMilestone) -> None:
-        self._pending = pending
-        self._status = status
-        self._stage = stage
+    _pending: "PendingSnapshot"
+    _status: SaveStatus
+    _stage: SaveMilestone
 
     def __repr__(self) -> str:
         return f"<{self._stage.name.lower()}: {'reached' if self.reached() else 'not yet'}>"

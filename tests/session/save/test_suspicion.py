@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
@@ -17,6 +18,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.cli.app import main
 from tensorstore_ck.engine.write.suspicious_save import SuspiciousSaveWarning
 from tensorstore_ck.errors import InvalidOptionError, SuspiciousSaveError
+from tests.group_of_one import group_of_one
 from tests.session.group.pool import Pool, make_store
 from tests.session.save import rank_side
 from tests.session.save.places import Scene, scene
@@ -341,6 +343,19 @@ def test_a_model_that_diverges(place: Scene, size: int) -> None:
         place.store.put_snapshot({"w": w * torch.nan, "mask": mask}, ref="job", step=3)
     with no_warning():  # once is enough
         place.store.put_snapshot({"w": w.clone().fill_(torch.inf), "mask": mask}, ref="job", step=4)
+
+
+def test_a_tensor_in_several_small_regions_counts_once(place: Scene) -> None:
+    def put(w: torch.Tensor, step: int) -> None:
+        boxes = tsck.Boxes([tsck.Box(w[start : start + 50].clone(), (200,), (start,)) for start in range(0, 200, 50)])
+        place.store.put_snapshot({"w": boxes, "rest": torch.ones(300)}, ref="job", step=step, group=dist.group.WORLD)
+
+    w = weights(1, 200)
+    with group_of_one(), no_warning():
+        put(w, 1)
+        put(w + 1, 2)
+        with pytest.warns(SuspiciousSaveWarning, match=r"the save before .step 2."):
+            put(torch.where(torch.arange(200) % 10 == 0, torch.nan, w), 3)
 
 
 @pytest.mark.parametrize(
