@@ -386,3 +386,22 @@ def test_a_filesystem_without_hard_links_is_refused(backend: LocalBackend, monke
     with pytest.raises(UnsafeBackendError, match="hard links"):
         backend.create("log/1", b"x")
     assert list(backend.list_uploads()) == []
+
+
+def test_a_whole_object_whose_file_cannot_be_closed_has_no_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS, where `close` reports that the server is full."""
+    backend = LocalBackend(str(root))
+    writer = backend.open_whole_writer("packs/x")
+    writer.append([b"bytes"])
+    close = os.close
+
+    def fail(fd: int) -> None:
+        close(fd)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", fail)
+        with pytest.raises(NoSpaceError):
+            writer.close()
+    writer.abort()
+    assert [*backend.list(""), *backend.list_uploads()] == []
