@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tensorstore_ck.state.sharded_tensors import SpreadDescriber
 
-Begin = Callable[[Destination, SaveStatus], tuple[SaveRequest, CapturedState, RefTable]]
+Prepare = Callable[[Destination, SaveStatus], tuple[SaveRequest, CapturedState, RefTable]]
 """Returns what this process saves, as of a view of the log; called again if an earlier save of this handle moved the branch."""
 
 
@@ -101,8 +101,8 @@ class RankRound:
         side = RankSave(self._engine, self._own, self._round, memory=self._memory)
         self._round.run(Participant.failed(error, side.resolve))
 
-    def save_together(self, begin: Begin, destination: Destination, status: SaveStatus) -> SnapshotRow:
-        """Lets all ranks write, and rank 0 commit; once only. `begin` is called in the round, so that its error reaches all ranks at once.
+    def save_together(self, prepare: Prepare, destination: Destination, status: SaveStatus) -> SnapshotRow:
+        """Lets all ranks write, and rank 0 commit; once only. `prepare` is called in the round, so that its error reaches all at once.
 
         Raises:
             StoreError: the same on all ranks, with the ranks named: a rank's state cannot be saved, or does not fit those of the others (an
@@ -111,7 +111,7 @@ class RankRound:
             UndecidedError: on this rank alone: the log could not be read for the outcome.
         """
         side = RankSave(self._engine, self._own, self._round, memory=self._memory, meter=status.meter, destination=destination)
-        propose = partial(_propose, side, begin, destination=destination, status=status)
+        propose = partial(_propose, side, prepare, destination=destination, status=status)
         outcome = self._round.run(
             Participant(propose=propose, execute=side.write, resolve=side.resolve, compare=side.compare, commit=side.commit)
         )
@@ -120,6 +120,6 @@ class RankRound:
         return info
 
 
-def _propose(side: RankSave, begin: Begin, destination: Destination, status: SaveStatus) -> Body:
-    request, captured, _ = begin(destination, status)
+def _propose(side: RankSave, prepare: Prepare, destination: Destination, status: SaveStatus) -> Body:
+    request, captured, _ = prepare(destination, status)
     return side.propose(request, captured)

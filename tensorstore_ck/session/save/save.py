@@ -31,7 +31,7 @@ from tensorstore_ck.log import RefTable, SnapshotRow
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.queued_save import Admission
-from tensorstore_ck.session.save.rank_round import Begin, RankRound, UnpreparedState
+from tensorstore_ck.session.save.rank_round import Prepare, RankRound, UnpreparedState
 from tensorstore_ck.session.save.save_status import SaveStatus
 from tensorstore_ck.session.save.staged_save import PublishAlone, Publisher, StagedSave
 from tensorstore_ck.session.save.staged_upload import StagedUpload
@@ -93,12 +93,12 @@ class Alone:
     def fail(self, error: BaseException) -> None:
         """Does nothing: no other process waits."""
 
-    def save_together(self, begin: Begin, destination: Destination, status: SaveStatus) -> SnapshotRow:
+    def save_together(self, prepare: Prepare, destination: Destination, status: SaveStatus) -> SnapshotRow:
         """Writes and commits. Repeats it after a conflict with a save of this handle that was published although its reply was lost."""
         engine, fence = self._context.engine, self._context.fence
         destination.wait_turn()
         while True:
-            request, captured, view = begin(destination, status)
+            request, captured, view = prepare(destination, status)
             try:
                 return write_and_commit(destination, captured=captured, request=request, meter=status.meter, view=view)
             except ConflictError:

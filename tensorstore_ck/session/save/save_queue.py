@@ -118,7 +118,7 @@ class SaveQueue:
             self._emit(queued.status, "captured", **queued.capture_fields(save), **self._in_use())
         return pending
 
-    def begin(self, save: Runnable, called: float) -> QueuedSave:
+    def admit_waited(self, save: Runnable, called: float) -> QueuedSave:
         """A save in the caller's thread, which has called `wait_idle` at the time `called`; `finish` writes and publishes it.
 
         Raises the error of an earlier save in the background for which nobody waited.
