@@ -12,6 +12,7 @@ random_generators.py   states and seeds of random number generators
 noted_attributes.py    the attributes that each save notes for searches: learning rates, positions, the commit of the code
 shared_state.py        what the ranks share: models, optimizers, schedules, what the user adds
 per_rank_state.py      what each rank has for itself: generators (seeded again for another number of ranks), positions, buffers, values
+postponed_pass.py      the pass in which a restored StatefulDataLoader continues, which begins after the script has called set_epoch
 rank_group.py          this process's rank and group, the answers of the first rank, and the agreement of ranks before the first save
 stateful_parts.py      the arguments of TrainingState
 resume_search.py       the rule by which a run resumes: from the newest snapshot that is neither marked nor damaged

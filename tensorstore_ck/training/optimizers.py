@@ -106,8 +106,8 @@ def get_full_state(path: str, optimizer: torch.optim.Optimizer, names: Parameter
 def get_target(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, stored: Iterable[str]) -> State:
     """The target of a restore from a snapshot with `stored` paths: existing tensors, and None for the others.
 
-    Sharded states need existing tensors; unsharded ones are created from the snapshot where the optimizer has none, or has others: LBFGS
-    has more with each step.
+    Sharded states need existing tensors; unsharded ones are created from the snapshot where the optimizer has none, or has another number:
+    LBFGS has more with each step.
     """
     stored = list(stored)
     own = get_state(path, optimizer, names)["state"]
@@ -116,18 +116,32 @@ def get_target(path: str, optimizer: torch.optim.Optimizer, names: ParameterName
     if any(isinstance(names.parameters.get(name), DTensor) and name not in own for name in wanted):
         own = {**_future_state(own_optimizer(optimizer), names), **own}
     there = NamesByPrefix(stored)
-    own = {
-        name: state
-        for name, state in own.items()
-        if isinstance(names.parameters.get(name), DTensor) or has_names(state, f"{path}.state.{name}.", there)
-    }
+    for name in [name for name in own if not isinstance(names.parameters.get(name), DTensor)]:
+        prefix = f"{path}.state.{name}."
+        if _has_grown(own[name], [one.removeprefix(prefix) for one in there.names(prefix)]):
+            del own[name]
     others = {name.removeprefix(f"{path}.").partition(".")[0] for name in stored if name.startswith(f"{path}.")}
     return {**dict.fromkeys(others), "state": {name: own.get(name) for name in wanted}, "param_groups": None}
 
 
-def has_names(state: Any, prefix: str, stored: NamesByPrefix) -> bool:
-    """Whether the entries of a parameter's state are those that are stored below `prefix`."""
-    return isinstance(state, Mapping) and {f"{prefix}{key}" for key in state} == set(stored.names(prefix))
+def _has_grown(state: Any, stored: list[str]) -> bool:
+    """Whether a parameter's state and the `stored` names below it differ only in the items of lists and dicts, as those of LBFGS do.
+
+    An empty one has no name. Where other names differ, they are of another optimizer.
+    """
+    own = _leaf_names(state) if isinstance(state, Mapping) else []
+    mine, theirs = ({name.partition(".")[0] for name in names if "." in name} for names in (own, stored))
+    is_alike = {name for name in own if "." not in name} == {name for name in stored if "." not in name}
+    return set(own) != set(stored) and is_alike and (mine <= theirs or mine >= theirs)
+
+
+def _leaf_names(state: Any) -> list[str]:
+    items = state.items() if isinstance(state, Mapping) else enumerate(state)
+    return [
+        f"{key}.{below}" if below else f"{key}"
+        for key, value in items
+        for below in (_leaf_names(value) if isinstance(value, Mapping | list | tuple) else [""])
+    ]
 
 
 def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, state: State) -> None:

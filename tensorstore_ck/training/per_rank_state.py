@@ -18,6 +18,7 @@ from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.training import buffers, extras, random_generators
+from tensorstore_ck.training.postponed_pass import begin_pass
 from tensorstore_ck.training.rank_group import Agreement
 from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful, load
 
@@ -112,10 +113,9 @@ class PerRankState:
         for path, loader, stored in self._loaders.with_states(own):
             load(path, loader.load_state_dict, stored)
             if isinstance(loader, DataLoader):
+                begin_pass(path, loader)
                 if path in own.get(LOADER_GENERATORS, {}) and loader.generator is not None:
                     load(path, loader.generator.set_state, own[LOADER_GENERATORS][path])
-                if getattr(loader, "next_iter_state", None) is not None:
-                    _continue_without_a_draw(path, loader)
         self._load_values(own)
         for name in ("extra", VALUES):
             for key, generator in self._generators(name).objects.items():
@@ -223,25 +223,6 @@ def warn_of_lost_order(loaders: StatefulPart) -> None:
                 f"resume within a pass, the rest of it comes in another order, which repeats samples and skips others; pass {advice}",
                 stacklevel=user_stacklevel(),
             )
-
-
-def _continue_without_a_draw(path: str, loader: "DataLoader[Any]") -> None:
-    """Lets the iterator that a StatefulDataLoader makes next, in the middle of a pass, leave no trace in a generator.
-
-    The loader makes it when the script begins to read, and not now: before that the script may call `set_epoch`.
-    """
-
-    def make_iterator() -> Any:
-        del vars(loader)["_get_iterator"]
-        held = loader.generator and loader.generator.get_state()
-        with random_generators.preserved():
-            load(path, lambda _: made.append(loader._get_iterator()), None)
-        if held is not None:
-            loader.generator.set_state(held)
-        return made.pop()
-
-    made: list[Any] = []
-    vars(loader)["_get_iterator"] = make_iterator
 
 
 def _of(own: State, module: _Module) -> dict[str, Any]:

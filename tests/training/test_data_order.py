@@ -1,6 +1,8 @@
 """A loop of the user's own that reads with workers: the same samples, random augmentation and dropout after a resume at any step."""
 
+import copy
 import itertools
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,13 +16,14 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import tensorstore_ck as tsck
-from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tests.effort import effort
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -133,15 +136,17 @@ def test_a_resume_at_any_step_goes_on_exactly(
         assert run(store, loading, resume_from=f"run@{step}") == expected[step:], step
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_sampler_that_learns_of_its_epoch_before_each_pass_goes_on_in_it(store: tsck.Store, persistent: bool) -> None:
+@pytest.mark.parametrize(("persistent", "generator"), [(False, None), (True, None), (True, torch.Generator())])
+def test_a_sampler_that_learns_of_its_epoch_before_each_pass_goes_on_in_it(
+    store: tsck.Store, persistent: bool, generator: torch.Generator | None
+) -> None:
     """As loops over a DistributedSampler do: `set_epoch` comes after the restore, and before the pass."""
 
     def epochs(first: int | None) -> list[Any]:
         torch.manual_seed(1 if first is None else 2)
         sampler: Any = DistributedSampler(Augmented(), num_replicas=1, rank=0, seed=5)
         workers: Any = {"num_workers": 1, "persistent_workers": True} if persistent else {}
-        loader: Any = StatefulDataLoader(Remembering(), batch_size=BATCH, sampler=sampler, **workers)
+        loader: Any = StatefulDataLoader(Remembering(), batch_size=BATCH, sampler=sampler, generator=generator, **workers)
         extra = {"epoch": 0}
         training = tsck.TrainingState(dataloader=loader, extra=extra)
         if first is None:
@@ -153,7 +158,8 @@ def test_a_sampler_that_learns_of_its_epoch_before_each_pass_goes_on_in_it(store
             extra["epoch"] = epoch
             sampler.set_epoch(epoch)
             for batch in loader:
-                found.append(([each.tolist() for each in batch], torch.rand(2).tolist()))
+                drawn = torch.rand(2).tolist(), torch.rand(2, generator=generator).tolist()
+                found.append(([each.tolist() for each in batch], *drawn))
                 if first is None:
                     training.put(store, ref="run", step=len(found))
         return found
@@ -162,6 +168,107 @@ def test_a_sampler_that_learns_of_its_epoch_before_each_pass_goes_on_in_it(store
     assert len(expected) == STEPS
     for step in (0, 2, 4, 5):
         assert epochs(step) == expected[step:], step
+
+
+def with_epochs(kind: type[DistributedSampler[Any]] = DistributedSampler, **options: Any) -> Any:
+    """A loader that begins its pass after `set_epoch`."""
+    numbers: Any = range(SAMPLES)
+    return StatefulDataLoader(numbers, batch_size=BATCH, sampler=kind(numbers, num_replicas=1, rank=0), **options)
+
+
+def read(loader: Any) -> list[Any]:
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.fixture
+def rest(store: tsck.Store) -> list[Any]:
+    """What is left of a pass after the save "pass"."""
+    loader = with_epochs()
+    batches = iter(loader)
+    next(batches)
+    tsck.TrainingState(dataloader=loader).put(store, ref="pass", step=1)
+    return read(batches)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda loader: pickle.loads(pickle.dumps(loader)),
+}
+
+
+@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
+def test_a_copy_of_a_restored_loader_continues_the_pass_once(store: tsck.Store, rest: list[Any], make_copy: Callable[[Any], Any]) -> None:
+    loader = with_epochs()
+    tsck.TrainingState(dataloader=loader).restore(store, "pass")
+    copied = make_copy(loader)
+    assert read(copied) == rest
+    assert [len(read(each)) for each in (copied, copied)] == [SAMPLES // BATCH] * 2
+    assert make_copy is copy.copy or read(loader) == rest  # a shallow copy has the same iterator
+    assert len(read(loader)) == SAMPLES // BATCH
+
+
+def test_a_loader_that_has_not_read_since_its_restore_is_saved_as_it_was(store: tsck.Store, rest: list[Any]) -> None:
+    for ref, again in (("pass", "again"), ("again", "third")):
+        loader = with_epochs()
+        training = tsck.TrainingState(dataloader=loader)
+        training.restore(store, ref)
+        training.put(store, ref=again, step=1)
+        assert read(loader) == rest
+
+
+def test_a_loader_with_other_workers_is_refused_by_the_restore(store: tsck.Store, rest: list[Any]) -> None:
+    with pytest.raises(MismatchError, match=r"dataloader has num_workers=1, and the saved one had 0: create it with num_workers=0"):
+        tsck.TrainingState(dataloader=with_epochs(num_workers=1)).restore(store, "pass")
+    plain: Any = StatefulDataLoader(range(SAMPLES), batch_size=BATCH, num_workers=1)
+    with pytest.raises(MismatchError, match="dataloader does not take its state"):
+        tsck.TrainingState(dataloader=plain).restore(store, "pass")
+
+
+def test_a_loader_that_cannot_continue_begins_no_other_pass(store: tsck.Store, rest: list[Any]) -> None:
+    class Failing(DistributedSampler[Any]):
+        fails = True
+
+        def __iter__(self) -> Any:
+            if self.fails:
+                raise ValueError("no order yet")
+            return super().__iter__()
+
+    loader = with_epochs(Failing)
+    tsck.TrainingState(dataloader=loader).restore(store, "pass")
+    for _ in range(2):
+        with pytest.raises(MismatchError, match="no order yet"):
+            iter(loader)
+    loader.sampler.fails = False
+    batches = iter(loader)
+    assert len(batches) == SAMPLES // BATCH  # as only the loader's own iterator has it
+    assert read(batches) == rest
+
+
+def test_without_set_epoch_the_pass_begins_in_the_restore(store: tsck.Store) -> None:
+    """Another thread may read: what this thread has drawn meanwhile is not undone."""
+
+    class Drawing(Sampler[int]):
+        drawn: list[float] | None = None
+
+        def __len__(self) -> int:
+            return SAMPLES
+
+        def __iter__(self) -> Any:
+            for number in range(SAMPLES):
+                if self.drawn is not None:
+                    self.drawn.append(torch.rand(1).item())
+                yield number
+
+    sampler = Drawing()
+    loader: Any = StatefulDataLoader(range(SAMPLES), batch_size=BATCH, sampler=sampler)
+    training = tsck.TrainingState(dataloader=loader)
+    next(iter(loader))
+    training.put(store, ref="run", step=1)
+    training.restore(store, "run")
+    sampler.drawn = []
+    read(loader)
+    assert len(set(sampler.drawn)) == len(sampler.drawn)
 
 
 def test_the_numbers_of_a_sample_follow_from_seed_and_epoch_and_not_from_workers_or_ranks() -> None:

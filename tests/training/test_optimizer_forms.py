@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,61 @@ def test_an_optimizer_whose_state_grows_is_restored_after_other_numbers_of_steps
     step()
     training.restore(store, "r")
     assert [step() for _ in range(2)][1] == next_loss
+
+
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "Adam -> Adagrad": (torch.optim.AdamW, torch.optim.Adagrad),
+    "SGD -> Adam": (partial(torch.optim.SGD, momentum=0.9), torch.optim.Adam),
+    "Adam -> amsgrad": (torch.optim.Adam, partial(torch.optim.Adam, amsgrad=True)),
+    "Adam -> LBFGS": (torch.optim.Adam, torch.optim.LBFGS),
+}
+
+
+@pytest.mark.parametrize("kinds", OTHERS.values(), ids=OTHERS)
+def test_another_optimizer_that_has_a_state_is_refused_and_the_model_stays(store: tsck.Store, kinds: tuple[Any, Any]) -> None:
+    def trained(kind: Any) -> tuple[nn.Module, TrainingState]:
+        model = nn.Linear(2, 2)
+        optimizer = kind(model.parameters(), lr=0.1)
+
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = (model(torch.eye(2)) - 1).square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        for _ in range(2):
+            loss()
+            optimizer.step(loss)
+        return model, TrainingState(model=model, optimizer=optimizer)
+
+    trained(kinds[0])[1].put(store, ref="r", step=1)
+    model, training = trained(kinds[1])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(tsck.MismatchError, match="holds another model or optimizer"):
+        training.restore(store, "r")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_nested_state_is_restored_in_place(store: tsck.Store) -> None:
+    class Nested(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                state.setdefault("factors", {"left": torch.zeros_like(parameter), "rows": [torch.zeros(2)]})["left"].add_(1)
+                state.setdefault("history", [])
+
+    model = nn.Linear(2, 2)
+    optimizer = Nested(model.parameters())
+    training = TrainingState(model=model, optimizer=optimizer)
+    optimizer.step()
+    training.put(store, ref="r", step=1)
+    optimizer.step()
+    held = optimizer.state[model.weight]["factors"]["left"]
+    training.restore(store, "r")
+    state = optimizer.state[model.weight]
+    assert state["factors"]["left"].data_ptr() == held.data_ptr()
+    assert torch.equal(held, torch.ones(2, 2))
+    assert state["history"] == []
 
 
 # --- ZeroRedundancyOptimizer --------------------------------------------------------------------------------------------
