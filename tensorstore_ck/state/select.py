@@ -106,7 +106,10 @@ def missing_names(selection: Selection, rename: Rename | None, stored: Tree) -> 
     """
     if rename is None:
         return selection.fits
-    new_name = renamer(rename)
+    if isinstance(rename, Mapping):
+        prefixes = rename
+        return lambda name: any(map(selection.fits, _former_names(prefixes, name)))
+    new_name = rename
 
     @cache
     def left_out() -> set[str]:
@@ -118,12 +121,7 @@ def missing_names(selection: Selection, rename: Rename | None, stored: Tree) -> 
             names.update(_with_containers(name or path))
         return names
 
-    def is_missing(name: str) -> bool:
-        if name in left_out():
-            return False
-        return not isinstance(rename, Mapping) or any(map(selection.fits, _former_names(rename, name)))
-
-    return is_missing
+    return lambda name: name not in left_out()
 
 
 def _with_containers(name: str) -> Iterator[str]:

@@ -103,5 +103,5 @@ def test_a_copy_takes_what_it_has_checked(world: World, monkeypatch: pytest.Monk
         args[0].log.sync()
         return plan_branch(*args)
 
-    monkeypatch.setattr(refs, "plan_branch", check_first)
+    monkeypatch.setattr(copy_histories, "plan_branch", check_first)
     assert copy(world) == ([2, 1], [])
