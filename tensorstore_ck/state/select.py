@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 
@@ -87,6 +87,27 @@ def renamer(rename: Rename) -> Callable[[str], str | None]:
         return name
 
     return renamed
+
+
+def renamed_leaves(stored: Iterable[Leaf], rename: Rename) -> dict[str, Leaf]:
+    """Name in the target -> leaf.
+
+    Raises:
+        InvalidOptionError: `rename` gives what is not a name.
+        MismatchError: it gives two leaves the same name.
+    """
+    found: dict[str, Leaf] = {}
+    new_name = renamer(rename)
+    for leaf in stored:
+        name = new_name(leaf.path)
+        if name is None:
+            continue
+        if not isinstance(name, str):
+            raise InvalidOptionError(f"rename gave {name!r} for {leaf.path!r}: it must give a name, or None", object_id="rename")
+        if name in found:
+            raise MismatchError(f"rename gives {found[name].path!r} and {leaf.path!r} the same name {name!r}", object_id=name)
+        found[name] = leaf
+    return found
 
 
 def _is_below(name: str, prefix: str) -> bool:
