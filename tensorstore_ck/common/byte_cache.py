@@ -14,7 +14,9 @@ class ByteCache(Generic[K, V]):
     """Keeps what was put last, and at least one object. Thread-safe."""
 
     def __init__(self, max_bytes: Callable[[], int], size_bytes: Callable[[V], int]) -> None:
-        """`max_bytes` is asked when the first object comes; `size_bytes` returns about how much memory an object takes."""
+        """`max_bytes` is asked when the first object comes, and `end_turn` sets the limit again. `size_bytes` returns about how much memory
+        an object takes.
+        """
         self._find_max_bytes = max_bytes
         self._size_bytes = size_bytes
         self._kept: OrderedDict[K, V] = OrderedDict()
@@ -58,10 +60,11 @@ class ByteCache(Generic[K, V]):
             return value
 
     def end_turn(self, free_bytes: int, share: float) -> None:
-        """Ends a turn of takes and offers; drops the oldest objects beyond a `share` of what would be free without them."""
+        """Ends a turn of takes and offers. From now on the limit is a `share` of what would be free without the kept objects."""
         with self._lock:
             self._turn += 1
-            self._drop_oldest(share * (free_bytes + self._kept_bytes), least=0)
+            self._max_bytes = int(share * (free_bytes + self._kept_bytes))
+            self._drop_oldest(self._max_bytes, least=0)
 
     def put(self, key: K, value: V) -> None:
         """Keeps an object, and drops the oldest ones that exceed the limit. Objects never change, so one that is kept stays."""

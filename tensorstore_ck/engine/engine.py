@@ -48,8 +48,8 @@ MAX_CACHED_RECORDS: Final = 8
 MAX_MOVED_BYTES: Final = 64 << 20
 """The memory for relocation maps: enough for thousands, unless blocks are tiny. All parts of all snapshots need the same maps."""
 KEPT_SHARE: Final = 1 / 8
-"""Of the host memory that is free when the store is opened, and again after each save: for blocks of the last saves. Ranks of a host that
-each keep as much share what is free: eight of them keep about half of it together."""
+"""Of the host memory that is free when a save first keeps a block, and again after each save: for blocks of the last saves. Ranks of a host
+that each keep as much share what is free: eight of them keep about half of it together."""
 SAMPLES_SHARE: Final = 1 / 128
 """Of that memory, for samples of blocks of the last saves."""
 KEPT_OVERHEAD_BYTES: Final = 512

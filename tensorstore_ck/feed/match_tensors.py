@@ -58,7 +58,7 @@ def match_tensors(content: SnapshotContent, wanted: Wanted, what: str) -> Matche
         rename = {_extra_prefix([leaf.path for leaf in leaves(tree)], state): ""}
     is_missing = None if selection is None else missing_names(selection, rename, stored)
     plan = RestorePlan(content=content, tree=tree, is_missing=is_missing, rename=rename, dtype=wanted.dtype, describer=_describer())
-    plan.visit(state, "", 0)
+    plan.visit(state, "", ())
     report = LoadReport()
     plan.check(strict=False, report=report, unclaimed=None)
     _require_fit(report, what)

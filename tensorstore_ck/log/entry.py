@@ -291,17 +291,23 @@ class EntryWriter:
         self.created: set[int] = set()
         """The numbers of those that it knows it has created."""
 
+    def require_decided(self) -> None:
+        """Checks that no earlier entry can arrive late and overwrite a later one, which only a backend for a single writer allows.
+
+        Raises:
+            UndecidedError: one can.
+        """
+        if self._undecided is not None and not self._shared:
+            raise self._undecided
+
     def create(self, sealed: bytes, entry: Entry) -> bool:
         """Creates the entry; returns whether the number is ours. Sends the same bytes until the number is taken.
 
         Once the bytes were sent, an absent entry proves nothing: the request may still be in progress.
 
         Raises:
-            UndecidedError: the backend did not say whether the entry is there; or, on a backend for a single writer, an earlier entry can
-                arrive late and overwrite this one.
+            UndecidedError: the backend did not say whether the entry is there.
         """
-        if self._undecided is not None and not self._shared:
-            raise self._undecided
         name = self._chain.name(entry.n)
         self._require_store()
         self.make_durable(entry.n - 1)

@@ -359,6 +359,7 @@ class Log:
 
     def _append_once(self, build: Build, write_id: bytes | None, also: Also | None, at: RefTable | None = None) -> Appended | None:
         """Checks and builds at `at`, by default at the newest entry, and creates the next entry; None if there is a newer one by then."""
+        self._writer.require_decided()
         view = at or self.newest_view()
         if (stop := view.stop()) is not None:
             raise self.chain.unknown_operation(stop.n, stop.op)

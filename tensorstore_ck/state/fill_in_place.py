@@ -17,6 +17,7 @@ from tensorstore_ck.state.aliasing import Extent, MemoryAreas, find_alias_candid
 from tensorstore_ck.state.allocate import LeafForm, TensorAllocator, view_of
 from tensorstore_ck.state.byte_sources import MemoryTarget, bits_of, target_of
 from tensorstore_ck.state.memory_extents import area_of, extent_of
+from tensorstore_ck.state.rank_shares import RankShare
 
 COMPARED_BYTES: Final = 64 << 20
 """Bytes compared at a time, before anything is filled."""
@@ -29,6 +30,16 @@ class FillTask(NamedTuple):
     leaf: Leaf
     form: LeafForm
     name: str
+
+
+class ShareTask(NamedTuple):
+    """A rank's share that is to be filled."""
+
+    name: str
+    tensor: int
+    """The number of the stored tensor."""
+    stored: torch.dtype
+    share: RankShare
 
 
 def find_conflicts(fills: list[FillTask]) -> dict[str, str]:

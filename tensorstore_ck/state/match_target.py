@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -16,6 +16,11 @@ from tensorstore_ck.state.allocate import CONVERTIBLE, LeafForm
 from tensorstore_ck.state.boxes import Box, Boxes
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
 from tensorstore_ck.state.sharded_tensors import FlatShard
+
+Keys = tuple[Any, ...]
+"""Encoded keys, positions and names of fields, from the root of a state on."""
+STATE: Final = object()
+"""Among `Keys`: from an object of a registered type to its state. Keys of that state alone lead there, too."""
 
 
 class NamesByPrefix:
@@ -31,6 +36,29 @@ class NamesByPrefix:
         while last < len(self._names) and self._names[last].startswith(prefix):
             last += 1
         return self._names[first:last]
+
+
+class TreesByKeys:
+    """The trees of a snapshot by their keys from the root: paths are not unique, since the keys 0 and "0" are spelled alike."""
+
+    def __init__(self, root: Tree | None) -> None:
+        self._root = root
+        self._children: dict[int, dict[str, Tree]] = {}
+
+    def at(self, keys: Keys) -> Tree | None:
+        """The selected tree under `keys`."""
+        tree = self._root
+        for key in keys:
+            if isinstance(tree, Container) and tree.node[0] == "r":
+                tree = tree.children[0]
+                if key is STATE:
+                    continue
+            if not isinstance(tree, Container):
+                return None
+            if id(tree) not in self._children:
+                self._children[id(tree)] = {repr(own): child for own, child in zip(tree.keys, tree.children, strict=False)}
+            tree = self._children[id(tree)].get(repr(key))
+        return None if tree is UNSELECTED else tree
 
 
 def container_paths(path: str, stored: Mapping[str, str]) -> set[str | None]:

@@ -29,6 +29,21 @@ def build(tree: Tree, content: SnapshotContent, tensor_of: Callable[[Leaf], Any]
     return encoded if type(encoded) in PLAIN_TYPES else decode(encoded, decode_other=decode_torch, blob=content.blob, name=tree.path)
 
 
+def replaced(target: object, restored: Any) -> Any:
+    """`target` with the items of `restored`, if both are dicts or both are lists; else `restored`."""
+    if isinstance(target, dict) and isinstance(restored, dict):
+        target.clear()
+        for key, item in restored.items():  # Counter.update would add
+            target[key] = item
+        if isinstance(target, OrderedDict) and isinstance(restored, OrderedDict):
+            vars(target).update(vars(restored))
+        return target
+    if isinstance(target, list) and isinstance(restored, list):
+        target[:] = restored
+        return target
+    return restored
+
+
 def require_buildable(tree: Tree, content: SnapshotContent, dtype: torch.dtype | None = None) -> dict[Leaf, torch.dtype | None]:
     """Checks that every type and value in the tree can be rebuilt, before tensors are read.
 

@@ -7,21 +7,24 @@ values and new containers in place.
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from tensorstore_ck.engine.interfaces import SnapshotContent
-from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError, UnsupportedValueError
+from tensorstore_ck.errors import StoreError, UnsupportedValueError
 from tensorstore_ck.format.tree import ROOT, Container, Leaf, LeafNames, Tree, leaves, parse
 from tensorstore_ck.format.values import MAX_NESTING, PLAIN_TYPES, encode, key_text
 from tensorstore_ck.state.allocate import LeafForm, TensorAllocator, WantedLeaf, form_of, require_memory_for
 from tensorstore_ck.state.boxes import CHECKPOINTABLE_MARK
-from tensorstore_ck.state.fill_in_place import FillTask, find_conflicts, is_same_tensor, read_in_place
+from tensorstore_ck.state.fill_in_place import FillTask, ShareTask, find_conflicts, is_same_tensor, read_in_place
 from tensorstore_ck.state.load_report import LoadReport, UnclaimedNames
 from tensorstore_ck.state.match_target import (
+    STATE,
+    Keys,
     NamesByPrefix,
+    TreesByKeys,
     container_paths,
     describe_mismatch,
     describe_target_mismatch,
@@ -35,9 +38,9 @@ from tensorstore_ck.state.memory_order import in_order_of
 from tensorstore_ck.state.optimizer_scalars import with_exact_scalars
 from tensorstore_ck.state.plain_memory import PLAIN, has_memory, is_plain, require_plain
 from tensorstore_ck.state.rank_shares import RankShare
-from tensorstore_ck.state.rebuild_tree import build, require_buildable
+from tensorstore_ck.state.rebuild_tree import build, replaced, require_buildable
 from tensorstore_ck.state.registered_types import encode_torch, registered_class
-from tensorstore_ck.state.select import Rename, renamer
+from tensorstore_ck.state.select import Rename, renamed_leaves
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber, share_of
 from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, regrouped, unwrap_shards
 from tensorstore_ck.state.unsupported_types import advice_for
@@ -52,7 +55,7 @@ def restore_into(
 ) -> Any:
     """Restores into `into`, and returns it (or its replacement, if it cannot be changed in place). See `restore` for the options."""
     content = plan.content
-    finish = plan.visit(into, "", 0)
+    finish = plan.visit(into, "", ())
     plan.check(strict=strict, report=report, unclaimed=unclaimed)
     adopted = [leaf for tree in plan.adopted for leaf in require_buildable(tree, content, plan.dtype).items()]
     plan.wanted += adopted if plan.dtype is None else with_exact_scalars(content, adopted)
@@ -69,16 +72,6 @@ def restore_into(
         exc.add_note("The tensors of `into` are now undefined: restore into it again.")
         raise
     return finish()
-
-
-class ShareTask(NamedTuple):
-    """A rank's share that is to be filled."""
-
-    name: str
-    tensor: int
-    """The number of the stored tensor."""
-    stored: torch.dtype
-    share: RankShare
 
 
 class RestorePlan:
@@ -111,25 +104,20 @@ class RestorePlan:
         self._used: set[str] = set()
         self._made: dict[tuple[int, int, LeafForm], torch.Tensor] = {}
         """Replacements of meta tensors."""
-        self._stored: dict[str, Leaf] = {}
-        """Name in the target -> leaf."""
-        new_name = None if rename is None else renamer(rename)
+        self._is_renamed = rename is not None
+        self._trees = TreesByKeys(None if self._is_renamed else tree)
+        self._leafless: list[Callable[[], None]] = []
+        """Plan containers without leaves that the snapshot does not have under their keys: what has leaves takes them first."""
         own_leaves, containers = leaves_and_containers(tree)
-        for leaf in own_leaves:
-            name = leaf.path if new_name is None else new_name(leaf.path)
-            if name is None:
-                continue
-            if not isinstance(name, str):
-                raise InvalidOptionError(f"rename gave {name!r} for {leaf.path!r}: it must give a name, or None", object_id="rename")
-            if name in self._stored:
-                other = self._stored[name].path
-                raise MismatchError(f"rename gives {other!r} and {leaf.path!r} the same name {name!r}", object_id=name)
-            self._stored[name] = leaf
+        self._stored = {leaf.path: leaf for leaf in own_leaves} if rename is None else renamed_leaves(own_leaves, rename)
+        """Name in the target -> leaf."""
         self._below = NamesByPrefix(self._stored)
         self._containers = {container.path: container for container in reversed(containers)}
 
     def check(self, *, strict: bool, report: LoadReport | None, unclaimed: UnclaimedNames | None) -> None:
         """Checks that everything fits. `unclaimed` collects names that this rank does not expect, but another one may."""
+        for plan in self._leafless:
+            plan()
         conflicts = find_conflicts(self.fills)
         fill_of = {fill.name: fill for fill in self.fills}
         for name, other in conflicts.items():
@@ -144,27 +132,27 @@ class RestorePlan:
 
     # --- the walk -----------------------------------------------------------------------------------------------------
 
-    def visit(self, target: Any, path: str, depth: int) -> Finish:
-        """Plans for `target`. `path` ends with a dot, or is empty."""
-        if depth > MAX_NESTING:
+    def visit(self, target: Any, path: str, keys: Keys) -> Finish:
+        """Plans for `target`. `path` ends with a dot, or is empty. `keys` lead there from the root."""
+        if len(keys) > MAX_NESTING:
             message = f"`into` is nested deeper than {MAX_NESTING} levels; does something contain itself?"
             raise UnsupportedValueError(message, object_id=path[:60])
         kind = type(target)
         if kind in PLAIN_TYPES:
             return self._visit_value(target, path)
         if kind is dict or kind is OrderedDict:
-            return self._visit_dict(target, path, depth)
+            return self._visit_dict(target, path, keys)
         if kind is list or kind is tuple:
-            return self._visit_list(target, path, depth)
+            return self._visit_list(target, path, keys)
         if kind in PLAIN and not hasattr(target, CHECKPOINTABLE_MARK):
             return self._visit_tensor(target, self._name(path))
         registered = registered_class(kind)
         if registered is not None and registered.wraps:
-            return self._visit_wrapped(target, UnwrappedShards(registered, flattened(target)), path, depth)
+            return self._visit_wrapped(target, UnwrappedShards(registered, flattened(target)), path, keys)
         if self._describer is not None and (apart := unwrap_shards(self._describer, target, path[:-1])) is not None:
-            return self._visit_wrapped(target, apart, path, depth)
+            return self._visit_wrapped(target, apart, path, keys)
         if registered is not None:
-            inner = self.visit(registered.to_state(target), path, depth + 1)
+            inner = self.visit(registered.to_state(target), path, (*keys, STATE))
             return lambda: registered.from_state(inner())
         share = share_of(self._describer, target, path[:-1])
         if share is not None:
@@ -174,15 +162,15 @@ class RestorePlan:
         if (advice := advice_for(target)) is not None:
             raise UnsupportedValueError(f"cannot restore into {path[:-1] or 'this'}: {advice[0]}; {advice[1]}", object_id=path[:-1])
         if isinstance(target, dict) and kind is not Counter:
-            return self._visit_dict(target, path, depth)
+            return self._visit_dict(target, path, keys)
         if isinstance(target, list | tuple) and kind is not torch.Size:
-            return self._visit_list(target, path, depth)
+            return self._visit_list(target, path, keys)
         return self._visit_value(target, path)
 
-    def _visit_wrapped(self, target: Any, apart: UnwrappedShards, path: str, depth: int) -> Finish:
+    def _visit_wrapped(self, target: Any, apart: UnwrappedShards, path: str, keys: Keys) -> Finish:
         """Plans for a wrapper subclass: its inner tensors are filled, and all else must be equal."""
         registered, state = apart
-        stored = self._stored_at(path)
+        stored = self._stored_at(path, keys)
         if stored is None:
             return self._miss(path[:-1] or ROOT, target)
         if not isinstance(stored, Container) or stored.node[0] != "r":
@@ -197,7 +185,7 @@ class RestorePlan:
         flat = FLAT.get(registered.cls.__name__, ())
         inner = {name: tensor for name, tensor in state.items() if name != OUTER_KEY}
         children = {name: self._in_stored_shape(tensor, f"{path}{name}") if name in flat else tensor for name, tensor in inner.items()}
-        finishes = {name: (child, self.visit(child, f"{path}{name}.", depth + 1)) for name, child in children.items()}
+        finishes = {name: (child, self.visit(child, f"{path}{name}.", (*keys, name))) for name, child in children.items()}
 
         def finish() -> Any:
             restored = {name: (child, child_finish()) for name, (child, child_finish) in finishes.items()}
@@ -237,14 +225,16 @@ class RestorePlan:
         self._used.update(self._below.names(path) if path else self._stored)
         return self._mismatch(path[:-1] or ROOT, what, target)
 
-    def _visit_dict(self, target: dict[Any, Any], path: str, depth: int) -> Finish:
+    def _visit_dict(self, target: dict[Any, Any], path: str, keys: Keys) -> Finish:
         if not target:
-            return self._adopt(target, path) or (lambda: target)
+            return self._adopt(target, path, keys) or (lambda: target)
         children = []
         for key, child in target.items():
-            text = key if type(key) is str and key.isascii() else key_text(encode(key, f"{path}{key!r:.80} (a dict key)", encode_torch))
-            children.append((key, child, self.visit(child, f"{path}{text}.", depth + 1)))
-        stored = self._stored_at(path) if isinstance(target, OrderedDict) else None
+            is_text = type(key) is str and key.isascii()
+            encoded = key if is_text else encode(key, f"{path}{key!r:.80} (a dict key)", encode_torch)
+            text = key if is_text else key_text(encoded)
+            children.append((key, child, self.visit(child, f"{path}{text}.", (*keys, encoded))))
+        stored = self._stored_at(path, keys) if isinstance(target, OrderedDict) else None
         attributes = stored.attributes if isinstance(stored, Container) else None
         if attributes is not None:
             self.adopted.append(attributes)
@@ -260,15 +250,15 @@ class RestorePlan:
 
         return finish
 
-    def _visit_list(self, target: list[Any] | tuple[Any, ...], path: str, depth: int) -> Finish:
-        stored = self._stored_at(path)
+    def _visit_list(self, target: list[Any] | tuple[Any, ...], path: str, keys: Keys) -> Finish:
+        stored = self._stored_at(path, keys)
         is_same_length = isinstance(stored, Container) and len(stored.children) == len(target)
-        if stored is not None and not is_same_length and not has_tensors(target, depth):
-            adopted = self._adopt(target, path)
+        if stored is not None and not is_same_length and not has_tensors(target, len(keys)):
+            adopted = self._adopt(target, path, keys)
             if adopted is not None:
                 return adopted
         fields = getattr(type(target), "_fields", range(len(target)))
-        children = [(child, self.visit(child, f"{path}{field}.", depth + 1)) for field, child in zip(fields, target, strict=True)]
+        children = [(child, self.visit(child, f"{path}{field}.", (*keys, field))) for field, child in zip(fields, target, strict=True)]
 
         def finish() -> Any:
             restored = [child_finish() for _, child_finish in children]
@@ -286,7 +276,7 @@ class RestorePlan:
         leaf = self._stored.get(name)
         if leaf is not None and (problem := value_conflict(leaf, self.content)) is not None:
             return self._mismatch(name, problem, target)
-        return self._adopt(target, path, name) or self._miss(name, target)
+        return self._replace(target, leaf, [name]) if leaf is not None else self._adopt_at(target, path) or self._miss(name, target)
 
     def _visit_tensor(self, target: Any, name: str) -> Finish:
         is_tensor = isinstance(target, torch.Tensor)
@@ -347,34 +337,40 @@ class RestorePlan:
 
     # --- stored subtrees ----------------------------------------------------------------------------------------------
 
-    def _adopt(self, target: object, path: str, name: str | None = None) -> Finish | None:
-        """Plans to replace `target`, which has no tensors, by the stored tree at `path`; None if there is none."""
-        stored: Tree | None = self._stored.get(name) if name is not None else None
-        if stored is None and path[:-1] not in self._used:  # else it is the leaf of another position: of key "0", not 0
-            stored = self._stored_at(path)
-        if stored is None:
-            return None
-        self._used.update(self._below.names(path) if isinstance(stored, Container) else [name or (path[:-1] if path else ROOT)])
+    def _adopt(self, target: object, path: str, keys: Keys) -> Finish | None:
+        """Plans to replace a container without tensors by the stored tree there; None if there is none."""
+        stored = self._trees.at(keys)
+        if stored is not None:
+            if isinstance(stored, Leaf):  # such as packed numbers
+                self._name(path)  # names of the target are counted as those of the snapshot
+            return self._replace(target, stored, self._names_of(stored, path))
+        if target:
+            return self._adopt_at(target, path)
+        planned: list[Finish] = []
+        self._leafless.append(lambda: planned.append(self._adopt_at(target, path) or (lambda: target)))
+        return lambda: planned[0]()  # noqa: PLW0108 - it is planned later
+
+    def _adopt_at(self, target: object, path: str) -> Finish | None:
+        """Plans to replace `target` by the stored tree at `path`, unless another position has it: that of key "0", not 0."""
+        stored = self._stored_at(path)
+        names = [] if stored is None else self._names_of(stored, path)
+        return None if stored is None or not self._used.isdisjoint(names) else self._replace(target, stored, names)
+
+    def _names_of(self, stored: Tree, path: str) -> list[str]:
+        """The names in the target of the leaves of the stored tree at `path`."""
+        if not self._is_renamed:
+            return [leaf.path for leaf in leaves(stored)]
+        return self._below.names(path) if isinstance(stored, Container) else [path[:-1] if path else ROOT]
+
+    def _replace(self, target: object, stored: Tree, names: list[str]) -> Finish:
+        self._used.update(names)
         self.adopted.append(stored)
+        return lambda: replaced(target, self._build(stored))
 
-        def finish() -> Any:
-            restored = self._build(stored)
-            if isinstance(target, dict) and isinstance(restored, dict):
-                target.clear()
-                for key, item in restored.items():  # Counter.update would add
-                    target[key] = item
-                if isinstance(target, OrderedDict) and isinstance(restored, OrderedDict):
-                    vars(target).update(vars(restored))
-                return target
-            if isinstance(target, list) and isinstance(restored, list):
-                target[:] = restored
-                return target
-            return restored
-
-        return finish
-
-    def _stored_at(self, path: str) -> Tree | None:
-        """The stored tree for the target's `path`: a leaf, or the container of all names below it."""
+    def _stored_at(self, path: str, keys: Keys | None = None) -> Tree | None:
+        """The stored tree for a position of the target: under `keys`, else at `path`, a leaf or the container of all names below it."""
+        if keys is not None and (tree := self._trees.at(keys)) is not None:
+            return tree
         if not path:
             return self._tree
         leaf = self._stored.get(path[:-1])

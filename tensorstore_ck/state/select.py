@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 
@@ -89,6 +89,27 @@ def renamer(rename: Rename) -> Callable[[str], str | None]:
     return renamed
 
 
+def renamed_leaves(stored: Iterable[Leaf], rename: Rename) -> dict[str, Leaf]:
+    """Name in the target -> leaf.
+
+    Raises:
+        InvalidOptionError: `rename` gives what is not a name.
+        MismatchError: it gives two leaves the same name.
+    """
+    found: dict[str, Leaf] = {}
+    new_name = renamer(rename)
+    for leaf in stored:
+        name = new_name(leaf.path)
+        if name is None:
+            continue
+        if not isinstance(name, str):
+            raise InvalidOptionError(f"rename gave {name!r} for {leaf.path!r}: it must give a name, or None", object_id="rename")
+        if name in found:
+            raise MismatchError(f"rename gives {found[name].path!r} and {leaf.path!r} the same name {name!r}", object_id=name)
+        found[name] = leaf
+    return found
+
+
 def _is_below(name: str, prefix: str) -> bool:
     return not prefix or name == prefix or name.startswith(prefix + ".")
 
@@ -106,7 +127,10 @@ def missing_names(selection: Selection, rename: Rename | None, stored: Tree) -> 
     """
     if rename is None:
         return selection.fits
-    new_name = renamer(rename)
+    if isinstance(rename, Mapping):
+        prefixes = rename
+        return lambda name: any(map(selection.fits, _former_names(prefixes, name)))
+    new_name = rename
 
     @cache
     def left_out() -> set[str]:
@@ -118,12 +142,7 @@ def missing_names(selection: Selection, rename: Rename | None, stored: Tree) -> 
             names.update(_with_containers(name or path))
         return names
 
-    def is_missing(name: str) -> bool:
-        if name in left_out():
-            return False
-        return not isinstance(rename, Mapping) or any(map(selection.fits, _former_names(rename, name)))
-
-    return is_missing
+    return lambda name: name not in left_out()
 
 
 def _with_containers(name: str) -> Iterator[str]:

@@ -170,7 +170,8 @@ class ReadOnlyStore:
             select: Globs over names such as ``model.*``; what matches none is left out (None inside lists and tuples).
             strict: Whether names that are missing, unexpected or of another shape or dtype are an error; if false,
                 what fits is loaded and `report`, or a warning, lists the rest. With `group`, a name is unexpected if no rank has it.
-            rename: Prefixes of stored names -> prefixes of names in `into`; or a function of the name (None: leave it out).
+            rename: Prefixes of stored names -> prefixes of names in `into`; or a function of the name (None: leave it out). With a function
+                and `select`, only names that the snapshot has count as left out: any other name of `into` is missing.
             dtype: Floating-point tensors are converted to it, except those of one element in an optimizer's state, such as step counters.
             device: Where new tensors are made.
             report: Filled with the differences when `strict` is false.

@@ -24,3 +24,17 @@ def test_what_is_offered_drops_nothing_and_what_is_taken_makes_space() -> None:
     assert [cache.take(1), cache.take(1)] == [bytes(6), None]
     cache.offer(2, bytes(10))
     assert cache.get(2) == bytes(10)
+
+
+def test_the_limit_follows_the_memory_that_is_free_at_the_end_of_a_turn() -> None:
+    cache = ByteCache[int, bytes](lambda: 10, len)
+    cache.offer(1, bytes(10))
+    cache.offer(2, bytes(10))
+    assert cache.get(2) is None
+    cache.end_turn(free_bytes=70, share=1 / 4)
+    cache.offer(2, bytes(10))
+    assert [cache.get(key) for key in (1, 2)] == [bytes(10), bytes(10)]
+    cache.end_turn(free_bytes=20, share=1 / 4)
+    assert [cache.get(key) for key in (1, 2)] == [None, bytes(10)]
+    cache.offer(3, bytes(1))
+    assert cache.get(3) is None

@@ -10,6 +10,7 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.byte_cache import ByteCache
+from tensorstore_ck.engine.engine import KEPT_SHARE
 from tensorstore_ck.errors import NoSpaceError
 from tensorstore_ck.format.codec import Codec
 from tensorstore_ck.log.cache.lmdb_table import LmdbView
@@ -116,10 +117,12 @@ def test_less_is_kept_where_less_memory_is_free(monkeypatch: pytest.MonkeyPatch)
     assert not store.engine.kept_blocks._kept
 
 
-def test_what_is_kept_is_bounded_and_verified_before_it_is_used() -> None:
-    faults, state = NotedFaults(), first_state()
+def test_what_is_kept_is_bounded_and_verified_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults, state, block_bytes = NotedFaults(), first_state(), 64 * 128 * 2
     store = follower(MemoryBackend(), faults)
-    store.engine.kept_blocks = ByteCache(lambda: 64 * 128 * 2, lambda kept: len(kept.raw))  # one block
+    cache = store.engine.kept_blocks = ByteCache(lambda: block_bytes, lambda kept: len(kept.raw))
+    free = "tensorstore_ck.engine.write.delta_bases.free_bytes"
+    monkeypatch.setattr(free, lambda: int(block_bytes / KEPT_SHARE) - cache._kept_bytes)
     for step in range(3):
         faults.noted.clear()
         save(store, state, step)

@@ -187,6 +187,16 @@ def test_where_create_may_overwrite_nothing_is_sent_after_an_undecided_one(backe
     assert len({data for _, data in backend.sent}) == 1
 
 
+def test_after_an_undecided_entry_that_may_land_late_nothing_is_built_on_the_head(backend: Tricky) -> None:
+    """Neither success without an operation nor a refusal may rest on a head that the late entry changes."""
+    backend.on_create = [backend.absent_down] * len(RESEND_DELAYS)
+    log = open_log(backend, shared=False)
+    with pytest.raises(UndecidedError):
+        append(log, "mine")
+    with pytest.raises(UndecidedError):
+        log.append(lambda _view: pytest.fail("it is not asked"))
+
+
 def test_a_damaged_winner_is_damage_not_a_conflict(backend: Tricky) -> None:
     backend.on_create = [backend.loses_to(lambda: backend.inner.create(entry_name("log", 2), b"garbage"))]
     with pytest.raises(BrokenLogError, match=entry_name("log", 2)):

@@ -1,5 +1,6 @@
 """Restoring into a state that is there: which names, shapes and dtypes fit, and what is said about the others."""
 
+import copy
 import warnings
 from collections import OrderedDict
 from typing import Any
@@ -201,15 +202,57 @@ def test_ordered_dicts_and_types_of_the_target_stay() -> None:
     assert target == {"a": 2}
 
 
-def test_a_container_without_leaves_does_not_take_the_leaf_of_a_key_that_is_spelled_like_its_own() -> None:
+@pytest.mark.parametrize("empty", [{}, []], ids=["dict", "list"])
+@pytest.mark.parametrize("is_saved_first", [True, False])
+@pytest.mark.parametrize("is_restored_first", [True, False])
+def test_a_container_without_leaves_does_not_take_the_leaf_of_a_key_that_is_spelled_like_its_own(
+    empty: Any, is_saved_first: bool, is_restored_first: bool
+) -> None:
     """The keys "0" and 0, and "a.b" and "a" with "b", have one name."""
-    for empty in (dict[Any, Any](), list[Any]()):
-        saved = {"0": torch.ones(2), 0: empty, "a": {"b": 5}, "a.b": empty}
-        target: dict[Any, Any] = {"0": torch.zeros(2), 0: type(empty)(), "a": {"b": 1}, "a.b": type(empty)()}
-        restored = restore(stored(saved), into=target)
-        assert torch.equal(restored["0"], torch.ones(2))
-        assert (restored[0], restored["a"], restored["a.b"]) == (empty, {"b": 5}, empty)
-        with pytest.raises(MismatchError, match="missing in the snapshot: 0#2"):
-            restore(stored(saved), into={**target, 0: None})
+
+    def state(tensor: torch.Tensor, value: int, *, is_empty_first: bool) -> dict[Any, Any]:
+        own = {0: type(empty)(), "a.b": type(empty)()}
+        other = {"0": tensor, "a": {"b": value}}
+        return own | other if is_empty_first else other | own
+
+    saved = state(torch.ones(2), 5, is_empty_first=is_saved_first)
+    target = state(torch.zeros(2), 1, is_empty_first=is_restored_first)
+    assert_same(restore(stored(saved), into=target), state(torch.ones(2), 5, is_empty_first=is_restored_first))
+    with pytest.raises(MismatchError, match="missing in the snapshot: 0#2"):
+        restore(stored(saved), into={**target, 0: None})
+    for lacking in ({"0": torch.ones(2), "a": {"b": 5}}, {"x": {"0": torch.ones(2), "a": {"b": 5}}}):
+        target = state(torch.zeros(2), 1, is_empty_first=is_restored_first)
+        rename = {"x": ""} if "x" in lacking else None
+        restored = restore(stored(lacking), into=target, rename=rename)
+        assert_same(restored, state(torch.ones(2), 5, is_empty_first=is_restored_first))
+
+
+@pytest.mark.parametrize("is_reversed", [True, False])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, []),
+        ({"x": 1}, []),
+        ([1, 2], {}),
+        ([1], torch.ones(2)),
+        ((), {"x": torch.ones(2)}),
+        (OrderedDict(x=torch.ones(1)), torch.ones(2)),
+    ],
+    ids=str,
+)
+def test_a_state_with_keys_that_are_spelled_alike_fits_its_own_form(one: Any, other: Any, is_reversed: bool) -> None:
+    if isinstance(one, OrderedDict):
+        one._metadata = {"version": 2}  # type: ignore[attr-defined]
+    pairs = [(0, one), ("0", other)]
+    state = dict(reversed(pairs) if is_reversed else pairs)
+    into = copy.deepcopy(state)
+    if isinstance(one, OrderedDict):
+        into[0]._metadata = {}
+    restored = restore(stored(state), into=into)
+    assert_same(restored, state)
+    assert getattr(restored[0], "_metadata", None) == getattr(one, "_metadata", None)
+
+
+def test_leaves_whose_keys_are_spelled_alike_are_restored_in_the_order_of_the_keys() -> None:
     both = {"0": 1, 0: "two", "a": {"b": 3}, "a.b": 4}
     assert restore(stored(both), into={"0": 0, 0: None, "a": {"b": 0}, "a.b": 0}) == both

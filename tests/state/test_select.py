@@ -154,6 +154,15 @@ def test_a_renamed_name_that_is_selected_and_missing_is_an_error(rename: Any) ->
         restore(stored(state), into={"a": torch.zeros(2), "b": torch.zeros(2)}, select="model.*", rename={"model": ""})
 
 
+def test_a_prefix_renames_what_is_selected_only_so_a_name_that_the_snapshot_has_elsewhere_is_missing() -> None:
+    state = {"model": {"a": torch.ones(2), "b": torch.ones(2)}, "ema": {"a": torch.full((2,), 9.0)}}
+    into = {"model": {"a": torch.zeros(2), "b": torch.zeros(2)}}
+    with pytest.raises(MismatchError, match=r"1 missing in the snapshot: model\.b"):
+        restore(stored(state), into=into, select="ema.*", rename={"ema": "model"})
+    del into["model"]["b"]
+    assert_same(restore(stored(state), into=into, select="ema.*", rename={"ema": "model"}), {"model": {"a": state["ema"]["a"]}})
+
+
 def test_rename_needs_into() -> None:
     with pytest.raises(InvalidOptionError, match="rename needs into="):
         restore(stored(STATE), rename={"a": "b"})

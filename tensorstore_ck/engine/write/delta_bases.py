@@ -180,7 +180,7 @@ class ParentBlocks:
         self._samples.offer(block, sampled)
 
     def end_turn(self) -> None:
-        """After a save: keeps less where less memory is free than before."""
+        """After a save: keeps as much from now on as the memory that is free then allows."""
         free = free_bytes()
         self._kept.end_turn(free, KEPT_SHARE)
         self._samples.end_turn(free, SAMPLES_SHARE)

@@ -6,8 +6,7 @@ It runs with the rights of the user, who has installed it.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any, Final
 
 from tensorstore_ck.errors import StoreError, UnsupportedValueError
@@ -35,7 +34,7 @@ def read_by_outside_importer(path: str) -> tuple[str, ForeignCheckpoint] | None:
     Raises:
         UnsupportedValueError: an importer failed, or returned something else.
     """
-    for point in installed_importers():
+    for point in sorted(entry_points(group=GROUP)):
         try:
             importer: Importer = point.load()
             found = importer(path)
@@ -55,9 +54,3 @@ def read_by_outside_importer(path: str) -> tuple[str, ForeignCheckpoint] | None:
         if found is not None:
             return point.name, found
     return None
-
-
-@cache
-def installed_importers() -> list[EntryPoint]:
-    """The entry points of all importers. Looking for them reads a file of each installed package."""
-    return sorted(entry_points(group=GROUP))

@@ -30,7 +30,7 @@ def importers(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Non
         points = [Point(name, f"package:{name}", outside_importers.GROUP) for name in functions]
         for point in points:
             point.__dict__["function"] = functions[point.name]
-        monkeypatch.setattr(outside_importers, "installed_importers", lambda: sorted(points))
+        monkeypatch.setattr(outside_importers, "entry_points", lambda **_: points)
 
     return put
 
@@ -59,6 +59,24 @@ with tsck.open("ck", create=True) as store:
         [sys.executable, "-c", script], cwd=tmp_path, check=True, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
     assert done.stdout.splitlines() == ["npz", "torch file", "400 [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] npz"]
+
+
+def test_an_importer_that_is_installed_while_the_process_runs_is_found(
+    tmp_path: Path, store: tsck.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.bin").write_bytes(b"mine")
+    with pytest.raises(tsck.StoreError, match=r"a\.bin"):
+        tsck.import_checkpoint(store, tmp_path / "a.bin", ref="runs/a")
+    site = tmp_path / "site"
+    (site / "late-1.dist-info").mkdir(parents=True)
+    (site / "late-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1\n")
+    (site / "late-1.dist-info" / "entry_points.txt").write_text(f"[{outside_importers.GROUP}]\nlate = late_importer:read\n")
+    (site / "late_importer.py").write_text(
+        "from tensorstore_ck.integrations.importing import ForeignCheckpoint\n"
+        "def read(path):\n    return ForeignCheckpoint({'w': 1}) if path.endswith('a.bin') else None\n"
+    )
+    monkeypatch.syspath_prepend(site)
+    assert tsck.import_checkpoint(store, tmp_path / "a.bin", ref="runs/a").contents.format == "late"
 
 
 def test_the_first_importer_that_knows_the_format_reads_it(
