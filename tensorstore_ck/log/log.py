@@ -381,8 +381,9 @@ class Log:
             raise lost_log(self.chain.name(1), self._backend.url, lost)
         if at is not None and not self._follower.is_entry(head):
             return None  # the log went back, and the entry would leave a gap
-        write_id = write_id or self._new_id()
-        sealed, entry = seal_entry(head.n + 1, head.hash, ops, write_id=write_id, time_ns=self._clock(), actor=self._actor)
+        sealed, entry = seal_entry(
+            head.n + 1, head.hash, ops, write_id=write_id or self._new_id(), time_ns=self._clock(), actor=self._actor
+        )
         if not self._writer.create(sealed, entry):
             return None
         self._remember(entry, also)
