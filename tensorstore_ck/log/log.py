@@ -374,16 +374,14 @@ class Log:
             return Appended(head.n, ())
         if self._sign is not None:
             ops = [*ops, *self._sign(view, ops)]
-        lost = None if head.n or self._may_begin else sign_of_lost_log(self._backend, self._prefix, self._watermark, ops)
-        if lost is not None:
+        if not (head.n or self._may_begin) and (lost := sign_of_lost_log(self._backend, self._prefix, self._watermark, ops)) is not None:
             if self.sync() != head:
                 return None  # a save after the first one has left it
             raise lost_log(self.chain.name(1), self._backend.url, lost)
         if at is not None and not self._follower.is_entry(head):
             return None  # the log went back, and the entry would leave a gap
-        sealed, entry = seal_entry(
-            head.n + 1, head.hash, ops, write_id=write_id or self._new_id(), time_ns=self._clock(), actor=self._actor
-        )
+        write_id, time_ns = write_id or self._new_id(), self._clock()
+        sealed, entry = seal_entry(head.n + 1, head.hash, ops, write_id=write_id, time_ns=time_ns, actor=self._actor)
         if not self._writer.create(sealed, entry):
             return None
         self._remember(entry, also)
