@@ -74,7 +74,7 @@ class DurableFolders:
             durable.update(self._subfolders(folder))
             syncs.append(partial(self.sync, folder))
         if self._is_on_disk is None:
-            self._is_on_disk = is_disk_of_this_host(os.stat(self._root, dir_fd=self.at))
+            self._is_on_disk = is_disk_of_this_host(os.stat(self._root, dir_fd=self._at))
         at_once, thread = self._is_on_disk and not self._syncing, threading.get_ident()
         if fd is not None:
             syncs.insert(0, partial(_sync_and_close, FileIO(os.dup(fd))) if at_once else partial(os.fsync, fd))
@@ -131,7 +131,7 @@ class DurableFolders:
         with lock.here:  # one at a time: a thread must know of another one's failed fsync before its own succeeds
             if folder in self._failed:
                 self._change(folder)
-            fd = os.open(folder, _FOLDER, dir_fd=self.at)
+            fd = os.open(folder, _FOLDER, dir_fd=self._at)
             try:
                 os.fsync(fd)
             except OSError as exc:
@@ -143,7 +143,7 @@ class DurableFolders:
                 os.close(fd)
 
     @property
-    def at(self) -> int | None:
+    def _at(self) -> int | None:
         """The folder to which paths are relative; None: they are absolute."""
         return None if self._within is None else self._within.fd()
 
@@ -159,9 +159,9 @@ class DurableFolders:
 
     def _change(self, folder: str) -> None:
         temporary = f"{folder}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
-        os.close(os.open(temporary, NEW, FILE_MODE, dir_fd=self.at))
+        os.close(os.open(temporary, NEW, FILE_MODE, dir_fd=self._at))
         with contextlib.suppress(OSError):  # `list_uploads` finds it
-            os.unlink(temporary, dir_fd=self.at)
+            os.unlink(temporary, dir_fd=self._at)
 
 
 def _sync_and_close(file: FileIO) -> None:

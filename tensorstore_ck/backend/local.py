@@ -57,14 +57,14 @@ class LocalBackend(Backend):
     def get(self, name: str, *, max_bytes: int) -> bytes:
         path = self._path(name)
         try:
-            return try_again(path, partial(read_file, path, self._folders.at, name=name, max_bytes=max_bytes))
+            return try_again(path, partial(read_file, path, self._at, name=name, max_bytes=max_bytes))
         except OSError as exc:
             raise store_error(exc, "read", name) from exc
 
     def get_if_there(self, name: str, *, max_bytes: int) -> bytes | None:
         path = self._path(name)
         try:
-            return try_again(path, partial(read_file, path, self._folders.at, name=name, max_bytes=max_bytes))
+            return try_again(path, partial(read_file, path, self._at, name=name, max_bytes=max_bytes))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, MissingObjectError):
             return None  # who follows a log asks for its next entry again and again
         except OSError as exc:
@@ -73,7 +73,7 @@ class LocalBackend(Backend):
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         path = self._path(name)
         try:  # no context manager: many small blocks are read one by one
-            count = try_again(path, partial(read_range, path, self._folders.at, offset, target))
+            count = try_again(path, partial(read_range, path, self._at, offset, target))
         except OSError as exc:
             raise store_error(exc, "read", name) from exc
         if count < len(target):
@@ -82,7 +82,7 @@ class LocalBackend(Backend):
     def size(self, name: str) -> int:
         path = self._path(name)
         try:
-            status = try_again(path, partial(os.stat, path, dir_fd=self._folders.at, follow_symlinks=False))
+            status = try_again(path, partial(os.stat, path, dir_fd=self._at, follow_symlinks=False))
         except OSError as exc:
             raise store_error(exc, "look at", name) from exc
         return regular_size(status, name)
@@ -117,7 +117,7 @@ class LocalBackend(Backend):
             path = self._path(name)
             temporary = self._write_temporary(path, data)
             try:
-                os.replace(temporary, path, src_dir_fd=self._folders.at, dst_dir_fd=self._folders.at)
+                os.replace(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at)
             except OSError:
                 self._unlink_quietly(temporary)
                 raise
@@ -131,7 +131,7 @@ class LocalBackend(Backend):
             except OSError as exc:
                 raise store_error(exc, "write", name, self.url) from exc
             try:
-                os.link(temporary, path, src_dir_fd=self._folders.at, dst_dir_fd=self._folders.at, follow_symlinks=False)
+                os.link(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at, follow_symlinks=False)
             except FileExistsError:
                 return Created.EXISTS  # perhaps ours: a network filesystem may repeat a request whose reply was lost
             except FileNotFoundError:
@@ -173,7 +173,7 @@ class LocalBackend(Backend):
                     self._folders.sync_file(fd)
                 finally:
                     os.close(fd)  # before it has a name: what fails here leaves none
-                os.link(temporary, path, src_dir_fd=self._folders.at, dst_dir_fd=self._folders.at, follow_symlinks=False)
+                os.link(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at, follow_symlinks=False)
                 self._folders.sync_way(os.path.dirname(path))
             except FileNotFoundError as exc:  # another process deleted our temporary as a leftover
                 raise BackendUnavailableError(f"cannot write {name}: its temporary was deleted; try again", object_id=name) from exc
@@ -185,7 +185,7 @@ class LocalBackend(Backend):
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
             with os_errors("delete", name), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.unlink(self._path(name), dir_fd=self._folders.at)
+                os.unlink(self._path(name), dir_fd=self._at)
 
     def list_uploads(self, folders: Collection[str] | None = None) -> Iterator[ObjectInfo]:
         return (info for info in self._walk("", folders) if _is_temporary(info.name))
@@ -197,7 +197,7 @@ class LocalBackend(Backend):
         if not _is_temporary(name):
             raise CorruptObjectError(f"{name} is not a temporary of this store", object_id=name)
         with os_errors("delete", name), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(f"{self._root}/{name}", dir_fd=self._folders.at)
+            os.unlink(f"{self._root}/{name}", dir_fd=self._at)
 
     def close(self) -> None:
         """Nothing stays open between calls."""
@@ -216,6 +216,11 @@ class LocalBackend(Backend):
             raise store_error(exc, "write", name, self.url) from exc
         kind = DirectWriter if is_direct else LocalWriter
         return kind(fd, name, self.url, seal=seal, unlink=partial(self._unlink_quietly, path))
+
+    @property
+    def _at(self) -> int | None:
+        """The folder to which paths are relative; None: they are absolute."""
+        return None if self._within is None else self._within.fd()
 
     def _path(self, name: str) -> str:
         if not NAME.fullmatch(name):
@@ -256,7 +261,7 @@ class LocalBackend(Backend):
     def _unlink_quietly(self, path: str) -> None:
         """Removes a file that nothing refers to; `list_uploads` finds one that cannot be removed."""
         with contextlib.suppress(OSError):
-            os.unlink(path, dir_fd=self._folders.at)
+            os.unlink(path, dir_fd=self._at)
 
     def _walk(self, prefix: str, inside: Collection[str] | None = None) -> Iterator[ObjectInfo]:
         """`inside`: of the folders at the root, enter only these."""
