@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -78,13 +79,11 @@ def renamer(rename: Rename) -> Callable[[str], str | None]:
         return rename
     if not all(isinstance(text, str) for pair in rename.items() for text in pair):
         raise InvalidOptionError("rename must map strings to strings", object_id="rename")
-    prefixes = sorted(((old.rstrip("."), new.rstrip(".")) for old, new in rename.items()), key=lambda pair: -len(pair[0]))
+    prefixes = {old.rstrip("."): new.rstrip(".") for old, new in reversed([*rename.items()])}
 
     def renamed(name: str) -> str:
-        for old, new in prefixes:
-            if _is_below(name, old):
-                return _moved(name, old, new)
-        return name
+        old = next((prefix for prefix in _prefixes(name) if prefix in prefixes), None)
+        return name if old is None else _moved(name, old, prefixes[old])
 
     return renamed
 
@@ -110,10 +109,6 @@ def renamed_leaves(stored: Iterable[Leaf], rename: Rename) -> dict[str, Leaf]:
     return found
 
 
-def _is_below(name: str, prefix: str) -> bool:
-    return not prefix or name == prefix or name.startswith(prefix + ".")
-
-
 def _moved(name: str, old: str, new: str) -> str:
     rest = name if not old else name[len(old) + 1 :]
     return f"{new}.{rest}" if new and rest else new or rest
@@ -128,8 +123,8 @@ def missing_names(selection: Selection, rename: Rename | None, stored: Tree) -> 
     if rename is None:
         return selection.fits
     if isinstance(rename, Mapping):
-        prefixes = rename
-        return lambda name: any(map(selection.fits, _former_names(prefixes, name)))
+        former_names = _former_names(rename)
+        return lambda name: any(map(selection.fits, former_names(name)))
     new_name = rename
 
     @cache
@@ -139,23 +134,31 @@ def missing_names(selection: Selection, rename: Rename | None, stored: Tree) -> 
             name: str | None = path
             with suppress(Exception):  # a function need not know the names that are not selected
                 name = new_name(path)
-            names.update(_with_containers(name or path))
+            names.update(filter(None, _prefixes(name or path)))
         return names
 
     return lambda name: name not in left_out()
 
 
-def _with_containers(name: str) -> Iterator[str]:
+def _prefixes(name: str) -> Iterator[str]:
+    """A name, and those of the containers around it; the root, which has none, is the last one."""
     while name:
         yield name
         name = name.rpartition(".")[0]
+    yield ""
 
 
-def _former_names(rename: Mapping[str, str], name: str) -> Iterator[str]:
-    """The names that `rename` turns into `name`."""
-    new_name = renamer(rename)
-    formers = [_moved(name, new.rstrip("."), old.rstrip(".")) for old, new in rename.items() if _is_below(name, new.rstrip("."))]
-    return (former for former in (*formers, name) if new_name(former) == name)
+def _former_names(rename: Mapping[str, str]) -> Callable[[str], Iterator[str]]:
+    """Returns the names that `rename` turns into a name."""
+    new_name, former_prefixes = renamer(rename), defaultdict[str, list[str]](list)
+    for old, new in rename.items():
+        former_prefixes[new.rstrip(".")].append(old.rstrip("."))
+
+    def former_names(name: str) -> Iterator[str]:
+        formers = [_moved(name, new, old) for new in _prefixes(name) if new in former_prefixes for old in former_prefixes[new]]
+        return (former for former in (*formers, name) if new_name(former) == name)
+
+    return former_names
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

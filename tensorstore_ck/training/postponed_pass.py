@@ -25,12 +25,13 @@ def begin_pass(path: str, loader: "DataLoader[Any]") -> None:
     batches = loader.batch_sampler
     ordering = (loader.sampler, batches, getattr(batches, "sampler", None), loader.dataset)
     if vars(loader).keys() >= _ATTRIBUTES and any(hasattr(one, "set_epoch") for one in ordering):
-        load(path, partial(_postpone, path), loader)
+        load(path, partial(_postpone, path, any(hasattr(one, "load_state_dict") for one in ordering)), loader)
     else:
         load(path, lambda _: loader.state_dict(), None)  # type: ignore[attr-defined]
 
 
-def _postpone(path: str, loader: Any) -> None:
+def _postpone(path: str, has_state: bool, loader: Any) -> None:
+    """`has_state`: a sampler or the dataset gets its state with an iterator, and the script may ask it for its epoch before it reads."""
     state = loader.next_iter_state
     if state is None:
         return
@@ -40,6 +41,8 @@ def _postpone(path: str, loader: Any) -> None:
             f"{path} has num_workers={loader.num_workers}, and the saved one had {saved}: create it with num_workers={saved}",
             object_id=path,
         )
+    if has_state:
+        loader._get_iterator()
     loader._iterator, loader._initial_iter_for_state_dict, loader.next_iter_state = _PostponedPass(path, loader, state), True, None
 
 

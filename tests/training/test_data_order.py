@@ -245,6 +245,47 @@ def test_a_loader_that_cannot_continue_begins_no_other_pass(store: tsck.Store, r
     assert read(batches) == rest
 
 
+@pytest.mark.parametrize("saved", range(1, 6))
+def test_a_sampler_that_saves_its_epoch_says_it_after_the_restore(store: tsck.Store, saved: int) -> None:
+    class Epochs(Sampler[int]):
+        epoch = at = 0
+
+        def __len__(self) -> int:
+            return 6
+
+        def __iter__(self) -> Any:
+            order = torch.randperm(6, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+            while self.at < 6:
+                self.at += 1
+                yield order[self.at - 1]
+            self.at = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def state_dict(self) -> dict[str, int]:
+            return {"epoch": self.epoch, "at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.epoch, self.at = state["epoch"], state["at"]
+
+    def train(resume_from: str | None) -> list[Any]:
+        sampler = Epochs()
+        loader: Any = StatefulDataLoader(range(6), batch_size=2, sampler=sampler)
+        training, batches = tsck.TrainingState(dataloader=loader), []
+        if resume_from is not None:
+            training.restore(store, resume_from)
+        for epoch in range(sampler.epoch, 2):
+            sampler.set_epoch(epoch)
+            for batch in loader:
+                batches.append((epoch, batch.tolist()))
+                if resume_from is None:
+                    training.put(store, ref="run", step=len(batches))
+        return batches
+
+    assert train(None)[saved:] == train(f"run@{saved}")
+
+
 def test_without_set_epoch_the_pass_begins_in_the_restore(store: tsck.Store) -> None:
     """Another thread may read: what this thread has drawn meanwhile is not undone."""
 
