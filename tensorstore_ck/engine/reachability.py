@@ -85,7 +85,7 @@ def location_of(part: Part, packs: Sequence[Ulid], extents: Extents, row: int, d
         _, _, _, _, _, first, codec, flags = fields
         count, level = base_count(codec, flags), depth + len(chain)
         fits = row < first <= len(extents) - count and level < MAX_DEPTH
-        if count and not (fits and count <= (MAX_BASES if level < SEVERAL_LEVELS else 1)):
+        if codec in _WITH_BASES and not (count and fits and count <= (MAX_BASES if level < SEVERAL_LEVELS else 1)):
             pack = packs[fields[0]]
             raise CorruptObjectError(f"{pack_name(pack)}: a part names a block there with invalid delta bases", object_id=pack_name(pack))
         chain.append(fields)
@@ -108,7 +108,7 @@ def require_bases(part: Part, packs: Sequence[Ulid], extents: Extents) -> None:
     Follows the chains only of a part where a base is a cast: chains of differences are checked when they are made, and may be long.
     """
     rows = np.flatnonzero(np.isin(extents["codec"], _WITH_BASES))
-    for row in rows[(extents["base"][rows] <= rows) | (extents["base"][rows] >= len(extents))][:1].tolist():
+    for row in rows[(extents["base"][rows] <= rows) | (extents["base"][rows] >= len(extents))].tolist():
         location_of(part, packs, extents, row)
     if (extents["codec"][part.block_count :] == Codec.CAST).any():
         for row in np.flatnonzero(np.isin(extents["codec"][: part.block_count], _WITH_BASES)).tolist():

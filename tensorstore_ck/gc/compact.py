@@ -142,8 +142,8 @@ def compact(
     """Copies the given entries of each pack to `url`, by default the store's own location.
 
     `progress` is called with each number of bytes copied. `read` returns verified blocks of neighbouring entries; by default from the pack.
-    `executor` copies pieces of about `PIECE_BYTES`; without one all packs are one piece, copied by the threads of this process. Without
-    space, the result has the pieces that were copied.
+    `executor` copies pieces of about `PIECE_BYTES`; without one, a group of interchangeable packs is one piece, copied by the threads of
+    this process. Without space, the result has the pieces that were copied.
     """
     target = engine.placed.at(url) if url is not None else engine.backend
     work = partial(copy_packs, engine.backend, target, engine.new_id, read=read)
@@ -174,13 +174,20 @@ def interchangeable(packs: Sequence[SparsePack]) -> list[list[SparsePack]]:
 
     A part knows the bases of its own copy: a difference in the place of a whole block, or of one to another base, could not be decoded.
     """
+    if not packs:
+        return []
     heads = [_id_heads(pack) for pack in packs]
-    found, counts = np.unique(np.concatenate([np.empty(0, np.uint64), *heads]), return_counts=True)
+    _, numbers, counts = np.unique(np.concatenate(heads), return_inverse=True, return_counts=True)
+    codecs = np.concatenate([pack.footer.entries["codec"][pack.entries] for pack in packs])
+    has_bases = np.isin(codecs, [int(codec) for codec in CODECS_WITH_BASES])
+    may_conflict = np.zeros(len(counts), np.bool_)
+    may_conflict[numbers[has_bases]] = True
+    may_conflict &= counts > 1
     groups: list[tuple[list[SparsePack], set[int], set[int]]] = []
-    for pack, own in zip(packs, heads, strict=True):
-        is_shared = np.isin(own, found[counts > 1])
-        has_bases = np.isin(pack.footer.entries["codec"][pack.entries], [int(codec) for codec in CODECS_WITH_BASES])
-        shared, based = set(own[is_shared].tolist()), set(own[is_shared & has_bases].tolist())
+    ends = np.cumsum([len(own) for own in heads])[:-1]
+    for pack, own, own_bases in zip(packs, np.split(numbers, ends), np.split(has_bases, ends), strict=True):
+        is_shared = may_conflict[own]
+        shared, based = set(own[is_shared].tolist()), set(own[is_shared & own_bases].tolist())
         for members, theirs, their_based in groups:
             if shared.isdisjoint(their_based) and based.isdisjoint(theirs):
                 members.append(pack)

@@ -20,7 +20,7 @@ from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, TRAILER, Footer
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
-from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
+from tensorstore_ck.gc.compact import SparsePack, interchangeable, live_bytes, read_footer
 from tensorstore_ck.gc.ended_writers import WriterRecords
 from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
 from tensorstore_ck.gc.mark_reachable import LiveSet, RootNeeds
@@ -364,12 +364,12 @@ def simulate(view: RefTable, ops: Sequence[Op]) -> RefTable:
 
 
 def written_bytes(packs: Sequence[SparsePack]) -> int:
-    """Bytes that rewriting writes: each block once, and a header and a trailer per GiB."""
-    if not packs:
-        return 0
-    rows = np.concatenate([pack.footer.entries[pack.entries] for pack in packs])
-    _, first = np.unique(rows["id"], return_index=True)
-    pack_bytes = int(rows["stored"][first].sum(dtype=np.int64)) + len(first) * ENTRY_DTYPE.itemsize
+    """Bytes that rewriting writes: each block once of those that are interchangeable, and a header and a trailer per GiB."""
+    pack_bytes = 0
+    for group in interchangeable(packs):
+        rows = np.concatenate([pack.footer.entries[pack.entries] for pack in group])
+        _, first = np.unique(rows["id"], return_index=True)
+        pack_bytes += int(rows["stored"][first].sum(dtype=np.int64)) + len(first) * ENTRY_DTYPE.itemsize
     moved = [len(RelocationMap(pack.pack, [pack.pack], np.zeros(len(pack.entries), RELOCATION_DTYPE)).encode()) for pack in packs]
     return pack_bytes + sum(moved) + (HEADER.size + TRAILER.size) * -(-pack_bytes // PACK_LIMIT_BYTES)
 

@@ -12,6 +12,9 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.errors import BackendUnavailableError, GcRefusedError, InvalidOptionError, InvalidUrlError, PlaceUnavailableError
+from tensorstore_ck.format.codec import Codec
+from tensorstore_ck.gc import GcOptions
+from tensorstore_ck.gc.compact import SparsePack
 from tensorstore_ck.log.entry import EntryReader
 from tensorstore_ck.maintenance.copy_store import copy
 from tensorstore_ck.maintenance.salvage import salvage
@@ -184,6 +187,64 @@ def test_fsck_repairs_a_whole_block_that_an_earlier_build_made_a_difference(monk
     assert [hit.partition(" ")[0] for finding in store.fsck().findings for hit in finding.hits] == ["other@0"]
     store.repair()
     require_sound(store, states)
+
+
+@pytest.mark.parametrize("kind", ["a cast", "a difference to another base"])
+def test_what_earlier_builds_merged_is_found_and_repaired(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    stay_in_one_thread(monkeypatch)
+    places = Places()
+    store, generator = places.open(), torch.Generator().manual_seed(1)
+    states: dict[str, Any] = {}
+
+    def put(ref: str, step: int, **tensors: torch.Tensor) -> None:
+        states[f"{ref}@{step}"] = tensors
+        store.put_snapshot(tensors, ref=ref, step=step, delta=True, codec="small", expect=tsck.ANY)
+
+    def random() -> torch.Tensor:
+        return torch.randn(200_000, generator=generator)
+
+    with monkeypatch.context() as patch:  # two jobs at a time: neither knows of the other's blocks
+        patch.setattr("tensorstore_ck.log.block_index.BlockIndex.find", lambda *_: {})
+        if kind == "a cast":
+            masters, rest = random(), random()
+            weights = masters.to(torch.bfloat16)
+            for step, more in ((0, {"z": rest}), (1, {})):
+                put("run", step, masters=masters, weights=weights, **more)
+                put("other", step, weights=weights, **({"z": rest + 1} if more else {}))
+        else:
+            base, wanted, other = torch.arange(50_000.0), torch.arange(50_000.0), torch.arange(50_000.0)
+            wanted[7] = other[7] = -1
+            other[9] = -5
+            for ref, first in (("run", base), ("other", other)):
+                put(ref, 0, w=first, z=random())
+            for ref in ("run", "other"):
+                put(ref, 1, w=wanted, z=random())
+            same = random()
+            for ref in ("run", "other"):
+                put(ref, 2, w=wanted, z=same)
+    for address in ("run@0", "other@0") if kind == "a cast" else ("run@1", "other@1"):
+        store.forget(address)
+        del states[address]
+    with monkeypatch.context() as patch:
+        patch.setattr("tensorstore_ck.gc.compact.interchangeable", lambda packs: [sorted(packs, key=is_without_casts)])  # casts first
+        patch.setattr("tensorstore_ck.gc.plan.interchangeable", lambda packs: [list(packs)])
+        store.gc(GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=1.0))
+    damaged = [address for address, state in states.items() if not is_readable(store, address, state)]
+    assert damaged
+    assert {hit.partition(" ")[0] for finding in store.fsck().findings for hit in finding.hits} == set(damaged)
+    store.repair()
+    require_sound(store, states)
+
+
+def is_without_casts(pack: SparsePack) -> bool:
+    return int(Codec.CAST) not in pack.footer.entries["codec"]
+
+
+def is_readable(store: tsck.Store, address: str, state: Any) -> bool:
+    try:
+        return same(store.checkout(address), state)
+    except tsck.DamageError:
+        return False
 
 
 def test_the_age_of_a_copied_snapshot_counts_from_when_it_was_made() -> None:

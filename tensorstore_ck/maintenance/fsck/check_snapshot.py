@@ -18,7 +18,7 @@ from tensorstore_ck.engine.reachability import BlockLocations, grouped, locate_b
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import CorruptObjectError, StoreError
 from tensorstore_ck.format.block_assignment import assign_blocks, first_rank_with_layout, regions_of_rank
-from tensorstore_ck.format.codec import base_count
+from tensorstore_ck.format.codec import CODECS_WITH_BASES, base_count
 from tensorstore_ck.format.layout import ExplicitRegions
 from tensorstore_ck.format.pack import Footer, pack_name
 from tensorstore_ck.format.part import Extents, Part, part_name
@@ -111,6 +111,7 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotRow, *, read_data
         needs.update(locations.objects())
         try:
             require_bases(part, locations.packs, locations.extents)
+            _require_own_bases(packs, part, locations)
         except CorruptObjectError as exc:
             lost[rank] = Damage(kind_of(exc), part_name(ulid), str(exc), ())
             continue
@@ -207,6 +208,21 @@ def _locate(engine: Engine, part: Part) -> BlockLocations | Damage:
     except StoreError as exc:
         require_reachable(engine.backend, exc)
         return Damage(kind_of(exc), exc.object_id, f"{exc} (it locates moved blocks)", ())
+
+
+def _require_own_bases(packs: Packs, part: Part, locations: BlockLocations) -> None:
+    """Raises `CorruptObjectError` if a block in its pack has other bases than the part names: earlier builds merged equal blocks."""
+    ids = block_ids(part)
+    for pack, rows in by_pack(locations):
+        extents = locations.extents[rows]
+        extents = extents[np.isin(extents["codec"], [int(codec) for codec in CODECS_WITH_BASES])]
+        footer = packs.footer(pack) if len(extents) else None
+        if not isinstance(footer, Footer):
+            continue
+        for entry, codec, first, flags in extents[["entry", "codec", "base", "flags"]].tolist():
+            named = [ids[row].tobytes() for row in range(first, first + base_count(codec, flags))]
+            if entry < len(footer.entries) and named != [*map(bytes, footer.bases_of(entry))]:
+                raise CorruptObjectError(f"{pack_name(pack)}: a part names a block there with other bases", object_id=pack_name(pack))
 
 
 def _extent_problems(
