@@ -7,6 +7,7 @@ trailer's hash covers the rest. Parts have the extents that readers of a snapsho
 """
 
 import struct
+from bisect import bisect_left, bisect_right
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -60,7 +61,9 @@ class Footer(NamedTuple):
 
     def bases_of(self, entry: int) -> list[Digest]:
         """The bases of an entry."""
-        return [Digest(block.tobytes()) for block in self.bases["id"][self.bases["entry"] == entry]] if len(self.bases) else []
+        entries = self.bases["entry"]
+        first, stop = bisect_left(entries, entry), bisect_right(entries, entry)  # np.searchsorted would copy the column
+        return [Digest(block.tobytes()) for block in self.bases["id"][first:stop]]
 
 
 pack_name = partial(object_name, "pack")

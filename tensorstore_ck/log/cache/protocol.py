@@ -47,17 +47,9 @@ class Reader(Protocol):
     def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
         """The first `PAGE_ITEMS` of the items with low <= key < high, in order; with `reverse` the last ones, from the end."""
 
-    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
-        """The items whose keys begin with `prefix`, in order: from `start` on, or in reverse from `start` down.
-
-        Read in pages: items put meanwhile may or may not appear.
-        """
+    def scan(self, prefix: bytes, *, reverse: bool = False) -> Iterator[Item]:
+        """The items whose keys begin with `prefix`, in order. Read in pages: items put meanwhile may or may not appear."""
         low, high = prefix, prefix_end(prefix)
-        if start is not None and reverse:
-            after = start + b"\0"
-            high = after if high is None else min(high, after)
-        elif start is not None:
-            low = max(low, start)
         while items := self.page(low, high, reverse):
             yield from items
             if len(items) < PAGE_ITEMS:

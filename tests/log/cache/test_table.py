@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tensorstore_ck.log.cache import MAX_KEY_BYTES, MemoryTable, Table
 from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table
+from tensorstore_ck.log.cache.protocol import prefix_end
 from tests.effort import PATIENCE_SECONDS
 
 
@@ -166,7 +167,7 @@ STEPS = st.lists(
 
 
 @settings(max_examples=60)
-@given(batches=st.lists(STEPS, max_size=4), prefix=st.binary(max_size=2), start=st.none() | KEYS, reverse=st.booleans())
+@given(batches=st.lists(STEPS, max_size=4), prefix=st.binary(max_size=2), low=st.none() | KEYS, reverse=st.booleans())
 @pytest.mark.parametrize("kind", ["memory", "lmdb"])
 def test_it_is_a_sorted_dict(
     *,
@@ -174,7 +175,7 @@ def test_it_is_a_sorted_dict(
     tmp_path_factory: pytest.TempPathFactory,
     batches: list[list[tuple[str, bytes, bytes | None]]],
     prefix: bytes,
-    start: bytes | None,
+    low: bytes | None,
     reverse: bool,
 ) -> None:
     table: Table = MemoryTable() if kind == "memory" else open_lmdb_table(tmp_path_factory.mktemp("table"))
@@ -193,12 +194,12 @@ def test_it_is_a_sorted_dict(
                     batch.clear(key)
                     model = {other: kept for other, kept in model.items() if not other.startswith(key)}
             assert list(batch.scan(b"")) == sorted(model.items())
-    expected = [
-        item
-        for item in sorted(model.items(), reverse=reverse)
-        if item[0].startswith(prefix) and (start is None or (item[0] <= start if reverse else item[0] >= start))
-    ]
-    assert list(table.scan(prefix, start=start, reverse=reverse)) == expected
+    expected = [item for item in sorted(model.items(), reverse=reverse) if item[0].startswith(prefix)]
+    assert list(table.scan(prefix, reverse=reverse)) == expected
+    low = prefix if low is None else low
+    high = prefix_end(prefix)
+    between = [item for item in sorted(model.items(), reverse=reverse) if low <= item[0] and (high is None or item[0] < high)]
+    assert table.page(low, high, reverse) == between
     table.close()
 
 
@@ -212,13 +213,13 @@ def test_scans_of_any_length_are_whole(table: Table, count: int) -> None:
     assert [key for key, _ in table.scan(b"k", reverse=True)] == keys[::-1]
 
 
-def test_a_scan_begins_at_its_start(table: Table) -> None:
+def test_a_page_begins_at_its_lowest_key(table: Table) -> None:
     put(table, a="", b1="", b2="", b3="", c="")
-    assert [key for key, _ in table.scan(b"b", start=b"b2")] == [b"b2", b"b3"]
-    assert [key for key, _ in table.scan(b"b", start=b"b2", reverse=True)] == [b"b2", b"b1"]
-    assert [key for key, _ in table.scan(b"b", start=b"a")] == [b"b1", b"b2", b"b3"]
-    assert [key for key, _ in table.scan(b"b", start=b"c")] == []
-    assert [key for key, _ in table.scan(b"b", start=b"c", reverse=True)] == [b"b3", b"b2", b"b1"]
+    assert [key for key, _ in table.page(b"b2", b"c", False)] == [b"b2", b"b3"]
+    assert [key for key, _ in table.page(b"b", b"b2\0", True)] == [b"b2", b"b1"]
+    assert [key for key, _ in table.page(b"b", b"c", False)] == [b"b1", b"b2", b"b3"]
+    assert [key for key, _ in table.page(b"c", b"c", False)] == []
+    assert [key for key, _ in table.page(b"b", b"c", True)] == [b"b3", b"b2", b"b1"]
 
 
 def test_pages_end_between_keys_that_begin_alike(table: Table) -> None:
