@@ -94,6 +94,32 @@ def test_a_thread_of_the_queue_has_no_memory_for_its_first_call(tmp_path: Path, 
     job.close()
 
 
+@pytest.mark.parametrize("failing_turn", [1, 2], ids=["before its start returns", "after its work"])
+def test_a_thread_of_the_queue_has_no_memory_for_a_turn(monkeypatch: pytest.MonkeyPatch, failing_turn: int) -> None:
+    """It takes another turn; what it has worked on is not reported as failed: another thread may have it by then."""
+    plain_next, plain_start = Worker._next, Helper.start
+    turns, ended, has_turned = list[int](), list[str](), threading.Event()
+
+    def next_with_no_memory_once(self: Worker[str]) -> str | None:
+        turns.append(len(turns) + 1)
+        has_turned.set()
+        if turns[-1] == failing_turn:
+            raise MemoryError
+        return plain_next(self)
+
+    def start_and_see_a_turn(self: Helper) -> None:
+        plain_start(self)
+        assert has_turned.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(Worker, "_next", next_with_no_memory_once)
+    monkeypatch.setattr(Helper, "start", start_and_see_a_turn)
+    changed = Changes()
+    worker = Worker("queue", changed, ended.append, lambda item, exc: ended.append(f"{item}: {type(exc).__name__}"))
+    worker.put("item")
+    assert changed.wait_for(lambda: worker.thread is None, PATIENCE_SECONDS)
+    assert ended == ["item"]
+
+
 def test_a_thread_of_the_queue_has_no_memory_to_note_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it worked on ends with an error, and the next item is worked on."""
     ended, note = list[str](), Worker._note_broken

@@ -52,13 +52,13 @@ class Worker(Generic[Item]):
             self._waiting.append(item)
             if self.thread is None:
                 # A daemon: a backend that hangs must not keep the process alive; see `process_end`.
-                thread = Helper(self._run, self._name, is_restartable=True)
+                self.thread = Helper(self._run, self._name, is_restartable=True)
                 try:
-                    thread.start()
+                    self.thread.start()
                 except (RuntimeError, MemoryError):
+                    self.thread = None
                     self._waiting.pop()
                     raise
-                self.thread = thread
 
     def items(self) -> list[Item]:
         """The item in progress, then the waiting ones."""
@@ -79,6 +79,7 @@ class Worker(Generic[Item]):
                 if item is None:
                     return
                 self._work(item)
+                self._working = None  # another worker may have it now: an error from here on is not the item's
             except BaseException as exc:  # noqa: BLE001 - the thread must go on: later work needs it
                 if self.thread is not threading.current_thread():
                     return
