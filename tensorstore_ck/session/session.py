@@ -79,7 +79,7 @@ class Session:
             if torch_group is None:  # with ranks this happens in the round, so that an error reaches all at once
                 save.check()
                 save.capture()
-            queued = self.queue.admit_waited(save, called)
+            queued = self.queue.begin_waited(save, called)
             del save  # so that the queue has the only reference: it drops what the state holds before anybody knows of the end
             return self.queue.finish(queued)
         except (MemoryError, RuntimeError) as exc:

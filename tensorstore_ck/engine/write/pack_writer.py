@@ -141,7 +141,7 @@ class PackWriter:
         return ids
 
     def claim_all_stored(self, ids: Sequence[Digest]) -> bool:
-        """Claims these blocks if the store has all of them: they count as added, and the caller need not read them."""
+        """Claims these blocks if the store has all of them: `found` has them then, and the caller need not read them."""
         with self._lock:
             places = self._places_of(ids)
             if len(places) < len(set(ids)):
@@ -150,7 +150,7 @@ class PackWriter:
         return True
 
     def claim_stored(self, ids: Sequence[Digest], sizes_bytes: Sequence[int]) -> list[bool]:
-        """Claims those of these blocks that the store has, and says which: they count as hashed and added, and are not read."""
+        """Claims those of these blocks that the store has, and says which: `found` has them. They count as hashed, and are not read."""
         with self._lock:
             places = self._places_of(ids)
             self._add_found(places)
@@ -170,7 +170,7 @@ class PackWriter:
             self._append(fresh)
 
     def location(self, block: Digest) -> Location:
-        """The location of a block that was added; only after `close`."""
+        """The location of a block that was found or written; only after `close`."""
         return self.added.get(block) or self.found[block]
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ class Destination(Protocol):
 
     @property
     def is_staging(self) -> bool:
-        """Whether the entry says "staged", and not "put"."""
+        """Whether the save is staged here, and published later."""
 
     def wait_turn(self) -> None:
         """Waits until this process may begin to write, where ranks are staggered."""
@@ -79,12 +79,13 @@ class Destination(Protocol):
     def wrote(self, request: SaveRequest, written: Sequence[WrittenPart]) -> None:
         """Called when this process has written its parts. Rank 0 must be able to read those of the others, and a crash must lose none."""
 
-    def append_entry(
+    def publish_or_stage(
         self, request: SaveRequest, record: Record, reports: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
     ) -> SnapshotRow:
-        """Makes the record durable, and appends the entry for the parts in all `reports`, in the order of ranks.
+        """Makes the record durable, and publishes the snapshot; of a save that is staged, says so in the log where others must know.
 
-        `txn`: the transaction, and the snapshot's ULID. `mark`: a mark for the snapshot, and the reason. `at`: see `Log.append`.
+        `reports`: the parts of all ranks, in their order. `txn`: the transaction, and the snapshot's ULID. `mark`: a mark for the
+        snapshot, and the reason. `at`: see `Log.append`.
         """
 
     def keep(self, info: SnapshotRow) -> None:
@@ -157,7 +158,7 @@ class StoreDestination:
         """Notes the parts: all ranks can read what is in the store."""
         self._written, self._is_indexed = written, False
 
-    def append_entry(
+    def publish_or_stage(
         self, request: SaveRequest, record: Record, reports: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
     ) -> SnapshotRow:
         """See `Destination`."""
@@ -272,7 +273,7 @@ def commit(
         record = record_of(engine, request, reports, logical_bytes=logical_bytes, streams=streams)
         txn = txn or destination.txn or engine.put_id()
         try:
-            return destination.append_entry(request, record, reports, txn=txn, mark=mark, at=view)
+            return destination.publish_or_stage(request, record, reports, txn=txn, mark=mark, at=view)
         except UndecidedError as exc:
             exc.txn = txn
             raise

@@ -14,8 +14,9 @@ from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.engine.interfaces import CapturedState, Numbers, SourceRanges, TensorBlock
 from tensorstore_ck.format.block_assignment import BlockShare, Region, assign_blocks, encode_regions, regions_of_rank
 
-MAX_PLANS: Final = 4
-"""The plans that are kept for a layout."""
+MAX_DERIVED: Final = 4
+"""What is kept for a layout, plans and what others derive from it: where there is more, all of it is dropped before
+another plan is made."""
 
 
 class PartAuthor(NamedTuple):
@@ -90,7 +91,7 @@ def plan_of(captured: CapturedState, author: PartAuthor, block_bytes: int) -> Wr
     key = (author.rank, author.layout_ranks, block_bytes, regions, *captured.frozen)
     plan: WritePlan | None = kept.get(key)
     if plan is None:
-        if len(kept) > MAX_PLANS:
+        if len(kept) > MAX_DERIVED:
             kept.clear()
         plan = kept[key] = _cut(
             captured, places_of(captured, author, block_bytes), regions, stores_layout=author.rank == author.layout_ranks[0]

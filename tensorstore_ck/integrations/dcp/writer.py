@@ -275,7 +275,7 @@ class Writer(StorageWriter):
         queue.wait_idle()
         called = time.monotonic()
         saving.save = DcpSave(save_context(store), make_request(), saving.rank)
-        saving.queued = queue.admit_waited(saving.save, called)
+        saving.queued = queue.begin_waited(saving.save, called)
 
     def _stored(self, write: Callable[[DcpSave, SaveMeter], T]) -> T:
         """Returns the result of `write`; if it raises, the save has failed."""

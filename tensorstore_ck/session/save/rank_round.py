@@ -101,8 +101,10 @@ class RankRound:
         side = RankSave(self._engine, self._own, self._round, memory=self._memory)
         self._round.run(Participant.failed(error, side.resolve))
 
-    def save_together(self, prepare: Prepare, destination: Destination, status: SaveStatus) -> SnapshotRow:
-        """Lets all ranks write, and rank 0 commit; once only. `prepare` is called in the round, so that its error reaches all at once.
+    def prepare_and_save(self, prepare: Prepare, destination: Destination, status: SaveStatus) -> SnapshotRow:
+        """Lets all ranks prepare and write, and rank 0 commit; once only.
+
+        `prepare` is called in the round, so that its error reaches all at once.
 
         Raises:
             StoreError: the same on all ranks, with the ranks named: a rank's state cannot be saved, or does not fit those of the others (an

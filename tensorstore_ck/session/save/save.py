@@ -93,8 +93,11 @@ class Alone:
     def fail(self, error: BaseException) -> None:
         """Does nothing: no other process waits."""
 
-    def save_together(self, prepare: Prepare, destination: Destination, status: SaveStatus) -> SnapshotRow:
-        """Writes and commits. Repeats it after a conflict with a save of this handle that was published although its reply was lost."""
+    def prepare_and_save(self, prepare: Prepare, destination: Destination, status: SaveStatus) -> SnapshotRow:
+        """Prepares (space, anchor, request), writes and commits.
+
+        Repeats that after a conflict with a save of this handle that was published although its reply was lost.
+        """
         engine, fence = self._context.engine, self._context.fence
         destination.wait_turn()
         while True:
@@ -252,7 +255,7 @@ class Save:
             if self._is_copied and window_seconds:  # else training waits for it
                 wait_turn = partial(status.wait_turn, stagger_delay(window_seconds, self.ref, self.rank, self._coordination.ranks))
             with StoreDestination(self._engine, self.rank, is_alone=self._coordination.is_alone, wait_turn=wait_turn) as destination:
-                info = self._coordination.save_together(self._prepare_write, destination, status)
+                info = self._coordination.prepare_and_save(self._prepare_write, destination, status)
         except StoreError as exc:
             raise context.explained(exc)  # noqa: B904 - it has its cause
         if not self._engine.backend.is_local:  # there, reads come from the page cache, however slow the writes are
@@ -266,7 +269,7 @@ class Save:
         with StagingDestination(
             self._engine, tier, chain, txn, rank=self.rank, ranks=coordination.ranks, stop=stop, contact=context.contact
         ) as destination:
-            info = coordination.save_together(self._prepare_write, destination, status)
+            info = coordination.prepare_and_save(self._prepare_write, destination, status)
         assert destination.manifest is not None
         upload = StagedUpload(context, txn, self.ref, [destination.manifest])
         source = None if self._is_copied else self

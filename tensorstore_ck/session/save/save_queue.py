@@ -62,10 +62,10 @@ class SaveQueue:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._changed = Changes()
-        self._stores: Worker[QueuedSave] = Worker("tsck-save", self._changed, self._run_save, self._broken)
-        self._copies: Worker[QueuedSave] = Worker("tsck-copy", self._changed, self._copy, self._broken)
-        self._uploads: Worker[QueuedSave] = Worker("tsck-publish", self._changed, self._publish_staged, self._broken)
-        self._workers = (self._uploads, self._copies, self._stores)
+        self._save_worker: Worker[QueuedSave] = Worker("tsck-save", self._changed, self._run_save, self._broken)
+        self._replicate_worker: Worker[QueuedSave] = Worker("tsck-replicate", self._changed, self._replicate, self._broken)
+        self._publish_worker: Worker[QueuedSave] = Worker("tsck-publish", self._changed, self._publish_staged, self._broken)
+        self._workers = (self._publish_worker, self._replicate_worker, self._save_worker)
         self._memory = CaptureMemory(self._open_arena, self._changed)
         self._unraised = UnraisedErrors()
         self._safe: Snapshot | None = None
@@ -98,7 +98,7 @@ class SaveQueue:
             self._end_dropped(queued, "skipped")
             return pending
         try:
-            for other in self._stores.items() if admission.dropped else ():
+            for other in self._save_worker.items() if admission.dropped else ():
                 if other.number in admission.dropped:  # as rank 0 decided; on this rank it may be running already
                     other.status.drop("replaced")
             if not queued.has_memory:
@@ -118,7 +118,7 @@ class SaveQueue:
             self._emit(queued.status, "captured", **queued.capture_fields(save), **self._in_use())
         return pending
 
-    def admit_waited(self, save: Runnable, called: float) -> QueuedSave:
+    def begin_waited(self, save: Runnable, called: float) -> QueuedSave:
         """A save in the caller's thread, which has called `wait_idle` at the time `called`; `finish` writes and publishes it.
 
         Raises the error of an earlier save in the background for which nobody waited.
@@ -153,13 +153,13 @@ class SaveQueue:
         queued = QueuedSave(ref, step, rank, time.monotonic(), staged=staged, is_background=True)
         queued.status.is_raised = True
         queued.status.reach(SaveMilestone.STAGED)
-        shielded(lambda: self._hand_over(queued, self._uploads, self._publish_staged), finish=True)
+        shielded(lambda: self._hand_over(queued, self._publish_worker, self._publish_staged), finish=True)
 
     def wait_idle(self, *, uploads: bool = True) -> None:
         """Waits until no save is in progress; returns at once in a callback of a save."""
         self._enter()
         if not self._is_idle() and not self._is_worker():
-            self._changed.wait_for(self._is_idle if uploads else lambda: self._stores.thread is None)
+            self._changed.wait_for(self._is_idle if uploads else lambda: self._save_worker.thread is None)
 
     def require_no_worker(self) -> None:
         """Raises in a callback of a save: a save there might wait for itself.
@@ -176,9 +176,9 @@ class SaveQueue:
 
     def wait_for_upload(self) -> bool:
         """Waits until one more staged save has ended; False if there are none."""
-        staged = self._queued(self._uploads, self._copies)
+        staged = self._queued(self._publish_worker, self._replicate_worker)
         if staged:
-            self._changed.wait_for(lambda: self._queued(self._uploads, self._copies)[:1] != staged[:1])
+            self._changed.wait_for(lambda: self._queued(self._publish_worker, self._replicate_worker)[:1] != staged[:1])
         return bool(staged)
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class SaveQueue:
     def end(self) -> DrainReport:
         """Drains at the end of the process. What earlier processes staged stays on the disk; its own does if the store does not answer."""
         self._enter()
-        for queued in self._uploads.items():
+        for queued in self._publish_worker.items():
             if queued.is_resumed:
                 queued.status.drop("abandoned")
         return self.drain(EXIT_SECONDS, may_leave=True)
@@ -232,7 +232,7 @@ class SaveQueue:
         unraised = self._unraised.first()
         if unraised is not None:
             return Admission(admitted=False, failed=unraised.number)
-        return self._memory.admit(queued, save, on_full, waiting=self._stores.waiting, under_way=len(self._queued()))
+        return self._memory.admit(queued, save, on_full, waiting=self._save_worker.waiting, under_way=len(self._queued()))
 
     def _enqueue(self, queued: QueuedSave) -> bool:
         """Hands a captured save over to the thread; False: no thread can be started."""
@@ -240,7 +240,7 @@ class SaveQueue:
         queued.status.queue_changes = self._changed
         queued.is_handed_over = True
         try:
-            self._stores.put(queued)
+            self._save_worker.put(queued)
         except (RuntimeError, MemoryError) as exc:
             _logger.warning("%s is stored by the thread that saves, which waits for it: %s", queued.status, exc)
             return False
@@ -262,7 +262,7 @@ class SaveQueue:
     def _release_if_waiting(self, queued: QueuedSave) -> None:
         """Frees the memory of a dropped save at once; the ranks end it together when its turn comes."""
         with self._changed.lock:
-            if any(queued is other for other in self._stores.waiting()):
+            if any(queued is other for other in self._save_worker.waiting()):
                 self._release(queued)
 
     def _end_dropped(self, queued: QueuedSave, reason: str) -> None:
@@ -298,7 +298,7 @@ class SaveQueue:
 
     def _is_idle(self) -> bool:
         # Read in the order in which a save is handed over: also without the lock, no save passes by unseen.
-        return self._stores.thread is self._copies.thread is self._uploads.thread is None
+        return self._save_worker.thread is self._replicate_worker.thread is self._publish_worker.thread is None
 
     def _is_done(self) -> bool:
         """Whether the only saves in progress were asked to give up."""
@@ -310,7 +310,7 @@ class SaveQueue:
         return self._is_done() or (is_safe and self._stays.is_store_gone())
 
     def _is_worker(self) -> bool:
-        return threading.current_thread() in (self._stores.thread, self._copies.thread, self._uploads.thread)
+        return threading.current_thread() in (self._save_worker.thread, self._replicate_worker.thread, self._publish_worker.thread)
 
     def _run_save(self, queued: QueuedSave) -> None:
         assert queued.save is not None
@@ -331,7 +331,7 @@ class SaveQueue:
         self._emit(queued.status, "staged", write_seconds=progress.stage_seconds["write"], new_bytes=progress.stage_bytes["write"])
         queued.status.reach(SaveMilestone.STAGED)
         if queued.is_background:
-            self._hand_over(queued, self._copies, self._copy)
+            self._hand_over(queued, self._replicate_worker, self._replicate)
 
     @staticmethod
     def _broken(queued: QueuedSave, exc: BaseException) -> None:
@@ -339,12 +339,12 @@ class SaveQueue:
         if not queued.status.has_ended:
             queued.status.fail(exc)
 
-    def _copy(self, queued: QueuedSave) -> None:
+    def _replicate(self, queued: QueuedSave) -> None:
         assert queued.staged is not None
         try:
             queued.staged.replicate(queued.status)
         finally:
-            self._hand_over(queued, self._uploads, self._publish_staged)
+            self._hand_over(queued, self._publish_worker, self._publish_staged)
 
     @staticmethod
     def _hand_over(queued: QueuedSave, worker: Worker[QueuedSave], work: Callable[[QueuedSave], None]) -> None:

@@ -139,7 +139,7 @@ class StagingDestination:
         self._tier.uploader.upload(self._small(), stop=self._stop)
         self._write_manifest(request, None)
 
-    def append_entry(
+    def publish_or_stage(
         self, request: SaveRequest, record: Record, reports: Sequence[RankParts], *, txn: Ulid, mark: tuple[str, str] | None, at: RefTable
     ) -> SnapshotRow:
         """Appends to the log that it is staged, if it shares blocks with others or has several ranks.

@@ -217,7 +217,7 @@ def await_work_on(step: int, only: int) -> None:
     side = SIDES[-1]
     if mine(only):
         assert side.store.session.queue._changed.wait_for(
-            lambda: getattr(side.store.session.queue._stores._working, "status", None) is side.puts[step]._status, SECONDS
+            lambda: getattr(side.store.session.queue._save_worker._working, "status", None) is side.puts[step]._status, SECONDS
         )
 
 

@@ -239,7 +239,7 @@ def test_a_waited_save_is_gone_before_its_end_is_told(place: Scene) -> None:
 def test_a_save_that_is_handed_over_meanwhile_is_under_way(place: Scene, monkeypatch: pytest.MonkeyPatch, moves: tuple[int, int]) -> None:
     """From the thread that stores to that which copies, and to that which uploads: before these looks at the threads."""
     queue, looks = place.store.session.queue, itertools.count()
-    workers = queue._stores, queue._copies, queue._uploads
+    workers = queue._save_worker, queue._replicate_worker, queue._publish_worker
 
     def thread(worker: Worker[object]) -> object:
         look = next(looks)

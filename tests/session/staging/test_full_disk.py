@@ -181,7 +181,7 @@ def test_a_save_of_ranks_waits_for_space_that_one_has_whose_copies_go_to_peers(
         except NoSpaceError:
             lacks_space.set()
             is_over = not ends_before_the_wait or queues[0]._changed.wait_for(
-                lambda: not queues[0]._queued(queues[0]._copies, queues[0]._uploads), SECONDS
+                lambda: not queues[0]._queued(queues[0]._replicate_worker, queues[0]._publish_worker), SECONDS
             )
             assert is_over
             raise
