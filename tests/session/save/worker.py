@@ -144,6 +144,25 @@ def in_flight(folder: str, how: str) -> None:
         sys.exit(3)
 
 
+def after_main(folder: str, has_saved: bool, in_thread: bool) -> None:
+    """Saves that begin when the main thread has ended: of a thread that still trains, or of a callback of atexit."""
+    store = open_store(folder)
+    if has_saved:
+        tell_end(folder, put_beside(store, 1))
+
+    def go_on() -> None:
+        if in_thread:
+            threading.main_thread().join()
+        for step in (2, 3):
+            tell_end(folder, put_beside(store, step))
+
+    if in_thread:
+        threading.Thread(target=go_on).start()
+    else:
+        threading._shutdown()  # type: ignore[attr-defined]  # as before atexit's callbacks
+        go_on()
+
+
 # --- scenes: preemption -------------------------------------------------------------------------------------------------
 
 
