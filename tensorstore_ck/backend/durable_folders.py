@@ -40,6 +40,8 @@ class DurableFolders:
         self._root = root
         self._within = within
         self._sync = sync
+        self.like: str | None = None
+        """A folder whose mode and group `root` gets, and what is made above it."""
         self._durable: set[str] = set()
         self._failed: set[str] = set()
         self._locks: dict[str, ProcessLock] = {}
@@ -102,9 +104,10 @@ class DurableFolders:
         if self._within is not None:
             self._within.make_folders(folder)
             return
+        like = self._root if folder.startswith(f"{self._root}/") else self.like
         try:
-            if folder.startswith(f"{self._root}/"):
-                make_as_owner(self._root, partial(make_folder, folder, self._root))
+            if like is not None:
+                make_as_owner(like, partial(make_folder, folder, like))
             else:
                 os.mkdir(folder, 0o777)
         except FileExistsError:
