@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Final
 
@@ -105,17 +106,20 @@ def finish_at_exit(queue: SaveQueue) -> None:
         if report.staged or report.dropped or report.under_way:
             _logger.error("the process ends with saves in progress: %s", report)
 
+    def finish_again() -> None:
+        if _waited_for_threads():
+            with suppress(RuntimeError):  # Python 3.12 starts no thread now, so that threads that save store it themselves
+                _AfterThreads(finish).start()
+
     def finish_twice() -> None:
         finish()
-        if _waited_for_threads():
-            _AfterThreads(finish).start()
+        finish_again()
 
     # Not atexit: its callbacks run when executors accept no work, and backends use those.
     try:
         threading._register_atexit(finish_twice)  # type: ignore[attr-defined]
     except RuntimeError:  # the main thread has ended; if the interpreter still waits for others, they may save
-        if _waited_for_threads():
-            _AfterThreads(finish).start()
+        finish_again()
 
 
 class _AfterThreads(threading.Thread):
