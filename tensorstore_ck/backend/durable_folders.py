@@ -25,6 +25,7 @@ from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
 from tensorstore_ck.common.threads import ProcessLock, for_each
+from tensorstore_ck.errors import NotAStoreError
 
 TEMPORARY_PREFIX: Final = ".tmp-"
 NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -40,6 +41,8 @@ class DurableFolders:
         self._root = root
         self._within = within
         self._sync = sync
+        self.like: str | None = None
+        """A folder whose mode and group `root` gets, and what is made above it."""
         self._durable: set[str] = set()
         self._failed: set[str] = set()
         self._locks: dict[str, ProcessLock] = {}
@@ -102,12 +105,18 @@ class DurableFolders:
         if self._within is not None:
             self._within.make_folders(folder)
             return
+        like = self._root if folder.startswith(f"{self._root}/") else self.like
         try:
-            if folder.startswith(f"{self._root}/"):
-                make_as_owner(self._root, partial(make_folder, folder, self._root))
+            if like is not None:
+                make_as_owner(like, partial(make_folder, folder, like))
             else:
                 os.mkdir(folder, 0o777)
-        except FileExistsError:
+        except FileExistsError as exc:
+            if os.path.islink(folder) and not os.path.exists(folder):
+                raise NotAStoreError(
+                    f"{folder} is a link to {os.readlink(folder)}, which is not there: mount its disk, or make that folder",
+                    object_id=folder,
+                ) from exc
             return
         except FileNotFoundError:
             if is_second_try:

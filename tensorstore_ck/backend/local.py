@@ -48,6 +48,10 @@ class LocalBackend(Backend):
         self._sync = sync
         self._folders = DurableFolders(self._root, within, sync=sync)
 
+    def share_like(self, folder: str) -> None:
+        """The root folder, if it is made, gets the mode, group and owner of another store's."""
+        self._folders.like = folder
+
     def make_folders(self, names: Iterable[str]) -> None:
         """Makes folders at the root. They become durable with the first object at the root."""
         for name in names:

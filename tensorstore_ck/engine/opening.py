@@ -217,7 +217,7 @@ def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, confi
     """The user's record of the newest log entry seen; None for a store in memory."""
     if backend.url.startswith("memory://"):
         return None
-    folder = platformdirs.user_state_path("tensorstore_ck", appauthor=False) if state_dir is None else Path(state_dir)
+    folder = platformdirs.user_state_path("tensorstore_ck", appauthor=False) if state_dir is None else Path(state_dir).absolute()
     return HeadFile(folder, config.uuid)
 
 

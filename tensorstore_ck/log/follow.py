@@ -101,21 +101,24 @@ class Follower:
             LogChangedError: the log went back or was forked, with ``rollback="error"``.
             EmptiedError, TableError: try again.
         """
-        known = self._watermark.last_seen()
         head = cached = cached or RefTable(table).head()
-        seen = [] if known is None else [known]
-        while True:
-            newer = None if head is None else self._behind(head, next_first)
-            if head is not None and newer is not None:
-                head, met = self._fold_all(table, head, newer, known)
-                break
-            if head is not None and self._watermark.is_news(head, self._chain.name(head.n)):
-                seen.append(head)
-            filled, apart, met = self._fold_apart(known)
-            if _replace(table, head, apart):
-                head = filled
-                break
-            head = RefTable(table).head()  # another process of this host was faster
+        seen = [] if (known := self._watermark.last_seen()) is None else [known]
+        try:
+            while True:
+                newer = None if head is None else self._behind(head, next_first)
+                if head is not None and newer is not None:
+                    head, met = self._fold_all(table, head, newer, known)
+                    break
+                if head is not None and self._watermark.is_news(head, self._chain.name(head.n)):
+                    seen.append(head)
+                filled, apart, met = self._fold_apart(known)
+                if _replace(table, head, apart):
+                    head = filled
+                    break
+                head = RefTable(table).head()  # another process of this host was faster
+        except BrokenLogError:
+            self._require_store()  # it may be the log of another store, which is at the same path now
+            raise
         if head.n == 0:
             self._require_only_log()
         _logger.debug("followed the log from %s to entry %d", f"entry {cached.n}" if cached else "its start or a checkpoint", head.n)

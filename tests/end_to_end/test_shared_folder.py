@@ -137,6 +137,26 @@ def test_shared_with_a_group_from_the_beginning(folder: Path) -> None:
     assert {(stat.filemode(found.st_mode), found.st_gid) for found in made} == {("drwxrws---", GROUP), ("-rw-rw----", GROUP)}
 
 
+def move_packs(path: Path) -> None:
+    """Moves all packs to a location that is made for it."""
+    store = open_store(LocalBackend(str(path)))
+    store.set_policy("*", move_after=((0.001, f"{path.parent}/new/cold"),))
+    assert store.migrate_tiers().packs
+
+
+@pytest.mark.parametrize("mover", [BOB, ROOT], ids=["user", "root"])
+def test_packs_that_one_user_moved_are_for_all(folder: Path, mover: User) -> None:
+    os.chown(folder.parent, ANN.uid, GROUP)
+    folder.parent.chmod(0o770)
+    give(folder, 0o2770)
+    assert all(may(ANN, save, folder) for _ in range(2))
+    assert may(mover, move_packs, folder)
+    assert all(may(ANN, act, folder) for act in (read, free))
+    made = [path.stat() for path in [folder.parent / "new", *folder.parent.glob("new/**/*")]]
+    assert {(stat.filemode(found.st_mode), found.st_gid) for found in made} == {("drwxrws---", GROUP), ("-rw-rw----", GROUP)}
+    assert {found.st_uid for found in made} == {ANN.uid if mover is ROOT else BOB.uid}
+
+
 def test_a_folder_that_is_not_there_is_made(folder: Path) -> None:
     share_with_group(str(folder / "new"))
     assert stat.S_IMODE((folder / "new").stat().st_mode) & 0o2770 == 0o2770

@@ -69,6 +69,43 @@ def test_nothing_is_published(store: tsck.Store, folder: Path, vanish: str, ref:
         assert store.resolve(ref).step == 2
 
 
+@pytest.mark.parametrize("entries", [1, 5])
+def test_another_store_with_snapshots_is_called_another_one(store: tsck.Store, folder: Path, tmp_path: Path, entries: int) -> None:
+    for step in (2, 3):
+        store.put_snapshot(STATE, ref="job", step=step, unchanged="ok")
+    with tsck.open(tmp_path / "other", create=True, cache_dir=tmp_path / "cache") as other:
+        for step in range(entries):
+            other.put_snapshot(STATE, ref="job", step=step, unchanged="ok")
+    folder.rename(tmp_path / "away")
+    (tmp_path / "other").rename(folder)
+    for call in (
+        lambda: store.put_snapshot(STATE, ref="job", step=4),
+        lambda: store.checkout("job"),
+        store.branches,
+        store.gc,
+        store.usage,
+    ):
+        with pytest.raises(tsck.NotAStoreError, match=r"does not hold the store .* any more"):
+            call()
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "store")
+    with pytest.raises(tsck.NotAStoreError, match=r"link is a link to .*disk/store, which is not there: mount its disk"):
+        tsck.open(tmp_path / "link", create=True)
+    (tmp_path / "disk" / "store").mkdir(parents=True)
+    tsck.open(tmp_path / "link", create=True).close()
+
+
+def test_relative_folders_stay_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with tsck.open("store", create=True, cache_dir="cache", state_dir="state", staging="staging") as store:
+        monkeypatch.chdir("other")
+        store.put_snapshot(STATE, ref="job", step=1)
+    assert not list((tmp_path / "other").iterdir())
+
+
 def test_a_checkpointer_raises_at_once(store: tsck.Store, folder: Path) -> None:
     checkpointer = tsck.Checkpointer(store, {"weights": torch.ones(3)}, ref="other", when=tsck.every_steps(1), asynchronous=False)
     checkpointer.step(1)

@@ -40,6 +40,15 @@ def test_a_closed_store_answers_nothing(tmp_path: Path) -> None:
     assert str(store.url) in repr(store)
 
 
+def test_who_goes_on_with_a_closed_store_is_not_advised_to_free_space(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 2)
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
+        store.put_snapshot({"model": model.state_dict()}, ref="runs/a", step=1)
+        feed = store.follow("runs/a", into=model)
+    assert feed.poll() is not None
+    assert not [record for record in caplog.records if "cache" in record.message]
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [("save", r"put_snapshot\(STATE, ref=REF\)$"), ("load", r"checkout\(ADDRESS\)$"), ("delete", r"forget\(ADDRESS\)$"), ("nope", "$")],

@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl
 
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.cold.allowed_locations import is_allowed, is_at_store_endpoint, places_file
+from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.errors import InvalidOptionError, PlaceUnavailableError
@@ -51,6 +52,8 @@ class LocationOpener:
         if storage_class is not None:
             options["s3_additional_kwargs"] = {**options.get("s3_additional_kwargs", {}), "StorageClass": storage_class}
         backend = open_backend(where, options, no_sync=self.no_sync, on_wait=self.on_wait)
+        if isinstance(backend, LocalBackend) and os.path.isabs(self.store_url):
+            backend.share_like(self.store_url)  # whoever may use the store needs its packs there
         return ReadOnlyBackend(backend) if self.read_only else backend
 
 

@@ -113,7 +113,8 @@ class FailoverTable(Table):
             self._memory = self._busy_since = None
 
     def close(self) -> None:
-        """See `Table.close`."""
+        """See `Table.close`. A thread that goes on with it uses memory, without advice about the disk."""
+        self._warned = True
         self._disk.close()
 
     def _current(self) -> Table:

@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from tensorstore_ck.common.save_progress import Progress
-from tensorstore_ck.common.threads import Helper
+from tensorstore_ck.common.threads import Helper, waited_for_threads
 from tensorstore_ck.common.waiting import Changes
 from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.snapshot import Snapshot
@@ -46,8 +46,10 @@ class Worker(Generic[Item]):
         """Adds work. In the main thread, call it by `shielded`.
 
         Raises:
-            RuntimeError, MemoryError: no thread can be started.
+            RuntimeError, MemoryError: no thread can be started, or the interpreter would end before it does.
         """
+        if not (threading.main_thread().is_alive() or waited_for_threads()):
+            raise RuntimeError("the interpreter ends")
         with self._changed.lock:
             self._waiting.append(item)
             if self.thread is None:

@@ -144,6 +144,34 @@ def in_flight(folder: str, how: str) -> None:
         sys.exit(3)
 
 
+def after_main(folder: str, has_saved: bool, in_thread: bool, starts: bool) -> None:
+    """Saves that begin when the main thread has ended: of a thread that still trains, or of a callback of atexit.
+
+    `starts`: as far as the interpreter still starts threads, which Python 3.12 does not.
+    """
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    store = open_store(folder)
+    if has_saved:
+        tell_end(folder, put_beside(store, 1))
+
+    def go_on() -> None:
+        if in_thread:
+            threading.main_thread().join()
+        for step in (2, 3):
+            tell_end(folder, put_beside(store, step))
+
+    if in_thread:
+        threading.Thread(target=go_on).start()
+        if not starts:
+            vars(threading)["_register_atexit"](lambda: setattr(threading.Thread, "start", refuse))
+    else:
+        threading._shutdown()  # type: ignore[attr-defined]  # as before atexit's callbacks
+        go_on()
+
+
 # --- scenes: preemption -------------------------------------------------------------------------------------------------
 
 
