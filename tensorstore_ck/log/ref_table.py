@@ -181,6 +181,10 @@ class RefTable:
         """The names of all tags, in order."""
         return [name.decode("ascii") for name, _ in self.scan(rows.TAGS)]
 
+    def tag_rows(self) -> Iterator[tuple[str, rows.TagRow]]:
+        """The names of all tags, in order, and what they name: one scan."""
+        return ((name.decode("ascii"), rows.TAGS.decode(value)) for name, value in self.scan(rows.TAGS))
+
     def tag(self, name: str) -> Digest | None:
         """The root that a tag names."""
         row = self.tag_row(name)
