@@ -112,10 +112,14 @@ def expire_at_save(view: RefTable, put: Op, now_ns: int, url: str) -> list[Op]:
     if not any(policy.keeps for policy in policies.values()) or not _is_due(view, ref):
         return []
     coming = SnapshotRow.of_op(put.fields, 0, now_ns)
-    judged = verdicts(view, ref, policies.values(), now_ns, holders=tags_and_pins(view), coming=coming)
+    judged = verdicts(view, ref, policies.values(), now_ns, holders={}, coming=coming)
     for problem in unmatched_rules(url, [(ref, policies, [verdict.info for verdict in judged])]):
         warnings.warn(problem, UnmatchedRuleWarning, stacklevel=user_stacklevel())
     going = [verdict.info.ulid for verdict in judged if not verdict.stays]
+    going = [ulid for ulid in going if not view.has_pin(ulid)]
+    if any(view.holds(ulid) > 1 for ulid in going):  # else no tag has one of them
+        tagged = {row.ulid for _, row in view.tag_rows()}
+        going = [ulid for ulid in going if ulid not in tagged]
     return [Op.expire(ref, going)] if going else []
 
 

@@ -11,8 +11,9 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.log import Op, RefTable
+from tensorstore_ck.log.field_checks import RowKind
 from tensorstore_ck.log.retention import UnmatchedRuleWarning
-from tensorstore_ck.log.table_rows import PINS, TAGS
+from tensorstore_ck.log.table_rows import NOTES, PINS, TAGS
 from tensorstore_ck.maintenance.salvage import salvage
 from tests.gc.stores import AT_ONCE, Clock, open_store, require_sound, sizes, state
 
@@ -195,6 +196,26 @@ def test_tags_and_pins_are_read_once_for_all_branches(store: tsck.Store, monkeyp
         store.apply_policies()
         counts.append((scanned.count(TAGS), scanned.count(PINS)))
     assert counts[0] == counts[1]
+
+
+def test_a_save_reads_tags_and_notes_only_where_they_matter(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.set_policy("runs/*", keep_last=2)
+    put(store, 1, 2, 3)
+    put(store, 1, ref="other")
+    store.tag("best", "other")
+    for step in (2, 3):
+        store.annotate(f"runs/gpt@{step}", {"eval": 1.0})
+    decoded: list[object] = []
+    decode = RowKind.decode
+
+    def noted(kind: Any, *args: Any) -> Any:
+        decoded.append(kind)
+        return decode(kind, *args)
+
+    monkeypatch.setattr(RowKind, "decode", noted)
+    put(store, 4)
+    assert steps(store) == [3, 4]
+    assert not {id(TAGS), id(NOTES)}.intersection(map(id, decoded))
 
 
 def test_the_triggers_and_epochs_of_snapshots_keep_them(store: tsck.Store) -> None:
