@@ -47,8 +47,10 @@ def refs(view: RefTable) -> list[Row]:
 
 def tags(view: RefTable) -> list[Row]:
     """Rows of the table `tags`."""
-    rows = [(name, row) for name in view.tags() if (row := view.tag_row(name)) is not None]
-    return [{"name": name, "ulid": ulid_text(row.ulid), "root": row.root.hex(), "n": row.n, "time_ns": row.time_ns} for name, row in rows]
+    return [
+        {"name": name, "ulid": ulid_text(row.ulid), "root": row.root.hex(), "n": row.n, "time_ns": row.time_ns}
+        for name, row in view.tag_rows()
+    ]
 
 
 def pins(view: RefTable) -> list[Row]:

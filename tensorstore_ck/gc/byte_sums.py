@@ -5,7 +5,8 @@ are fewer than 256 sets. `OwnerBytes` is for many holders: it tracks only which 
 however often it is added. Not thread-safe.
 """
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from operator import add
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -63,6 +64,16 @@ class HolderBytes(NamedTuple):
     stored_bytes: int
 
 
+class GroupBytes(NamedTuple):
+    """Sums for the holders of one group."""
+
+    held: HolderBytes
+    shared_bytes: int
+    """The stored bytes that another group holds, too."""
+    exclusive_bytes: int
+    """The stored bytes that no other holder has."""
+
+
 class ByteSums:
     """Bytes per set of holders; a set is a bit mask, with a bit for each of `holders`."""
 
@@ -88,6 +99,26 @@ class ByteSums:
         """Sums over all sets of holders for which `chosen` is true."""
         numbers = [number for number, mask in enumerate(self._sets) if number and chosen(mask)]
         return HolderBytes(*(sum(map(column.__getitem__, numbers)) for column in self._columns))
+
+    def sums_of_groups(self, groups: Mapping[str, str], ignored: int) -> dict[str, GroupBytes]:
+        """Sums for each group of holders, in one pass over the sets.
+
+        Args:
+            groups: Holder -> its group.
+            ignored: The mask of holders beside which a group still counts as the only holder.
+        """
+        of_bit = [groups.get(holder) for holder in self._bit]
+        rows = {group: [0] * (len(self._columns) + 2) for group in groups.values()}
+        for mask, *sizes in zip(self._sets, *self._columns, strict=True):
+            if not any(sizes):
+                continue  # a set whose blocks have got more holders
+            found = {of_bit[bit] for bit in _bits(mask & ~ignored)}
+            held_by = {group for group in found if group is not None}
+            stored = sizes[-1]
+            added = (*sizes, stored if len(held_by) > 1 else 0, stored if len(found) == 1 else 0)
+            for group in held_by:
+                rows[group] = list(map(add, rows[group], added))
+        return {group: GroupBytes(HolderBytes(*row[:-2]), *row[-2:]) for group, row in rows.items()}
 
     def add_snapshot(self, mask: int, logical_bytes: int) -> None:
         """Adds a snapshot; call it once for each."""
@@ -149,6 +180,13 @@ class ByteSums:
             for column in self._columns:
                 column.append(0)
         return number
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
 
 
 def _total(sizes: Array) -> int:

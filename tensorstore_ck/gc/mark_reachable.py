@@ -88,7 +88,22 @@ class LiveSet(RootNeeds):
         Raises:
             UnreadableError: an object that a root needs cannot be read, so what else is needed is unknown.
         """
-        released = Released() if self._releases is None else self._releases.at(view)
+        released = self._released_at(view)
+        while True:
+            try:
+                self._update(view, released)
+            except UnreadableError:
+                there = self._released_at(view)
+                if there == released:
+                    raise
+                released = there  # gc of another host has deleted some of what it had swept
+            else:
+                return
+
+    def _released_at(self, view: RefTable) -> Released:
+        return Released() if self._releases is None else self._releases.at(view)
+
+    def _update(self, view: RefTable, released: Released) -> None:
         view = released.restored(view)
         self._set_relocations(view, released.doubted)
         new = sorted(roots(view).keys() - self._snapshots)  # oldest first: packs then grow in place

@@ -18,16 +18,14 @@ def roots(view: RefTable) -> dict[Ulid, list[str]]:
 
     def add(ulid: Ulid, label: str) -> None:
         labels = held.setdefault(ulid, [])
-        if label not in labels:
+        if label not in labels[-1:]:  # all calls for one label follow each other
             labels.append(label)
 
     for branch in view.branches():
         for move in view.moves(branch):
             add(move.ulid, branch)
-    for tag in view.tags():
-        row = view.tag_row(tag)
-        if row is not None:
-            add(row.ulid, tag)
+    for tag, row in view.tag_rows():
+        add(row.ulid, tag)
     for pin in view.pins():
         add(pin.ulid, f"pin:{pin.owner}")
     for window in view.windows():
@@ -40,7 +38,7 @@ def how_to_release(view: RefTable, info: SnapshotRow) -> str:
     """The commands that release a snapshot, in order, and what to wait for then."""
     root = info.root.hex()[:ROOT_DIGITS]
     commands = [f"unpin {root} --owner {quote(pin.owner)}" for pin in view.pins() if pin.ulid == info.ulid]
-    going = [tag for tag in view.tags() if (row := view.tag_row(tag)) is not None and row.ulid == info.ulid]
+    going = [tag for tag, row in view.tag_rows() if row.ulid == info.ulid]
     is_behind = False
     for branch in view.branches():
         moves = [move.ulid for move in view.moves(branch)]

@@ -6,6 +6,7 @@ and dead blocks of packs count only in `objects_bytes`.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -260,11 +261,9 @@ class _Measurement:
         return distinct_blocks(located.packs, located.extents)
 
     def _usage(self) -> Usage:
-        refs = {label: self._sums.mask([label]) for label in self._labels if label != UNDO and not label.startswith("pin:")}
-        jobs: dict[str, list[str]] = {}
-        for ref in refs:
-            jobs.setdefault(job_of(ref), []).append(ref)
-        every, undo = sum(refs.values()), self._sums.mask([UNDO]) if UNDO in self._labels else 0
+        refs = [label for label in self._labels if label != UNDO and not label.startswith("pin:")]
+        refs_of_job = Counter(map(job_of, refs))
+        every, undo = self._sums.mask(refs), self._sums.mask([UNDO]) if UNDO in self._labels else 0
         held = self._sums.sums(bool)
         kept_bytes = sum(size for name, size in self._sizes.items() if name.startswith(_FOLDERS))
         packs = self._packs()
@@ -272,9 +271,9 @@ class _Measurement:
         return Usage(
             **held._asdict(),
             shared_bytes=self._sums.sums(lambda mask: (mask & every).bit_count() > 1).stored_bytes,
-            refs=tuple(RefUsage(ref=ref, **self._ref_sums(bit, every, undo)) for ref, bit in refs.items()),
+            refs=tuple(RefUsage(ref=ref, **sums) for ref, sums in self._sums_of({ref: ref for ref in refs}, undo)),
             jobs=tuple(
-                JobUsage(job=job, refs=len(names), **self._ref_sums(self._sums.mask(names), every, undo)) for job, names in jobs.items()
+                JobUsage(job=job, refs=refs_of_job[job], **sums) for job, sums in self._sums_of({ref: job_of(ref) for ref in refs}, undo)
             ),
             by_snapshot=tuple(self._snapshots()) if self._per_snapshot else None,
             packs=packs,
@@ -294,16 +293,10 @@ class _Measurement:
         sizes, engine = self._sizes.values(), self._engine
         return forecast(held, space=engine.backend.space(), objects=len(sizes), objects_bytes=sum(sizes), now_ns=engine.clock())
 
-    def _ref_sums(self, group: int, every: int, undo: int) -> dict[str, int]:
-        """Sums for some refs among all refs."""
-        others = every & ~group
-        shared = self._sums.sums(lambda mask: mask & group and mask & others)
-        exclusive = self._sums.sums(lambda mask: mask & group and not mask & ~group & ~undo)
-        return {
-            **self._sums.sums(lambda mask: mask & group)._asdict(),
-            "shared_bytes": shared.stored_bytes,
-            "exclusive_bytes": exclusive.stored_bytes,
-        }
+    def _sums_of(self, groups: dict[str, str], undo: int) -> Iterator[tuple[str, dict[str, int]]]:
+        """The sums for each group of refs among all refs, as fields of `RefUsage` and `JobUsage`."""
+        for group, sums in self._sums.sums_of_groups(groups, undo).items():
+            yield group, {**sums.held._asdict(), "shared_bytes": sums.shared_bytes, "exclusive_bytes": sums.exclusive_bytes}
 
     def _packs(self) -> tuple[PackUsage, ...]:
         live = {ObjectKey("pack", ulid).name: counted for ulid, counted in self._sums.live.items()}

@@ -181,6 +181,10 @@ class RefTable:
         """The names of all tags, in order."""
         return [name.decode("ascii") for name, _ in self.scan(rows.TAGS)]
 
+    def tag_rows(self) -> Iterator[tuple[str, rows.TagRow]]:
+        """The names of all tags, in order, and what they name: one scan."""
+        return ((name.decode("ascii"), rows.TAGS.decode(value)) for name, value in self.scan(rows.TAGS))
+
     def tag(self, name: str) -> Digest | None:
         """The root that a tag names."""
         row = self.tag_row(name)
@@ -239,6 +243,8 @@ class RefTable:
     def marked(self, mark: str) -> Iterator[SnapshotRow]:
         """The newest snapshot of each root with that mark."""
         for root, value in self.scan(rows.NOTES):
+            if mark.encode() not in value:
+                continue  # each save asks, and most notes are metrics
             info = self.by_root(root) if rows.NOTES.decode(value).mark == mark else None
             if info is not None:
                 yield info
@@ -279,6 +285,10 @@ class RefTable:
         """All pins."""
         for key, value in self.scan(rows.PINS):
             yield rows.PINS.decode(value, Ulid(key[:ULID_BYTES]), key[ULID_BYTES:].decode())
+
+    def has_pin(self, ulid: bytes) -> bool:
+        """Whether anybody has a pin on a snapshot."""
+        return next(self.scan(rows.PINS, ulid), None) is not None
 
     def policies(self) -> Mapping[str, rows.PolicyRow]:
         """Glob -> the retention rules of the branches that match it."""

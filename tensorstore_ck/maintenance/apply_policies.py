@@ -1,7 +1,7 @@
 """Sets, shows and applies retention policies of branches, and reports what that frees."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,9 +15,19 @@ from tensorstore_ck.engine.freed_meanwhile import at_newest
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.gc.exclusive_bytes import ExclusiveBytes
 from tensorstore_ck.gc.roots import UNDO, roots
-from tensorstore_ck.log import Op, RefTable, SnapshotRow
+from tensorstore_ck.log import Op, RefTable
 from tensorstore_ck.log.field_checks import is_ref_glob
-from tensorstore_ck.log.retention import Policy, UnmatchedRuleWarning, Verdict, candidates, expire, policies_of, unmatched_rules, verdicts
+from tensorstore_ck.log.retention import (
+    Policy,
+    UnmatchedRuleWarning,
+    Verdict,
+    candidates,
+    expire,
+    policies_of,
+    tags_and_pins,
+    unmatched_rules,
+    verdicts,
+)
 from tensorstore_ck.log.snapshot import COLUMNS, Snapshot
 
 
@@ -106,13 +116,12 @@ def set_policy(engine: Engine, glob: str, policy: Policy | None) -> None:
     engine.log.append(build)
     if policy is not None:
         view = engine.log.view()
-        for ref in view.branches():
-            if fnmatchcase(ref, glob):
-                _warn_of_unmatched(engine.backend.url, ref, {glob: policy}, [candidate.info for candidate in candidates(view, ref)])
+        matched = (ref for ref in view.branches() if fnmatchcase(ref, glob))
+        _warn_of(unmatched_rules(engine.backend.url, ((ref, {glob: policy}, [*view.history(ref)]) for ref in matched)))
 
 
-def _warn_of_unmatched(url: str, ref: str, own: Mapping[str, Policy], history: Sequence[SnapshotRow]) -> None:
-    for problem in unmatched_rules(url, ref, own, history):
+def _warn_of(problems: Iterable[str]) -> None:
+    for problem in problems:
         warnings.warn(problem, UnmatchedRuleWarning, stacklevel=user_stacklevel())
 
 
@@ -146,10 +155,11 @@ def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
     own: dict[str, Policy] = {}
     with suppress(InvalidOptionError):
         own = policies_of(view, ref)
+    holders = tags_and_pins(view)
     if not own:
-        return {ulid_text(candidate.info.ulid): candidate.held_by for candidate in candidates(view, ref) if candidate.held_by}
-    judged = verdicts(view, ref, own.values(), engine.clock())
-    _warn_of_unmatched(engine.backend.url, ref, own, [verdict.info for verdict in judged])
+        return {ulid_text(candidate.info.ulid): candidate.held_by for candidate in candidates(view, ref, holders) if candidate.held_by}
+    judged = verdicts(view, ref, own.values(), engine.clock(), holders=holders)
+    _warn_of(unmatched_rules(engine.backend.url, [(ref, own, [verdict.info for verdict in judged])]))
     return {ulid_text(verdict.info.ulid): verdict.why if verdict.stays else ("goes", *verdict.why) for verdict in judged}
 
 
@@ -173,28 +183,29 @@ def retain(
 
     def plan(_: int, view: RefTable) -> RetentionReport:
         of_branch = _policies_of(view, refs, instead, glob)
-        now_ns = engine.clock()
+        now_ns, holders = engine.clock(), tags_and_pins(view)
         judged = {
-            ref: verdicts(view, ref, own.values(), now_ns, count_bytes=lambda: ExclusiveBytes(engine, view))
+            ref: verdicts(view, ref, own.values(), now_ns, holders=holders, count_bytes=lambda: ExclusiveBytes(engine, view))
             for ref, own in of_branch.items()
             if own
         }
-        problems[:] = [
-            problem
-            for ref, of_ref in judged.items()
-            for problem in unmatched_rules(engine.backend.url, ref, of_branch[ref], [verdict.info for verdict in of_ref])
-        ]
+        histories = ((ref, of_branch[ref], [verdict.info for verdict in of_ref]) for ref, of_ref in judged.items())
+        problems[:] = unmatched_rules(engine.backend.url, histories)
         planned.clear()
         planned.update({ref: {verdict.info.ulid for verdict in of_ref if not verdict.stays} for ref, of_ref in judged.items()})
         return _report(engine, view, of_branch, judged, dry_run=dry_run)
 
     report = at_newest(engine.log, plan)
-    for problem in problems:
-        warnings.warn(problem, UnmatchedRuleWarning, stacklevel=user_stacklevel())
+    _warn_of(problems)
     if not dry_run:
         engine.require_writable()
-        engine.log.append(lambda head: [op for ref, going in planned.items() for op in expire(head, ref, going)])
+        engine.log.append(lambda head: _expire_all(head, planned))
     return report
+
+
+def _expire_all(head: RefTable, planned: Mapping[str, Collection[Ulid]]) -> list[Op]:
+    holders = tags_and_pins(head)
+    return [op for ref, going in planned.items() for op in expire(head, ref, going, holders)]
 
 
 def _policies_of(view: RefTable, refs: Sequence[str], instead: Policy | None, glob: str | None) -> dict[str, Mapping[str, Policy]]:

@@ -67,15 +67,13 @@ def _newest_moves(view: RefTable, branch: str, limit: int | None) -> list[Branch
 def branches(engine: Engine) -> SnapshotsByName:
     """Every branch, and where it is."""
     view = engine.log.readable_view()
-    rows = ((name, view.branch(name)) for name in view.branches())
-    return _by_name(view, {name: row.ulid for name, row in rows if row is not None})
+    return _by_name(view, {head.name: head.ulid for head in view.heads()})
 
 
 def tags(engine: Engine) -> SnapshotsByName:
     """Every tag, and where it is."""
     view = engine.log.readable_view()
-    rows = ((name, view.tag_row(name)) for name in view.tags())
-    return _by_name(view, {name: row.ulid for name, row in rows if row is not None})
+    return _by_name(view, {name: row.ulid for name, row in view.tag_rows()})
 
 
 def _by_name(view: RefTable, ulids: Mapping[str, Ulid]) -> SnapshotsByName:

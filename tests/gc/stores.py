@@ -170,14 +170,14 @@ class Interrupted(Faults):
 
     def __init__(self, action: Callable[[], object]) -> None:
         super().__init__()
-        self._action = action
+        self.action = action
         self.when: int | str = 0
         """The call's number, or what its description begins with."""
 
     def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
         if not self.struck and (what.startswith(self.when) if isinstance(self.when, str) else self.calls + 1 == self.when):
             self.struck = what
-            self._action()
+            self.action()
         return super().call(what, effect, tear, create=create)
 
 

@@ -7,11 +7,12 @@ import pytest
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import NotFoundError, SnapshotExpiredError
-from tensorstore_ck.log import Op
+from tensorstore_ck.log import ObjectKey, Objects, Op
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.copy_store.copy_histories import copy_refs
 from tensorstore_ck.store import Store
 from tests.gc.interleavings.actor import copy_table
+from tests.gc.relocated import copy_pack, packs_of
 from tests.gc.stores import AT_ONCE, copied, each_call, interrupted, open_store, put_all, state, stay_in_one_thread
 
 SNAPSHOTS = 8
@@ -102,6 +103,36 @@ def test_a_snapshot_is_freed_at_each_look(name: str) -> None:
     store, faults = interrupted(backend, "get snapshots", free, table=copy_table(known))
     REPORTS[name](store)
     assert len(freed) == SNAPSHOTS - 2
+
+
+class Deleting(MemoryBackend):
+    """Another gc deletes an object as soon as it was read so often."""
+
+    name = ""
+    reads_left = 0
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        data = super().get(name, max_bytes=max_bytes)
+        if name == self.name:
+            self.reads_left -= 1
+            if not self.reads_left:
+                self.delete([name])
+        return data
+
+
+@pytest.mark.parametrize("reads", range(1, 5))
+def test_a_map_that_another_gc_has_swept_is_deleted_while_gc_marks(reads: int) -> None:
+    backend = Deleting()
+    store = open_store(backend)
+    store.put_snapshot(state(1, 2), ref="job")
+    (pack,) = packs_of(store.engine)
+    copy_pack(store.engine, pack)
+    copy_pack(store.engine, pack)
+    swept = ObjectKey("moved", store.engine.log.view().relocations(pack)[-1].moved)
+    store.engine.log.append(lambda _: [Op.condemn(Objects([swept]))])
+    store.engine.log.append(lambda _: [Op.sweep(Objects([swept]))])
+    backend.name, backend.reads_left = swept.name, reads
+    assert open_store(backend).gc(dry_run=True).snapshots == ()
 
 
 def test_what_is_missing_and_was_not_freed_is_damage_at_once() -> None:

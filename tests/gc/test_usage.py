@@ -1,9 +1,13 @@
 """Usage compared with numbers computed by hand from the saves."""
 
+from collections.abc import Callable
+
+import pytest
 import torch
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.gc.byte_sums import ByteSums, HolderBytes
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
 from tests.gc import stores
@@ -117,6 +121,29 @@ def copy_without_log(backend: MemoryBackend) -> MemoryBackend:
         if not info.name.startswith("log/"):
             copied.put(info.name, backend.get(info.name, max_bytes=1 << 30))
     return copied
+
+
+def test_all_refs_are_summed_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, store = make()
+    passes: list[int] = []
+    sums = ByteSums.sums
+
+    def noted(self: ByteSums, chosen: Callable[[int], bool | int]) -> HolderBytes:
+        def counted(mask: int) -> bool | int:
+            passes.append(mask)
+            return chosen(mask)
+
+        return sums(self, counted)
+
+    monkeypatch.setattr(ByteSums, "sums", noted)
+    store.usage()
+    few = len(passes)
+    for number in range(9):
+        store.tag(f"runs/{number}", "runs/a@1")
+    passes.clear()
+    usage = store.usage()
+    assert len(usage.refs) == 12
+    assert len(passes) <= 2 * few
 
 
 def test_an_empty_store() -> None:

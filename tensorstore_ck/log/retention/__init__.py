@@ -14,6 +14,7 @@ from tensorstore_ck.log.retention.expire_operations import (
     expire,
     expire_at_save,
     policies_of,
+    tags_and_pins,
     unmatched_rules,
     verdicts,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "job_rate",
     "parse_rule",
     "policies_of",
+    "tags_and_pins",
     "unmatched_rules",
     "verdicts",
 ]

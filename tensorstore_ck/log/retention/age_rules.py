@@ -52,7 +52,7 @@ def age_targets(view: RefTable, now_ns: int) -> dict[Ulid, AgeTarget]:
             info = view.snapshot(move.ulid)
             add(move.ulid, own, info.time_ns if info is not None and move.op == "put" else move.time_ns)
     pinned = {pin.ulid for pin in view.pins()}
-    tagged = {row.ulid for tag in view.tags() if (row := view.tag_row(tag)) is not None}
+    tagged = {row.ulid for _, row in view.tag_rows()}
     for ulid in (pinned | tagged) - targets.keys():
         info = view.snapshot(ulid)
         if info is not None:

@@ -6,6 +6,7 @@ bounded, so memory does not grow with the number of packs.
 Tables of blocks, as parts name them, replace the footers of packs that cannot be trusted. They have gaps: a row with ``raw`` 0 is absent.
 """
 
+import contextlib
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -83,6 +84,16 @@ class Packs:
             footer = self.footer(pack)
             if isinstance(footer, Footer):
                 yield pack, footer
+
+    def look_again(self) -> None:
+        """Reads the footers with problems again: a pack may have been listed while it was written, and be in use by now."""
+        self._single.clear()
+        for pack in [*self.problems]:
+            del self.problems[pack]
+            if pack in self.listed:
+                with contextlib.suppress(StoreError):  # the footer's error says more
+                    self.listed[pack] = self.listed[pack]._replace(size_bytes=self._backend.size(pack_name(pack)))
+            self.footer(pack)
 
     def check_footers(self) -> None:
         """Reads every listed pack's header and footer."""

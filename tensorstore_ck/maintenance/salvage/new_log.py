@@ -157,9 +157,8 @@ class _EventReplay:
         return [self._make_put(ulid)]
 
     def _tags_and_pins(self) -> Iterator[_Event]:
-        for name in self._old.tags():
-            tag = self._old.tag_row(name)
-            if tag is not None and tag.ulid in self._held:
+        for name, tag in self._old.tag_rows():
+            if tag.ulid in self._held:
                 yield _tag_event(name, tag)
         for pin in self._old.pins():
             info = self._old.snapshot(pin.ulid)

@@ -356,7 +356,7 @@ class _Salvage:
             log=log,
             problems=tuple(self._problems),
             branches=tuple(branch for branch in view.branches() if any(move.ulid in ulids for move in view.moves(branch))),
-            tags=tuple(tag for tag in view.tags() if view.tag(tag) in roots),
+            tags=tuple(tag for tag, row in view.tag_rows() if row.root in roots),
             kept=len(held),
             recovered=tuple(recovered),
             lost=tuple(self._lost.values()),

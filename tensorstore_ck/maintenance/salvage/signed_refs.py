@@ -33,7 +33,7 @@ def refs_to_sign(engine: Engine, trust: TrustFile) -> list[RefToSign]:
         verifier = RefVerifier(trust, LogName(store, former[-1]))
         signed = verifier.newest(_readable_entries(engine.backend, store, former[-1]))
     heads = {name: head.root for name in view.branches() if (head := view.branch(name)) is not None}
-    heads |= {name: root for name in view.tags() if (root := view.tag(name)) is not None}
+    heads |= {name: row.root for name, row in view.tag_rows()}
     return [
         RefToSign(ref, root.hex(), signed.get(ref) == root.hex()) for ref, root in sorted(heads.items()) if trust.keys_of(ref) is not None
     ]

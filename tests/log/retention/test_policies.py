@@ -10,8 +10,10 @@ import pytest
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
-from tensorstore_ck.log import Op
+from tensorstore_ck.log import Op, RefTable
+from tensorstore_ck.log.field_checks import RowKind
 from tensorstore_ck.log.retention import UnmatchedRuleWarning
+from tensorstore_ck.log.table_rows import NOTES, PINS, TAGS
 from tensorstore_ck.maintenance.salvage import salvage
 from tests.gc.stores import AT_ONCE, Clock, open_store, require_sound, sizes, state
 
@@ -162,6 +164,58 @@ def test_a_rule_that_matches_nothing_lets_nothing_go(store: tsck.Store) -> None:
     store.set_policy("runs/*", keep_last=2, keep_triggers=["every_epochs"])  # which may still fire
     put(store, 11)
     assert steps(store) == [10, 11]
+
+
+def test_a_rule_that_matches_nothing_in_many_branches_is_one_warning(store: tsck.Store) -> None:
+    for number in range(3):
+        put(store, 1, ref=f"runs/{number}", metrics={f"loss{number}": 1.0})
+    message = "in 'runs/0' and in 2 more, .* keep_best typo: no snapshot has it; they have 'loss0', 'loss1', 'loss2'"
+    with pytest.warns(UnmatchedRuleWarning, match=message) as met:
+        store.set_policy("runs/*", keep_best=(1, "typo", "min"))
+    assert len(met) == 1
+    with pytest.warns(UnmatchedRuleWarning, match=message) as met:
+        store.apply_policies()
+    assert len(met) == 1
+
+
+def test_tags_and_pins_are_read_once_for_all_branches(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    scanned: list[object] = []
+    scan = RefTable.scan
+
+    def noted(view: RefTable, kind: Any, *args: Any, **options: Any) -> Any:
+        scanned.append(kind)
+        return scan(view, kind, *args, **options)
+
+    monkeypatch.setattr(RefTable, "scan", noted)
+    store.set_policy("runs/*", keep_last=1)
+    counts = []
+    for branches in (range(2), range(2, 8)):
+        for number in branches:
+            put(store, 1, 2, ref=f"runs/{number}")
+        scanned.clear()
+        store.apply_policies()
+        counts.append((scanned.count(TAGS), scanned.count(PINS)))
+    assert counts[0] == counts[1]
+
+
+def test_a_save_reads_tags_and_notes_only_where_they_matter(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.set_policy("runs/*", keep_last=2)
+    put(store, 1, 2, 3)
+    put(store, 1, ref="other")
+    store.tag("best", "other")
+    for step in (2, 3):
+        store.annotate(f"runs/gpt@{step}", {"eval": 1.0})
+    decoded: list[object] = []
+    decode = RowKind.decode
+
+    def noted(kind: Any, *args: Any) -> Any:
+        decoded.append(kind)
+        return decode(kind, *args)
+
+    monkeypatch.setattr(RowKind, "decode", noted)
+    put(store, 4)
+    assert steps(store) == [3, 4]
+    assert not {id(TAGS), id(NOTES)}.intersection(map(id, decoded))
 
 
 def test_the_triggers_and_epochs_of_snapshots_keep_them(store: tsck.Store) -> None:

@@ -2,14 +2,19 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.format.pack import pack_name
+from tensorstore_ck.gc.compact import SparsePack, compact
+from tensorstore_ck.log import ObjectKey, Objects, Op
 from tensorstore_ck.maintenance.fsck import run_fsck
 from tensorstore_ck.maintenance.fsck.findings import Finding
+from tests.gc.relocated import copy_pack, footer_of, packs_of
 from tests.gc.stores import AT_ONCE, Interrupted, interrupted
-from tests.maintenance.fsck.stores import backend_of, begun, contents, flip, names, reopen
+from tests.maintenance.fsck.stores import backend_of, begun, contents, flip, names, read, reopen
 
 
 def objects() -> dict[str, bytes]:
@@ -84,3 +89,37 @@ def test_relocated_and_freed_objects_are_no_damage_but_a_damaged_moved_object_is
     ((finding,), _) = check(0, backend, free)
     assert finding.object == moved
     assert "runs/a@1" in finding.hits[0]
+
+
+def test_a_pack_that_was_listed_while_it_was_written_and_is_in_use_since_is_no_damage() -> None:
+    """Another process moves both packs of a snapshot: the first before packs are listed, the other to a pack that is half written then."""
+    backend, store = begun()
+    weight = torch.randn(50_000, generator=torch.Generator().manual_seed(1))
+    store.put_snapshot({"weight": weight}, ref="runs/a", step=1)
+    weight[3] = 1
+    store.put_snapshot({"weight": weight}, ref="runs/a", step=2, delta=True)
+    engine = store.engine
+    first, last = packs_of(engine)[0], packs_of(engine)[-1]
+    footer = footer_of(engine, last)
+    (move,) = compact(engine, [SparsePack(last, footer, np.arange(len(footer.entries)), backend.size(pack_name(last)))]).moves
+    copy = pack_name(move.targets[0])
+    whole = read(backend, copy)
+    backend.replace(copy, whole[:-9])
+
+    def free_first() -> None:
+        copy_pack(engine, first)
+        engine.log.append(lambda _: [Op.sweep(Objects([ObjectKey("pack", first)]))])
+        backend.delete([pack_name(first)])
+        faults.struck, faults.when, faults.action = "", f"read {pack_name(last)}", free_last
+
+    def free_last() -> None:
+        backend.replace(copy, whole)
+        gone = Objects([ObjectKey("pack", last)])
+        engine.log.append(lambda _: [Op.relocate(last, move.ulid, move.hash, move.targets), Op.condemn(gone)])
+        engine.log.append(lambda _: [Op.sweep(gone)])
+        backend.delete([pack_name(last)])
+
+    other, faults = interrupted(backend, "list packs", free_first)
+    report = other.repair(read_data=True)
+    assert (report.before.ok, report.marked, report.ok) == (True, (), True)
+    assert torch.equal(reopen(backend).checkout("runs/a")["weight"], weight)
