@@ -23,6 +23,7 @@ pipeline_stages.py     whether ranks with different layouts can be one snapshot
 replica_check.py       replicas are compared at the first save of a plan
 duplicate_regions.py   regions and tensors that ranks hold in different ways are compared
 replica_drift.py       replicas are compared at later saves, in rotation
+common_store.py        rank 0 finds in the store what every rank wrote, before the first commit
 group_restore.py       a restore by all ranks, or by none
 host_shared_reads.py   ranks of one host read each block once
 """

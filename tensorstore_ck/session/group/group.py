@@ -137,6 +137,8 @@ class Group:
         self.renew = renew
         """Repairs a broken connection of `run`; raises as `StoreThread.renew`."""
         self.close = close
+        self.has_common_store = False
+        """Whether rank 0 has found in the store what every rank wrote: see `require_common_store`."""
         self._beat, self._on_dead = beat, on_dead
         self._dead: dict[int, bytes] = {}
         """Rank -> the counter with which it was given up."""
