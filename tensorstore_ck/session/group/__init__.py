@@ -29,6 +29,7 @@ host_shared_reads.py   ranks of one host read each block once
 """
 
 from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, StoreRunner
+from tensorstore_ck.session.group.failure_reason import DIFFERENT_CALLS
 from tensorstore_ck.session.group.group import Group, StoreThread, open_group
 from tensorstore_ck.session.group.liveness import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.participant import Participant
@@ -37,6 +38,7 @@ from tensorstore_ck.session.group.round import GRACE_SECONDS, Round
 
 __all__ = [
     "DEAD_AFTER_SECONDS",
+    "DIFFERENT_CALLS",
     "GRACE_SECONDS",
     "Channel",
     "ChannelError",

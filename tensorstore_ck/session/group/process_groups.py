@@ -101,7 +101,9 @@ class ProcessGroups:
 
     def local_ranks(self, group: "ProcessGroup", *, timeout_seconds: float) -> int:
         """The number of ranks of a group on this host, including this one."""
-        hosts = self.all_gather(group, "the count of the ranks of each host", host_key, timeout_seconds=timeout_seconds)
+        hosts = self.all_gather(
+            group, "the count of the ranks of each host (asynchronous saves begin with it)", host_key, timeout_seconds=timeout_seconds
+        )
         return hosts.count(hosts[group.rank()])
 
     def close(self) -> None:
