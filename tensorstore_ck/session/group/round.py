@@ -63,12 +63,12 @@ class Round:
         grace: float,
         misfit: str = "",
         in_job: Sequence[int] | None = None,
-        reports_late: bool = True,
+        waits: Wait | None = None,
     ) -> None:
         """`title` is for messages, like "the save to 'runs/gpt'"; each of `decide` and `run` has `timeout` seconds.
 
         `misfit`: why this rank does not belong to the group: it reports that, and takes no outcome as its own. `in_job`: see `named_ranks`.
-        `reports_late`: whether this rank logs that it waits for others to come.
+        `waits`: logs that this rank waits for others to come.
         """
         self.n = n
         """Its number in the group, from 1."""
@@ -79,7 +79,7 @@ class Round:
         self._title, self._object_id = title, object_id
         self._timeout, self._grace = timeout, grace
         self._misfit, self._in_job = misfit, in_job
-        self._waits = Wait(title=title, rank=rank, ranks=ranks, timeout=timeout, in_job=in_job) if reports_late else None
+        self._waits = waits
         self._deadline = channel.clock() + timeout
         self._stage = "proposal"
         self._is_counted = False
@@ -250,7 +250,8 @@ class Round:
         if missing:
             what = "did not come to it" if stage == "proposal" else "came to it but did not finish"
             who = f"{named_ranks(missing, self._in_job)} of {self._ranks}"
-            raise RankRefusedError(FailureReason(f"{who} {what} within {self._timeout:g} s"))
+            where = self._waits.elsewhere(missing) if self._waits is not None and stage == "proposal" else ""
+            raise RankRefusedError(FailureReason(f"{who} {what} within {self._timeout:g} s{where}"))
         return records
 
     # --- all others ---------------------------------------------------------------------------------------------------

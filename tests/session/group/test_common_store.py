@@ -1,4 +1,7 @@
-"""Ranks whose stores are copies of one store, such as a folder on each host's own disk: nothing is published that lacks a rank's part."""
+"""Ranks that have opened different stores, such as a folder on each host's own disk.
+
+If the stores are copies of one store, nothing is published that lacks a rank's part. If they are not, the ranks never meet, and say why.
+"""
 
 import shutil
 from pathlib import Path
@@ -42,3 +45,20 @@ def test_a_rank_with_a_store_of_its_own_is_named_by_all(pool: Pool, tmp_path: Pa
     for name in ("store", "copy"):
         with tsck.open(tmp_path / name, read_only=True, cache_dir=tmp_path / f"look-{name}") as store:
             assert not store.branches()
+
+
+def save_elsewhere(folder: str) -> str:
+    rank = dist.get_rank()
+    with tsck.open(f"{folder}/store-{rank}", create=True, cache_dir=f"{folder}/cache-{rank}") as store:
+        try:
+            store.put_snapshot({"w": torch.ones(3)}, ref="runs/one", group=GROUPS[2], timeout_seconds=0.5)
+        except tsck.SnapshotAbortedError as exc:
+            return str(exc)
+    raise AssertionError("it was published")
+
+
+@pytest.mark.slow  # the other rank waits 10 s longer than the first one
+def test_ranks_that_never_meet_say_that_they_have_different_stores(pool: Pool, tmp_path: Path) -> None:
+    for rank, said in enumerate(pool.run(save_elsewhere, str(tmp_path), ranks=2)):
+        assert f"rank {1 - rank} has opened another store, {tmp_path}/store-{1 - rank} on " in said
+        assert f"and this rank {tmp_path}/store-{rank} on " in said
