@@ -179,7 +179,14 @@ def restoring(
 
     try:
         result, resolved = _read_together(
-            session, address=address, find=find, read=read, group=ranks, must_agree=must_agree, timeout_seconds=timeout_seconds
+            session,
+            address=address,
+            find=find,
+            read=read,
+            group=ranks,
+            broadcast=broadcast,
+            must_agree=must_agree,
+            timeout_seconds=timeout_seconds,
         )
     finally:
         session.context.forget_frozen()  # what a save of another thread read meanwhile
@@ -248,13 +255,14 @@ def _read_together(
     read: Callable[[Restoring], T],
     group: "ProcessGroup | None",
     *,
+    broadcast: bool = False,
     must_agree: Callable[[SnapshotRow], bool] = lambda _: False,
     timeout_seconds: float,
 ) -> tuple[T, Resolved]:
     """Returns the result of `read` for the snapshot at `address`, and that snapshot. With `group` it is the same snapshot on all ranks, and
     either all ranks succeed or none.
 
-    `must_agree`: see `GroupRestore`.
+    `broadcast`, `must_agree`: see `GroupRestore`.
     """
     engine = session.engine
     if group is None:
@@ -280,6 +288,7 @@ def _read_together(
         address=address,
         find=find,
         read=read_as_rank,
+        broadcast=broadcast,
         must_agree=must_agree,
         sources=sources,
         timeout_seconds=timeout_seconds,

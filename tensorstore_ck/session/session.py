@@ -15,7 +15,7 @@ from tensorstore_ck.common.host_memory import default_limit_bytes, memory_error
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
+from tensorstore_ck.session.group import DEAD_AFTER_SECONDS, DIFFERENT_CALLS
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, ProcessGroups, process_group
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save import OnFull, PendingSnapshot, SaveQueue
@@ -186,6 +186,8 @@ class Session:
         try:
             self._local_ranks = self.groups.local_ranks(group, timeout_seconds=timeout_seconds)
         except StoreError as exc:
+            if exc.object_id == DIFFERENT_CALLS:
+                raise
             return UnpreparedState(exc)
         return state
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.common.user_frames import user_stacklevel
-from tensorstore_ck.errors import InvalidOptionError, MismatchError
+from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.session.group import DIFFERENT_CALLS
 from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.session.save.rank_round import UnpreparedState
 from tensorstore_ck.training import environment, optimizers
@@ -69,7 +70,9 @@ class StateSides:
             describe = lambda: RankReport(self.own.digests(), self.shared.optimizer_members())  # noqa: E731
             agreement = self._agreements.ask(store, group, describe, timeout)
             return self.capture(group.size(), with_gradients=with_gradients, agreement=agreement)
-        except Exception as exc:  # noqa: BLE001 - the save raises it
+        except Exception as exc:
+            if isinstance(exc, StoreError) and exc.object_id == DIFFERENT_CALLS:
+                raise
             return UnpreparedState(exc), None
 
     def leaving_out(self, names: Collection[str]) -> Self:

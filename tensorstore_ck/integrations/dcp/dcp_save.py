@@ -23,6 +23,7 @@ from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.plans import Role
 from tensorstore_ck.log import SnapshotRow
+from tensorstore_ck.session.group.common_store import require_common_store
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.save_status import SaveStatus
 
@@ -202,6 +203,9 @@ class DcpSave:
             assert self.begun is not None
             written, own, own_findings = self._complete(self.begun, captured, meter)
             self._destination.wrote(self._request, [written])
+            if not self._context.has_common_store:
+                require_common_store(self._engine, [report.ulids[0] for report in [own, *reports]])
+                self._context.has_common_store = True
             info = commit(
                 self._destination,
                 self._request,

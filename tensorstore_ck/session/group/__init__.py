@@ -23,11 +23,13 @@ pipeline_stages.py     whether ranks with different layouts can be one snapshot
 replica_check.py       replicas are compared at the first save of a plan
 duplicate_regions.py   regions and tensors that ranks hold in different ways are compared
 replica_drift.py       replicas are compared at later saves, in rotation
+common_store.py        rank 0 finds in the store what every rank wrote, before the first commit
 group_restore.py       a restore by all ranks, or by none
 host_shared_reads.py   ranks of one host read each block once
 """
 
 from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, StoreRunner
+from tensorstore_ck.session.group.failure_reason import DIFFERENT_CALLS
 from tensorstore_ck.session.group.group import Group, StoreThread, open_group
 from tensorstore_ck.session.group.liveness import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.participant import Participant
@@ -36,6 +38,7 @@ from tensorstore_ck.session.group.round import GRACE_SECONDS, Round
 
 __all__ = [
     "DEAD_AFTER_SECONDS",
+    "DIFFERENT_CALLS",
     "GRACE_SECONDS",
     "Channel",
     "ChannelError",

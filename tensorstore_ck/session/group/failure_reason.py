@@ -13,6 +13,9 @@ from tensorstore_ck.session.group.rank_messages import MAX_TEXT, describe_ranks,
 
 LASTING: Final = (InputError, DamageError, ConflictError)
 """Classes of errors that all ranks raise as such. The first one counts: input errors, which the user can fix; then damage, which stays."""
+DIFFERENT_CALLS: Final = "calls"
+"""The `object_id` of the error that all ranks raise if they make different calls: each of them ends its call then, without the rounds that
+would follow in it, so that all begin the next one together."""
 CLEAN: Final = "nothing needs to be cleaned up"
 
 
@@ -94,3 +97,4 @@ def check_record(record: Body, stage: str) -> None:
         take(record, "record", dict)
     if stage == "proposal":
         take_count(record, "oldest")
+        take(record, "call", str)

@@ -121,22 +121,27 @@ class Group:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
         in_job: Sequence[int] | None = None,
+        place: str = "",
         on_dead: Callable[[int, str, float], object] = lambda *_: None,
     ) -> None:
         """`scope` separates groups that share a store but not their rounds, such as those of two tensorstore_ck stores.
 
         `renew` repairs a runner whose connection broke in an earlier round, and `close` ends it: see `StoreThread`. `beat` starts the
         heartbeat of this rank when the group is first used; a rank that is silent for longer than rank 0's `dead_after` is given up.
-        `first`: a group of the same ranks that has begun a round, and whose heartbeats serve both. `in_job`: see `named_ranks`. `on_dead`
-        is called once with each rank that this one gives up (its number in the job, its host, and the silence), from any thread.
+        `first`: a group of the same ranks that has begun a round, and whose heartbeats serve both. `in_job`: see `named_ranks`. `place`:
+        the store and this host, for messages. `on_dead` is called once with each rank that this one gives up (its number in the job, its
+        host, and the silence), from any thread.
         """
         self.rank = rank
         self.ranks = ranks
         self.in_job = in_job
+        self._place = place
         self.run = run
         self.renew = renew
         """Repairs a broken connection of `run`; raises as `StoreThread.renew`."""
         self.close = close
+        self.has_common_store = False
+        """Whether rank 0 has found in the store what every rank wrote: see `require_common_store`."""
         self._beat, self._on_dead = beat, on_dead
         self._dead: dict[int, bytes] = {}
         """Rank -> the counter with which it was given up."""
@@ -164,14 +169,16 @@ class Group:
             SnapshotAbortedError: rank 0 did not begin it.
         """
         n = self._ledger.begin()
+        elsewhere = self._elsewhere if n == 1 else lambda _: ""  # ranks that met once are in one store
+        waits = Wait(title=title, rank=self.rank, ranks=self.ranks, timeout=timeout, in_job=self.in_job, elsewhere=elsewhere)
         try:
             self.renew()
-            waits = Wait(title=title, rank=self.rank, ranks=self.ranks, timeout=timeout, in_job=self.in_job)
             agreed = self._agree(self._clock() + timeout + grace, lambda: waits.report([0], ASK_SECONDS))
         except (ChannelError, RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
             self._ledger.end(n, None)
             own, zero = (named_ranks([rank], self.in_job) for rank in (self.rank, 0))
-            raise FailureReason(f"{own} waited for {zero} to begin it: {exc}").error(title, object_id) from exc
+            where = elsewhere([0])
+            raise FailureReason(f"{own} waited for {zero} to begin it: {exc}{where}").error(title, object_id) from exc
         # The ranks give up on rank 0 one after the other, so that the first one informs all.
         watch = LivenessWatch(
             agreed.counters,
@@ -192,7 +199,7 @@ class Group:
             grace=grace,
             misfit=self._misfit,
             in_job=self.in_job,
-            reports_late=self._first is None,  # a second group's rounds wait for uploads, which have no deadline
+            waits=waits if self._first is None else None,  # a second group's rounds wait for uploads, which have no deadline
         )
 
     def meet(
@@ -249,8 +256,23 @@ class Group:
                 self._beat(f"{self._agreed.counters}{self.rank}", beat_seconds(self._agreed.dead_after))
             return self._agreed
 
+    def _elsewhere(self, ranks: Sequence[int]) -> str:
+        """See `Wait.elsewhere`."""
+        with suppress(ChannelError, TypeError):
+            for rank in ranks:
+                record = self._stores().try_get(str(rank), self._clock())
+                if record is not None and take(record, "scope", str) != self._scope:
+                    who, where = named_ranks([rank], self.in_job), take(record, "place", str)
+                    return f" ({who} has opened another store, {where}, and this rank {self._place}: open one that all hosts share)"
+        return ""
+
+    def _stores(self) -> Channel:
+        """Rank -> the store that it opened last for these ranks."""
+        return Channel(self.run, f"{ROOT}stores/", ranks=self.ranks, clock=self._clock, sleep=self._sleep)
+
     def _draw(self, deadline: float, on_late: Callable[[], object]) -> _Agreed:
         channel = self._channel("")
+        self._stores().put(str(self.rank), {"scope": self._scope, "place": self._place}, deadline)
         mine = False
         while not mine:  # with the same token after an error, since the first try may have been counted
             claimed = channel.put_first(f"groups/{self.rank}/{self._generation}", {"token": self._token}, deadline)
@@ -294,6 +316,7 @@ def open_group(
     scope: str,
     *,
     dead_after: float = DEAD_AFTER_SECONDS,
+    place: str = "",
     first: Group | None = None,
     on_dead: Callable[[int, str, float], object] = lambda *_: None,
 ) -> Group:
@@ -316,6 +339,7 @@ def open_group(
         scope=scope,
         first=first,
         dead_after=dead_after,
+        place=place,
         beat=heart,
         renew=thread.renew,
         close=close,

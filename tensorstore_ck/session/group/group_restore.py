@@ -86,17 +86,21 @@ class GroupRestore(Generic[T]):
         find: Callable[[str], Resolved],
         read: "Callable[[SnapshotRow, GroupReading], T]",
         *,
+        broadcast: bool,
         must_agree: "Callable[[SnapshotRow], bool]",
         sources: RestoreSources | None,
         timeout_seconds: float,
     ) -> None:
-        """`find` and `must_agree` are called by rank 0, `read` by all; `must_agree`: whether `read` calls `GroupReading.agree`."""
+        """`find` and `must_agree` are called by rank 0, `read` by all; `must_agree`: whether `read` calls `GroupReading.agree`.
+        `broadcast`: must be the same on all ranks.
+        """
         self._sources = sources
         self._engine = engine
         self._own = own
         self._address = address
         self._find = find
         self._read = read
+        self._broadcast = broadcast
         self._must_agree = must_agree
         title = f"the checkout of {address!r}"
         self._attempt = own.begin(title, object_id=address, timeout=timeout_seconds)
@@ -117,10 +121,10 @@ class GroupRestore(Generic[T]):
 
     def _propose(self) -> Body:
         sources = {} if self._sources is None else self._sources.propose()
-        return {"address": self._address, "host": host_key(), "sources": sources}
+        return {"address": self._address, "broadcast": self._broadcast, "host": host_key(), "sources": sources}
 
     def _compare(self, proposals: list[Body]) -> Body:
-        require_same(proposals, ("address",), self._own.in_job)
+        require_same(proposals, ("address", "broadcast"), self._own.in_job)
         resolved = self._find(self._address)
         numbers: dict[bytes, int] = {}
         names = (take(proposal, "host", bytes) or f"rank {rank}".encode() for rank, proposal in enumerate(proposals))

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Final, NamedTuple
 
@@ -26,6 +26,8 @@ class Wait(NamedTuple):
     ranks: int
     timeout: float
     in_job: Sequence[int] | None
+    elsewhere: Callable[[Sequence[int]], str] = lambda _: ""
+    """Says for a message which of the ranks has opened another store; empty if none is known to have."""
 
     def report(self, missing: Sequence[int], seconds: float) -> None:
         """Logs a warning that this rank has waited for `seconds` for the `missing` ones."""
@@ -33,7 +35,7 @@ class Wait(NamedTuple):
         where = f"{call} ({self.title})" if call else self.title
         maybe = " It may itself wait for other ranks." if self.rank else ""
         text = f"{own} has waited {seconds:.0f} s for {others} in {where}, which all {self.ranks} ranks must call; it fails after"
-        _logger.warning("%s %.0f s.%s", text, self.timeout, maybe)
+        _logger.warning("%s %.0f s.%s%s", text, self.timeout, maybe, self.elsewhere(missing))
 
 
 def _call(frame: FrameType | None) -> str:

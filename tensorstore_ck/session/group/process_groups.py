@@ -1,5 +1,6 @@
 """The process groups that one store handle has used: this rank's place in each, and small messages between their ranks."""
 
+import socket
 import time
 import weakref
 from collections.abc import Callable
@@ -101,7 +102,9 @@ class ProcessGroups:
 
     def local_ranks(self, group: "ProcessGroup", *, timeout_seconds: float) -> int:
         """The number of ranks of a group on this host, including this one."""
-        hosts = self.all_gather(group, "the count of the ranks of each host", host_key, timeout_seconds=timeout_seconds)
+        hosts = self.all_gather(
+            group, "the count of the ranks of each host (asynchronous saves begin with it)", host_key, timeout_seconds=timeout_seconds
+        )
         return hosts.count(hosts[group.rank()])
 
     def close(self) -> None:
@@ -125,5 +128,7 @@ class ProcessGroups:
         """This rank's `Group` of a process group, and the plans of its saves."""
         if group not in self._groups:
             report = partial(self._report_dead, group.rank())
-            self._groups[group] = open_group(group, self._engine.config.uuid, dead_after=self._dead_after_seconds, on_dead=report), {}
+            place = f"{self._engine.backend.url} on {socket.gethostname()}"
+            own = open_group(group, self._engine.config.uuid, dead_after=self._dead_after_seconds, place=place, on_dead=report)
+            self._groups[group] = own, {}
         return self._groups[group]

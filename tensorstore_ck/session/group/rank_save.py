@@ -27,6 +27,7 @@ from tensorstore_ck.format.random_streams import RULE
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest, unpack_body
 from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.session.group import replica_drift
+from tensorstore_ck.session.group.common_store import require_common_store
 from tensorstore_ck.session.group.group import Group
 from tensorstore_ck.session.group.matching_arguments import Differing, describe_options, require_same
 from tensorstore_ck.session.group.pipeline_stages import PipelineStage, contradiction
@@ -260,6 +261,9 @@ class RankSave:
             raise MismatchError(problem + in_the_job(self._group.in_job), object_id=self._request.ref)
         self._differing_copies = problem
         self._planning.count()
+        if not self._destination.is_staging and not self._group.has_common_store:
+            require_common_store(self._engine, [result.parts.ulids[0] for result in results], self._group.in_job)
+            self._group.has_common_store = True
         drifted = replica_drift.drifted([result.replica_hashes for result in results])
         info = commit(
             self._destination,

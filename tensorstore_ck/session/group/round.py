@@ -24,6 +24,7 @@ from tensorstore_ck.errors import (
     ConflictError,
     CorruptObjectError,
     InputError,
+    InvalidOptionError,
     MismatchError,
     NoSpaceError,
     PermissionDeniedError,
@@ -33,12 +34,14 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.session.group.channel import Channel, ChannelError, LateError, SilentError, decode_record, encode_record
-from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefusedError, check_record
+from tensorstore_ck.session.group.failure_reason import DIFFERENT_CALLS, FailureReason, RankRefusedError, check_record
 from tensorstore_ck.session.group.late_rank_warning import ASK_SECONDS, LATE_SECONDS, Wait
 from tensorstore_ck.session.group.participant import Participant, RoundLedger
-from tensorstore_ck.session.group.rank_messages import error_text, named_ranks, unheard
+from tensorstore_ck.session.group.rank_messages import describe_ranks, error_text, named_ranks, unheard
 
 GRACE_SECONDS: Final = 10.0  # the time after the deadline in which only rank 0 may end the round
+CALL_WORDS: Final = 3
+"""The words of a title that say which call it is: "the save to" ..."""
 ADMIT, GO, OUTCOME, FAILED, LATE = "admit", "go", "outcome", "failed", "late"
 
 
@@ -60,12 +63,12 @@ class Round:
         grace: float,
         misfit: str = "",
         in_job: Sequence[int] | None = None,
-        reports_late: bool = True,
+        waits: Wait | None = None,
     ) -> None:
         """`title` is for messages, like "the save to 'runs/gpt'"; each of `decide` and `run` has `timeout` seconds.
 
         `misfit`: why this rank does not belong to the group: it reports that, and takes no outcome as its own. `in_job`: see `named_ranks`.
-        `reports_late`: whether this rank logs that it waits for others to come.
+        `waits`: logs that this rank waits for others to come.
         """
         self.n = n
         """Its number in the group, from 1."""
@@ -76,7 +79,7 @@ class Round:
         self._title, self._object_id = title, object_id
         self._timeout, self._grace = timeout, grace
         self._misfit, self._in_job = misfit, in_job
-        self._waits = Wait(title=title, rank=rank, ranks=ranks, timeout=timeout, in_job=in_job) if reports_late else None
+        self._waits = waits
         self._deadline = channel.clock() + timeout
         self._stage = "proposal"
         self._is_counted = False
@@ -161,6 +164,7 @@ class Round:
     def _lead(self, participant: Participant) -> Body:
         try:
             proposals = self._collect(_plain(participant.propose()))
+            self._require_same_call([take(proposal, "call", str) for proposal in proposals])
             answer = _plain(self._judged(lambda: participant.compare([take(proposal, "record", dict) for proposal in proposals])))
             oldest = min(take_count(proposal, "oldest") for proposal in proposals)
             self._put(GO, {"record": answer, "left": max(0.0, self._deadline - self._channel.clock()), "oldest": oldest})
@@ -182,6 +186,13 @@ class Round:
             raise self._error(FailureReason.of_outcome(reported) or FailureReason("the other ranks cannot be reached"))
         return outcome
 
+    def _require_same_call(self, calls: Sequence[str]) -> None:
+        """Raises `RankRefusedError` if the ranks are in rounds of different calls, such as a save and a restore."""
+        if len({tuple(call.split()[:CALL_WORDS]) for call in calls}) > 1:
+            text = f"the ranks make different calls: {describe_ranks(dict(enumerate(calls)), self._in_job)}"
+            advice = "make the same calls in the same order on all ranks"
+            raise RankRefusedError(FailureReason(f"{text}; {advice}", InvalidOptionError.kind, DIFFERENT_CALLS))
+
     def _judged(self, judge: Callable[[], Body | str]) -> Body:
         """Rank 0's conclusion from the records of all ranks.
 
@@ -201,7 +212,7 @@ class Round:
     def _collect(self, own: Body) -> list[Body]:
         """The records of all ranks in this stage: see `_gather`."""
         stage = self._stage
-        return [{"record": own, "oldest": self._ledger.oldest()}, *self._gather(stage, range(1, self._ranks)).values()]
+        return [{"record": own, **self._about()}, *self._gather(stage, range(1, self._ranks)).values()]
 
     def _gather(self, stage: str, ranks: Sequence[int]) -> dict[int, Body]:
         """The records of other ranks in a stage.
@@ -239,7 +250,8 @@ class Round:
         if missing:
             what = "did not come to it" if stage == "proposal" else "came to it but did not finish"
             who = f"{named_ranks(missing, self._in_job)} of {self._ranks}"
-            raise RankRefusedError(FailureReason(f"{who} {what} within {self._timeout:g} s"))
+            where = self._waits.elsewhere(missing) if self._waits is not None and stage == "proposal" else ""
+            raise RankRefusedError(FailureReason(f"{who} {what} within {self._timeout:g} s{where}"))
         return records
 
     # --- all others ---------------------------------------------------------------------------------------------------
@@ -249,7 +261,7 @@ class Round:
         try:
             if self._misfit:
                 raise RankRefusedError(FailureReason(self._misfit))
-            self._put(f"proposal/{self._rank}", {"record": participant.propose(), "oldest": self._ledger.oldest()})
+            self._put(f"proposal/{self._rank}", {"record": participant.propose(), **self._about()})
             awaited = [GO, OUTCOME] if participant.begins_rounds else [OUTCOME, GO]
             key, answer = self._channel.wait(awaited, self._patience(), writer=0, on_late=self._report_silent_leader)
             if key == GO:
@@ -316,6 +328,10 @@ class Round:
         return put
 
     # --- both ---------------------------------------------------------------------------------------------------------
+
+    def _about(self) -> Body:
+        """What is sent with each proposal."""
+        return {"oldest": self._ledger.oldest(), "call": self._title}
 
     def _resolve(self, participant: Participant, reason: FailureReason) -> Body | FailureReason:
         """Takes the outcome from the log, and sends it to all ranks that can be reached: the record, or why nothing was saved."""

@@ -114,7 +114,7 @@ class CaptureMemory:
 
     def wait_until_taken(self, queued: QueuedSave, save: Capturable, under_way: int) -> None:
         """As `wait`, until there is a slot. A function of its own, so that the caller's `except` meets Ctrl-C: see common/waiting.py."""
-        while not self.wait(queued, save, under_way):
+        while not self.try_take(queued, save) and not self.wait(queued, save, under_way):
             pass
 
     def wait(self, queued: QueuedSave, save: Capturable, under_way: int) -> bool:

@@ -21,6 +21,7 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.session.group import Group, Participant
+from tensorstore_ck.session.group.common_store import require_common_store
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.heal_staged import NOT_DAMAGED, Healing, heal, plan, report
 from tensorstore_ck.session.save.save_status import SaveStatus
@@ -144,6 +145,9 @@ class PublishRounds:
                 return {"healed": healed}
             try:
                 with status.meter.timed("commit"):
+                    if not self._group.has_common_store:
+                        require_common_store(self._context.engine, [part.ulids[0] for part in self._upload.parts()], self._group.in_job)
+                        self._group.has_common_store = True
                     self._upload.append(txn)
             except ConflictError as exc:
                 return self._lost(str(exc))

@@ -6,6 +6,7 @@ from functools import partial
 from tensorstore_ck.backend.staging.unsent_file import StagedDamageError
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.stagger import stagger_delay
+from tensorstore_ck.engine.write.publish import RankParts
 from tensorstore_ck.format.record import record_name
 from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.session.save.context import SaveContext
@@ -88,9 +89,13 @@ class StagedUpload:
             )
         return taken
 
+    def parts(self) -> list[RankParts]:
+        """The parts of all ranks, by their newest names."""
+        assert self.lead is not None
+        return [self.renewed[rank].applied(part) if rank in self.renewed else part for rank, part in enumerate(self.lead.parts)]
+
     def append(self, attempt: Ulid) -> SnapshotRow:
         """Appends the log entry that publishes it."""
         assert self.lead is not None
-        parts = [self.renewed[rank].applied(part) if rank in self.renewed else part for rank, part in enumerate(self.lead.parts)]
-        renewed = parts if self.renewed else None
+        renewed = self.parts() if self.renewed else None
         return publish_staged(self._context.engine, lead=self.lead, txn=self.txn, attempt=attempt, ref=self.ref, renewed=renewed)

@@ -90,6 +90,23 @@ def test_a_rank_that_raises(pool: Pool, folder: Path) -> None:
         assert store.fsck(read_data=True).ok
 
 
+def save_apart(folder: str) -> None:
+    rank = dist.get_rank()
+    writer = Writer(f"{folder}/apart-{rank}", "apart", cache_dir=f"{folder}/cache-apart-{rank}")
+    dcp.save({"w": sharded(rows=2000)}, storage_writer=writer, process_group=GROUPS[RANKS])
+
+
+def test_ranks_with_stores_of_their_own_publish_nothing(pool: Pool, tmp_path: Path) -> None:
+    """Such as a folder on each host's own disk."""
+    for rank in range(RANKS):
+        tsck.open(tmp_path / f"apart-{rank}", create=True, cache_dir=tmp_path / "cache").close()
+    for error in pool.ask(save_apart, str(tmp_path), ranks=RANKS):
+        assert [type(cause) for cause in causes(error)] == [tsck.InvalidOptionError]
+        assert "open one that all hosts share" in str(error)
+    with tsck.open(tmp_path / "apart-0", cache_dir=tmp_path / "cache") as store:
+        assert not store.branches()
+
+
 def test_a_stale_writer_is_refused(pool: Pool, folder: Path) -> None:
     """A job that was given up for dead continues while its successor runs."""
     pool.run(save_plain, str(folder), "old", "fenced", 1, ranks=RANKS)

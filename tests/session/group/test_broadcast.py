@@ -152,3 +152,23 @@ def test_one_rank_fails_before_it_reads(pool: Pool, folder: Path, late: int) -> 
     for message in pool.run(miss_the_snapshot, str(folder), late, ranks=RANKS):
         assert "rank 1" in message
         assert "does not see the snapshot" in message
+
+
+def restore_differently(folder: str, odd: int) -> str:
+    """What it raises; a restore after it works."""
+    options: dict[str, Any] = {"group": GROUPS[RANKS], "timeout_seconds": TIMEOUT_SECONDS}
+    with tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{dist.get_rank()}") as store:
+        try:
+            store.checkout("job", into=target(False), broadcast=dist.get_rank() == odd, **options)
+        except tsck.InvalidOptionError as exc:
+            assert store.checkout("job", **options)["step"] == 3
+            return str(exc)
+    raise AssertionError("it was not refused")
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_ranks_that_differ_in_it_are_refused(pool: Pool, folder: Path, odd: int) -> None:
+    """They would wait for each other until the timeout."""
+    for said in pool.run(restore_differently, str(folder), odd, ranks=RANKS):
+        assert "the ranks differ in broadcast" in said
+        assert f"rank {odd}: True" in said

@@ -86,6 +86,7 @@ def test_several_in_flight_each_as_it_was_at_its_call(begin: Callable[..., Ask],
     put(ask, 6)
     require_published(ask, 1, 2, 3, 4, 6)
     require_visible(tmp_path, 3, 1, 2, 3, 4, 5, 6)
+    assert ask(rank_side.told, "stalled", "stall_seconds") == [[]] * 3, "there was memory for all"
     for in_use, limit in ask(rank_side.memory):
         assert not in_use
         assert default_limit_bytes(3) / 2 < limit < 2 * default_limit_bytes(3)
