@@ -46,10 +46,10 @@ class EpochsMixin:
         """A save after the last step of an epoch waits for what is due at the epoch's end: a resume would leave that out."""
         state, control = self._native.state, self._native.control
         is_step, self._ended_step = state.global_step != self._ended_step, state.global_step
-        ends = state.epoch == int(state.epoch) or control.should_epoch_stop or control.should_training_stop
         if not is_step:
             control.should_save = control.should_save or self._waits_for_epoch
-        self._waits_for_epoch = is_step and ends and control.should_save and self._native.args.save_strategy != SaveStrategy.BEST
+        is_due = is_step and control.should_save and self._native.args.save_strategy != SaveStrategy.BEST
+        self._waits_for_epoch = is_due and (control.should_epoch_stop or control.should_training_stop or state.epoch == int(state.epoch))
         if self._waits_for_epoch:
             control.should_save = False
         super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]

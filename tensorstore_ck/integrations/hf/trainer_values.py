@@ -48,8 +48,9 @@ def place_in_stream(trainer: NativeTrainer, values: dict[str, Any]) -> tuple[int
     The loop counts the batches of such a pass as parts of an epoch of all steps.
     """
     saved = parse_json(values[STATE])
-    passes = int(saved["epoch"])
-    return passes, round((saved["epoch"] - passes) * saved["max_steps"] * trainer.args.gradient_accumulation_steps)
+    epoch = saved["epoch"] or 0
+    passes = int(epoch)
+    return passes, round((epoch - passes) * saved["max_steps"] * trainer.args.gradient_accumulation_steps)
 
 
 def target() -> dict[str, Any]:
