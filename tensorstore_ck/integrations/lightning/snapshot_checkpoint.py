@@ -218,6 +218,8 @@ class SnapshotMixin:
         if self._postponed and not self._waits:  # the evaluation did not come
             self._save_postponed(trainer)
         super().on_train_batch_end(trainer, pl_module=pl_module, outputs=outputs, batch=batch, batch_idx=batch_idx)  # type: ignore[misc]
+        if self._waits and getattr(self._native, "_defer_save_until_validation", False):  # ModelCheckpoint forgets it at an epoch's end
+            self._native._defer_save_until_validation, self._postponed = False, True
         if self._when is not None and trainer.global_step != self._step_seen and not trainer.fast_dev_run:
             if self._waits:
                 self._postponed = True
@@ -248,8 +250,9 @@ class SnapshotMixin:
             return
         if self._when is not None:
             self._step(trainer)
-        else:
-            candidates = self._native._monitor_candidates(trainer)
+            return
+        candidates = self._native._monitor_candidates(trainer)
+        if self._native.monitor is None or self._native.monitor in candidates:  # no evaluation came: ModelCheckpoint defers, too
             self._save_topk_checkpoint(trainer, candidates)
             self._save_last_checkpoint(trainer, candidates)
 

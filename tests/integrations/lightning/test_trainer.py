@@ -197,6 +197,12 @@ def test_the_best_is_there_on_a_host_without_the_files(tmp_path: Path, store: ts
     trainer.validate(trainer.lightning_module, ckpt_path="best", verbose=False)
 
 
+def test_a_save_that_is_due_with_the_first_value_of_its_monitor_is_made(tmp_path: Path, store: tsck.Store) -> None:
+    """ModelCheckpoint makes none in the first epoch."""
+    _fit(tmp_path, runs.checkpoint(tmp_path, store, every_n_train_steps=5, monitor="val_loss", mode="max"))
+    assert [each.step for each in store.log(runs.REF)] == [15, 10, 5]
+
+
 def test_the_last_can_be_a_link(tmp_path: Path, store: tsck.Store) -> None:
     _fit(tmp_path, runs.checkpoint(tmp_path, store, save_last="link"), max_epochs=1)
     last = tmp_path / "files" / "last.ckpt"
