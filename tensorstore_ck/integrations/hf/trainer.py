@@ -15,12 +15,14 @@ from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, rotate_checkpoints
 
+from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
 from tensorstore_ck.integrations.hf.compatibility import require_supported
+from tensorstore_ck.integrations.hf.epochs import EpochsMixin
 from tensorstore_ck.integrations.hf.exception_save import ExceptionSaveMixin
 from tensorstore_ck.integrations.hf.resume_source import ARGUMENT, begin_search, native_folder, remove_imported, write_imported
 from tensorstore_ck.integrations.hf.weights import AdapterBase
@@ -28,7 +30,7 @@ from tensorstore_ck.integrations.model_file_names import MODEL_FILES
 from tensorstore_ck.integrations.trainer import persistent_workers
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.attach import opened
-from tensorstore_ck.integrations.trainer.pointers import NamedSaves, SnapshotPointer, read_pointer, write_pointer
+from tensorstore_ck.integrations.trainer.pointers import NamedSaves, SnapshotPointer, is_there, read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer, published_or_newest
 from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.store import Store
@@ -41,7 +43,7 @@ NOT_WEIGHTS: Final = ("optimizer", "scheduler", "scaler", "rank_values")
 
 
 @short_errors
-class SnapshotMixin(ExceptionSaveMixin):
+class SnapshotMixin(EpochsMixin, ExceptionSaveMixin):
     """Makes a subclass of transformers' Trainer save into a store: ``class MyTrainer(SnapshotMixin, transformers.Trainer)``."""
 
     def __init__(
@@ -97,7 +99,7 @@ class SnapshotMixin(ExceptionSaveMixin):
         self._store = opened(store)
         self._ref, self._asynchronous = ref, asynchronous
         self._checkpointer: Checkpointer | None = None
-        self._values: dict[str, Any] = {}
+        self._values = {}
         self._frozen_base = weights.FrozenBase() if frozen_base else None
         self._frozen: list[str] = []
         self._saves_base = save_base or frozen_base
@@ -170,9 +172,16 @@ class SnapshotMixin(ExceptionSaveMixin):
         if args.local_process_index == 0 and not (is_given and (folder / TRAINER_STATE_NAME).exists()):
             write_pointer(folder, SnapshotPointer(self._store.url, snapshot.root))
             replace_file(folder / TRAINER_STATE_NAME, values[trainer_values.STATE].encode())
+        if args.local_process_index == 0:
+            self._name_best(parse_json(values[trainer_values.STATE]).get("best_global_step"), snapshot.ref)
         if self._group is not None:
             dist.barrier(self._group)
         return str(folder)
+
+    def _name_best(self, step: int | None, ref: str) -> None:
+        """Names the best snapshot so far where this host lacks its folder."""
+        if step is not None and not self._folder(step).exists() and is_there(self._store, f"{ref}@{step}"):
+            write_pointer(self._folder(step), SnapshotPointer(self._store.url, self._store.resolve(f"{ref}@{step}").root))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if read_pointer(resume_from_checkpoint) is None:
@@ -204,6 +213,7 @@ class SnapshotMixin(ExceptionSaveMixin):
             self._training(self._values).restore(self._store, pointer.address, group=self._group, parts=parts)
         if self._engine is None:
             self._load_weights(pointer.address)
+        self._note_best_folder()
         self._is_resuming = False
 
     def _load_weights(self, address: str) -> None:
@@ -222,12 +232,6 @@ class SnapshotMixin(ExceptionSaveMixin):
         TrainingState().restore(self._store, pointer.address, group=self._group, parts=("generators",))
         trainer_values.restore(self._native, self._values)
 
-    def _run_epoch(self, *args: Any, **options: Any) -> None:
-        """A finished run is not continued: transformers would train one more step, if it has ended within an epoch."""
-        state = self._native.state
-        if state.global_step < state.max_steps:
-            super()._run_epoch(*args, **options)
-
     def _load_best_model(self) -> None:
         native = self._native
         pointer, self._is_between_steps = read_pointer(native.state.best_model_checkpoint), False
@@ -240,15 +244,19 @@ class SnapshotMixin(ExceptionSaveMixin):
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
+    def _note_best_folder(self, trial: Any = None) -> None:
+        native, state = self._native, self._native.state
+        if native.args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST) and state.best_global_step:
+            best = self._folder(state.best_global_step, trial)
+            if state.best_global_step == state.global_step or best.exists():
+                state.best_model_checkpoint = str(best)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         native, state = self._native, self._native.state
         if native.hp_search_backend is None and trial is None:
             native.store_flos()
         folder = self._folder(state.global_step, trial)
-        if native.args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST) and state.best_global_step:
-            best = self._folder(state.best_global_step, trial)
-            if best == folder or best.exists():
-                state.best_model_checkpoint = str(best)
+        self._note_best_folder(trial)
         if native.args.should_save:
             trainer_values.note_callbacks(native)
         self._values.update(trainer_values.capture(native))

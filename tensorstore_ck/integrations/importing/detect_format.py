@@ -10,6 +10,7 @@ from tensorstore_ck.integrations.importing import dcp_folder, dcp_safetensors, m
 from tensorstore_ck.integrations.importing.deepspeed.folder import find_tag_folder, load_deepspeed
 from tensorstore_ck.integrations.importing.deepspeed.trainers import is_accelerate, load_accelerate, load_trainer
 from tensorstore_ck.integrations.importing.detect_history import SeveralStepsError, require_one_step
+from tensorstore_ck.integrations.importing.malformed import printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
 from tensorstore_ck.integrations.importing.numbers_in_names import missing_files
 from tensorstore_ck.integrations.importing.outside_importers import read_by_outside_importer
@@ -18,9 +19,11 @@ from tensorstore_ck.integrations.importing.placeholders import FoundState
 from tensorstore_ck.integrations.importing.safetensors_file import is_safetensors, load_safetensors
 from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load_torch_file
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES
+from tensorstore_ck.state.select import listed
 
 LIGHTNING_VERSION: Final = "pytorch-lightning_version"
 _LIGHTNING_META: Final = "meta.pt"
+_NO_METADATA: Final = "a folder without a .metadata"
 _FORMATS: Final = (
     "a torch file, a Lightning checkpoint, a safetensors file, a folder or index of such files, a DCP folder, or a folder of DeepSpeed or "
     "Megatron"
@@ -66,6 +69,10 @@ def _in_file(files: Files, file: MappedFile, known: PickleAllowlist) -> FoundSta
     if bytes(file.data[257:262]) == b"ustar":
         raise UnsupportedValueError(
             f"{file.path} is a tar archive: unpack it; if torch 0.1 wrote it, load it with torch, and save it again", object_id=file.path
+        )
+    if bytes(file.data[:1]) == b"\x80":
+        raise UnsupportedValueError(
+            f"{file.path} is a pickle, but not of torch.save: load it where you trust it, and save it with torch.save", object_id=file.path
         )
     raise UnsupportedValueError(f"{file.path} has no supported format: give {_FORMATS}", object_id=file.path)
 
@@ -147,7 +154,7 @@ def _read_members(files: Files, folder: Folder, names: Sequence[str], known: Pic
                 files, Folder(folder.join(os.path.join(name, dcp_folder.METADATA)).removesuffix(dcp_folder.METADATA)), known
             )
         elif os.path.isdir(path):
-            skipped.append((name, "a folder without a .metadata"))
+            skipped.append((name, _NO_METADATA))
         elif name == trainer_folder.ARGUMENTS:
             skipped.append((name, trainer_folder.SKIPPED_ARGUMENTS))
         else:
@@ -168,7 +175,9 @@ def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowl
         steps = trainer_folder.checkpoints_in(folder, names)
         if len(steps) > 1:
             raise SeveralStepsError(folder.path, steps, "name", names, can_be_one=False)
-        hint = f"import {os.path.join(folder.path, *steps)}" if steps else f"give {_FORMATS}"
+        below = [printable(name) for name, why in skipped if why == _NO_METADATA]
+        inside = f" (the folders in it are not searched: give one of {listed(below)}, or one in it)" if below else ""
+        hint = f"import {os.path.join(folder.path, *steps)}" if steps else f"give {_FORMATS}{inside}"
         raise NotFoundError(f"{folder.path} has no checkpoint of a supported format: {hint}", object_id=folder.path)
     if len(states) == 1:
         (only,) = states.values()

@@ -1,6 +1,8 @@
 """Imports a checkpoint as one snapshot: all of it becomes visible, or nothing."""
 
+import glob
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.request import LAST_SEEN, AnyHead, LastSeen
-from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.record import STORE_KEY
 from tensorstore_ck.integrations.importing.crc_check import with_crc_check
 from tensorstore_ck.integrations.importing.detect_format import find_state
@@ -173,7 +175,7 @@ def opened(
         if names is not None:
             state, others = convert_state(read_names(names), state)
             left_out = [*left_out, *others]
-        captured = capture(state)
+        captured = _capture(state, origin)
         tensors = captured.layout.tensors
         contents = CheckpointContents(
             path=origin,
@@ -190,3 +192,14 @@ def opened(
             missing=found.missing,
         )
         yield Opened(contents, captured, files, state)
+
+
+def _capture(state: Any, origin: str) -> CapturedState:
+    """Captures a state. The errors name the option that leaves the value out."""
+    try:
+        return capture(state)
+    except UnsupportedValueError as exc:
+        pattern = shlex.quote(glob.escape(exc.object_id))
+        raise UnsupportedValueError(
+            f"{Exception.__str__(exc)}, or exclude it (--exclude {pattern}) from the import of {origin}", object_id=exc.object_id
+        ) from exc

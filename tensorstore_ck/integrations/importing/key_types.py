@@ -6,15 +6,17 @@ Hashes of text and bytes are random; those of numbers and tuples can be chosen (
 from collections.abc import Sequence
 from typing import Any, Final
 
+import torch
+
 from tensorstore_ck.format.hash_probes import RANDOM_HASHES, HashProbes, reject_slow_keys
 from tensorstore_ck.integrations.importing.malformed import MalformedError
-from tensorstore_ck.integrations.importing.placeholders import Unstorable
 
 MAX_KEY_DEPTH: Final = 8
 """The depth of nested tuples, whose hash recurses."""
 MAX_KEY_ITEMS: Final = 4096
 """Items in a key. A nested tuple counts each time it occurs."""
 
+_BY_ID: Final[object] = object.__hash__
 _KEY_TYPES: Final = frozenset({str, int, float, complex, bool, bytes, type(None)})
 
 
@@ -66,6 +68,7 @@ def _items(key: Any, depth: int = 0, left: int = MAX_KEY_ITEMS) -> int:
             if items > left:
                 raise MalformedError(f"it has a key of more than {MAX_KEY_ITEMS} items")
         return items
-    if kind is frozenset or isinstance(key, Unstorable) or callable(getattr(key, "build", None)) or kind.__module__ in ("torch", "numpy"):
+    is_by_id = kind.__hash__ is _BY_ID or isinstance(key, torch.Tensor)
+    if kind is frozenset or is_by_id or callable(getattr(key, "build", None)) or kind.__module__ in ("torch", "numpy"):
         return 1
     raise MalformedError(f"it has a {kind.__name__} as a key, or a tuple that is nested too deep")

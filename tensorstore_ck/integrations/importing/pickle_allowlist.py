@@ -33,7 +33,7 @@ _UNSTORABLE: Final = {
     ("torch._utils", "_rebuild_meta_tensor_no_storage"): "a tensor without data (meta)",
 }
 """Functions of torch -> what they make."""
-_LAYOUTS: Final = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
+_LAYOUTS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 _ATTRIBUTE_DICTS: Final = (
     "lightning.fabric.utilities.data",
     "lightning.pytorch.utilities.parsing",

@@ -12,6 +12,8 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import torch
+
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.format.tree import MAX_PATH
 from tensorstore_ck.format.values import MAX_NESTING
@@ -54,7 +56,7 @@ def resolve_placeholders(
     resolver = _Resolver(exclude, origin)
     resolver.bound(state, parsed_bytes)
     resolved = resolver.visit(state, "")
-    resolver.note_names(list(dropped))
+    resolver.note_names(*dropped)
     resolver.raise_on_leftovers(unknown)
     return resolved, resolver.left_out
 
@@ -165,6 +167,8 @@ class _Resolver:
             return self._note(value, f"the function {value.name}", path)
         if isinstance(value, Stored):
             return self._note(value, "a bare storage", path)
+        if isinstance(value, type | torch.layout):
+            return self._note(value, _class_or_layout(value), path)
         if kind in (set, frozenset) and (hidden := _placeholder_in(value)) is not None:
             self._needs_code = True
             return self._note(value, hidden, path)
@@ -179,9 +183,10 @@ class _Resolver:
             below = f"{path}.{name}" if path else name
             if hidden is not None:
                 changed = True
-                if not self._is_left_out(below, [key, item]):
+                if not self._is_left_out(below, key, item):
                     self._needs_code = True
-                    self._note([key, item], f"{hidden}, as a key", below)
+                    self._note(item, f"{hidden}, as a key", below)
+                    self.note_names(key)
                 continue
             new = self.visit(item, below)
             changed = changed or new is not item
@@ -203,17 +208,17 @@ class _Resolver:
         self._refused.setdefault(name, []).append(path or _ALL)
         return value
 
-    def _is_left_out(self, path: str, value: Any) -> bool:
+    def _is_left_out(self, path: str, *values: Any) -> bool:
         fitting = [text for text, pattern in self._patterns.items() if pattern.match(path)]
         if fitting:
             self._unused.difference_update(fitting)
             self.left_out.append(path)
-            self.note_names(value)
+            self.note_names(*values)
         return bool(fitting)
 
-    def note_names(self, value: Any) -> None:
-        """Records the names of all placeholders in a value, and in their contents."""
-        pending = [value]
+    def note_names(self, *values: Any) -> None:
+        """Records the names of all placeholders in values of the state, which it knows by their ids, and in their contents."""
+        pending = list(values)
         while pending:
             item = pending.pop()
             if id(item) in self._noted:
@@ -240,7 +245,13 @@ def _placeholder_in(value: Any) -> str | None:
         return next((name for item in value if (name := _placeholder_in(item)) is not None), None)
     if isinstance(value, Unstorable | AllowedGlobal):
         return value.name
-    return type(value).__name__ if isinstance(value, Stored | Deferred) else None
+    if isinstance(value, type | torch.layout):
+        return _class_or_layout(value)
+    return type(value).__name__ if isinstance(value, Stored | Deferred | torch.Tensor) else None
+
+
+def _class_or_layout(value: "type[Any] | torch.layout") -> str:
+    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else str(value)
 
 
 def _items(container: Any) -> Iterable[Any]:

@@ -21,6 +21,8 @@ from tensorstore_ck.integrations.importing.zip_directory import is_archive, read
 KIND: Final = "torch file"
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _MAGIC_PICKLED: Final = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b"."
+_FRAME: Final = b"\x95" + len(_MAGIC_PICKLED).to_bytes(8, "little")
+"""Before it with protocols from 4 on."""
 _FIRST_BYTES: Final = 1024
 _PROTOCOL: Final = 1001
 _PROGRAMS: Final = {"constants.pkl": ("TorchScript", "torch.jit.load"), "archive_format": ("torch.export", "torch.export.load")}
@@ -40,7 +42,7 @@ def is_torch_file(file: MappedFile) -> bool:
     """Whether it begins like a torch file, or is an archive of torch in another order."""
     first = bytes(file.data[:_FIRST_BYTES])
     if not is_archive(file.data):
-        return first[:1] == b"\x80" and first[2:15] == _MAGIC_PICKLED
+        return first[:1] == b"\x80" and first[2:].removeprefix(_FRAME).startswith(_MAGIC_PICKLED)
     if first[30 : 30 + int.from_bytes(first[26:28], "little")].endswith(b"/data.pkl"):
         return True
     try:

@@ -184,6 +184,22 @@ def test_the_best_model_is_loaded_at_the_end_and_limits_hold(tmp_path: Path, sto
     assert len(_snapshot_steps(store)) == 3
 
 
+def test_the_best_model_is_loaded_on_a_host_without_the_folders(tmp_path: Path, store: tsck.Store) -> None:
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
+    options |= {"metric_for_best_model": "loss", "greater_is_better": True, "save_total_limit": 2}
+    whole = runs.native(tmp_path / "native", **options)
+    whole.train()
+    with pytest.raises(runs.Killed):
+        runs.over_store(tmp_path / "one", store, kill_after=9, **options).train()
+    store.drain()
+    resumed = runs.over_store(tmp_path / "other", store, **options)
+    resumed.train(resume_from_checkpoint=True)
+    best = whole.state.best_global_step
+    assert resumed.state.best_global_step == best is not None
+    assert Path(resumed.state.best_model_checkpoint or "").name == f"checkpoint-{best}"
+    runs.assert_equal(runs.weights(resumed), runs.weights(whole))
+
+
 def test_a_limit_of_snapshots_bounds_their_bytes(tmp_path: Path, store: tsck.Store) -> None:
     # A wide model: else the log would take half of the store, and the number of its entries depends on timing.
     trainer = runs.over_store(tmp_path / "out", store, width=64, save_steps=1, save_total_limit=2, max_steps=30)

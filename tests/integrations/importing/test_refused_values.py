@@ -31,6 +31,15 @@ NAMED: list[tuple[Callable[[], Any], str]] = [
     (lambda: torch.empty(3, device="meta"), "v (a tensor without data (meta))"),
     (lambda: {Unknown: Unknown()}, f"v.{__name__}.Unknown ({__name__}.Unknown, as a key)"),
     (lambda: {(1, Unknown): 1}, f"v.{__name__}.Unknown ({__name__}.Unknown, as a key)"),
+    (lambda: {int: 1}, "v.builtins.int (builtins.int, as a key)"),
+    (lambda: {("a", torch.Tensor): 1}, "v.Tensor (Tensor, as a key)"),
+    (lambda: {torch.nn.Parameter(WEIGHT): 1}, "v.Parameter (Parameter, as a key)"),
+    (lambda: {torch.ones(1): 1}, "v.Tensor (Tensor, as a key)"),
+    (lambda: {torch.strided: 1}, "v.torch.strided (torch.strided, as a key)"),
+    (lambda: {int}, "v (builtins.int)"),
+    (lambda: float, "v (builtins.float)"),
+    (lambda: torch.strided, "v (torch.strided)"),
+    (lambda: torch.eye(2).to_sparse_csc(), "v (a sparse tensor)"),
     (lambda: {"it's [0]*": Unknown()}, f"v.it's [0]* ({__name__}.Unknown)"),
 ]
 
@@ -55,6 +64,21 @@ def test_a_value_is_refused_by_its_name_and_the_hint_works(refuse: Refuse, bring
     found, _ = bring(tmp_path / "a.pt", exclude=hint[1:])
     require_same(found["w"], WEIGHT)
     assert not found.get("v")
+
+
+def test_a_value_that_only_a_save_refuses_can_be_excluded(refuse: Refuse, bring: Bring, tmp_path: Path) -> None:
+    values = torch.ones(3, dtype=torch.complex64)
+    torch.save({"x": values, "it's": values.conj()}, tmp_path / "a.pt")
+    message = refuse(tmp_path / "a.pt", tsck.UnsupportedValueError)
+    (pattern,) = shlex.split(message.partition("(--exclude ")[2].partition(") from")[0])
+    assert bring(tmp_path / "a.pt", exclude=[pattern])[0].keys() == {"x"}
+
+
+def test_several_keys_of_unknown_classes_are_excluded(bring: Bring, tmp_path: Path) -> None:
+    """As the callbacks of Lightning before 1.5."""
+    classes = (torch.nn.Linear, torch.nn.ReLU, torch.nn.GELU, torch.nn.Dropout, torch.nn.LayerNorm, Unknown)
+    torch.save({"callbacks": {kind: {} for kind in classes}, "w": WEIGHT}, tmp_path / "a.pt")
+    assert bring(tmp_path / "a.pt", exclude=["callbacks.*"])[0].keys() == {"callbacks", "w"}
 
 
 @pytest.mark.parametrize("zipped", [True, False])

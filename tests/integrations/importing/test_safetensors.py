@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,16 @@ def test_nothing_to_import(refuse: Refuse, tmp_path: Path) -> None:
     refuse(tmp_path / "nowhere", tsck.NotFoundError)
     refuse(tmp_path / "zero", tsck.CorruptObjectError)
     refuse(tmp_path / "text", tsck.UnsupportedValueError)
+    (tmp_path / "pickle").write_bytes(pickle.dumps({"a": 1}))
+    assert "is a pickle, but not of torch.save" in refuse(tmp_path / "pickle", tsck.UnsupportedValueError)
+
+
+def test_folders_in_a_folder_are_named(refuse: Refuse, tmp_path: Path) -> None:
+    """As in a pipeline of diffusers, or in the cache of Hugging Face."""
+    for name in ("unet", "vae"):
+        (tmp_path / "pipeline" / name).mkdir(parents=True)
+        save_file({"w": torch.ones(2)}, tmp_path / "pipeline" / name / "model.safetensors")
+    assert "not searched: give one of unet, vae" in refuse(tmp_path / "pipeline", tsck.NotFoundError)
 
 
 # --- bad headers --------------------------------------------------------------------------------------------------------

@@ -108,9 +108,11 @@ def test_a_new_dtype_alone(bring: Bring, tmp_path: Path) -> None:
         require_same(bring(tmp_path / "state.pt")[0], state)
 
 
-@pytest.mark.parametrize("protocol", [3, 5])
-def test_other_pickle_protocols(bring: Bring, tmp_path: Path, protocol: int) -> None:
-    torch.save({**many_values(), **training_state()}, tmp_path / "state.pt", pickle_protocol=protocol)
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_other_pickle_protocols(bring: Bring, tmp_path: Path, protocol: int, *, is_zip: bool) -> None:
+    state = {**many_values(), **training_state()}
+    torch.save(state, tmp_path / "state.pt", pickle_protocol=protocol, _use_new_zipfile_serialization=is_zip)
     require_same(bring(tmp_path / "state.pt")[0], torch.load(tmp_path / "state.pt", weights_only=False))
 
 
