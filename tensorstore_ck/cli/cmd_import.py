@@ -145,7 +145,8 @@ import_.name = "import"
 
 def _lines(contents: "CheckpointContents") -> Iterator[str]:
     tensors = f"{counted(contents.tensors, 'tensor')} ({human_bytes(contents.tensor_bytes)})"
-    yield f"found a {contents.format}: {tensors}, {counted(contents.values, 'other value')}"
+    article = "" if contents.format[0].isdigit() else "a "  # such as "7 files with an index"
+    yield f"found {article}{contents.format}: {tensors}, {counted(contents.values, 'other value')}"
     for what, count in contents.converted.items():
         yield f"converted: {printable(what)}" + (f" ({count} times)" if count > 1 else "")
     if contents.left_out:

@@ -7,12 +7,14 @@ on how blocks are packed.
 import struct
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple, TypeGuard, TypeVar
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ulid, derived_hash, split_ulids
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError
 from tensorstore_ck.format.attributes import Attributes, are_attributes, attributes_of
 from tensorstore_ck.format.sealed import object_name, pack_body, seal, take, take_count, take_digest, unpack_body, unseal
+
+T = TypeVar("T")
 
 MAX_METADATA_BYTES: Final = 1 << 20
 MAX_STEP: Final = (1 << 63) - 1
@@ -193,7 +195,7 @@ def encode_metadata(metadata: Mapping[str, object] | None) -> bytes:
     """
     if not metadata:
         return _NO_METADATA
-    given = dict(metadata)
+    given = dict(_require_mapping(metadata, "metadata"))
     if STORE_KEY in given:
         note = given.pop(STORE_KEY)
         if not isinstance(note, Mapping) or set(note) - {"non_finite"}:
@@ -226,7 +228,7 @@ def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
         InvalidOptionError: a value is not a number, or a name is not text of 1 to 256 characters.
     """
     checked: dict[str, float] = {}
-    for name, value in (metrics or {}).items():
+    for name, value in _require_mapping(metrics, "metrics").items() if metrics else ():
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as exc:
@@ -235,6 +237,12 @@ def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
             raise InvalidOptionError(f"metric name {name!r} must be text of 1 to 256 characters", object_id=repr(name))
         checked[name] = number
     return checked
+
+
+def _require_mapping(given: Mapping[str, T], option: str) -> Mapping[str, T]:
+    if not isinstance(given, Mapping):
+        raise InvalidOptionError(f"{option} must be a dict of names and values, not {type(given).__name__}", object_id=option)
+    return given
 
 
 def _is_unicode(text: str) -> bool:

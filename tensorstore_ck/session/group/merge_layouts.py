@@ -126,7 +126,7 @@ class _Uniting:
             other = next((side for side, own in sides if own.path != leaf.path), None)
             if other is not None:  # such as the keys "a.b", and "a" over "b": a restore matches by paths
                 who = self._kinds[other].name
-                raise LayoutMismatchError(leaf.path.partition("#")[0], f"{who} have it at another path of the state", "rename one of them")
+                raise LayoutMismatchError(leaf.path.partition("#")[0], f"{who} had it at another path of the state", "rename one of them")
             if leaf.kind == "tensor":
                 names.setdefault(leaf.index, leaf.path)
         taken = {leaf.path for leaf in leaves(parsed)}

@@ -8,7 +8,7 @@ each of 20,000 tensors took as long as their copy. While those of several states
 through the names. The objects are made when a save writes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.engine.interfaces import CapturedState, FrozenTensor, Numbers
+from tensorstore_ck.errors import InvalidOptionError
 
 if TYPE_CHECKING:
     from tensorstore_ck.state.tensor_table import ByteSources, TensorSpecs
@@ -140,6 +141,8 @@ class FrozenTensors:
             InvalidOptionError: `globs` are invalid.
         """
         with self._lock.here:
+            if not isinstance(globs, Iterable):
+                raise InvalidOptionError(f"frozen must be globs such as 'embedding.*', not {globs!r}", object_id="frozen")
             if not globs and not self._states:
                 return captured
             return captured._replace(frozen=self._mark(captured, globs, scope))
