@@ -1,7 +1,6 @@
 """transformers' Trainer over a store: ``tensorstore_ck.hf.Trainer(..., store="./ckpt", ref="runs/x")``.
 
 trainer.py         Trainer, SnapshotMixin and attach: saves and resumes where transformers does
-epochs.py          ends of epochs; where a resume begins in data without a length
 trainer_values.py  what transformers loses at a resume: losses that are not logged yet
 resume_source.py   what resume_from_checkpoint= means: a snapshot, also an imported one, a folder, or the beginning
 weights.py         how a model takes its weights; the base below an adapter, to which snapshots refer by name and hash

@@ -22,7 +22,6 @@ from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
 from tensorstore_ck.integrations.hf.compatibility import require_supported
-from tensorstore_ck.integrations.hf.epochs import EpochsMixin
 from tensorstore_ck.integrations.hf.exception_save import ExceptionSaveMixin
 from tensorstore_ck.integrations.hf.resume_source import ARGUMENT, begin_search, native_folder, remove_imported, write_imported
 from tensorstore_ck.integrations.hf.weights import AdapterBase
@@ -43,7 +42,7 @@ NOT_WEIGHTS: Final = ("optimizer", "scheduler", "scaler", "rank_values")
 
 
 @short_errors
-class SnapshotMixin(EpochsMixin, ExceptionSaveMixin):
+class SnapshotMixin(ExceptionSaveMixin):
     """Makes a subclass of transformers' Trainer save into a store: ``class MyTrainer(SnapshotMixin, transformers.Trainer)``."""
 
     def __init__(
@@ -99,7 +98,7 @@ class SnapshotMixin(EpochsMixin, ExceptionSaveMixin):
         self._store = opened(store)
         self._ref, self._asynchronous = ref, asynchronous
         self._checkpointer: Checkpointer | None = None
-        self._values = {}
+        self._values: dict[str, Any] = {}
         self._frozen_base = weights.FrozenBase() if frozen_base else None
         self._frozen: list[str] = []
         self._saves_base = save_base or frozen_base
@@ -231,6 +230,12 @@ class SnapshotMixin(EpochsMixin, ExceptionSaveMixin):
         persistent_workers.begin(self._native.callback_handler.train_dataloader)
         TrainingState().restore(self._store, pointer.address, group=self._group, parts=("generators",))
         trainer_values.restore(self._native, self._values)
+
+    def _run_epoch(self, *args: Any, **options: Any) -> None:
+        """A finished run is not continued: transformers would train one more step, if it has ended within an epoch."""
+        state = self._native.state
+        if state.global_step < state.max_steps:
+            super()._run_epoch(*args, **options)
 
     def _load_best_model(self) -> None:
         native = self._native

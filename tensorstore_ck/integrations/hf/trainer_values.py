@@ -42,17 +42,6 @@ def restore(trainer: NativeTrainer, values: dict[str, Any]) -> None:
     native._total_loss_scalar = -loss.item()
 
 
-def place_in_stream(trainer: NativeTrainer, values: dict[str, Any]) -> tuple[int, int]:
-    """The number of whole passes over data without a length before `values` were captured, and the batches of the pass since.
-
-    The loop counts the batches of such a pass as parts of an epoch of all steps.
-    """
-    saved = parse_json(values[STATE])
-    epoch = saved["epoch"] or 0
-    passes = int(epoch)
-    return passes, round((epoch - passes) * saved["max_steps"] * trainer.args.gradient_accumulation_steps)
-
-
 def target() -> dict[str, Any]:
     """A dict with the keys that `capture` returned, to restore them into."""
     return dict.fromkeys((STATE, TRAINER_LOSS, TRAINER_LOGGED))

@@ -21,10 +21,10 @@ from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.integrations.lightning.compatibility import require_supported
 from tensorstore_ck.integrations.lightning.lightning_state import require_storable, training_state
-from tensorstore_ck.integrations.lightning.pointer_files import FILES, read_pointer, write_pointer
+from tensorstore_ck.integrations.lightning.pointer_files import FILES, read_pointer
 from tensorstore_ck.integrations.lightning.snapshot_resume import FITTING, OpenedStore, SnapshotResume
 from tensorstore_ck.integrations.trainer.attach import all_ranks
-from tensorstore_ck.integrations.trainer.pointers import NamedSaves, SnapshotPointer
+from tensorstore_ck.integrations.trainer.pointers import NamedSaves
 from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
 from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.log.retention import Policy
@@ -175,8 +175,6 @@ class SnapshotMixin:
         if trainer.fast_dev_run:
             return
         require_own_ref(self._store, self._ref, 'ckpt_path="last"')
-        if trainer.is_global_zero:
-            self._name_best()
         self._step_seen = trainer.global_step
         state = training_state(trainer, weights_only=self._native.save_weights_only)
         when = Always() if self._when is None else _FilesNamedFirst(self._when, self._asked, lambda: self._name_files(trainer))
@@ -185,17 +183,6 @@ class SnapshotMixin:
         self._checkpointer = Checkpointer(self._store, state, ref=self._ref, when=when, group=all_ranks(), **options)
         if self._resume.loaded is not None:
             self._checkpointer.note_resumed(self._resume.loaded)
-
-    def _name_best(self) -> None:
-        """Writes files of the best snapshots so far where this host lacks them, if the value that makes them the best is of one alone."""
-        native = self._native
-        scores = {path: float(score) for path, score in native.best_k_models.items()}
-        lost = [path for path in scores if not native._fs.exists(path)]
-        snapshots = self._store.log(self._ref) if lost else []
-        for path in lost:
-            fitting = [snapshot for snapshot in snapshots if snapshot.metrics.get(native.monitor) == scores[path]]
-            if len(fitting) == 1 and list(scores.values()).count(scores[path]) == 1:
-                write_pointer(path, SnapshotPointer(self._store.url, fitting[0].root))
 
     def _policy(self) -> Mapping[str, object] | None:
         """The policy of the ref that does what `save_top_k` says."""
@@ -218,8 +205,6 @@ class SnapshotMixin:
         if self._postponed and not self._waits:  # the evaluation did not come
             self._save_postponed(trainer)
         super().on_train_batch_end(trainer, pl_module=pl_module, outputs=outputs, batch=batch, batch_idx=batch_idx)  # type: ignore[misc]
-        if self._waits and getattr(self._native, "_defer_save_until_validation", False):  # ModelCheckpoint forgets it at an epoch's end
-            self._native._defer_save_until_validation, self._postponed = False, True
         if self._when is not None and trainer.global_step != self._step_seen and not trainer.fast_dev_run:
             if self._waits:
                 self._postponed = True
@@ -250,9 +235,8 @@ class SnapshotMixin:
             return
         if self._when is not None:
             self._step(trainer)
-            return
-        candidates = self._native._monitor_candidates(trainer)
-        if self._native.monitor is None or self._native.monitor in candidates:  # no evaluation came: ModelCheckpoint defers, too
+        else:
+            candidates = self._native._monitor_candidates(trainer)
             self._save_topk_checkpoint(trainer, candidates)
             self._save_last_checkpoint(trainer, candidates)
 

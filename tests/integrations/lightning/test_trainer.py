@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import shutil
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -182,25 +181,6 @@ def test_the_best_and_the_last(tmp_path: Path, store: tsck.Store) -> None:
     assert trainer.checkpoint_callback is saves
     last = json.loads((tmp_path / "files" / "last.ckpt").read_text())
     assert last["address"] == store.resolve(runs.REF).root
-
-
-def test_the_best_is_there_on_a_host_without_the_files(tmp_path: Path, store: tsck.Store) -> None:
-    options: dict[str, Any] = {"every_n_train_steps": None, "every_n_epochs": 1, "monitor": "val_loss", "mode": "max", "save_top_k": 1}
-    with pytest.raises(runs.Killed):
-        runs.trainer(tmp_path, runs.checkpoint(tmp_path, store, **options), runs.KillAfter(11)).fit(runs.seeded())
-    store.drain()
-    shutil.rmtree(tmp_path / "files")
-    saves = runs.checkpoint(tmp_path, store, **options)
-    trainer = runs.trainer(tmp_path, saves)
-    trainer.fit(runs.seeded(), ckpt_path="last")
-    assert json.loads(Path(saves.best_model_path).read_text())["address"] == store.resolve(f"{runs.REF}@5").root
-    trainer.validate(trainer.lightning_module, ckpt_path="best", verbose=False)
-
-
-def test_a_save_that_is_due_with_the_first_value_of_its_monitor_is_made(tmp_path: Path, store: tsck.Store) -> None:
-    """ModelCheckpoint makes none in the first epoch."""
-    _fit(tmp_path, runs.checkpoint(tmp_path, store, every_n_train_steps=5, monitor="val_loss", mode="max"))
-    assert [each.step for each in store.log(runs.REF)] == [15, 10, 5]
 
 
 def test_the_last_can_be_a_link(tmp_path: Path, store: tsck.Store) -> None:
