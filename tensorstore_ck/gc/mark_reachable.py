@@ -94,7 +94,7 @@ class LiveSet(RootNeeds):
                 self._update(view, released)
             except UnreadableError:
                 there = self._released_at(view)
-                if there == released:
+                if there.is_same(released):
                     raise
                 released = there  # gc of another host has deleted some of what it had swept
             else:

@@ -37,6 +37,13 @@ class Released(NamedTuple):
     doubted: frozenset[Ulid] = frozenset()
     """Relocation maps that may be wrong: the packs that they lead away from stay, too."""
 
+    def is_same(self, other: "Released") -> bool:
+        """Whether both name the same. Snapshots are compared by ULID: a row with a metric that is NaN is not equal to itself."""
+        return self._named() == other._named()
+
+    def _named(self) -> tuple[list[Ulid], tuple[Relocation, ...], frozenset[Ulid]]:
+        return [info.ulid for info in self.snapshots], self.ended, self.doubted
+
     def restored(self, view: RefTable) -> RefTable:
         """`view` with the relocations that ended, older than all others."""
         if not self.ended:

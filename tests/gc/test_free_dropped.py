@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.errors import GcRefusedError, StoreError, UnsafeBackendError
+from tensorstore_ck.errors import GcRefusedError, StoreError, UnreadableError, UnsafeBackendError
+from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.log import Op
 from tensorstore_ck.store import Store
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
@@ -52,6 +53,25 @@ def test_many_saves_take_bounded_space() -> None:
     assert rewritten == 1
     require_sound(store, {"job": state(3, 139, 1039), "job@38": state(3, 138, 1038)})
     assert store.gc(AT_ONCE, dry_run=True).deleted_bytes == 0
+
+
+def test_damage_ends_it_where_a_released_snapshot_has_a_metric_that_is_nan() -> None:
+    """NaN is not equal to itself: what others released would seem to change at each look."""
+    backend = MemoryBackend()
+    other = open_store(backend)
+    other.set_policy("*", keep_last=1)
+    for step in range(3):
+        other.put_snapshot(state(step), ref="diverged", step=step, metrics={"loss": float("nan")})
+    other.gc(GcOptions(undo_window_seconds=0))  # releases what the policy dropped; its objects are too young to be freed
+    before = contents(backend, "parts/")
+    other.put_snapshot(state(70), ref="damaged", step=1)
+    (part,) = contents(backend, "parts/").keys() - before.keys()
+    store = open_store(backend)
+    for step in range(3):
+        store.put_snapshot(state(20 + step), ref="job", step=step)
+    backend.delete([part])
+    with pytest.raises(UnreadableError):
+        store.free_dropped("job")
 
 
 def test_it_leaves_everything_else() -> None:

@@ -85,15 +85,20 @@ class Packs:
             if isinstance(footer, Footer):
                 yield pack, footer
 
-    def look_again(self) -> None:
-        """Reads the footers with problems again: a pack may have been listed while it was written, and be in use by now."""
-        self._single.clear()
+    def look_again(self) -> list[Ulid]:
+        """Reads the footers with problems again, and returns the packs that have none now.
+
+        A pack may have been listed while it was written, and be in use by now.
+        """
+        sound = []
         for pack in [*self.problems]:
             del self.problems[pack]
             if pack in self.listed:
                 with contextlib.suppress(StoreError):  # the footer's error says more
                     self.listed[pack] = self.listed[pack]._replace(size_bytes=self._backend.size(pack_name(pack)))
-            self.footer(pack)
+            if isinstance(self.footer(pack), Footer):
+                sound.append(pack)
+        return sound
 
     def check_footers(self) -> None:
         """Reads every listed pack's header and footer."""

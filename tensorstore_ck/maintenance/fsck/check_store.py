@@ -246,7 +246,9 @@ class Fsck:
             self._data.read_also(unread)
             suspects = self._check_all(infos.values())
         while suspects and self.log.follow(self.engine.log.chain):
-            self.packs.look_again()
+            sound = self.packs.look_again()
+            if self._options.reads_data:
+                self._data.read_also(sound)
             before = {(ulid, damage.object) for ulid, checked in suspects.items() for damage in checked.damages}
             suspects = self._check_all(infos[ulid] for ulid in suspects if self.log.view.is_live(ulid))
             if all((ulid, damage.object) in before for ulid, checked in suspects.items() for damage in checked.damages):

@@ -91,7 +91,8 @@ def test_relocated_and_freed_objects_are_no_damage_but_a_damaged_moved_object_is
     assert "runs/a@1" in finding.hits[0]
 
 
-def test_a_pack_that_was_listed_while_it_was_written_and_is_in_use_since_is_no_damage() -> None:
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_pack_that_was_listed_while_it_was_written_and_is_in_use_since_is_read_again(*, is_damaged: bool) -> None:
     """Another process moves both packs of a snapshot: the first before packs are listed, the other to a pack that is half written then."""
     backend, store = begun()
     weight = torch.randn(50_000, generator=torch.Generator().manual_seed(1))
@@ -103,8 +104,10 @@ def test_a_pack_that_was_listed_while_it_was_written_and_is_in_use_since_is_no_d
     footer = footer_of(engine, last)
     (move,) = compact(engine, [SparsePack(last, footer, np.arange(len(footer.entries)), backend.size(pack_name(last)))]).moves
     copy = pack_name(move.targets[0])
-    whole = read(backend, copy)
-    backend.replace(copy, whole[:-9])
+    whole = bytearray(read(backend, copy))
+    block = footer_of(engine, move.targets[0]).entries[0]
+    whole[int(block["offset"]) + int(block["stored"]) // 2] ^= 255 * is_damaged
+    backend.replace(copy, bytes(whole[:-9]))
 
     def free_first() -> None:
         copy_pack(engine, first)
@@ -113,13 +116,16 @@ def test_a_pack_that_was_listed_while_it_was_written_and_is_in_use_since_is_no_d
         faults.struck, faults.when, faults.action = "", f"read {pack_name(last)}", free_last
 
     def free_last() -> None:
-        backend.replace(copy, whole)
+        backend.replace(copy, bytes(whole))
         gone = Objects([ObjectKey("pack", last)])
         engine.log.append(lambda _: [Op.relocate(last, move.ulid, move.hash, move.targets), Op.condemn(gone)])
         engine.log.append(lambda _: [Op.sweep(gone)])
         backend.delete([pack_name(last)])
 
     other, faults = interrupted(backend, "list packs", free_first)
+    if is_damaged:
+        assert {finding.object for finding in other.fsck(read_data=True).findings} == {copy}
+        return
     report = other.repair(read_data=True)
     assert (report.before.ok, report.marked, report.ok) == (True, (), True)
     assert torch.equal(reopen(backend).checkout("runs/a")["weight"], weight)
