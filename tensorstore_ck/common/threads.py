@@ -35,11 +35,6 @@ def cpu_threads() -> int:
     return min(len(os.sched_getaffinity(0)), 16)
 
 
-def waited_for_threads() -> list[threading.Thread]:
-    """The threads, other than the main one, for which an ending interpreter waits."""
-    return [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
-
-
 class Helper(threading.Thread):
     """A daemon thread that either begins or never will, even if its start is interrupted.
 

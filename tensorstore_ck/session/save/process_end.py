@@ -6,12 +6,10 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType
 from typing import Final
 
-from tensorstore_ck.common.threads import Helper, waited_for_threads
+from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.session.save.drain_report import DrainReport
@@ -106,35 +104,8 @@ def finish_at_exit(queue: SaveQueue) -> None:
         if report.staged or report.dropped or report.under_way:
             _logger.error("the process ends with saves in progress: %s", report)
 
-    def finish_again() -> None:
-        if _waited_for_threads():
-            with suppress(RuntimeError):  # Python 3.12 starts no thread now, so that threads that save store it themselves
-                _AfterThreads(finish).start()
-
-    def finish_twice() -> None:
-        finish()
-        finish_again()
-
     # Not atexit: its callbacks run when executors accept no work, and backends use those.
     try:
-        threading._register_atexit(finish_twice)  # type: ignore[attr-defined]
-    except RuntimeError:  # the main thread has ended; if the interpreter still waits for others, they may save
-        finish_again()
-
-
-class _AfterThreads(threading.Thread):
-    """Finishes the saves of the threads for which an ending interpreter waits: it does so after the callbacks of `_register_atexit`."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        super().__init__(name="tsck-end", daemon=False)
-        self._finish = finish
-
-    def run(self) -> None:
-        while threads := _waited_for_threads():
-            threads[0].join()
-        self._finish()
-
-
-def _waited_for_threads() -> list[threading.Thread]:
-    """The threads of the program, other than the main one, for which an ending interpreter waits."""
-    return [thread for thread in waited_for_threads() if not isinstance(thread, _AfterThreads)]
+        threading._register_atexit(finish)  # type: ignore[attr-defined]
+    except RuntimeError:  # the main thread has ended: this is another thread, or a callback of atexit
+        queue.end()

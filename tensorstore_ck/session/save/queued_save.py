@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from tensorstore_ck.common.save_progress import Progress
-from tensorstore_ck.common.threads import Helper, waited_for_threads
+from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.common.waiting import Changes
 from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.log.snapshot import Snapshot
@@ -46,10 +46,8 @@ class Worker(Generic[Item]):
         """Adds work. In the main thread, call it by `shielded`.
 
         Raises:
-            RuntimeError, MemoryError: no thread can be started, or the interpreter would end before it does.
+            RuntimeError, MemoryError: no thread can be started.
         """
-        if not (threading.main_thread().is_alive() or waited_for_threads()):
-            raise RuntimeError("the interpreter ends")
         with self._changed.lock:
             self._waiting.append(item)
             if self.thread is None:
@@ -238,6 +236,12 @@ class QueuedSave:
         with self.status.meter.timed("capture", save.needed_bytes):
             save.copy_into(self.slot)
         self.captured = time.monotonic()
+
+    def note_broken(self, exc: BaseException) -> None:
+        """Ends it with an error of a step that should raise none."""
+        _logger.error("the steps after the save of %s failed", self.status, exc_info=exc)
+        if not self.status.has_ended:
+            self.status.fail(exc)
 
     def forget_state(self, error: BaseException) -> None:
         """Drops all references to the state, including traceback frames of `error`."""

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from tensorstore_ck.common.host_memory import memory_error
@@ -62,13 +63,14 @@ class SaveQueue:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._changed = Changes()
-        self._save_worker: Worker[QueuedSave] = Worker("tsck-save", self._changed, self._run_save, self._broken)
-        self._replicate_worker: Worker[QueuedSave] = Worker("tsck-replicate", self._changed, self._replicate, self._broken)
-        self._publish_worker: Worker[QueuedSave] = Worker("tsck-publish", self._changed, self._publish_staged, self._broken)
+        self._save_worker: Worker[QueuedSave] = Worker("tsck-save", self._changed, self._run_save, QueuedSave.note_broken)
+        self._replicate_worker: Worker[QueuedSave] = Worker("tsck-replicate", self._changed, self._replicate, QueuedSave.note_broken)
+        self._publish_worker: Worker[QueuedSave] = Worker("tsck-publish", self._changed, self._publish_staged, QueuedSave.note_broken)
         self._workers = (self._publish_worker, self._replicate_worker, self._save_worker)
         self._memory = CaptureMemory(self._open_arena, self._changed)
         self._unraised = UnraisedErrors()
         self._safe: Snapshot | None = None
+        self._has_ended = False
 
     def _enter(self) -> None:
         """Resets the queue in a forked child: the saves are its parent's."""
@@ -199,12 +201,17 @@ class SaveQueue:
         return DrainReport.of([queued.status for queued in saves], self._safe, self._stays.resume_command)
 
     def end(self) -> DrainReport:
-        """Drains at the end of the process. What earlier processes staged stays on the disk; its own does if the store does not answer."""
+        """Drains at the end of the process. What earlier processes staged stays on the disk; its own does if the store does not answer.
+
+        Threads of the program may outlive the main one, but the queue's do not: from then on the thread that saves stores its save.
+        """
         self._enter()
         for queued in self._publish_worker.items():
             if queued.is_resumed:
                 queued.status.drop("abandoned")
-        return self.drain(EXIT_SECONDS, may_leave=True)
+        report = self.drain(EXIT_SECONDS, may_leave=True)
+        self._has_ended = not self._is_worker()
+        return report if self._is_done() else self.drain(EXIT_SECONDS, may_leave=True)
 
     def close(self) -> None:
         """Finishes the saves in progress, and frees the memory; idempotent.
@@ -239,6 +246,8 @@ class SaveQueue:
         queued.status.on_drop(lambda: self._release_if_waiting(queued))
         queued.status.queue_changes = self._changed
         queued.is_handed_over = True
+        if self._has_ended:
+            return False
         try:
             self._save_worker.put(queued)
         except (RuntimeError, MemoryError) as exc:
@@ -249,8 +258,7 @@ class SaveQueue:
     def _store_here(self, queued: QueuedSave) -> None:
         queued.status.is_awaited = True
         self._run_save(queued)
-        error = queued.status.error
-        if error is not None and not isinstance(error, Exception):  # Ctrl-C
+        if (error := queued.status.error) is not None and not isinstance(error, Exception):  # Ctrl-C
             queued.status.is_raised = True
             raise error
 
@@ -333,12 +341,6 @@ class SaveQueue:
         if queued.is_background:
             self._hand_over(queued, self._replicate_worker, self._replicate)
 
-    @staticmethod
-    def _broken(queued: QueuedSave, exc: BaseException) -> None:
-        _logger.error("the steps after the save of %s failed", queued.status, exc_info=exc)
-        if not queued.status.has_ended:
-            queued.status.fail(exc)
-
     def _replicate(self, queued: QueuedSave) -> None:
         assert queued.staged is not None
         try:
@@ -346,8 +348,11 @@ class SaveQueue:
         finally:
             self._hand_over(queued, self._publish_worker, self._publish_staged)
 
-    @staticmethod
-    def _hand_over(queued: QueuedSave, worker: Worker[QueuedSave], work: Callable[[QueuedSave], None]) -> None:
+    def _hand_over(self, queued: QueuedSave, worker: Worker[QueuedSave], work: Callable[[QueuedSave], None]) -> None:
+        if self._has_ended:
+            queued.status.drop("abandoned")  # it stays on the staging disk
+            self._publish_staged(queued)
+            return
         try:
             worker.put(queued)
         except (RuntimeError, MemoryError):  # no thread can be started, for example while the interpreter ends
@@ -390,7 +395,5 @@ class SaveQueue:
         self._observers.emit(Event(kind, status.id, status.ref, status.step, status.rank, time.time_ns(), fields))
 
     def _in_use(self) -> dict[str, int]:
-        arena, depth = self._memory.arena, 0
-        for queued in self._queued():
-            depth += not queued.status.is_ending
+        arena, depth = self._memory.arena, [*map(attrgetter("status.is_ending"), self._queued())].count(False)
         return {"queue_depth": depth, "memory_bytes": arena.allocated_bytes if arena is not None else 0}
