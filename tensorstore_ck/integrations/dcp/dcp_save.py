@@ -203,9 +203,9 @@ class DcpSave:
             assert self.begun is not None
             written, own, own_findings = self._complete(self.begun, captured, meter)
             self._destination.wrote(self._request, [written])
-            if not self._context.has_common_store:
+            if len(reports) > self._context.common_ranks:  # a handle may save for several groups, one after the other
                 require_common_store(self._engine, [report.ulids[0] for report in [own, *reports]])
-                self._context.has_common_store = True
+                self._context.common_ranks = len(reports)
             info = commit(
                 self._destination,
                 self._request,

@@ -263,7 +263,8 @@ class Group:
                 record = self._stores().try_get(str(rank), self._clock())
                 if record is not None and take(record, "scope", str) != self._scope:
                     who, where = named_ranks([rank], self.in_job), take(record, "place", str)
-                    return f" ({who} has opened another store, {where}, and this rank {self._place}: open one that all hosts share)"
+                    here = f"this rank waits in {self._place}: ranks that save together open one store"
+                    return f" ({who} was last in another store, {where}, and {here})"
         return ""
 
     def _stores(self) -> Channel:

@@ -121,7 +121,7 @@ class GroupRestore(Generic[T]):
 
     def _propose(self) -> Body:
         sources = {} if self._sources is None else self._sources.propose()
-        return {"address": self._address, "broadcast": self._broadcast, "host": host_key(), "sources": sources}
+        return {"address": self._address, "broadcast": bool(self._broadcast), "host": host_key(), "sources": sources}
 
     def _compare(self, proposals: list[Body]) -> Body:
         require_same(proposals, ("address", "broadcast"), self._own.in_job)

@@ -65,8 +65,8 @@ class SaveContext:
     """Tensors on devices that the next save need not copy; made at the first asynchronous save of such tensors."""
     recent_layouts: "RecentLayouts | None" = None
     """The layouts of the last saves; made at the first save."""
-    has_common_store: bool = False
-    """Whether DCP's coordinator has found in the store what every rank wrote: see `require_common_store`."""
+    common_ranks: int = 0
+    """Of how many other ranks at once DCP's coordinator has found in the store what they wrote: see `require_common_store`."""
     _frozen_lock: ProcessLock = field(default_factory=ProcessLock)
 
     def is_store_gone(self) -> bool:
