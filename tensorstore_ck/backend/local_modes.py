@@ -61,7 +61,7 @@ def make_folder(folder: str, root: str) -> None:
         OSError: it is there, or cannot be made.
     """
     parent, name = os.path.split(folder)
-    at = os.open(parent, _FOLDER)
+    at = os.open(parent, _FOLDER | getattr(os, "O_PATH", 0))  # a folder that may be written to, but not listed, is enough
     try:
         os.mkdir(name, 0o777, dir_fd=at)
         with suppress(OSError):  # deleted meanwhile
