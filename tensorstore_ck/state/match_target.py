@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +16,6 @@ from tensorstore_ck.state.allocate import CONVERTIBLE, LeafForm
 from tensorstore_ck.state.boxes import Box, Boxes
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
 from tensorstore_ck.state.sharded_tensors import FlatShard
-
-Keys = tuple[Any, ...]
-"""Encoded keys, positions and names of fields, from the root of a state on."""
-STATE: Final = object()
-"""Among `Keys`: from an object of a registered type to its state. Keys of that state alone lead there, too."""
 
 
 class NamesByPrefix:
@@ -38,27 +33,16 @@ class NamesByPrefix:
         return self._names[first:last]
 
 
-class TreesByKeys:
-    """The trees of a snapshot by their keys from the root: paths are not unique, since the keys 0 and "0" are spelled alike."""
+def children_by_key(tree: Tree | None) -> dict[str, Tree]:
+    """The selected children of a container, or of a registered type's state, by the repr of their encoded keys.
 
-    def __init__(self, root: Tree | None) -> None:
-        self._root = root
-        self._children: dict[int, dict[str, Tree]] = {}
-
-    def at(self, keys: Keys) -> Tree | None:
-        """The selected tree under `keys`."""
-        tree = self._root
-        for key in keys:
-            if isinstance(tree, Container) and tree.node[0] == "r":
-                tree = tree.children[0]
-                if key is STATE:
-                    continue
-            if not isinstance(tree, Container):
-                return None
-            if id(tree) not in self._children:
-                self._children[id(tree)] = {repr(own): child for own, child in zip(tree.keys, tree.children, strict=False)}
-            tree = self._children[id(tree)].get(repr(key))
-        return None if tree is UNSELECTED else tree
+    Paths are not unique: the keys 0 and "0" are spelled alike.
+    """
+    if isinstance(tree, Container) and tree.node[0] == "r":
+        tree = tree.children[0]
+    if not isinstance(tree, Container):
+        return {}
+    return {repr(key): child for key, child in zip(tree.keys, tree.children, strict=False) if child is not UNSELECTED}
 
 
 def container_paths(path: str, stored: Mapping[str, str]) -> set[str | None]:

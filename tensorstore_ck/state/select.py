@@ -46,26 +46,30 @@ class Selection:
             )
 
     def prune(self, tree: Tree) -> Tree | None:
-        """The selected tree: other dict entries are dropped, other elements of lists and tuples become None; None if nothing is left.
+        """`pruned`, to what `fits`."""
+        return pruned(tree, lambda item: self.fits(item.path))
 
-        A registered type is kept or dropped as a whole, and so are an OrderedDict's attributes.
-        """
-        if isinstance(tree, Leaf):
-            return tree if self.fits(tree.path) else None
-        if not tree.children:
-            return tree if self.fits(tree.path) else None
-        tag = tree.node[0]
-        if tag == "r":
-            return tree if any(self.fits(leaf.path) for leaf in leaves(tree)) else None
-        kept = [self.prune(child) for child in tree.children]
-        if not any(kept):
-            return None
-        if tag in ("l", "u", "n"):
-            return Container(
-                node=tree.node, path=tree.path, keys=tree.keys, children=[child or UNSELECTED for child in kept], attributes=None
-            )
-        keys = [key for key, child in zip(tree.keys, kept, strict=True) if child]
-        return Container(node=tree.node, path=tree.path, keys=keys, children=[child for child in kept if child], attributes=tree.attributes)
+
+def pruned(tree: Tree, fits: Callable[[Tree], bool]) -> Tree | None:
+    """The tree with the leaves, and the containers without children, that `fits` accepts; None if nothing is left.
+
+    Other dict entries are dropped, other elements of lists and tuples become None. A registered type is kept or dropped as a whole, and so
+    are an OrderedDict's attributes. A container of which nothing is left out stays the same object.
+    """
+    if isinstance(tree, Leaf) or not tree.children:
+        return tree if fits(tree) else None
+    tag = tree.node[0]
+    if tag == "r":
+        return tree if any(map(fits, leaves(tree))) else None
+    kept = [pruned(child, fits) for child in tree.children]
+    if not any(kept):
+        return None
+    if all(child is own for child, own in zip(kept, tree.children, strict=True)):
+        return tree
+    if tag in ("l", "u", "n"):
+        return Container(node=tree.node, path=tree.path, keys=tree.keys, children=[child or UNSELECTED for child in kept], attributes=None)
+    keys = [key for key, child in zip(tree.keys, kept, strict=True) if child]
+    return Container(node=tree.node, path=tree.path, keys=keys, children=[child for child in kept if child], attributes=tree.attributes)
 
 
 def renamer(rename: Rename) -> Callable[[str], str | None]:
@@ -106,6 +110,18 @@ def renamed_leaves(stored: Iterable[Leaf], rename: Rename) -> dict[str, Leaf]:
         if name in found:
             raise MismatchError(f"rename gives {found[name].path!r} and {leaf.path!r} the same name {name!r}", object_id=name)
         found[name] = leaf
+    return found
+
+
+def renamed_containers(stored: Iterable[Container], rename: Rename) -> dict[str, Container]:
+    """Name in the target -> container. A function of the name need not know those of containers."""
+    found: dict[str, Container] = {}
+    new_name = renamer(rename)
+    for container in reversed([*stored]):
+        with suppress(Exception):
+            name = new_name(container.path)
+            if isinstance(name, str):
+                found[name] = container
     return found
 
 
