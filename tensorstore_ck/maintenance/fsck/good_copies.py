@@ -7,17 +7,20 @@ error. After one, a repair marks nothing.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from tensorstore_ck.backend.forwarding import ForwardingBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.read.block_reader import decode_at
 from tensorstore_ck.errors import DamageError, StoreError, UnreadableError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer, pack_name
 from tensorstore_ck.gc.listing import list_kind
+from tensorstore_ck.log.block_index import Location
 from tensorstore_ck.maintenance.fsck.check_packs import BlockCopy, Packs, find_copies
 from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, kind_of, require_reachable
 
@@ -42,8 +45,17 @@ def open_other(engine: Engine) -> OtherStore:
 class BlockSource:
     """Blocks by their ids."""
 
-    def __init__(self, backend: Backend, packs: Packs, other: OtherStore | None, wanted: Iterable[Digest]) -> None:
-        """Locates the `wanted` blocks and their bases."""
+    def __init__(
+        self,
+        backend: Backend,
+        packs: Packs,
+        other: OtherStore | None,
+        wanted: Iterable[Digest],
+        *,
+        deltas: Mapping[Digest, Location] = MappingProxyType({}),
+    ) -> None:
+        """Locates the `wanted` blocks and their bases. `deltas`: where parts say that those in packs without a usable footer are."""
+        self._backend, self._deltas = backend, deltas
         self._stores = [(backend, packs), *([(other.engine.backend, other.packs)] if other is not None else [])]
         self._copies: list[dict[Digest, list[BlockCopy]]] = [{} for _ in self._stores]
         ids = set(wanted)
@@ -63,7 +75,16 @@ class BlockSource:
                 stored = read_block(backend, copy, block, [base for base in bases if base is not None])
                 if stored is not None:
                     return stored
-        return None
+        return self._delta(block)
+
+    def _delta(self, block: Digest) -> StoredBlock | None:
+        place = self._deltas.get(block)
+        try:
+            raw = None if place is None else decode_at(self._backend, place)
+        except StoreError as exc:
+            require_reachable(self._backend, exc)
+            return None
+        return StoredBlock(Codec.RAW, raw, len(raw)) if raw is not None and block_id(raw) == block else None
 
 
 def _bases_of(packs: Packs, copy: BlockCopy) -> list[Digest]:
