@@ -39,7 +39,7 @@ from tensorstore_ck.state.select import Rename
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber, share_of
 from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, regrouped, unwrap_shards
 from tensorstore_ck.state.stored_names import StoredNames, leaf_name
-from tensorstore_ck.state.unsupported_types import advice_for
+from tensorstore_ck.state.unsupported_types import LOADED, advice_for
 from tensorstore_ck.state.wrapper_subclasses import FLAT, OUTER_KEY, flattened, is_same_form
 
 Finish = Callable[[], Any]
@@ -165,7 +165,8 @@ class RestorePlan:
         if isinstance(target, torch.Tensor | np.ndarray):
             return self._visit_tensor(target, path, stored)
         if (advice := advice_for(target)) is not None:
-            raise UnsupportedValueError(f"cannot restore into {path[:-1] or 'this'}: {advice[0]}; {advice[1]}", object_id=path[:-1])
+            what, advised = advice[0], advice[1].replace(*LOADED)
+            raise UnsupportedValueError(f"cannot restore into {path[:-1] or '`into`'}: {what}; {advised}", object_id=path[:-1])
         if isinstance(target, dict) and kind is not Counter:
             return self._visit_dict(target, path, stored, depth)
         if isinstance(target, list | tuple) and kind is not torch.Size:

@@ -18,7 +18,7 @@ class Selection:
     """Globs over leaf paths. ``*`` matches dots, too; a glob that matches a container's path selects all of it."""
 
     def __init__(self, select: Sequence[str] | str) -> None:
-        globs = [select] if isinstance(select, str) else list(select)
+        globs = [select] if isinstance(select, str) else list(select) if isinstance(select, Iterable) else []
         if not globs or not all(isinstance(glob, str) for glob in globs):
             raise InvalidOptionError(f"select must be globs such as 'model.*', not {select!r}", object_id="select")
         self._patterns = {glob: re.compile(f"{fnmatch.translate(glob)}|{fnmatch.translate(glob + '.*')}") for glob in globs}

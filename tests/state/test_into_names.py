@@ -170,7 +170,7 @@ def test_read_only_arrays() -> None:
 def test_targets_that_cannot_be_filled() -> None:
     content = stored({"x": torch.ones(1)})
     for bad, advice in (
-        (torch.nn.Linear(1, 1), r"\.state_dict\(\)"),
+        (torch.nn.Linear(1, 1), r"restore into its \.state_dict\(\), and pass that to its \.load_state_dict\(\)"),
         (torch.eye(2).to_sparse(), "to_dense"),
         (np.ma.array([1]), "numpy subclass"),
     ):
