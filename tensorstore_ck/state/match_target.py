@@ -1,7 +1,7 @@
 """Compares stored leaves with the target of a restore: names by prefix, containers, shapes and dtypes."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -9,9 +9,9 @@ import torch
 
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import MismatchError
-from tensorstore_ck.format.layout import TensorSpec, dense_strides
-from tensorstore_ck.format.tree import Container, Leaf, Tree
-from tensorstore_ck.format.values import MAX_NESTING
+from tensorstore_ck.format.layout import MAX_NAME_BYTES, TensorSpec, dense_strides
+from tensorstore_ck.format.tree import Container, Leaf, LeafNames, Tree
+from tensorstore_ck.format.values import MAX_NESTING, key_text
 from tensorstore_ck.state.allocate import CONVERTIBLE, LeafForm
 from tensorstore_ck.state.boxes import Box, Boxes
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
@@ -31,6 +31,29 @@ class NamesByPrefix:
         while last < len(self._names) and self._names[last].startswith(prefix):
             last += 1
         return self._names[first:last]
+
+    def any(self, prefix: str) -> bool:
+        """Whether any name begins with `prefix`."""
+        first = bisect_left(self._names, prefix)
+        return first < len(self._names) and self._names[first].startswith(prefix)
+
+
+def leaf_name(path: str) -> str:
+    """The name of the leaf at `path`, which ends with a dot, or is empty at the root."""
+    return path[:-1] if is_name(path) else LeafNames().at(path)
+
+
+def is_name(path: str) -> bool:
+    """Whether the name of a leaf at `path` is the path itself, so that the names of all leaves below begin with it."""
+    return 0 < len(path) <= MAX_NAME_BYTES // 8 and (path.isascii() or path.isprintable())  # unpaired surrogates are not
+
+
+def spelled(tree: Tree) -> Iterator[tuple[str, Tree]]:
+    """(name that the keys spell, value) of everything below the root of a tree: not unique, unlike the names of leaves."""
+    for container in leaves_and_containers(tree)[1]:
+        prefix = f"{container.path}." if container.path else ""
+        for key, child in zip(container.keys, container.children, strict=False):
+            yield leaf_name(f"{prefix}{key_text(key)}."), child
 
 
 def children_by_key(tree: Tree | None) -> dict[str, Tree]:
@@ -52,8 +75,8 @@ def container_paths(path: str, stored: Mapping[str, str]) -> set[str | None]:
     """
     paths: set[str | None] = set()
     for name, stored_path in stored.items():
-        tail = name[len(path) - 1 :]
-        paths.add(stored_path[: -len(tail)] if stored_path.endswith(tail) else "" if stored_path == tail[1:] else None)
+        tail = name[len(path) :]
+        paths.add("" if stored_path == tail else stored_path[: -len(tail) - 1] if stored_path.endswith(f".{tail}") else None)
     return paths
 
 

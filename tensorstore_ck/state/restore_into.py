@@ -4,7 +4,7 @@ Three separate steps: `RestorePlan` walks the target and decides, `read_in_place
 values and new containers in place.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -27,6 +27,7 @@ from tensorstore_ck.state.match_target import (
     has_tensors,
     is_expanded,
     is_whole,
+    leaf_name,
     value_conflict,
 )
 from tensorstore_ck.state.memory_order import in_order_of
@@ -38,7 +39,8 @@ from tensorstore_ck.state.registered_types import encode_torch, registered_class
 from tensorstore_ck.state.select import Rename
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber, share_of
 from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, regrouped, unwrap_shards
-from tensorstore_ck.state.stored_names import StoredNames, leaf_name
+from tensorstore_ck.state.stored_names import SeveralValuesError, StoredNames
+from tensorstore_ck.state.unplaced import Later, Unplaced
 from tensorstore_ck.state.unsupported_types import LOADED, advice_for
 from tensorstore_ck.state.wrapper_subclasses import FLAT, OUTER_KEY, flattened, is_same_form
 
@@ -96,7 +98,6 @@ class RestorePlan:
         """Stored trees that replace values of the target; their tensors are wanted, too."""
         self.tensor_of: Callable[[Leaf], Any]
         self.content = content
-        self._tree = tree
         self._is_missing = is_missing
         self.dtype = dtype
         self._report = LoadReport()
@@ -104,17 +105,12 @@ class RestorePlan:
         """Replacements of meta tensors."""
         self._names = StoredNames(tree, whole, rename)
         self._whole = whole
-        self.root = tree if rename is None else None
-        """What the target has under its keys; with `rename`, names say that."""
-        self._unplaced: deque[Callable[[], None]] = deque()
-        """Plan positions that the snapshot does not have under their keys, by name: what it has under its keys is taken first."""
-        self._empty: deque[Callable[[], None]] = deque()
-        """Empty containers among them: they take what is left."""
+        self.root = self._names.root
+        self._unplaced = Unplaced()
 
     def check(self, *, strict: bool, report: LoadReport | None, unclaimed: UnclaimedNames | None) -> None:
         """Checks that everything fits. `unclaimed` collects names that this rank does not expect, but another one may."""
-        while self._unplaced or self._empty:
-            (self._unplaced or self._empty).popleft()()
+        self._unplaced.place(self._place)
         conflicts = find_conflicts(self.fills)
         fill_of = {fill.name: fill for fill in self.fills}
         for name, other in conflicts.items():
@@ -133,12 +129,17 @@ class RestorePlan:
         if depth > MAX_NESTING:
             message = f"`into` is nested deeper than {MAX_NESTING} levels; does something contain itself?"
             raise UnsupportedValueError(message, object_id=path[:60])
-        if stored is not None:
+        if isinstance(stored, Container) and not self._names.is_intact(stored) and not (isinstance(target, dict | list | tuple) and target):
+            stored = None  # only dicts and lists with values take what is left of it
+        if stored is not None or self._names.lacks(path):
             return self._visit(target, path, stored, depth)
-        planned: list[Finish] = []
-        plans = self._empty if isinstance(target, dict | list | tuple) and not target else self._unplaced
-        plans.append(lambda: planned.append(self._visit(target, path, None, depth)))
-        return lambda: planned[0]()  # noqa: PLW0108 - it is planned later
+        return self._unplaced.add(Later(target, path, depth))
+
+    def _place(self, later: Later) -> None:
+        try:
+            later.finish = self._visit(later.target, later.path, None, later.depth)
+        except SeveralValuesError as exc:
+            self._report.mismatched.append(str(exc))
 
     def _visit(self, target: Any, path: str, stored: Tree | None, depth: int) -> Finish:
         kind = type(target)
@@ -190,7 +191,8 @@ class RestorePlan:
             return self._mismatch_all(path, stored, f"a {registered.name} of the form {own} here, {other} in the snapshot", target)
         self._names.use_tree(outer)
         flat = FLAT.get(registered.cls.__name__, ())
-        inner = {name: (tensor, below.get(repr(name))) for name, tensor in state.items() if name != OUTER_KEY}
+        kept = {key: leaf for key, leaf in below.items() if not self._names.is_left_out(leaf)}
+        inner = {name: (tensor, kept.get(repr(name))) for name, tensor in state.items() if name != OUTER_KEY}
         finishes = {}
         for name, (tensor, leaf) in inner.items():
             child = self._in_stored_shape(tensor, leaf) if name in flat else tensor
@@ -231,7 +233,8 @@ class RestorePlan:
     def _mismatch_all(self, path: str, stored: Tree, what: str, target: Any) -> Finish:
         """Notes that `path` does not fit, and nothing else about the leaves of `stored`; `target` stays."""
         self._names.use_tree(stored)
-        return self._mismatch(leaf_name(path), what, target)
+        self._report.mismatched.append(f"{leaf_name(path)}: {what}")
+        return lambda: target
 
     def _visit_dict(self, target: dict[Any, Any], path: str, stored: Tree | None, depth: int) -> Finish:
         stored = stored or self._names.find_tree(path, target)
@@ -245,6 +248,8 @@ class RestorePlan:
             text = key if is_text else key_text(encoded)
             children.append((key, child, self.visit(child, f"{path}{text}.", below.get(repr(encoded)), depth + 1)))
         attributes = stored.attributes if isinstance(target, OrderedDict) and isinstance(stored, Container) else None
+        if attributes is not None and isinstance(stored, Container) and not self._names.is_all(path, stored):
+            attributes = None  # they name what `rename` changes
         if attributes is not None:
             self.adopted.append(attributes)
 

@@ -9,6 +9,7 @@ from functools import cache
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves
+from tensorstore_ck.state.match_target import spelled
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
@@ -50,18 +51,19 @@ class Selection:
         return pruned(tree, lambda item: self.fits(item.path))
 
 
-def pruned(tree: Tree, fits: Callable[[Tree], bool]) -> Tree | None:
+def pruned(tree: Tree, fits: Callable[[Tree], bool], registered: Callable[[Iterable[bool]], bool] = any) -> Tree | None:
     """The tree with the leaves, and the containers without children, that `fits` accepts; None if nothing is left.
 
     Other dict entries are dropped, other elements of lists and tuples become None. A registered type is kept or dropped as a whole, and so
-    are an OrderedDict's attributes. A container of which nothing is left out stays the same object.
+    are an OrderedDict's attributes. A container of which nothing is left out stays the same object. `registered`: `all` if a registered
+    type is dropped unless all its leaves fit.
     """
     if isinstance(tree, Leaf) or not tree.children:
         return tree if fits(tree) else None
     tag = tree.node[0]
     if tag == "r":
-        return tree if any(map(fits, leaves(tree))) else None
-    kept = [pruned(child, fits) for child in tree.children]
+        return tree if registered(map(fits, leaves(tree))) else None
+    kept = [pruned(child, fits, registered) for child in tree.children]
     if not any(kept):
         return None
     if all(child is own for child, own in zip(kept, tree.children, strict=True)):
@@ -114,14 +116,14 @@ def renamed_leaves(stored: Iterable[Leaf], rename: Rename) -> dict[str, Leaf]:
 
 
 def renamed_containers(stored: Iterable[Container], rename: Rename) -> dict[str, Container]:
-    """Name in the target -> container. A function of the name need not know those of containers."""
+    """Name in the target -> container. A function of the name need not know those of containers: then they keep theirs."""
     found: dict[str, Container] = {}
     new_name = renamer(rename)
     for container in reversed([*stored]):
+        name: str | None = None
         with suppress(Exception):
             name = new_name(container.path)
-            if isinstance(name, str):
-                found[name] = container
+        found[name if isinstance(name, str) else container.path] = container
     return found
 
 
@@ -136,6 +138,22 @@ def missing_names(selection: Selection, rename: Rename | None, stored: Tree) -> 
     `rename` gives names of the snapshot, to which globs apply, other names in the target. What a function of the name would have renamed
     is unknown: then only names that the snapshot has are left out.
     """
+    is_missing = _missing_names(selection, rename, stored)
+
+    @cache
+    def alike() -> set[str]:
+        """The names that the keys of leaves spell which are not selected, and have another name, as other leaves are spelled alike."""
+        names = set[str]()
+        for name, leaf in spelled(stored):
+            if isinstance(leaf, Leaf) and leaf.path != name and not selection.fits(leaf.path):
+                with suppress(Exception):
+                    names.add((renamer(rename)(name) if rename is not None else name) or name)
+        return names
+
+    return lambda name: is_missing(name) and name not in alike()
+
+
+def _missing_names(selection: Selection, rename: Rename | None, stored: Tree) -> Callable[[str], bool]:
     if rename is None:
         return selection.fits
     if isinstance(rename, Mapping):

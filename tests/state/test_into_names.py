@@ -284,17 +284,41 @@ def test_what_is_not_selected_stays_in_a_list_of_another_length() -> None:
 
 def test_names_of_several_values_are_refused_where_a_function_renames_them() -> None:
     content = stored({"m": {"0": torch.ones(2), 0: torch.zeros(2), "w": 1}})
-    target = {"n": {0: torch.ones(2) * 9, "v": 0}}
-    with pytest.raises(MismatchError, match=r"'n\.0' is the name of several values"):
-        restore(content, into=target, rename=lambda name: name.replace("m.", "n.").replace("w", "v"), strict=False)
-    with pytest.raises(MismatchError, match=r"'n\.0' is the name of several values"):
-        restore(
-            stored({"m": {"0": torch.ones(2), "w": 1}}),
-            into={"n": {0: torch.ones(2) * 9, "0": torch.ones(2) * 9, "v": 0}},
-            rename={"m": "n", "m.w": "n.v"},
-            strict=False,
-        )
-    assert target["n"][0].tolist() == [9, 9]  # type: ignore[attr-defined]
+    target: dict[str, Any] = {"n": {0: torch.ones(2) * 9, "v": 0}}
+    rename: Any = lambda name: name.replace("m.", "n.").replace("w", "v")  # noqa: E731
+    with pytest.raises(MismatchError, match=r"1 do not match: n\.0: several values have this name"):
+        restore(content, into=target, rename=rename)
+    assert (target["n"][0].tolist(), target["n"]["v"]) == ([9, 9], 0)
+    report = LoadReport()
+    restore(content, into=target, rename=rename, strict=False, report=report)
+    assert (target["n"][0].tolist(), target["n"]["v"]) == ([9, 9], 1)
+    assert (report.missing, report.unexpected, len(report.mismatched)) == ([], ["n.0", "n.0#2"], 1)
+    content = stored({"m": {"0": torch.ones(2), "w": 1}})
+    target = {"n": {0: torch.ones(2) * 9, "0": torch.ones(2) * 9, "v": 0}}
+    with pytest.raises(MismatchError, match=r"1 do not match: n\.0: several values have this name"):
+        restore(content, into=target, rename={"m": "n", "m.w": "n.v"})
+    restore(content, into=target, rename={"m": "n", "m.w": "n.v"}, strict=False, report=report)
+    assert_same(target, {"n": {0: torch.ones(2), "0": torch.ones(2) * 9, "v": 1}})
+    assert (report.missing, report.unexpected, len(report.mismatched)) == ([], [], 1)
+
+
+def test_a_leaf_whose_name_is_not_changed_is_restored_by_its_keys() -> None:
+    content = stored({"m": {"0": torch.ones(2), 0: torch.ones(2) * 2, "x": torch.ones(2) * 3}, "e": {}})
+    target = {"m": {0: torch.zeros(2), "0": torch.zeros(2), "y": torch.zeros(2)}, "e": None}
+    restored = restore(content, into=target, rename={"m.x": "m.y"})
+    assert_same(restored, {"m": {0: torch.ones(2) * 2, "0": torch.ones(2), "y": torch.ones(2) * 3}, "e": {}})
+
+
+@pytest.mark.parametrize("select", ["0", "0#2", "a.b", "a.b#2", ["0", "a.b#2"]])
+def test_a_selection_fits_its_own_form_though_keys_are_spelled_alike(select: Any) -> None:
+    globs = [select] if isinstance(select, str) else select
+    for order in (1, -1):
+        both: dict[Any, Any] = {"0": 1.0, 0: 2.0, "a": {"b": 3.0}, "a.b": 4.0}
+        target: dict[Any, Any] = {"0": 0.0, 0: 0.0, "a": {"b": 0.0}, "a.b": 0.0}
+        restored = restore(stored({key: both[key] for key in [*both][::order]}), into=target, select=select)
+        values = [restored["0"], restored[0], restored["a"]["b"], restored["a.b"]]
+        assert sum(value != 0.0 for value in values) == len(globs)
+        assert all(value in (0.0, own) for value, own in zip(values, (1.0, 2.0, 3.0, 4.0), strict=True))
 
 
 def test_rename_holds_within_a_container_that_is_adopted_whole() -> None:
