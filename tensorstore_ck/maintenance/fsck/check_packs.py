@@ -18,6 +18,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.byte_cache import ByteCache
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid, block_id, parse_ulid
 from tensorstore_ck.common.threads import REMOTE_THREADS, for_each
+from tensorstore_ck.engine.reachability import chain_of
 from tensorstore_ck.engine.read.block_reader import decode_at
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.pack import ENTRY_DTYPE, Entries, Footer, pack_name
@@ -46,6 +47,14 @@ class BadBlocks:
     kind: str = "corrupt_object"
 
 
+Links = tuple[tuple[Ulid, int], ...]
+
+
+def links_of(place: Location) -> Links:
+    """(pack, offset) of a block and of all that it is a difference to."""
+    return tuple((link.pack, link.offset) for link in chain_of(place))
+
+
 class Packs:
     """The packs of a store. Thread-safe."""
 
@@ -59,7 +68,7 @@ class Packs:
         self.blocks = 0
         """Blocks in the footers that `check_footers` read."""
         self._footers = ByteCache[Ulid, Footer](lambda: FOOTER_CACHE_BYTES, lambda footer: footer.entries.nbytes)
-        self._single: dict[tuple[Ulid, int, bytes], bool] = {}
+        self._single: dict[tuple[bytes, Links], bool] = {}
         self._lock = threading.Lock()
 
     def footer(self, pack: Ulid) -> Footer | PackProblem:
@@ -104,7 +113,7 @@ class Packs:
 
     def is_intact(self, place: Location, block: bytes) -> bool:
         """Whether a block, and what it is a difference to, can be read where a part says; for packs without a usable footer."""
-        key = (place.pack, place.offset, block)
+        key = block, links_of(place)
         if key not in self._single:
             try:
                 self._single[key] = block_id(decode_at(self._backend, place)) == block

@@ -248,7 +248,12 @@ def _unreachable(
     wrong: npt.NDArray[np.bool_] = extents["offset"] + extents["stored"] > listed.size_bytes
     for at in np.flatnonzero(~wrong).tolist() if read_data else ():
         row = int(rows[at])
-        wrong[at] = not packs.is_intact(location_of(part, locations.packs, locations.extents, row), ids[row].tobytes())
+        try:
+            place = location_of(part, locations.packs, locations.extents, row)
+        except CorruptObjectError:
+            wrong[at] = True
+        else:
+            wrong[at] = not packs.is_intact(place, ids[row].tobytes())
     return wrong
 
 
