@@ -58,7 +58,7 @@ MOST_LINES = {
     "gc": 3700,
     "integrations": 20300,
     "log": 7100,
-    "maintenance": 7700,
+    "maintenance": 7800,
     "redaction": 200,
     "session": 11300,
     "state": 7600,
