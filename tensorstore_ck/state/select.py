@@ -142,15 +142,16 @@ def missing_names(selection: Selection, rename: Rename | None, stored: Tree) -> 
 
     @cache
     def alike() -> set[str]:
-        """The names that the keys of leaves spell which are not selected, and have another name, as other leaves are spelled alike."""
+        """What the keys of leaves spell that are not selected: of values, or if the leaf has another name, as others are spelled alike."""
         names = set[str]()
         for name, leaf in spelled(stored):
-            if isinstance(leaf, Leaf) and leaf.path != name and not selection.fits(leaf.path):
+            if isinstance(leaf, Leaf) and (leaf.path != name or leaf.kind == "value") and not selection.fits(leaf.path):
                 with suppress(Exception):
                     names.add((renamer(rename)(name) if rename is not None else name) or name)
         return names
 
-    return lambda name: is_missing(name) and name not in alike()
+    # one value may be a list, whose items have names in the target
+    return lambda name: is_missing(name) and alike().isdisjoint(_prefixes(name))
 
 
 def _missing_names(selection: Selection, rename: Rename | None, stored: Tree) -> Callable[[str], bool]:

@@ -67,7 +67,7 @@ class StoredNames:
 
     def is_all(self, path: str, tree: Container) -> bool:
         """Whether `rename` puts nothing below `path` that is not from a stored container there."""
-        return self.is_intact(tree) or self._origins(path, self._below.names(path)) == {tree.path}
+        return self.is_intact(tree) or self._origins(path, self._below.names(path)) <= {tree.path}
 
     def is_left_out(self, tree: Tree) -> bool:
         """Whether `rename` leaves a leaf out."""

@@ -321,6 +321,14 @@ def test_a_selection_fits_its_own_form_though_keys_are_spelled_alike(select: Any
         assert all(value in (0.0, own) for value, own in zip(values, (1.0, 2.0, 3.0, 4.0), strict=True))
 
 
+def test_the_items_of_a_list_that_is_one_value_are_not_selected_one_by_one() -> None:
+    numbers = [*range(20)]
+    target = {"a": {"1": [0, {}], 1: [torch.zeros(1), torch.zeros(1)]}}
+    restored = restore(stored({"a": {"1": numbers, 1: [torch.ones(1), torch.ones(1)]}}), into=target, select="a.1.1")
+    assert_same(restored, {"a": {"1": [0, {}], 1: [torch.zeros(1), torch.ones(1)]}})
+    assert restore(stored({"a": numbers, "b": {"0": 7}}), into={"a": [3, 4], "b": {"0": 0}}, select="*.0") == {"a": [3, 4], "b": {"0": 7}}
+
+
 def test_rename_holds_within_a_container_that_is_adopted_whole() -> None:
     content = stored({"a": {"x": 1, "y": torch.ones(2), "l": [torch.ones(1), torch.ones(3)]}, "b": {"z": 3}})
     target: dict[str, Any] = {"a": {}, "b": {}}
