@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from tensorstore_ck.state.allocate import CONVERTIBLE, LeafForm
 from tensorstore_ck.state.boxes import Box, Boxes
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
 from tensorstore_ck.state.sharded_tensors import FlatShard
+
+LONGEST_PATH: Final = MAX_NAME_BYTES // 8
+"""The most characters of a path that is surely the name of its leaf."""
 
 
 class NamesByPrefix:
@@ -45,7 +48,7 @@ def leaf_name(path: str) -> str:
 
 def is_name(path: str) -> bool:
     """Whether the name of a leaf at `path` is the path itself, so that the names of all leaves below begin with it."""
-    return 0 < len(path) <= MAX_NAME_BYTES // 8 and (path.isascii() or path.isprintable())  # unpaired surrogates are not
+    return 0 < len(path) <= LONGEST_PATH and (path.isascii() or path.isprintable())  # unpaired surrogates are not
 
 
 def spelled(tree: Tree) -> Iterator[tuple[str, Tree]]:

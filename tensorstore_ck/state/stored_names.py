@@ -10,7 +10,7 @@ from functools import cached_property
 
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.tree import ROOT, Container, Leaf, Tree, leaves
-from tensorstore_ck.state.match_target import NamesByPrefix, container_paths, is_name, leaves_and_containers, spelled
+from tensorstore_ck.state.match_target import LONGEST_PATH, NamesByPrefix, container_paths, is_name, leaves_and_containers, spelled
 from tensorstore_ck.state.select import Rename, pruned, renamed_containers, renamed_leaves
 
 
@@ -41,6 +41,7 @@ class StoredNames:
         self._intact = None if rename is None else {id(container) for container in containers}
         self._names = {leaf.path: name for name, leaf in self.leaves.items()}
         self._below = NamesByPrefix(self.leaves)
+        self._every = NamesByPrefix([*self.leaves, *self._leafless]) if self._leafless else self._below
         self._containers = {container.path: container for container in reversed(containers)}
         self._used: set[str] = set()
         self._found: set[str] = set()
@@ -74,9 +75,12 @@ class StoredNames:
         return isinstance(tree, Leaf) and tree.path not in self._names
 
     def lacks(self, path: str) -> bool:
-        """Whether certainly nothing has a name at or below `path`."""
+        """Whether certainly nothing has a name at or below `path`. If so, that holds of what is below: else a cycle would be long."""
+        if len(path) > LONGEST_PATH:
+            start = path[:LONGEST_PATH]  # of all names there, which may be shortened
+            return is_name(start) and not self._every.any(start)
         name = path[:-1]
-        return is_name(path) and name not in self.leaves and name not in self._leafless and not self._below.any(path)
+        return is_name(path) and name not in self.leaves and name not in self._leafless and not self._every.any(path)
 
     def name(self, leaf: Leaf) -> str:
         """The name that a leaf has in the target."""

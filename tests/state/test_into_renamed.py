@@ -66,7 +66,7 @@ def test_attributes_are_restored_only_with_all_their_names() -> None:
 
 def test_a_target_that_contains_itself_twice_is_refused_at_once() -> None:
     target: dict[str, Any] = {"w": torch.zeros(1), "child": {}}
-    target["child"]["parent"] = target["self"] = target
+    target["child"]["parent"] = target["self"] = target["a long name of the same"] = target
     for saved, rename in (({"w": torch.ones(1), "child": {"x": 1}}, None), ({"z": {"w": torch.ones(1), "child": {"x": 1}}}, {"z": ""})):
         with pytest.raises(UnsupportedValueError, match="does something contain itself"):
             restore(stored(saved), into=target, strict=False, rename=rename)
