@@ -57,8 +57,10 @@ def match_tensors(content: SnapshotContent, wanted: Wanted, what: str) -> Matche
     if rename is None and isinstance(wanted.into, torch.nn.Module):
         rename = {_extra_prefix([leaf.path for leaf in leaves(tree)], state): ""}
     is_missing = None if selection is None else missing_names(selection, rename, stored)
-    plan = RestorePlan(content=content, tree=tree, is_missing=is_missing, rename=rename, dtype=wanted.dtype, describer=_describer())
-    plan.visit(state, "", ())
+    plan = RestorePlan(
+        content=content, tree=tree, whole=stored, is_missing=is_missing, rename=rename, dtype=wanted.dtype, describer=_describer()
+    )
+    plan.visit(state, "", plan.root, 0)
     report = LoadReport()
     plan.check(strict=False, report=report, unclaimed=None)
     _require_fit(report, what)

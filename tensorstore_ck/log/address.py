@@ -19,7 +19,7 @@ from tensorstore_ck.log import RefTable, SnapshotRow, validate_ref_name
 
 STAGED: Final = "^staged"
 BEST: Final = "^best:"
-_SUFFIX: Final = re.compile(r"(?P<base>[^@~]+)(?:@(?P<step>[0-9]{1,19}))?(?:~(?P<back>[0-9]{1,9}))?")
+_SUFFIX: Final = re.compile(r"(?P<base>[^@~^]+)(?:@(?P<step>[0-9]{1,19}))?(?:~(?P<back>[0-9]{1,9}))?")
 _ROOT: Final = re.compile(r"[0-9a-f]{8,64}")
 _SHORT_ROOT: Final = re.compile(r"[0-9a-f]{4,7}")
 
@@ -58,7 +58,8 @@ def resolve(view: RefTable, address: str) -> Resolved:
     match = _SUFFIX.fullmatch(address) if isinstance(address, str) else None
     if match is None:
         raise InvalidNameError(
-            f"{address!r} is not an address: use a ref, ref@step, ref~n, ref^best:metric, or a root (4 or more hex digits)",
+            f"{address!r} is not an address: use a ref, ref@step, ref~n, ref^best:metric, ref^staged, or a root (4 or more hex digits, "
+            "such as `snapshot.root`)",
             object_id=str(address),
         )
     base, step, back, tag = match["base"], match["step"], int(match["back"] or 0), None

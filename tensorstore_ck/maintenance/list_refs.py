@@ -6,6 +6,7 @@ from functools import cache
 
 from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log import BranchMove, RefTable, SnapshotRow
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot
@@ -15,6 +16,8 @@ from tensorstore_ck.log.training_line import training_line
 
 def history(engine: Engine, ref: str | None, limit: int | None) -> SnapshotLog:
     """See `Store.log`."""
+    if limit is not None and limit < 0:
+        raise InvalidOptionError(f"limit must be a number of snapshots, not {limit}", object_id="limit")
     view = engine.log.readable_view()
     if ref is not None and view.branch(ref) is None:
         return SnapshotLog([Snapshot.from_info(resolve(view, ref).info)])

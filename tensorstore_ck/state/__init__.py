@@ -29,6 +29,8 @@ torchao_types.py        torchao's classes
 restore.py              validates the options of a restore and runs it
 restore_into.py         restores into an existing state
 match_target.py         compares stored leaves with a target's
+stored_names.py         what a target finds by name, where keys do not lead to it
+unplaced.py             positions of a target that keys do not lead to
 fill_in_place.py        fills existing tensors
 allocate.py             allocates new tensors; converts dtypes at a restore
 optimizer_scalars.py    counters of optimizers, which `dtype=` does not convert

@@ -1,7 +1,7 @@
 """Compares stored leaves with the target of a restore: names by prefix, containers, shapes and dtypes."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -9,18 +9,16 @@ import torch
 
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import MismatchError
-from tensorstore_ck.format.layout import TensorSpec, dense_strides
-from tensorstore_ck.format.tree import Container, Leaf, Tree
-from tensorstore_ck.format.values import MAX_NESTING
+from tensorstore_ck.format.layout import MAX_NAME_BYTES, TensorSpec, dense_strides
+from tensorstore_ck.format.tree import Container, Leaf, LeafNames, Tree
+from tensorstore_ck.format.values import MAX_NESTING, key_text
 from tensorstore_ck.state.allocate import CONVERTIBLE, LeafForm
 from tensorstore_ck.state.boxes import Box, Boxes
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
 from tensorstore_ck.state.sharded_tensors import FlatShard
 
-Keys = tuple[Any, ...]
-"""Encoded keys, positions and names of fields, from the root of a state on."""
-STATE: Final = object()
-"""Among `Keys`: from an object of a registered type to its state. Keys of that state alone lead there, too."""
+LONGEST_PATH: Final = MAX_NAME_BYTES // 8
+"""The most characters of a path that is surely the name of its leaf."""
 
 
 class NamesByPrefix:
@@ -37,28 +35,40 @@ class NamesByPrefix:
             last += 1
         return self._names[first:last]
 
+    def any(self, prefix: str) -> bool:
+        """Whether any name begins with `prefix`."""
+        first = bisect_left(self._names, prefix)
+        return first < len(self._names) and self._names[first].startswith(prefix)
 
-class TreesByKeys:
-    """The trees of a snapshot by their keys from the root: paths are not unique, since the keys 0 and "0" are spelled alike."""
 
-    def __init__(self, root: Tree | None) -> None:
-        self._root = root
-        self._children: dict[int, dict[str, Tree]] = {}
+def leaf_name(path: str) -> str:
+    """The name of the leaf at `path`, which ends with a dot, or is empty at the root."""
+    return path[:-1] if is_name(path) else LeafNames().at(path)
 
-    def at(self, keys: Keys) -> Tree | None:
-        """The selected tree under `keys`."""
-        tree = self._root
-        for key in keys:
-            if isinstance(tree, Container) and tree.node[0] == "r":
-                tree = tree.children[0]
-                if key is STATE:
-                    continue
-            if not isinstance(tree, Container):
-                return None
-            if id(tree) not in self._children:
-                self._children[id(tree)] = {repr(own): child for own, child in zip(tree.keys, tree.children, strict=False)}
-            tree = self._children[id(tree)].get(repr(key))
-        return None if tree is UNSELECTED else tree
+
+def is_name(path: str) -> bool:
+    """Whether the name of a leaf at `path` is the path itself, so that the names of all leaves below begin with it."""
+    return 0 < len(path) <= LONGEST_PATH and (path.isascii() or path.isprintable())  # unpaired surrogates are not
+
+
+def spelled(tree: Tree) -> Iterator[tuple[str, Tree]]:
+    """(name that the keys spell, value) of everything below the root of a tree: not unique, unlike the names of leaves."""
+    for container in leaves_and_containers(tree)[1]:
+        prefix = f"{container.path}." if container.path else ""
+        for key, child in zip(container.keys, container.children, strict=False):
+            yield leaf_name(f"{prefix}{key_text(key)}."), child
+
+
+def children_by_key(tree: Tree | None) -> dict[str, Tree]:
+    """The selected children of a container, or of a registered type's state, by the repr of their encoded keys.
+
+    Paths are not unique: the keys 0 and "0" are spelled alike.
+    """
+    if isinstance(tree, Container) and tree.node[0] == "r":
+        tree = tree.children[0]
+    if not isinstance(tree, Container):
+        return {}
+    return {repr(key): child for key, child in zip(tree.keys, tree.children, strict=False) if child is not UNSELECTED}
 
 
 def container_paths(path: str, stored: Mapping[str, str]) -> set[str | None]:
@@ -68,8 +78,8 @@ def container_paths(path: str, stored: Mapping[str, str]) -> set[str | None]:
     """
     paths: set[str | None] = set()
     for name, stored_path in stored.items():
-        tail = name[len(path) - 1 :]
-        paths.add(stored_path[: -len(tail)] if stored_path.endswith(tail) else "" if stored_path == tail[1:] else None)
+        tail = name[len(path) :]
+        paths.add("" if stored_path == tail else stored_path[: -len(tail) - 1] if stored_path.endswith(f".{tail}") else None)
     return paths
 
 

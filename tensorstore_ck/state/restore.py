@@ -58,7 +58,7 @@ def restore(
     if into is not None:
         describer = None if group is None else describer_of(group)
         is_missing = None if selection is None else missing_names(selection, rename, stored)
-        plan = RestorePlan(content=content, tree=tree, is_missing=is_missing, rename=rename, dtype=dtype, describer=describer)
+        plan = RestorePlan(content=content, tree=tree, whole=stored, is_missing=is_missing, rename=rename, dtype=dtype, describer=describer)
         return restore_into(into, plan, target_device, strict=strict, report=report, unclaimed=unclaimed)
     wanted: Collection[WantedLeaf] = require_buildable(tree, content, dtype).items()
     if dtype is not None:

@@ -9,6 +9,7 @@ from functools import cache
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves
+from tensorstore_ck.state.match_target import spelled
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
@@ -18,7 +19,7 @@ class Selection:
     """Globs over leaf paths. ``*`` matches dots, too; a glob that matches a container's path selects all of it."""
 
     def __init__(self, select: Sequence[str] | str) -> None:
-        globs = [select] if isinstance(select, str) else list(select)
+        globs = [select] if isinstance(select, str) else list(select) if isinstance(select, Iterable) else []
         if not globs or not all(isinstance(glob, str) for glob in globs):
             raise InvalidOptionError(f"select must be globs such as 'model.*', not {select!r}", object_id="select")
         self._patterns = {glob: re.compile(f"{fnmatch.translate(glob)}|{fnmatch.translate(glob + '.*')}") for glob in globs}
@@ -46,26 +47,31 @@ class Selection:
             )
 
     def prune(self, tree: Tree) -> Tree | None:
-        """The selected tree: other dict entries are dropped, other elements of lists and tuples become None; None if nothing is left.
+        """`pruned`, to what `fits`."""
+        return pruned(tree, lambda item: self.fits(item.path))
 
-        A registered type is kept or dropped as a whole, and so are an OrderedDict's attributes.
-        """
-        if isinstance(tree, Leaf):
-            return tree if self.fits(tree.path) else None
-        if not tree.children:
-            return tree if self.fits(tree.path) else None
-        tag = tree.node[0]
-        if tag == "r":
-            return tree if any(self.fits(leaf.path) for leaf in leaves(tree)) else None
-        kept = [self.prune(child) for child in tree.children]
-        if not any(kept):
-            return None
-        if tag in ("l", "u", "n"):
-            return Container(
-                node=tree.node, path=tree.path, keys=tree.keys, children=[child or UNSELECTED for child in kept], attributes=None
-            )
-        keys = [key for key, child in zip(tree.keys, kept, strict=True) if child]
-        return Container(node=tree.node, path=tree.path, keys=keys, children=[child for child in kept if child], attributes=tree.attributes)
+
+def pruned(tree: Tree, fits: Callable[[Tree], bool], registered: Callable[[Iterable[bool]], bool] = any) -> Tree | None:
+    """The tree with the leaves, and the containers without children, that `fits` accepts; None if nothing is left.
+
+    Other dict entries are dropped, other elements of lists and tuples become None. A registered type is kept or dropped as a whole, and so
+    are an OrderedDict's attributes. A container of which nothing is left out stays the same object. `registered`: `all` if a registered
+    type is dropped unless all its leaves fit.
+    """
+    if isinstance(tree, Leaf) or not tree.children:
+        return tree if fits(tree) else None
+    tag = tree.node[0]
+    if tag == "r":
+        return tree if registered(map(fits, leaves(tree))) else None
+    kept = [pruned(child, fits, registered) for child in tree.children]
+    if not any(kept):
+        return None
+    if all(child is own for child, own in zip(kept, tree.children, strict=True)):
+        return tree
+    if tag in ("l", "u", "n"):
+        return Container(node=tree.node, path=tree.path, keys=tree.keys, children=[child or UNSELECTED for child in kept], attributes=None)
+    keys = [key for key, child in zip(tree.keys, kept, strict=True) if child]
+    return Container(node=tree.node, path=tree.path, keys=keys, children=[child for child in kept if child], attributes=tree.attributes)
 
 
 def renamer(rename: Rename) -> Callable[[str], str | None]:
@@ -109,6 +115,18 @@ def renamed_leaves(stored: Iterable[Leaf], rename: Rename) -> dict[str, Leaf]:
     return found
 
 
+def renamed_containers(stored: Iterable[Container], rename: Rename) -> dict[str, Container]:
+    """Name in the target -> container. A function of the name need not know those of containers: then they keep theirs."""
+    found: dict[str, Container] = {}
+    new_name = renamer(rename)
+    for container in reversed([*stored]):
+        name: str | None = None
+        with suppress(Exception):
+            name = new_name(container.path)
+        found[name if isinstance(name, str) else container.path] = container
+    return found
+
+
 def _moved(name: str, old: str, new: str) -> str:
     rest = name if not old else name[len(old) + 1 :]
     return f"{new}.{rest}" if new and rest else new or rest
@@ -120,6 +138,23 @@ def missing_names(selection: Selection, rename: Rename | None, stored: Tree) -> 
     `rename` gives names of the snapshot, to which globs apply, other names in the target. What a function of the name would have renamed
     is unknown: then only names that the snapshot has are left out.
     """
+    is_missing = _missing_names(selection, rename, stored)
+
+    @cache
+    def alike() -> set[str]:
+        """What the keys of leaves spell that are not selected: of values, or if the leaf has another name, as others are spelled alike."""
+        names = set[str]()
+        for name, leaf in spelled(stored):
+            if isinstance(leaf, Leaf) and (leaf.path != name or leaf.kind == "value") and not selection.fits(leaf.path):
+                with suppress(Exception):
+                    names.add((renamer(rename)(name) if rename is not None else name) or name)
+        return names
+
+    # one value may be a list, whose items have names in the target
+    return lambda name: is_missing(name) and alike().isdisjoint(_prefixes(name))
+
+
+def _missing_names(selection: Selection, rename: Rename | None, stored: Tree) -> Callable[[str], bool]:
     if rename is None:
         return selection.fits
     if isinstance(rename, Mapping):

@@ -10,6 +10,10 @@ _ON_RANKS: Final = (
     "into the state"
 )
 
+_STATE_DICT: Final = "store its .state_dict()"
+LOADED: Final = (_STATE_DICT, "restore into its .state_dict(), and pass that to its .load_state_dict()")
+"""Advice on storing an object, and on restoring into it."""
+
 
 def advice_for(value: object) -> tuple[str, str] | None:
     """What `value` is, and advice; None for a value that is not among these."""
@@ -42,7 +46,7 @@ def advice_for(value: object) -> tuple[str, str] | None:
     if isinstance(value, np.random.Generator):
         return "it is a numpy Generator", "store .bit_generator.state"
     if callable(getattr(kind, "state_dict", None)):
-        return f"it is a {name}", "store its .state_dict()"
+        return f"it is a {name}", _STATE_DICT
     if isinstance(value, torch.UntypedStorage | torch.storage.TypedStorage):
         return "it is a bare storage", "store a tensor over it"
     return None

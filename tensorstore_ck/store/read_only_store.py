@@ -168,10 +168,11 @@ class ReadOnlyStore:
             into: A state of the same form, whose tensors are filled in place without a second copy. Everything is checked
                 before anything is read; if reading then fails, its tensors are undefined.
             select: Globs over names such as ``model.*``; what matches none is left out (None inside lists and tuples).
-            strict: Whether names that are missing, unexpected or of another shape or dtype are an error; if false,
+            strict: Whether names that are missing, unexpected, of several values or of another shape or dtype are an error; if false,
                 what fits is loaded and `report`, or a warning, lists the rest. With `group`, a name is unexpected if no rank has it.
             rename: Prefixes of stored names -> prefixes of names in `into`; or a function of the name (None: leave it out). With a function
-                and `select`, only names that the snapshot has count as left out: any other name of `into` is missing.
+                and `select`, only names that the snapshot has count as left out: any other name of `into` is missing. A changed name of
+                several values, whose keys are spelled alike as ``0`` and ``"0"`` are, does not match.
             dtype: Floating-point tensors are converted to it, except those of one element in an optimizer's state, such as step counters.
             device: Where new tensors are made.
             report: Filled with the differences when `strict` is false.
@@ -185,7 +186,7 @@ class ReadOnlyStore:
         Raises:
             NotFoundError: nothing at that address.
             SnapshotMarkedBadError: it was marked ``bad`` or ``damaged``.
-            MismatchError: it does not fit `into` or `select`.
+            MismatchError: it does not fit `into` or `select`, or `into` has a name of several values.
             DamageError: stored data is damaged; nothing wrong is returned. With `group` all ranks raise these errors if one meets them.
             SnapshotAbortedError: with `group`: a rank failed in another way, or was not there in time.
         """

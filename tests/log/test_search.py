@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -243,6 +243,10 @@ def test_there_is_no_best_without_the_metric_or_the_branch(store: tsck.Store) ->
         store.resolve("runs/a^best:loss")
     for address in ("nope^best:acc", "v1^best:acc"):
         with pytest.raises(NotFoundError, match="needs a branch"):
+            store.resolve(address)
+    others: tuple[Any, ...] = ("runs/a^", "runs/a^1", "runs/a^best", store.resolve("runs/a"))
+    for address in others:
+        with pytest.raises(InvalidNameError, match=r"use a ref, ref@step, ref~n, ref\^best:metric, .*`snapshot\.root`"):
             store.resolve(address)
     with pytest.raises(InvalidNameError):
         store.resolve("^best:acc")

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.log.table_rows import BRANCHES
 from tests.gc.forged import forge
@@ -74,6 +75,8 @@ def test_a_log_of_all_with_a_limit_is_the_first_rows_of_all() -> None:
     store.reset("b", "b~3")
     store.reset("a", "a~1")
     everything = store.log()
+    with pytest.raises(InvalidOptionError, match="limit"):
+        store.log(limit=-1)
     for limit in range(14):
         log = store.log(limit=limit)
         assert [*log] == [*everything][:limit]

@@ -170,7 +170,7 @@ def test_read_only_arrays() -> None:
 def test_targets_that_cannot_be_filled() -> None:
     content = stored({"x": torch.ones(1)})
     for bad, advice in (
-        (torch.nn.Linear(1, 1), r"\.state_dict\(\)"),
+        (torch.nn.Linear(1, 1), r"restore into its \.state_dict\(\), and pass that to its \.load_state_dict\(\)"),
         (torch.eye(2).to_sparse(), "to_dense"),
         (np.ma.array([1]), "numpy subclass"),
     ):
@@ -218,8 +218,8 @@ def test_a_container_without_leaves_does_not_take_the_leaf_of_a_key_that_is_spel
     saved = state(torch.ones(2), 5, is_empty_first=is_saved_first)
     target = state(torch.zeros(2), 1, is_empty_first=is_restored_first)
     assert_same(restore(stored(saved), into=target), state(torch.ones(2), 5, is_empty_first=is_restored_first))
-    with pytest.raises(MismatchError, match="missing in the snapshot: 0#2"):
-        restore(stored(saved), into={**target, 0: None})
+    restored = restore(stored(saved), into={**target, 0: None})
+    assert_same(restored, state(torch.ones(2), 5, is_empty_first=is_restored_first))
     for lacking in ({"0": torch.ones(2), "a": {"b": 5}}, {"x": {"0": torch.ones(2), "a": {"b": 5}}}):
         target = state(torch.zeros(2), 1, is_empty_first=is_restored_first)
         rename = {"x": ""} if "x" in lacking else None
@@ -253,6 +253,94 @@ def test_a_state_with_keys_that_are_spelled_alike_fits_its_own_form(one: Any, ot
     assert getattr(restored[0], "_metadata", None) == getattr(one, "_metadata", None)
 
 
-def test_leaves_whose_keys_are_spelled_alike_are_restored_in_the_order_of_the_keys() -> None:
-    both = {"0": 1, 0: "two", "a": {"b": 3}, "a.b": 4}
-    assert restore(stored(both), into={"0": 0, 0: None, "a": {"b": 0}, "a.b": 0}) == both
+@pytest.mark.parametrize("rename", [None, {"m": "n"}], ids=["same", "renamed"])
+def test_leaves_whose_keys_are_spelled_alike_are_restored_by_their_keys(rename: dict[str, str] | None) -> None:
+    both = {"0": torch.ones(2), 0: torch.zeros(2), "0#2": torch.ones(2) * 3, "a": {"b": 3}, "a.b": 4, True: [5], "True": ("six",)}
+    top = "m" if rename is None else "n"
+    target = {
+        top: {"True": (None,), True: [0], "a.b": 0, "a": {"b": 0}, 0: torch.ones(2) * 9, "0#2": torch.ones(2) * 9, "0": torch.zeros(2)}
+    }
+    restored = restore(stored({"m": both}), into=target, rename=rename)[top]
+    assert_same({key: restored[key] for key in both}, both)
+    report = LoadReport()
+    target = {top: {"0": torch.ones(2) * 9, 0: torch.ones(2) * 9, "a": {"b": 0}}}
+    restored = restore(stored({"m": {"0": torch.ones(2), "a.b": 4}}), into=target, rename=rename, strict=False, report=report)
+    assert_same(restored, {top: {"0": torch.ones(2), 0: torch.ones(2) * 9, "a": {"b": 4}}})
+    assert report == LoadReport(missing=[f"{top}.0"])
+
+
+def test_what_is_not_selected_stays_in_a_list_of_another_length() -> None:
+    content = stored({"groups": [{"lr": 1.0, "decay": 2.0}] * 3, "m": {"True": 1, True: {"0": 2, 1: 3}}})
+    target = {"groups": [{"lr": 0.1, "decay": 0.2}, {"lr": 0.3, "decay": 0.4}]}
+    report = LoadReport()
+    restore(content, into=target, select="groups.*.lr", strict=False, report=report)
+    assert target == {"groups": [{"lr": 1.0, "decay": 0.2}, {"lr": 1.0, "decay": 0.4}]}
+    assert report == LoadReport(unexpected=["groups.2.lr"])
+    into: dict[str, Any] = {"groups": None}
+    assert restore(content, into=into, select=["groups.1.*"]) == {"groups": [None, {"lr": 1.0, "decay": 2.0}, None]}
+    with pytest.raises(MismatchError, match=r"not expected by `into`: m\.True\.0"):
+        restore(content, into={"m": {"True": -1}}, select="m.True.0")
+
+
+def test_names_of_several_values_are_refused_where_a_function_renames_them() -> None:
+    content = stored({"m": {"0": torch.ones(2), 0: torch.zeros(2), "w": 1}})
+    target: dict[str, Any] = {"n": {0: torch.ones(2) * 9, "v": 0}}
+    rename: Any = lambda name: name.replace("m.", "n.").replace("w", "v")  # noqa: E731
+    with pytest.raises(MismatchError, match=r"1 do not match: n\.0: several values have this name"):
+        restore(content, into=target, rename=rename)
+    assert (target["n"][0].tolist(), target["n"]["v"]) == ([9, 9], 0)
+    report = LoadReport()
+    restore(content, into=target, rename=rename, strict=False, report=report)
+    assert (target["n"][0].tolist(), target["n"]["v"]) == ([9, 9], 1)
+    assert (report.missing, report.unexpected, len(report.mismatched)) == ([], ["n.0", "n.0#2"], 1)
+    content = stored({"m": {"0": torch.ones(2), "w": 1}})
+    target = {"n": {0: torch.ones(2) * 9, "0": torch.ones(2) * 9, "v": 0}}
+    with pytest.raises(MismatchError, match=r"1 do not match: n\.0: several values have this name"):
+        restore(content, into=target, rename={"m": "n", "m.w": "n.v"})
+    restore(content, into=target, rename={"m": "n", "m.w": "n.v"}, strict=False, report=report)
+    assert_same(target, {"n": {0: torch.ones(2), "0": torch.ones(2) * 9, "v": 1}})
+    assert (report.missing, report.unexpected, len(report.mismatched)) == ([], [], 1)
+
+
+def test_a_leaf_whose_name_is_not_changed_is_restored_by_its_keys() -> None:
+    content = stored({"m": {"0": torch.ones(2), 0: torch.ones(2) * 2, "x": torch.ones(2) * 3}, "e": {}})
+    target = {"m": {0: torch.zeros(2), "0": torch.zeros(2), "y": torch.zeros(2)}, "e": None}
+    restored = restore(content, into=target, rename={"m.x": "m.y"})
+    assert_same(restored, {"m": {0: torch.ones(2) * 2, "0": torch.ones(2), "y": torch.ones(2) * 3}, "e": {}})
+
+
+@pytest.mark.parametrize("select", ["0", "0#2", "a.b", "a.b#2", ["0", "a.b#2"]])
+def test_a_selection_fits_its_own_form_though_keys_are_spelled_alike(select: Any) -> None:
+    globs = [select] if isinstance(select, str) else select
+    for order in (1, -1):
+        both: dict[Any, Any] = {"0": 1.0, 0: 2.0, "a": {"b": 3.0}, "a.b": 4.0}
+        target: dict[Any, Any] = {"0": 0.0, 0: 0.0, "a": {"b": 0.0}, "a.b": 0.0}
+        restored = restore(stored({key: both[key] for key in [*both][::order]}), into=target, select=select)
+        values = [restored["0"], restored[0], restored["a"]["b"], restored["a.b"]]
+        assert sum(value != 0.0 for value in values) == len(globs)
+        assert all(value in (0.0, own) for value, own in zip(values, (1.0, 2.0, 3.0, 4.0), strict=True))
+
+
+def test_the_items_of_a_list_that_is_one_value_are_not_selected_one_by_one() -> None:
+    numbers = [*range(20)]
+    target = {"a": {"1": [0, {}], 1: [torch.zeros(1), torch.zeros(1)]}}
+    restored = restore(stored({"a": {"1": numbers, 1: [torch.ones(1), torch.ones(1)]}}), into=target, select="a.1.1")
+    assert_same(restored, {"a": {"1": [0, {}], 1: [torch.zeros(1), torch.ones(1)]}})
+    assert restore(stored({"a": numbers, "b": {"0": 7}}), into={"a": [3, 4], "b": {"0": 0}}, select="*.0") == {"a": [3, 4], "b": {"0": 7}}
+
+
+def test_rename_holds_within_a_container_that_is_adopted_whole() -> None:
+    content = stored({"a": {"x": 1, "y": torch.ones(2), "l": [torch.ones(1), torch.ones(3)]}, "b": {"z": 3}})
+    target: dict[str, Any] = {"a": {}, "b": {}}
+    restore(content, into=target, rename=lambda name: None if name in ("a.y", "a.l.1") else name)
+    assert_same(target, {"a": {"x": 1, "l": [torch.ones(1), None]}, "b": {"z": 3}})
+    target = {"a": {}, "b": {}}
+    report = LoadReport()
+    restore(content, into=target, rename={"a": "c"}, strict=False, report=report)
+    assert target == {"a": {}, "b": {"z": 3}}
+    assert report.unexpected == ["c.x", "c.y", "c.l.0", "c.l.1"]
+    target = {}
+    with pytest.raises(MismatchError, match=r"5 not expected by `into`: c\.x"):
+        restore(content, into=target, rename={"a": "c"})
+    assert target == {}
+    assert restore(stored({"a": {"l": []}}), into={"c": {"l": [1, 2]}}, rename={"a": "c"}) == {"c": {"l": []}}

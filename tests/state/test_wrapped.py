@@ -158,6 +158,29 @@ def test_a_users_traceable_subclass_needs_a_name_alone(store: tsck.Store) -> Non
         tsck.register_type(Path, "tests.Path")
 
 
+def test_what_rename_leaves_out_of_a_tensor_stays(store: tsck.Store, torchao: Any) -> None:
+    weight, target = (quantised(torchao, CONFIGS[0], seed).state_dict()["0.weight"] for seed in (0, 1))
+    store.put_snapshot({"m": {"w": weight}}, ref="main")
+    for top in ("m", "n"):
+        target.qdata.zero_()
+        report, scale = tsck.LoadReport(), target.scale.clone()
+
+        def rename(name: str, top: str = top) -> str | None:
+            return None if name.endswith("scale") else name.replace("m.", f"{top}.")
+
+        store.checkout("main", into={top: {"w": target}}, rename=rename, strict=False, report=report)
+        assert torch.equal(target.qdata, weight.qdata)
+        assert torch.equal(target.scale, scale)
+        assert (report.missing, report.unexpected) == ([f"{top}.w.scale"], [])
+
+
+def test_a_mismatch_hides_no_key_that_is_spelled_alike(store: tsck.Store, torchao: Any) -> None:
+    store.put_snapshot({"m": {"0": 5, 0: quantised(torchao, CONFIGS[0]).state_dict()["0.weight"]}}, ref="main")
+    report = tsck.LoadReport()
+    store.checkout("main", into={"m": {0: torch.zeros(128, 256)}}, strict=False, report=report)
+    assert (report.missing, report.unexpected, len(report.mismatched)) == ([], ["m.0"], 1)
+
+
 def test_tied_weights_share_memory_again(store: tsck.Store, torchao: Any) -> None:
     weight = dict(quantised(torchao, CONFIGS[0]).named_parameters())["0.weight"]
     store.put_snapshot({"a": weight, "b": weight}, ref="main")

@@ -5,6 +5,7 @@ findings.py            FsckOptions: how much data is read; Finding, FsckReport
 check_config.py        store.json: checks and repairs it
 check_log.py           the log and its checkpoints; an engine at the log as it was checked
 check_snapshot.py      one snapshot: record, parts, layout, extents; the tensors that damage affects
+check_bases.py         the bases of the differences that a part names
 check_storage.py       modes of files, markers of cold locations, unfinished uploads; when gc frees unreferenced objects
 check_packs.py         footers, and known bad blocks; tables of blocks, and where they have copies
 check_data.py          reads every stored byte, in pieces

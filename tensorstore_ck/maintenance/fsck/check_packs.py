@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,14 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.byte_cache import ByteCache
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid, block_id, parse_ulid
 from tensorstore_ck.common.threads import REMOTE_THREADS, for_each
+from tensorstore_ck.engine.reachability import chain_of
+from tensorstore_ck.engine.read.block_reader import decode_at
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.format.codec import CODECS_WITH_BASES, decode
 from tensorstore_ck.format.pack import ENTRY_DTYPE, Entries, Footer, pack_name
 from tensorstore_ck.format.part import Extents
 from tensorstore_ck.gc.compact import read_footer
 from tensorstore_ck.gc.listing import ListedObject
+from tensorstore_ck.log.block_index import Location
 from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, kind_of, require_reachable
 
 FOOTER_CACHE_BYTES: Final = 64 << 20
@@ -46,6 +48,14 @@ class BadBlocks:
     kind: str = "corrupt_object"
 
 
+Links = tuple[tuple[Ulid, int], ...]
+
+
+def links_of(place: Location) -> Links:
+    """(pack, offset) of a block and of all that it is a difference to."""
+    return tuple((link.pack, link.offset) for link in chain_of(place))
+
+
 class Packs:
     """The packs of a store. Thread-safe."""
 
@@ -59,7 +69,7 @@ class Packs:
         self.blocks = 0
         """Blocks in the footers that `check_footers` read."""
         self._footers = ByteCache[Ulid, Footer](lambda: FOOTER_CACHE_BYTES, lambda footer: footer.entries.nbytes)
-        self._single: dict[tuple[Ulid, int, bytes], bool] = {}
+        self._single: dict[tuple[bytes, Links], bool] = {}
         self._lock = threading.Lock()
 
     def footer(self, pack: Ulid) -> Footer | PackProblem:
@@ -117,23 +127,18 @@ class Packs:
         named = {ulid for name in names if (ulid := parse_ulid(name[-26:])) is not None and pack_name(ulid) == name}
         return sorted((named & self.listed.keys()) - self.bad.keys())
 
-    def is_intact(self, pack: Ulid, row: tuple[Any, ...], block: bytes) -> bool:
-        """Whether a block that an extent names can be read; for packs without a usable footer."""
-        _, _, offset, stored, raw, _, codec, _ = row
-        if codec in CODECS_WITH_BASES:
-            return False  # unknown without a footer
-        key = (pack, offset, block)
+    def is_intact(self, place: Location, block: bytes) -> bool:
+        """Whether a block, and what it is a difference to, can be read where a part says; for packs without a usable footer."""
+        key = block, links_of(place)
         if key not in self._single:
-            name, data = pack_name(pack), bytearray(stored)
             try:
-                self._backend.read_into(name, offset, memoryview(data))
-                self._single[key] = block_id(decode(codec, memoryview(data), raw, name)) == block
+                self._single[key] = block_id(decode_at(self._backend, place)) == block
             except StoreError as exc:
                 require_reachable(self._backend, exc)
                 self._single[key] = False
                 if kind_of(exc) == UNREADABLE:
                     with self._lock:
-                        self.problems[pack] = PackProblem(UNREADABLE, str(exc))
+                        self.problems[place.pack] = PackProblem(UNREADABLE, str(exc))
         return self._single[key]
 
     def _count(self, footer: Footer | PackProblem) -> None:

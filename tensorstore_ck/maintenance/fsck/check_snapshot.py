@@ -14,11 +14,10 @@ import numpy.typing as npt
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, Ulid
 from tensorstore_ck.engine.engine import Engine, decode_named_part
-from tensorstore_ck.engine.reachability import BlockLocations, grouped, locate_blocks, require_bases
+from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks, location_of
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import CorruptObjectError, StoreError
 from tensorstore_ck.format.block_assignment import assign_blocks, first_rank_with_layout, regions_of_rank
-from tensorstore_ck.format.codec import CODECS_WITH_BASES, base_count
 from tensorstore_ck.format.layout import ExplicitRegions
 from tensorstore_ck.format.pack import Footer, pack_name
 from tensorstore_ck.format.part import Extents, Part, part_name
@@ -27,6 +26,7 @@ from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.format.tree import parse
 from tensorstore_ck.log import ObjectKey, SnapshotRow
 from tensorstore_ck.maintenance.describe import blob_rows, names_of_blobs, part_prefix
+from tensorstore_ck.maintenance.fsck.check_bases import block_ids, by_pack, spread_to_deltas, wrong_bases
 from tensorstore_ck.maintenance.fsck.check_packs import Ids, Packs
 from tensorstore_ck.maintenance.fsck.findings import kind_of, require_reachable
 
@@ -109,11 +109,9 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotRow, *, read_data
             lost[rank] = locations
             continue
         needs.update(locations.objects())
-        try:
-            require_bases(part, locations.packs, locations.extents)
-            _require_own_bases(packs, part, locations)
-        except CorruptObjectError as exc:
-            lost[rank] = Damage(kind_of(exc), part_name(ulid), str(exc), ())
+        if (wrong := wrong_bases(packs, part, locations)) is not None:
+            spread_to_deltas(locations.extents, wrong.rows)
+            damages.append(Damage("corrupt_object", part_name(ulid), wrong.message, tuple(hits.names(part, wrong.rows))))
             continue
         problems = list(_extent_problems(packs, part=part, locations=locations, record=record, rank=rank, read_data=read_data))
         misfit = hits.problem(part, part_name(ulid))
@@ -140,17 +138,6 @@ def placed_parts(engine: Engine, info: SnapshotRow) -> Iterator[tuple[Part, Bloc
         locations = _locate(engine, part)
         if isinstance(locations, BlockLocations):
             yield part, locations
-
-
-def block_ids(part: Part) -> Ids:
-    """The ids of a part's extents, row by row."""
-    return np.frombuffer(part.ids + part.base_ids, np.uint8).reshape(-1, DIGEST_BYTES)
-
-
-def by_pack(locations: BlockLocations) -> Iterator[tuple[Ulid, npt.NDArray[np.int64]]]:
-    """(pack, rows of the extents) for each pack in use; a pack may be yielded twice."""
-    for number, rows in grouped(locations.extents["pack"]):
-        yield locations.packs[number], rows
 
 
 def rebuilt_record(info: SnapshotRow, record: Record, parts: Sequence[Ulid]) -> Record:
@@ -210,21 +197,6 @@ def _locate(engine: Engine, part: Part) -> BlockLocations | Damage:
         return Damage(kind_of(exc), exc.object_id, f"{exc} (it locates moved blocks)", ())
 
 
-def _require_own_bases(packs: Packs, part: Part, locations: BlockLocations) -> None:
-    """Raises `CorruptObjectError` if a block in its pack has other bases than the part names: earlier builds merged equal blocks."""
-    ids = block_ids(part)
-    for pack, rows in by_pack(locations):
-        extents = locations.extents[rows]
-        extents = extents[np.isin(extents["codec"], [int(codec) for codec in CODECS_WITH_BASES])]
-        footer = packs.footer(pack) if len(extents) else None
-        if not isinstance(footer, Footer):
-            continue
-        for entry, codec, first, flags in extents[["entry", "codec", "base", "flags"]].tolist():
-            named = [ids[row].tobytes() for row in range(first, first + base_count(codec, flags))]
-            if entry < len(footer.entries) and named != [*map(bytes, footer.bases_of(entry))]:
-                raise CorruptObjectError(f"{pack_name(pack)}: a part names a block there with other bases", object_id=pack_name(pack))
-
-
 def _extent_problems(
     packs: Packs, part: Part, locations: BlockLocations, record: Record, rank: int, *, read_data: bool
 ) -> Iterator[_PartProblem]:
@@ -244,21 +216,13 @@ def _extent_problems(
                 kind, message = (kind, message) if wrong.any() else (bad.kind, bad.message)
                 wrong |= np.isin(extents["entry"], np.fromiter(bad.entries, np.int64))
         else:
-            wrong = _unreachable(packs, pack, extents, ids[rows], read_data=read_data and footer.kind != "missing_object")
+            wrong = _unreachable(packs, part, locations, rows, read_data=read_data and footer.kind != "missing_object")
             kind, message = packs.problems.get(pack, footer)  # a block that cannot be read makes the pack unreadable, not damaged
         if wrong.any():
             hit = np.zeros(len(part.extents), np.bool_)
             hit[rows[wrong]] = True
-            _spread_to_deltas(locations.extents, hit)
+            spread_to_deltas(locations.extents, hit)
             yield _PartProblem(kind, object=name, message=message, rows=hit, blocks=DamagedBlocks(pack, extents[wrong], ids[rows][wrong]))
-
-
-def _spread_to_deltas(extents: Extents, hit: npt.NDArray[np.bool_]) -> None:
-    """Damage to a base affects its deltas, which are in earlier rows."""
-    for row in np.flatnonzero(extents["base"] != -1)[::-1].tolist():
-        first = int(extents["base"][row])
-        count = base_count(int(extents["codec"][row]), int(extents["flags"][row]))
-        hit[row] |= bool(hit[first : first + count].any())
 
 
 def _not_in_footer(footer: Footer, extents: Extents, ids: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
@@ -273,15 +237,23 @@ def _not_in_footer(footer: Footer, extents: Extents, ids: npt.NDArray[np.uint8])
     return differs
 
 
-def _unreachable(packs: Packs, pack: Ulid, extents: Extents, ids: npt.NDArray[np.uint8], *, read_data: bool) -> npt.NDArray[np.bool_]:
+def _unreachable(
+    packs: Packs, part: Part, locations: BlockLocations, rows: npt.NDArray[np.int64], *, read_data: bool
+) -> npt.NDArray[np.bool_]:
     """The blocks beyond the end of a pack without a usable footer; with `read_data`, also damaged ones."""
-    listed = packs.listed.get(pack)
+    extents, ids = locations.extents[rows], block_ids(part)
+    listed = packs.listed.get(locations.packs[int(extents["pack"][0])])
     if listed is None:
         return np.ones(len(extents), np.bool_)
     wrong: npt.NDArray[np.bool_] = extents["offset"] + extents["stored"] > listed.size_bytes
-    if read_data:
-        for at in np.flatnonzero(~wrong).tolist():
-            wrong[at] = not packs.is_intact(pack, extents[at].item(), ids[at].tobytes())
+    for at in np.flatnonzero(~wrong).tolist() if read_data else ():
+        row = int(rows[at])
+        try:
+            place = location_of(part, locations.packs, locations.extents, row)
+        except CorruptObjectError:
+            wrong[at] = True
+        else:
+            wrong[at] = not packs.is_intact(place, ids[row].tobytes())
     return wrong
 
 

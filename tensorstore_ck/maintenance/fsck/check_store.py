@@ -99,7 +99,8 @@ class Fsck:
         reads_marked: bool = False,
         executor: Executor | None = None,
     ) -> None:
-        """`known_bad`: blocks that an earlier check found bad; if given, no data is read, and marks are not checked.
+        """`known_bad`: blocks that an earlier check found bad; if given, data is read of packs without a footer alone, and marks are
+        not checked.
 
         `reads_marked`: reads the data of snapshots that are marked as damaged, whatever `options` say.
         """

@@ -168,7 +168,7 @@ class Findings:
         with self._lock:
             items = list(self._found.items())
         for (name, kind), gathered in items:
-            if name == object_name and kind != UNREADABLE:
+            if name == object_name and kind != UNREADABLE and gathered.severity == "error":
                 with self._lock:
                     gathered.message, gathered.repairable = f"{gathered.message}; {advice}", repairable
 

@@ -7,17 +7,20 @@ error. After one, a repair marks nothing.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from tensorstore_ck.backend.forwarding import ForwardingBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.read.block_reader import decode_at
 from tensorstore_ck.errors import DamageError, StoreError, UnreadableError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer, pack_name
 from tensorstore_ck.gc.listing import list_kind
+from tensorstore_ck.log.block_index import Location
 from tensorstore_ck.maintenance.fsck.check_packs import BlockCopy, Packs, find_copies
 from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, kind_of, require_reachable
 
@@ -42,8 +45,17 @@ def open_other(engine: Engine) -> OtherStore:
 class BlockSource:
     """Blocks by their ids."""
 
-    def __init__(self, backend: Backend, packs: Packs, other: OtherStore | None, wanted: Iterable[Digest]) -> None:
-        """Locates the `wanted` blocks and their bases."""
+    def __init__(
+        self,
+        backend: Backend,
+        packs: Packs,
+        other: OtherStore | None,
+        wanted: Iterable[Digest],
+        *,
+        deltas: Mapping[Digest, Sequence[Location]] = MappingProxyType({}),
+    ) -> None:
+        """Locates the `wanted` blocks and their bases. `deltas`: where parts say that those in packs without a usable footer are."""
+        self._backend, self._deltas = backend, deltas
         self._stores = [(backend, packs), *([(other.engine.backend, other.packs)] if other is not None else [])]
         self._copies: list[dict[Digest, list[BlockCopy]]] = [{} for _ in self._stores]
         ids = set(wanted)
@@ -53,17 +65,46 @@ class BlockSource:
                 located = find_copies(there, ids, unless={})
                 copies |= located
                 bases.update(base for found_copies in located.values() for copy in found_copies for base in _bases_of(there, copy))
+            bases.update(base.block for block in ids for place in deltas.get(block, ()) for base in place.bases)
             ids = {base for base in bases if not any(base in copies for copies in self._copies)}
 
-    def get(self, block: Digest) -> StoredBlock | None:
-        """A block from the first copy that verifies; a delta is returned decoded."""
+    def get(self, block: Digest, above: frozenset[Digest] = frozenset()) -> StoredBlock | None:
+        """A block from the first copy that verifies; a delta is returned decoded. `above`: what it is a base of."""
+        if block in above:
+            return None
         for (backend, packs), copies in zip(self._stores, self._copies, strict=True):
             for copy in copies.get(block, ()):
-                bases = [self.get(base) for base in _bases_of(packs, copy)]
+                bases = [self.get(base, above | {block}) for base in _bases_of(packs, copy)]
                 stored = read_block(backend, copy, block, [base for base in bases if base is not None])
                 if stored is not None:
                     return stored
+        mended: dict[tuple[Digest, ...], dict[Digest, memoryview]] = {}
+        for place in self._deltas.get(block, ()):
+            delta = self._delta(block, place)
+            own = tuple(base.block for base in place.bases)
+            if delta is None and own not in mended:
+                mended[own] = self._bases(own, above | {block})
+            delta = delta or self._delta(block, place, mended[own])
+            if delta is not None:
+                return delta
         return None
+
+    def _bases(self, blocks: Sequence[Digest], above: frozenset[Digest]) -> dict[Digest, memoryview]:
+        """Bases of a difference, from any good copies."""
+        found = {}
+        for block in blocks:  # no comprehension, which takes a frame: chains are long
+            stored = self.get(block, above)
+            if stored is not None:
+                found[block] = decode(stored.codec, stored.stored, stored.raw_bytes, block.hex())
+        return found
+
+    def _delta(self, block: Digest, place: Location, bases: Mapping[Digest, memoryview] = MappingProxyType({})) -> StoredBlock | None:
+        try:
+            raw = decode_at(self._backend, place, at_hand=bases)
+        except StoreError as exc:
+            require_reachable(self._backend, exc)
+            return None
+        return StoredBlock(Codec.RAW, raw, len(raw)) if block_id(raw) == block else None
 
 
 def _bases_of(packs: Packs, copy: BlockCopy) -> list[Digest]:

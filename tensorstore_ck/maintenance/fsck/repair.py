@@ -8,17 +8,17 @@ A lost log entry is written again only if the rest of the log, or this host's me
 """
 
 import contextlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.common.threads import shielded
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import locate_blocks
+from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks
 from tensorstore_ck.errors import BrokenLogError, DamageError, SnapshotExpiredError, UnreadableError
 from tensorstore_ck.format.pack import pack_name
-from tensorstore_ck.format.part import part_name
+from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.log import Entry, Head, ObjectKey, Op, RefTable, Relocation, SnapshotRow
 from tensorstore_ck.log.cache import TableError
@@ -34,7 +34,7 @@ from tensorstore_ck.maintenance.fsck.findings import DAMAGED, UNREADABLE, Findin
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore, ReadErrors, open_other
 from tensorstore_ck.maintenance.fsck.rebuild_packs import rebuild_packs
 from tensorstore_ck.maintenance.fsck.rebuild_parts import COPIED, PartRebuilder
-from tensorstore_ck.maintenance.fsck.repairable import blocks_in, is_moved_intact, packs_of, relocations_in_force
+from tensorstore_ck.maintenance.fsck.repairable import blocks_in, deltas_in, is_moved_intact, packs_of, relocations_in_force
 
 GIVES_WAY: Final = ("", "drift")
 """Marks that `DAMAGED` replaces: others already keep jobs from resuming there."""
@@ -101,6 +101,8 @@ class _Repair:
         self._other_engine = None if other is None else replace(other, backend=self._read_errors.noting(other.backend))
         self._other: OtherStore | None = None
         self._repaired: dict[str, str] = {}
+        self._modes: dict[str, str] = {}
+        """Objects that got another mode; they may be damaged, too."""
         self._bad: dict[Ulid, BadBlocks] = {}
         """Blocks that were found bad; packs are never rewritten in place, so they stay bad."""
         self._made: set[Ulid] = set()
@@ -118,11 +120,11 @@ class _Repair:
         self._bad, self._read = fsck.packs.bad, fsck.read
         fsck = self._repair_log(fsck, seen)
         if self._is_broken(fsck.log, seen):
-            after = self._look_again()[1] if self._repaired else before
+            after = self._look_again()[1] if self._all_repaired() else before
             return RepairReport(
                 before=before, mended=self._all_repaired(), marked=(), unmarked=(), after=after
             )  # a broken log takes no entries
-        if self._repaired:
+        if self._all_repaired():
             fsck, after = self._look_again()
         if self._other_engine is not None:
             self._other = open_other(self._other_engine)
@@ -137,7 +139,8 @@ class _Repair:
         return RepairReport(before=before, mended=self._all_repaired(), marked=marked, unmarked=unmarked, after=after)
 
     def _look_again(self) -> tuple[Fsck, FsckReport]:
-        fsck = Fsck(self._engine, FsckOptions(), known_bad=self._bad)
+        options = FsckOptions(read_data=self._options.reads_data)  # a pack without a footer has no known bad blocks
+        fsck = Fsck(self._engine, options, known_bad=self._bad)
         report = fsck.run()
         if unreadable := _unreadable(report):
             raise UnreadableError(f"the repair stops: {unreadable[0].object}: {unreadable[0].message}", object_id=unreadable[0].object)
@@ -145,12 +148,12 @@ class _Repair:
         return fsck, report
 
     def _all_repaired(self) -> tuple[Repaired, ...]:
-        return tuple(Repaired(name, how) for name, how in sorted(self._repaired.items()))
+        return tuple(Repaired(name, how) for name, how in sorted([*self._modes.items(), *self._repaired.items()]))
 
     def _repair_log(self, fsck: Fsck, seen: Collection[Head]) -> Fsck:
         if repair_config(self._engine, self._other_engine):
             self._repaired["store.json"] = "written again"
-        self._repaired |= repair_modes(self._engine.backend)
+        self._modes = repair_modes(self._engine.backend)
         self._repaired |= dict.fromkeys(repair_markers(self._engine.placed), "written again")
         entries = repair_entries(self._engine, self._other_engine, fsck.log, seen) if self._other_engine is not None else []
         self._repaired |= dict.fromkeys(entries, COPIED)
@@ -227,10 +230,15 @@ class _Repair:
         if not damaged:
             return False
         view = fsck.at_log.log.view()
-        parts = (placed for info in view.snapshots() for placed in placed_parts(fsck.at_log, info))
-        needed = blocks_in(damaged, parts)
+
+        def parts() -> Iterator[tuple[Part, BlockLocations]]:
+            return (placed for info in view.snapshots() for placed in placed_parts(fsck.at_log, info))
+
+        needed = blocks_in(damaged, parts())
         wanted = [block for pack in needed.packs for block in needed.ids(pack)]
-        source = BlockSource(self._engine.backend, fsck.packs, self._other, wanted)
+        blind = damaged & fsck.packs.problems.keys()
+        deltas = deltas_in(blind, parts()) if blind else {}
+        source = BlockSource(self._engine.backend, fsck.packs, self._other, wanted, deltas=deltas)
         try:
             outcomes = rebuild_packs(self._engine, needed, source, fsck.anchor)
         except SnapshotExpiredError:

@@ -6,22 +6,26 @@ The marks of snapshots that repair found damaged, on any host, are how the store
 """
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 
 import numpy as np
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import BlockLocations
-from tensorstore_ck.errors import StoreError
+from tensorstore_ck.engine.reachability import BlockLocations, location_of
+from tensorstore_ck.errors import CorruptObjectError, StoreError
+from tensorstore_ck.format.codec import CODECS_WITH_BASES
 from tensorstore_ck.format.pack import ENTRY_DTYPE, Entries, Footer
 from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import record_name
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap, decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.log import ObjectKey, RefTable, Relocation, SnapshotRow
-from tensorstore_ck.maintenance.fsck.check_packs import BlockTables, Packs, find_copies
-from tensorstore_ck.maintenance.fsck.check_snapshot import block_ids, by_pack, describe_hit, placed_parts
+from tensorstore_ck.log.block_index import Location
+from tensorstore_ck.maintenance.fsck.check_bases import block_ids, by_pack
+from tensorstore_ck.maintenance.fsck.check_packs import BlockTables, Links, Packs, find_copies, links_of
+from tensorstore_ck.maintenance.fsck.check_snapshot import describe_hit, placed_parts
 from tensorstore_ck.maintenance.fsck.findings import DAMAGED, UNREADABLE, Findings, Severity, kind_of, require_reachable
 
 
@@ -76,6 +80,20 @@ def blocks_in(packs: Collection[Ulid], parts: Iterable[tuple[Part, BlockLocation
             if pack in packs:
                 tables.add(pack, locations.extents[rows], ids[rows])
     return tables
+
+
+def deltas_in(packs: Collection[Ulid], parts: Iterable[tuple[Part, BlockLocations]]) -> dict[Digest, list[Location]]:
+    """The differences in some packs, as parts name them with their bases; without what no part names with valid bases."""
+    found: dict[Digest, dict[Links, Location]] = {}
+    for part, locations in parts:
+        ids = block_ids(part)
+        for pack, rows in by_pack(locations):
+            codecs = locations.extents["codec"][rows] if pack in packs else rows[:0]
+            for row in rows[: len(codecs)][np.isin(codecs, [int(codec) for codec in CODECS_WITH_BASES])].tolist():
+                with suppress(CorruptObjectError):  # the check reports such a part
+                    place = location_of(part, locations.packs, locations.extents, row)
+                    found.setdefault(Digest(ids[row].tobytes()), {})[links_of(place)] = place
+    return {block: [*places.values()] for block, places in found.items()}
 
 
 def relocations_in_force(view: RefTable) -> dict[Ulid, Relocation]:
