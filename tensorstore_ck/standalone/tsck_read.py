@@ -760,7 +760,8 @@ class Side:
             if not all(type(key) is str for key in keys) and node[0] not in "lu":
                 self.containers[name] = {"type": self.containers[name], "keys": [plain(key) for key in keys]}
             for key, child in zip(keys, nodes, strict=True):
-                self.walk(child, (*path, key if type(key) is str else json.dumps(plain(key))), left, part)
+                is_spelled_alone = key is None or isinstance(key, (str, int, float))
+                self.walk(child, (*path, str(key) if is_spelled_alone else json.dumps(plain(key))), left, part)
             if node[0] == "o" and node[3] is not False:
                 self.walk(node[3], (*path, "_metadata"), left, part)
 

@@ -168,6 +168,7 @@ class ReadOnlyStore:
             into: A state of the same form, whose tensors are filled in place without a second copy. Everything is checked
                 before anything is read; if reading then fails, its tensors are undefined.
             select: Globs over names such as ``model.*``; what matches none is left out (None inside lists and tuples).
+                An object of a dataclass or registered type is restored whole.
             strict: Whether names that are missing, unexpected, of several values or of another shape or dtype are an error; if false,
                 what fits is loaded and `report`, or a warning, lists the rest. With `group`, a name is unexpected if no rank has it.
             rename: Prefixes of stored names -> prefixes of names in `into`; or a function of the name (None: leave it out). With a function

@@ -229,6 +229,12 @@ def test_a_file_that_safetensors_reads_and_one_without_tensors(store: tsck.Store
     restored = store.checkout("runs/a")
     assert set(loaded) == set(restored)
     assert all(loaded[name].dtype == value.dtype and torch.equal(loaded[name], value) for name, value in restored.items())
+    keys = {key: torch.full((2,), float(number)) for number, key in enumerate((True, "True", None, 1.5, -7))}
+    store.put_snapshot({"by": keys}, ref="runs/keys")
+    exported(folder, "runs/keys", tmp_path / "keys.safetensors")
+    with store.open_snapshot("runs/keys") as snapshot:
+        loaded = load_file(tmp_path / "keys.safetensors")
+        assert {name: tensor.tolist() for name, tensor in loaded.items()} == {name: snapshot[name][:].tolist() for name in snapshot}
     store.put_snapshot({"step": 3, "none": {}}, ref="runs/b")
     found = exported(folder, "runs/b", tmp_path / "none.safetensors")
     assert (found.tensors, found.described["values"]) == ({}, {"step": 3})
