@@ -195,7 +195,7 @@ def encode_metadata(metadata: Mapping[str, object] | None) -> bytes:
     """
     if not metadata:
         return _NO_METADATA
-    given = dict(_require_mapping(metadata, "metadata"))
+    given = _as_dict(metadata, "metadata")
     if STORE_KEY in given:
         note = given.pop(STORE_KEY)
         if not isinstance(note, Mapping) or set(note) - {"non_finite"}:
@@ -228,7 +228,7 @@ def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
         InvalidOptionError: a value is not a number, or a name is not text of 1 to 256 characters.
     """
     checked: dict[str, float] = {}
-    for name, value in _require_mapping(metrics, "metrics").items() if metrics else ():
+    for name, value in _as_dict(metrics, "metrics").items() if metrics else ():
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as exc:
@@ -239,10 +239,11 @@ def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     return checked
 
 
-def _require_mapping(given: Mapping[str, T], option: str) -> Mapping[str, T]:
-    if not isinstance(given, Mapping):
-        raise InvalidOptionError(f"{option} must be a dict of names and values, not {type(given).__name__}", object_id=option)
-    return given
+def _as_dict(given: Mapping[str, T], option: str) -> dict[str, T]:
+    try:
+        return dict(given)
+    except (TypeError, ValueError) as exc:
+        raise InvalidOptionError(f"{option} must be a dict of names and values, not {type(given).__name__}", object_id=option) from exc
 
 
 def _is_unicode(text: str) -> bool:

@@ -101,12 +101,13 @@ class Packs:
         A pack may have been listed while it was written, and be in use by now.
         """
         sound = []
+        self._single.clear()
         for pack in [*self.problems]:
             del self.problems[pack]
             if pack in self.listed:
                 with contextlib.suppress(StoreError):  # the footer's error says more
                     self.listed[pack] = self.listed[pack]._replace(size_bytes=self._backend.size(pack_name(pack)))
-            if isinstance(self.footer(pack), Footer):
+            if isinstance(self.footer(pack), Footer) and pack in self.listed:
                 sound.append(pack)
         return sound
 

@@ -100,7 +100,7 @@ def finish_at_exit(queue: SaveQueue) -> None:
         queue = reference()
         if queue is None or os.getpid() != pid:  # a forked child has neither the saves nor usable locks
             return
-        report = queue.end()
+        report = queue.end_process()
         if report.staged or report.dropped or report.under_way:
             _logger.error("the process ends with saves in progress: %s", report)
 
@@ -108,4 +108,4 @@ def finish_at_exit(queue: SaveQueue) -> None:
     try:
         threading._register_atexit(finish)  # type: ignore[attr-defined]
     except RuntimeError:  # the main thread has ended: this is another thread, or a callback of atexit
-        queue.end()
+        queue.end_process()

@@ -118,6 +118,8 @@ class SaveQueue:
         queued.status.reach(SaveMilestone.CAPTURED)
         if self._observers.wants("captured"):
             self._emit(queued.status, "captured", **queued.capture_fields(save), **self._in_use())
+        if self._has_ended:
+            self.drain(EXIT_SECONDS, may_leave=True)
         return pending
 
     def begin_waited(self, save: Runnable, called: float) -> QueuedSave:
@@ -201,17 +203,17 @@ class SaveQueue:
         return DrainReport.of([queued.status for queued in saves], self._safe, self._stays.resume_command)
 
     def end(self) -> DrainReport:
-        """Drains at the end of the process. What earlier processes staged stays on the disk; its own does if the store does not answer.
-
-        Threads of the program may outlive the main one, but the queue's do not: from then on the thread that saves stores its save.
-        """
+        """Drains at the end of the process. What earlier processes staged stays on the disk; its own does if the store does not answer."""
         self._enter()
         for queued in self._publish_worker.items():
             if queued.is_resumed:
                 queued.status.drop("abandoned")
-        report = self.drain(EXIT_SECONDS, may_leave=True)
-        self._has_ended = not self._is_worker()
-        return report if self._is_done() else self.drain(EXIT_SECONDS, may_leave=True)
+        return self.drain(EXIT_SECONDS, may_leave=True)
+
+    def end_process(self) -> DrainReport:
+        """`end`. From now on who saves waits for it: a thread of the program may outlive the main one, but the queue's threads do not."""
+        self._has_ended = True
+        return self.end()
 
     def close(self) -> None:
         """Finishes the saves in progress, and frees the memory; idempotent.
@@ -246,8 +248,6 @@ class SaveQueue:
         queued.status.on_drop(lambda: self._release_if_waiting(queued))
         queued.status.queue_changes = self._changed
         queued.is_handed_over = True
-        if self._has_ended:
-            return False
         try:
             self._save_worker.put(queued)
         except (RuntimeError, MemoryError) as exc:
@@ -348,11 +348,8 @@ class SaveQueue:
         finally:
             self._hand_over(queued, self._publish_worker, self._publish_staged)
 
-    def _hand_over(self, queued: QueuedSave, worker: Worker[QueuedSave], work: Callable[[QueuedSave], None]) -> None:
-        if self._has_ended:
-            queued.status.drop("abandoned")  # it stays on the staging disk
-            self._publish_staged(queued)
-            return
+    @staticmethod
+    def _hand_over(queued: QueuedSave, worker: Worker[QueuedSave], work: Callable[[QueuedSave], None]) -> None:
         try:
             worker.put(queued)
         except (RuntimeError, MemoryError):  # no thread can be started, for example while the interpreter ends

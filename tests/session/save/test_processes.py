@@ -70,10 +70,11 @@ def test_what_cannot_be_finished_is_said(tmp_path: Path) -> None:
     assert "the process ends with saves in progress: job@3" in stderr(tmp_path)
 
 
+@pytest.mark.parametrize("is_staged", [False, True])
 @pytest.mark.parametrize(("in_thread", "starts"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("has_saved", [True, False])
-def test_saves_after_the_main_thread_has_ended(tmp_path: Path, has_saved: bool, in_thread: bool, starts: bool) -> None:
-    assert run(worker.after_main, tmp_path, has_saved, in_thread, starts) == 0, stderr(tmp_path)
+def test_saves_after_the_main_thread_has_ended(tmp_path: Path, has_saved: bool, in_thread: bool, starts: bool, is_staged: bool) -> None:
+    assert run(worker.after_main, tmp_path, has_saved, in_thread, starts, is_staged) == 0, stderr(tmp_path)
     assert steps_of(tmp_path) == [*([1] if has_saved else []), 2, 3], stderr(tmp_path)
     assert "saves in progress" not in stderr(tmp_path)
 

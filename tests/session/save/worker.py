@@ -144,7 +144,7 @@ def in_flight(folder: str, how: str) -> None:
         sys.exit(3)
 
 
-def after_main(folder: str, has_saved: bool, in_thread: bool, starts: bool) -> None:
+def after_main(folder: str, has_saved: bool, in_thread: bool, starts: bool, is_staged: bool) -> None:
     """Saves that begin when the main thread has ended: of a thread that still trains, or of a callback of atexit.
 
     `starts`: as far as the interpreter still starts threads, which Python 3.12 does not.
@@ -153,7 +153,7 @@ def after_main(folder: str, has_saved: bool, in_thread: bool, starts: bool) -> N
     def refuse(_: object) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    store = open_store(folder)
+    store = open_store(folder, staging=f"{folder}/staging" if is_staged else None)
     if has_saved:
         tell_end(folder, put_beside(store, 1))
 
@@ -222,7 +222,9 @@ def preempted_child(folder: str) -> None:
 
     def help_out() -> None:
         is_up.set()
-        time.sleep(PATIENCE_SECONDS)
+        end = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < end:
+            time.sleep(0.01)  # Python handles a signal that comes right before a sleep after it
 
     helper = context.Process(target=help_out)
     helper.start()
