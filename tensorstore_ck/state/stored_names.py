@@ -46,6 +46,8 @@ class StoredNames:
         self._used: set[str] = set()
         self._found: set[str] = set()
         """What was found by name."""
+        self._elsewhere: set[str] = set()
+        """The paths of leaves that `rename` moves out of a registered type which the target takes whole."""
 
     @cached_property
     def _ambiguous(self) -> set[str]:
@@ -92,7 +94,11 @@ class StoredNames:
 
     def use_tree(self, tree: Tree) -> None:
         """Notes that the target has all leaves of `tree`."""
-        self.use(self._names[leaf.path] for leaf in leaves(tree) if leaf.path in self._names)
+        self.use(
+            self._names[leaf.path]
+            for leaf in leaves(tree)
+            if leaf.path in self._names and (leaf is tree or leaf.path not in self._elsewhere)
+        )
 
     def unused(self) -> list[str]:
         """The names that the target does not have."""
@@ -141,7 +147,10 @@ class StoredNames:
         own = {self.leaves[name].path for name in names}
         tree = tree and pruned(tree, lambda item: isinstance(item, Container) or item.path in own)
         count = 0 if tree is None else len(leaves_and_containers(tree)[0])
-        return tree if count == len(names) or (count > len(names) and not target) else None
+        if tree is not None and count > len(names) and not target:
+            self._elsewhere |= {leaf.path for leaf in leaves(tree)} - own
+            return tree
+        return tree if count == len(names) else None
 
     def _origins(self, path: str, names: Iterable[str]) -> set[str | None]:
         return container_paths(path, {name: self.leaves[name].path for name in names})

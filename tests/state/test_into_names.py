@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MismatchError, UnsupportedValueError
-from tensorstore_ck.state import LoadReport, LoadWarning, capture, restore
+from tensorstore_ck.state import LoadReport, LoadWarning, capture, register_type, restore
 from tests.state.fake import FakeContent, assert_same, stored
+from tests.state.samples import Pair
 
 # --- dtype and rename -------------------------------------------------------------------------------------------------
 
@@ -344,3 +345,12 @@ def test_rename_holds_within_a_container_that_is_adopted_whole() -> None:
         restore(content, into=target, rename={"a": "c"})
     assert target == {}
     assert restore(stored({"a": {"l": []}}), into={"c": {"l": [1, 2]}}, rename={"a": "c"}) == {"c": {"l": []}}
+
+
+@pytest.mark.parametrize("target", [{"pair": None, "x": 0}, {"x": 0, "pair": None}])
+def test_what_rename_moves_out_of_a_registered_type_that_is_taken_whole_is_found_in_any_order(target: dict[str, Any]) -> None:
+    register_type(Pair, "tests.Pair", lambda pair: {"left": pair.left, "right": pair.right}, lambda state: Pair(**state))
+    content = stored({"pair": Pair(torch.ones(2), 5)})
+    assert restore(content, into=target, rename={"pair.right": "x"})["x"] == 5
+    with pytest.raises(MismatchError, match="1 not expected by `into`: x"):
+        restore(content, into={"pair": None}, rename={"pair.right": "x"})

@@ -112,7 +112,6 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotRow, *, read_data
         if (wrong := wrong_bases(packs, part, locations)) is not None:
             spread_to_deltas(locations.extents, wrong.rows)
             damages.append(Damage("corrupt_object", part_name(ulid), wrong.message, tuple(hits.names(part, wrong.rows))))
-            continue
         problems = list(_extent_problems(packs, part=part, locations=locations, record=record, rank=rank, read_data=read_data))
         misfit = hits.problem(part, part_name(ulid))
         layout_rows = slice(0, int(part.blobs["blocks"][0]))
