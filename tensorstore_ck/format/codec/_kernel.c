@@ -1,6 +1,5 @@
 /* The module `_kernel`: what numpy is too slow for. Checks what it is given; the work is in the other files, without the GIL. */
 
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "_kernel.h"
@@ -91,14 +90,16 @@ static PyObject *places_of(const Group *groups, int count, const uint8_t *start)
 
 static PyObject *encode(PyObject *module, PyObject *args)
 {
-    PyObject *source, *destination;
-    const char *widths, *hows;
+    PyObject *source, *destination, *width_bytes, *how_bytes;
+    char *widths, *hows;
     Py_ssize_t group_count, how_count;
     int item_bytes, rotated;
     Buffers buffers = {.count = 0};
     Group groups[MAX_GROUPS];
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOipy#y#", &source, &destination, &item_bytes, &rotated, &widths, &group_count, &hows, &how_count))
+    /* No format with '#': in a module that was built by Python 3.13, Python 3.11 and 3.12 refuse it. */
+    if (!PyArg_ParseTuple(args, "OOipSS", &source, &destination, &item_bytes, &rotated, &width_bytes, &how_bytes) ||
+        PyBytes_AsStringAndSize(width_bytes, &widths, &group_count) < 0 || PyBytes_AsStringAndSize(how_bytes, &hows, &how_count) < 0)
         return NULL;
     const Py_buffer *words = add_buffer(&buffers, source, PyBUF_SIMPLE);
     const Py_buffer *into = words ? add_buffer(&buffers, destination, PyBUF_WRITABLE) : NULL;
@@ -246,8 +247,9 @@ static PyObject *compare_words(PyObject *module, PyObject *args)
         if (visit != Py_None && !visit_piece(visit, sources[0], at, end))
             return release(&buffers, NULL);
     }
-    return release(&buffers, Py_BuildValue("ny#y#", (Py_ssize_t)search.count, (const char *)&search.of_words, (Py_ssize_t)sizeof(Sum),
-                                           (const char *)&search.of_base, (Py_ssize_t)sizeof(Sum)));
+    PyObject *sums[] = {PyBytes_FromStringAndSize((const char *)&search.of_words, sizeof(Sum)),
+                        PyBytes_FromStringAndSize((const char *)&search.of_base, sizeof(Sum))};
+    return release(&buffers, Py_BuildValue("nNN", (Py_ssize_t)search.count, sums[0], sums[1]));
 }
 
 static PyObject *apply_changes(PyObject *module, PyObject *args)

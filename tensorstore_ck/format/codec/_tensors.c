@@ -1,7 +1,6 @@
 /* Asks a framework about many tensors in one call. Nothing of torch is known here: `rules` names what is asked, and DLPack's table of
    functions tells where a tensor lies. A tensor of which anything is out of the ordinary ends the run, and the caller describes it. */
 
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>

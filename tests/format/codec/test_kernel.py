@@ -1,5 +1,7 @@
 """The compiled kernel does, bit by bit, what numpy and zstd do."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,13 @@ WAYS = [(item_bytes, widths, rotated) for item_bytes, ways in WIDTHS.items() for
 """An odd number: each way takes its turn with lengths of every remainder that a vector leaves."""
 BLOCK = 1 << 17
 RAW, HUFFMAN, CONSTANT = 0, 1, 2
+
+
+def test_no_format_needs_the_python_that_built_the_kernel() -> None:
+    """A format with ``#`` in a module that Python 3.13 built is a SystemError in 3.11 and 3.12."""
+    sources = [*Path(compiled.__file__).parent.glob("*.c")]
+    assert sources
+    assert [source.name for source in sources if re.search(r'"[A-Za-z!]*[syzu]#', source.read_text())] == []
 
 
 def numbers(count: int, item_bytes: int, rng: np.random.Generator) -> memoryview:
