@@ -268,6 +268,15 @@ class Feed:
         return info
 
     def _stage(self, info: SnapshotRow) -> _Staged:
+        staged = self._try_to_stage(info)
+        if staged is None:  # somebody changed a tensor, and perhaps others that no difference shows
+            self._ids = {}
+            staged = self._try_to_stage(info)
+        assert staged is not None
+        return staged
+
+    def _try_to_stage(self, info: SnapshotRow) -> _Staged | None:
+        """None: the tensors are not the blocks that they were taken to be."""
         started = time.perf_counter()
         content = open_snapshot(self._engine, info, layouts=self._layouts)
         what = f"{self._ref}, step {info.step}, root {info.root.hex()[:16]}"
@@ -281,6 +290,8 @@ class Feed:
                 require_memory(size_bytes, f"staging {what}", "load the weights of a nearby version first, or follow less of it (select=)")
             read = ChangesReader(held)
             read(self._engine, info, missing)
+        if read.found_changed and self._ids:
+            return None
         changes = [change for tensor in tensors for change in tensor.changes]
         version = FeedVersion(info.root.hex(), info.step, info.time_ns, self._engine.clock)
         self._note(

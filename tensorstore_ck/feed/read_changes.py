@@ -59,6 +59,8 @@ class ChangesReader:
         self._scratch = threading.local()
         self.read_bytes = 0
         """Stored bytes of the blocks that were read."""
+        self.found_changed = False
+        """Whether the tensors had other bytes than those of a held block."""
 
     def __call__(self, engine: Engine, info: SnapshotRow, wanted: Sequence[WantedBlock]) -> None:
         """See `read_blocks`."""
@@ -144,7 +146,10 @@ class ChangesReader:
                 decode(link.codec, stored[link.pack, link.offset], block.raw, pack_name(link.pack), into=raw, bases=[raw])
         except CorruptObjectError:
             return None
-        return raw if block_id(raw) == block.source.part.block_id(block.row) else None
+        if block_id(raw) != block.source.part.block_id(block.row):
+            self.found_changed |= chain.base is not None
+            return None
+        return raw
 
     def _memory(self, size_bytes: int) -> memoryview:
         """Memory of this thread, until it asks again: fresh pages take as long as hashing."""

@@ -87,6 +87,12 @@ def test_what_somebody_changed_is_noticed_at_the_next_difference_and_read_whole(
     save(trainer, state, 1)
     update(feed)
     assert equal(mine, state)
+    for name in ("layers.1", "layers.2", "bias"):
+        mine["model"][name].zero_()
+    state["model"]["layers.1"][0, 0] += 1  # the one difference shows it, and all are hashed
+    save(trainer, state, 2)
+    update(feed)
+    assert equal(mine, state)
     mine["model"]["layers.2"].zero_()
     assert feed.poll() is None
     assert feed.poll(verify=True) == feed.version
