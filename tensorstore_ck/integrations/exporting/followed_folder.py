@@ -4,13 +4,14 @@ Each version is a folder of its own, complete before `current`, a link, is renam
 privately, and followed like a model's, so that only what changed is read from the store.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from operator import methodcaller
 from typing import Any, Final, NamedTuple, Self
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from tensorstore_ck.backend.os_errors import os_errors
-from tensorstore_ck.common.descriptors import sync_path
+from tensorstore_ck.common.descriptors import closing_fd, sync_path
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import SnapshotContent
@@ -52,6 +53,8 @@ VERSION: Final = "version.json"
 KEPT: Final = 2
 """Versions in the folder: an engine may still read the one before the current one."""
 _VERSION: Final = re.compile(r"[0-9a-f]{32}")
+_UNFINISHED: Final = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{12}\.part(\.old)?")
+"""What a process that was killed leaves of a version: see `atomic_folder`."""
 _TORCH_NAMES: Final = {name: torch_name for torch_name, name in TORCH_DTYPES.items()}
 
 
@@ -111,7 +114,7 @@ class FollowedFolder:
         return None
 
     def update(self) -> Snapshot | None:
-        """Makes ``current`` the newest version, and returns its snapshot; None if it is that already.
+        """Makes ``current`` the newest version, and returns its snapshot; None if it is that already, or another process is at it.
 
         Raises:
             NotFoundError: the branch does not exist, or was removed.
@@ -120,6 +123,10 @@ class FollowedFolder:
             NoSpaceError: the files do not fit.
             StoreError: see `export_snapshot`. ``current`` is what it was.
         """
+        with _locked(self._folder) as is_mine:
+            return self._update() if is_mine else None
+
+    def _update(self) -> Snapshot | None:
         while True:
             info = resolve(self._store, self._ref).info
             snapshot = Snapshot.from_info(info)
@@ -127,6 +134,7 @@ class FollowedFolder:
             if snapshot.root == self.root and name == self._current():
                 return None
             refuse_marked(snapshot, self._ref, "move the branch to it")
+            self._remove_if(_UNFINISHED.fullmatch)
             content = open_content(self._store, info)
             plan = self._plan(content)
             target = AtomicTarget(os.path.join(self._folder, name), is_file=False, others=re.compile(".*"))
@@ -217,9 +225,12 @@ class FollowedFolder:
             os.symlink(name, f"{link}.part")
             os.replace(f"{link}.part", link)
             sync_path(self._folder)
-            for other in os.listdir(self._folder):
-                if _VERSION.fullmatch(other) and other not in (name, former):
-                    shutil.rmtree(os.path.join(self._folder, other), ignore_errors=True)
+            self._remove_if(lambda other: _VERSION.fullmatch(other) and other not in (name, former))
+
+    def _remove_if(self, is_old: Callable[[str], object]) -> None:
+        with os_errors("list", self._folder):
+            for name in filter(is_old, os.listdir(self._folder)):
+                shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
 
     def _map(self, prefix: str) -> None:
         """Maps the tensors of the current version; what a feed changes in them never reaches the files."""
@@ -242,6 +253,24 @@ class FollowedFolder:
         self._feed = None
         self._tensors.clear()
         self._files.clear()
+
+
+@contextmanager
+def _locked(folder: str) -> Iterator[bool]:
+    """Whether no other process updates the folder. A filesystem without locks is taken to have none."""
+    with os_errors("read", folder):
+        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    with closing_fd(fd):
+        is_free = True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            is_free = not isinstance(exc, BlockingIOError)
+        try:
+            yield is_free
+        finally:
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, and so the lock
 
 
 def _header_of(data: "np.memmap[Any, Any]") -> tuple[dict[str, Any], int]:

@@ -154,6 +154,32 @@ def test_current_stays_where_it_cannot_be_renamed(backend: MemoryBackend, tmp_pa
     assert equal(read(tmp_path), state)
 
 
+def test_of_two_followers_of_one_folder_one_updates_it_at_a_time(
+    backend: MemoryBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, state = open_store(backend), first_state()
+    save(trainer, state, 0)
+    slow, other = (FollowedFolder(follower(backend), REF, str(tmp_path)) for _ in range(2))
+    slow.update()
+    train(state, 1)
+    save(trainer, state, 1)
+    old = copy_of(state)
+    publish = FollowedFolder._publish
+
+    def delayed(folder: FollowedFolder, name: str) -> None:
+        if folder is slow:
+            train(state, 2)
+            save(trainer, state, 2)
+            assert other.update() is None
+        publish(folder, name)
+
+    monkeypatch.setattr(FollowedFolder, "_publish", delayed)
+    slow.update()
+    assert equal(read(tmp_path), old)
+    other.update()
+    assert equal(read(tmp_path), state)
+
+
 @pytest.mark.race
 @pytest.mark.slow
 def test_current_is_whole_wherever_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
