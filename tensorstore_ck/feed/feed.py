@@ -152,7 +152,7 @@ class Feed:
         if self._closed.is_set():
             raise InputError(f"the feed of {self._ref!r} was closed: call follow again", object_id=self._ref)
         self._idle_at = None
-        view = self._newest_view()
+        view = self._engine.log.readable_view(next_first=True)
         info = self._find(address, view)
         current, self._staged = self._staged, None
         if verify:
@@ -169,7 +169,7 @@ class Feed:
             try:
                 self._staged = self._stage(info)
             except SnapshotExpiredError:
-                newest = self._find(address, self._newest_view())
+                newest = self._find(address, self._engine.log.readable_view(next_first=True))
                 if newest.ulid == info.ulid:
                     raise
                 self._staged = self._stage(newest)
@@ -259,24 +259,12 @@ class Feed:
         self._note("swapped", staged.version, pause_seconds=time.perf_counter() - started)
         return staged.version
 
-    def _newest_view(self) -> RefTable:
-        return self._engine.log.readable_view(next_first=True)
-
     def _find(self, address: str, view: RefTable) -> SnapshotRow:
         info = self._engine.resolve(address, view).info
         refuse_marked(Snapshot.from_info(info), address, "move the branch to it")
         return info
 
     def _stage(self, info: SnapshotRow) -> _Staged:
-        staged = self._try_to_stage(info)
-        if staged is None:  # somebody changed a tensor, and perhaps others that no difference shows
-            self._ids = {}
-            staged = self._try_to_stage(info)
-        assert staged is not None
-        return staged
-
-    def _try_to_stage(self, info: SnapshotRow) -> _Staged | None:
-        """None: the tensors are not the blocks that they were taken to be."""
         started = time.perf_counter()
         content = open_snapshot(self._engine, info, layouts=self._layouts)
         what = f"{self._ref}, step {info.step}, root {info.root.hex()[:16]}"
@@ -290,8 +278,10 @@ class Feed:
                 require_memory(size_bytes, f"staging {what}", "load the weights of a nearby version first, or follow less of it (select=)")
             read = ChangesReader(held)
             read(self._engine, info, missing)
-        if read.found_changed and self._ids:
-            return None
+        if read.found_changed and self._ids:  # by somebody, perhaps also where no difference shows it
+            self._ids = {}
+            del tensors, boxes, blocks, held, missing, read  # their memory is for the second attempt
+            return self._stage(info)
         changes = [change for tensor in tensors for change in tensor.changes]
         version = FeedVersion(info.root.hex(), info.step, info.time_ns, self._engine.clock)
         self._note(
