@@ -124,9 +124,18 @@ def _put(store: tsck.Store) -> None:
     store.put_snapshot({name: value if name < "layer.2" else value + 1 for name, value in first.items()}, ref="run", step=2)
 
 
+def _follow(store: tsck.Store) -> None:
+    mine = {name: torch.zeros_like(value) for name, value in tensors(1).items()}
+    with store.follow("run", into=mine) as feed:
+        feed.poll()
+        feed.swap()
+    assert torch.equal(mine["layer.0"], tensors(1)["layer.0"])
+
+
 COMMANDS: list[tuple[str, str, Callable[[tsck.Store], object]]] = [
     ("put", "writer", _put),
     ("checkout", "reader", lambda store: store.checkout("run")),
+    ("follow", "reader", _follow),
     ("show", "reader", lambda store: store.show("run@1")),
     ("log", "reader", lambda store: list(store.log("run"))),
     ("fsck", "reader", lambda store: store.fsck(read_data=True)),
@@ -199,7 +208,22 @@ def played(moto_site: Site) -> Requests:
 
 
 def test_every_command_does_with_its_policy(played: Requests, moto_site: Site) -> None:
-    assert list(played) == ["init", "put", "checkout", "show", "log", "fsck", "copy", "exporter", "tag", "pin", "forget", "gc", "salvage"]
+    assert list(played) == [
+        "init",
+        "put",
+        "checkout",
+        "follow",
+        "show",
+        "log",
+        "fsck",
+        "copy",
+        "exporter",
+        "tag",
+        "pin",
+        "forget",
+        "gc",
+        "salvage",
+    ]
     with moto_site.open("reader") as store:
         assert len(store.checkout("run")) == 40
 
