@@ -140,8 +140,6 @@ class Feed:
         try:
             with self._polling:
                 try:
-                    with self._lock:
-                        self._is_staging = True
                     return self._poll(self._ref if address is None else address, verify=verify)
                 finally:
                     self._is_staging = False
@@ -154,17 +152,17 @@ class Feed:
         self._idle_at = None
         view = self._engine.log.readable_view(next_first=True)
         info = self._find(address, view)
-        current, self._staged = self._staged, None
-        if verify:
-            self._ids = {}
-        elif self._version is not None and self._version.root == info.root.hex():
-            head = view.head()
-            self._idle_at = head.n if head is not None and address == self._ref else None
-            return None
-        elif current is not None and current.version.root == info.root.hex():
-            self._staged = current
-            return current.version
-        del current  # its memory is for the next one
+        root = info.root.hex()
+        with self._lock:  # until here, `swap` may have taken what is staged
+            if verify:
+                self._ids = {}
+            elif self._version is not None and self._version.root == root:
+                head, self._staged = view.head(), None
+                self._idle_at = head.n if head is not None and address == self._ref else None
+                return None
+            elif self._staged is not None and self._staged.version.root == root:
+                return self._staged.version
+            self._staged, self._is_staging = None, True
         with memory_errors(f"staging {self._ref!r}"):
             try:
                 self._staged = self._stage(info)
@@ -179,13 +177,16 @@ class Feed:
         """Looks until a version is staged, and returns it; None if there is none within `timeout_seconds`, or the feed was closed.
 
         Goes on while the store does not answer. After a poll that found nothing it asks for the next log entry alone; every tenth look is
-        a poll, which also notices that the log was taken back.
+        a poll, which also notices that the log was taken back. Where a version is staged already, it pauses before it looks, so that
+        another thread can swap it.
 
         Raises:
             BackendUnavailableError: the store did not answer the last poll before the timeout.
         """
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        looks = 0
+        deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
+        left, looks = min(self._poll_seconds, deadline - time.monotonic()), 0
+        if self._staged is not None and left > 0 and self._closed.wait(left):
+            return None
         while True:
             trouble: BackendUnavailableError | None = None
             try:
@@ -198,7 +199,7 @@ class Feed:
                 return None
             if version is not None:
                 return version
-            left = self._poll_seconds if deadline is None else min(self._poll_seconds, deadline - time.monotonic())
+            left = min(self._poll_seconds, deadline - time.monotonic())
             if left <= 0:
                 if trouble is not None:
                     raise trouble
@@ -216,7 +217,7 @@ class Feed:
             return False  # a poll reads what can be read
 
     def swap(self) -> FeedVersion | None:
-        """Makes the tensors the staged version, and returns it; None if nothing is staged, or another thread is in `poll`.
+        """Makes the tensors the staged version, and returns it; None if nothing is staged, or another thread is staging.
 
         Only copies in memory: call it between two uses of the tensors, such as a save in the background that has them in ``frozen=``. All
         tensors change, or none: after an error they are the version that they were.

@@ -146,10 +146,9 @@ class ChangesReader:
                 decode(link.codec, stored[link.pack, link.offset], block.raw, pack_name(link.pack), into=raw, bases=[raw])
         except CorruptObjectError:
             return None
-        if block_id(raw) != block.source.part.block_id(block.row):
-            self.found_changed |= chain.base is not None
-            return None
-        return raw
+        is_right = block_id(raw) == block.source.part.block_id(block.row)
+        self.found_changed |= chain.base is not None and not is_right
+        return raw if is_right else None
 
     def _memory(self, size_bytes: int) -> memoryview:
         """Memory of this thread, until it asks again: fresh pages take as long as hashing."""

@@ -65,6 +65,26 @@ def test_wait_pauses_only_at_the_newest_version(backend: MemoryBackend, monkeypa
     assert swaps > 5
 
 
+def test_wait_leaves_what_is_staged_to_another_thread_for_a_pause(backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, state, mine, swapped = open_store(backend), first_state(), zeros(first_state()), []
+    save(trainer, state, 0)
+
+    def happen(number: int) -> bool:  # as another thread does it
+        swapped.append(feed.swap())
+        save(trainer, state, 1)
+        return number == 1
+
+    meanwhile(monkeypatch, happen)
+    feed = follower(backend).follow(REF, into=mine)
+    staged = feed.poll()
+    assert feed.wait(0) == staged
+    version = feed.wait()
+    assert swapped == [staged]
+    assert version is not None
+    assert version.step == 1
+    assert feed.wait() is None, "it was closed during the pause"
+
+
 def test_a_look_that_finds_nothing_is_one_request(backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, state, faults, requests = open_store(backend), first_state(), NotedFaults(), list[int]()
     backend.is_local = False
