@@ -1,7 +1,7 @@
 """The commands watch and follow: what happens to each snapshot as it is published. `follow` loads torch when it runs."""
 
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 
 import click
 
@@ -9,7 +9,7 @@ from tensorstore_ck.cli.complete_names import complete_ref
 from tensorstore_ck.cli.options import StoreChoice, command, seconds, store_options
 from tensorstore_ck.cli.output import emit_line, printable, say, snapshot_line, step_text
 from tensorstore_ck.cli.run_user_program import program_words, run_program
-from tensorstore_ck.errors import BackendUnavailableError
+from tensorstore_ck.errors import BackendUnavailableError, NotFoundError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance.watch import PIN_SECONDS
 
@@ -77,7 +77,14 @@ def _run(words: list[str], snapshot: Snapshot, url: str) -> None:
 @click.option("--include", metavar="GLOB", multiple=True, help="Only names that match, e.g. 'model.*' (repeatable). Default: the weights.")
 @click.option("--config-from", metavar="DIR|NAME", help="Configuration and tokenizer, instead of those in the snapshots.")
 @click.option("--count", type=click.IntRange(1), metavar="N", help="End after N versions, with the one that is there at the start.")
-@click.option("--poll", type=seconds, default="2s", show_default=True, metavar="TIME", help="How often to look.")
+@click.option(
+    "--poll",
+    type=seconds,
+    default="2s",
+    show_default=True,
+    metavar="TIME",
+    help="How often to look; each version stays that long after the next one.",
+)
 @store_options()
 def follow(
     ref: str,
@@ -108,7 +115,8 @@ def follow(
             try:
                 snapshot = followed.update()
                 if snapshot is None and not versions and followed.root:  # since an earlier run
-                    snapshot = store.resolve(followed.root)
+                    with suppress(NotFoundError):  # another process replaces it now
+                        snapshot = store.resolve(followed.root)
                 answers = True
             except BackendUnavailableError as exc:
                 if not versions:
@@ -119,5 +127,5 @@ def follow(
             if snapshot is not None:
                 versions += 1
                 emit_line(snapshot) if as_json else say(snapshot_line(f"{printable(folder)} is now", snapshot))
-            else:
+            if versions != count:
                 time.sleep(poll)
