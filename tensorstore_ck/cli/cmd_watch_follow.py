@@ -1,7 +1,7 @@
 """The commands watch and follow: what happens to each snapshot as it is published. `follow` loads torch when it runs."""
 
 import time
-from contextlib import closing, suppress
+from contextlib import closing
 
 import click
 
@@ -9,7 +9,7 @@ from tensorstore_ck.cli.complete_names import complete_ref
 from tensorstore_ck.cli.options import StoreChoice, command, seconds, store_options
 from tensorstore_ck.cli.output import emit_line, printable, say, snapshot_line, step_text
 from tensorstore_ck.cli.run_user_program import program_words, run_program
-from tensorstore_ck.errors import BackendUnavailableError, NotFoundError
+from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance.watch import PIN_SECONDS
 
@@ -83,7 +83,7 @@ def _run(words: list[str], snapshot: Snapshot, url: str) -> None:
     default="2s",
     show_default=True,
     metavar="TIME",
-    help="How often to look; each version stays that long after the next one.",
+    help="How often to look, and the pause after each version.",
 )
 @store_options()
 def follow(
@@ -115,8 +115,7 @@ def follow(
             try:
                 snapshot = followed.update()
                 if snapshot is None and not versions and followed.root:  # since an earlier run
-                    with suppress(NotFoundError):  # another process replaces it now
-                        snapshot = store.resolve(followed.root)
+                    snapshot = store.resolve(followed.root)
                 answers = True
             except BackendUnavailableError as exc:
                 if not versions:

@@ -57,6 +57,8 @@ class _Staged(NamedTuple):
     tensors: Sequence[FollowedTensor]
     changes: Sequence[Change]
     ids: dict[Place, Digest]
+    seconds: float
+    """How long it took to stage."""
 
 
 @short_errors
@@ -162,7 +164,8 @@ class Feed:
                 return None
             elif self._staged is not None and self._staged.version.root == root:
                 return self._staged.version
-            self._staged, self._is_staging = None, True
+            old, self._staged, self._is_staging = self._staged, None, True
+        del old  # its memory is for the next one
         with memory_errors(f"staging {self._ref!r}"):
             try:
                 self._staged = self._stage(info)
@@ -177,15 +180,16 @@ class Feed:
         """Looks until a version is staged, and returns it; None if there is none within `timeout_seconds`, or the feed was closed.
 
         Goes on while the store does not answer. After a poll that found nothing it asks for the next log entry alone; every tenth look is
-        a poll, which also notices that the log was taken back. Where a version is staged already, it pauses before it looks, so that
-        another thread can swap it.
+        a poll, which also notices that the log was taken back. Where a version is staged already, it pauses before it looks, at least for
+        as long as it took to stage that, so that another thread can swap it.
 
         Raises:
             BackendUnavailableError: the store did not answer the last poll before the timeout.
         """
         deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
-        left, looks = min(self._poll_seconds, deadline - time.monotonic()), 0
-        if self._staged is not None and left > 0 and self._closed.wait(left):
+        staged, looks = self._staged, 0
+        left = min(max(self._poll_seconds, staged.seconds), deadline - time.monotonic()) if staged is not None else 0
+        if left > 0 and self._closed.wait(left):
             return None
         while True:
             trouble: BackendUnavailableError | None = None
@@ -288,12 +292,12 @@ class Feed:
         self._note(
             "fetched",
             version,
-            fetch_seconds=time.perf_counter() - started,
+            fetch_seconds=(seconds := time.perf_counter() - started),
             read_bytes=read.read_bytes,
             changed_bytes=size_bytes,
             staged_bytes=sum(change.size_bytes for change in changes),
         )
-        return _Staged(version, tensors, changes, {place_of(block): block.source.part.block_id(block.row) for block in blocks})
+        return _Staged(version, tensors, changes, {place_of(block): block.source.part.block_id(block.row) for block in blocks}, seconds)
 
     def _note(self, kind: Kind, version: FeedVersion, **fields: float) -> None:
         about: dict[str, float | str] = {"root": version.root, "age_seconds": version.age_seconds}

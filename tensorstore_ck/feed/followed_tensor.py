@@ -178,9 +178,11 @@ class SeveralTensors(ByteTarget):
         self._tensors = tensors
 
     def holds(self, start: int, stop: int) -> memoryview | None:
-        """As `FollowedTensor.holds`, if all hold the same bytes."""
+        """As `FollowedTensor.holds`; empty where somebody changed one of them."""
         held = [tensor.holds(start, stop) for tensor in self._tensors]
-        return held[0] if None not in held and all(other == held[0] for other in held[1:]) else None
+        if None in held:
+            return None
+        return held[0] if all(other == held[0] for other in held[1:]) else memoryview(b"")
 
     def memory(self) -> None:
         """None: bytes must come through `write`."""

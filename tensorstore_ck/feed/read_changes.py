@@ -135,6 +135,7 @@ class ChangesReader:
             if chain.base is not None:
                 held = self._held.read(chain.base)
                 if held is None or len(held) != len(raw):
+                    self.found_changed |= held is not None
                     return None
                 raw[:] = held
             else:
@@ -146,9 +147,11 @@ class ChangesReader:
                 decode(link.codec, stored[link.pack, link.offset], block.raw, pack_name(link.pack), into=raw, bases=[raw])
         except CorruptObjectError:
             return None
-        is_right = block_id(raw) == block.source.part.block_id(block.row)
-        self.found_changed |= chain.base is not None and not is_right
-        return raw if is_right else None
+        if block_id(raw) == block.source.part.block_id(block.row):
+            return raw
+        if chain.base is not None:
+            self.found_changed = True
+        return None
 
     def _memory(self, size_bytes: int) -> memoryview:
         """Memory of this thread, until it asks again: fresh pages take as long as hashing."""

@@ -100,6 +100,21 @@ def test_what_somebody_changed_is_noticed_at_the_next_difference_and_read_whole(
     assert equal(mine, state)
 
 
+def test_a_changed_copy_of_a_tied_tensor_is_noticed(backend: MemoryBackend) -> None:
+    trainer, state = open_store(backend), first_state()
+    state["model"]["head"] = state["model"]["layers.1"]
+    save(trainer, state, 0)
+    mine = zeros(state)
+    feed = follower(backend).follow(REF, into=mine)
+    update(feed)
+    for name in ("head", "layers.2"):
+        mine["model"][name].zero_()
+    state["model"]["layers.1"][0, 0] += 1
+    save(trainer, state, 1)
+    update(feed)
+    assert equal(mine, state)
+
+
 def test_transposed_converted_and_tied_tensors(backend: MemoryBackend) -> None:
     trainer, state = open_store(backend), first_state(torch.float32)
     state["model"]["tied"] = state["model"]["layers.0"]

@@ -50,6 +50,7 @@ from tensorstore_ck.store.internals import open_content, resolve
 
 CURRENT: Final = "current"
 VERSION: Final = "version.json"
+LOCK: Final = ".lock"
 KEPT: Final = 2
 """Versions in the folder: an engine may still read the one before the current one."""
 _VERSION: Final = re.compile(r"[0-9a-f]{32}")
@@ -114,7 +115,9 @@ class FollowedFolder:
         return None
 
     def update(self) -> Snapshot | None:
-        """Makes ``current`` the newest version, and returns its snapshot; None if it is that already, or another process is at it.
+        """Makes ``current`` the newest version, and returns its snapshot; None if it is that already.
+
+        Waits while another process updates the folder.
 
         Raises:
             NotFoundError: the branch does not exist, or was removed.
@@ -123,8 +126,10 @@ class FollowedFolder:
             NoSpaceError: the files do not fit.
             StoreError: see `export_snapshot`. ``current`` is what it was.
         """
-        with _locked(self._folder) as is_mine:
-            return self._update() if is_mine else None
+        with _locked(self._folder) as is_locked:
+            if is_locked:
+                self._remove_if(_UNFINISHED.fullmatch)
+            return self._update()
 
     def _update(self) -> Snapshot | None:
         while True:
@@ -134,7 +139,6 @@ class FollowedFolder:
             if snapshot.root == self.root and name == self._current():
                 return None
             refuse_marked(snapshot, self._ref, "move the branch to it")
-            self._remove_if(_UNFINISHED.fullmatch)
             content = open_content(self._store, info)
             plan = self._plan(content)
             target = AtomicTarget(os.path.join(self._folder, name), is_file=False, others=re.compile(".*"))
@@ -257,17 +261,16 @@ class FollowedFolder:
 
 @contextmanager
 def _locked(folder: str) -> Iterator[bool]:
-    """Whether no other process updates the folder. A filesystem without locks is taken to have none."""
-    with os_errors("read", folder):
-        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    """Waits until no other process updates the folder. False: this filesystem has no locks, so another process may."""
+    with os_errors("write", folder):
+        fd = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # NFS locks no file that is only read
     with closing_fd(fd):
-        is_free = True
+        is_locked = False
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            is_locked = True
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            is_free = not isinstance(exc, BlockingIOError)
-        try:
-            yield is_free
+            yield is_locked
         finally:
             with suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, and so the lock

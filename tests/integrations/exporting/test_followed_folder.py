@@ -1,8 +1,11 @@
 """`current` of a followed folder is a whole version, under the names of `from_pretrained`, whatever fails meanwhile."""
 
+import errno
+import fcntl
 import itertools
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.integrations.exporting import FollowedFolder, followed_folder
+from tests.effort import PATIENCE_SECONDS
 from tests.feed.versions import REF, NotedFaults, State, copy_of, equal, first_state, follower, save, train
 from tests.gc.stores import copied, open_store
 
@@ -56,7 +60,7 @@ def test_it_is_each_version_for_the_bytes_that_changed(
             assert file.metadata() == {"loss": str(step), "format": "pt"}
         train(state, step, 0.005)
     assert (tmp_path / "current" / "model.safetensors.index.json").exists() != one_file
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len({*tmp_path.iterdir()} - {tmp_path / ".lock"}) == 3
     faults.read_bytes = 0
     trainer.put_snapshot({**state, "optimizer": {"step": 4}}, ref=REF, step=4, delta=True)
     with FollowedFolder(follower(backend, faults), REF, str(tmp_path)) as another:  # after a restart
@@ -163,21 +167,44 @@ def test_of_two_followers_of_one_folder_one_updates_it_at_a_time(
     slow.update()
     train(state, 1)
     save(trainer, state, 1)
-    old = copy_of(state)
     publish = FollowedFolder._publish
+
+    waits, flock = threading.Event(), fcntl.flock
+
+    def lock(fd: int, operation: int) -> None:
+        if threading.current_thread() is second:
+            waits.set()
+        flock(fd, operation)
 
     def delayed(folder: FollowedFolder, name: str) -> None:
         if folder is slow:
             train(state, 2)
             save(trainer, state, 2)
-            assert other.update() is None
+            second.start()
+            assert waits.wait(PATIENCE_SECONDS)
         publish(folder, name)
 
+    second = threading.Thread(target=other.update)
+    monkeypatch.setattr(fcntl, "flock", lock)
     monkeypatch.setattr(FollowedFolder, "_publish", delayed)
     slow.update()
-    assert equal(read(tmp_path), old)
-    other.update()
+    second.join(PATIENCE_SECONDS)
     assert equal(read(tmp_path), state)
+
+
+def test_what_is_being_written_stays_where_a_filesystem_has_no_locks(
+    backend: MemoryBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lock(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    trainer, state = open_store(backend), first_state()
+    save(trainer, state, 0)
+    (others := tmp_path / f".{'0' * 32}.{'1' * 12}.part").mkdir()
+    FollowedFolder(follower(backend), REF, str(tmp_path)).update()
+    assert equal(read(tmp_path), state)
+    assert others.exists()
 
 
 @pytest.mark.race
