@@ -18,7 +18,7 @@ from tensorstore_ck.backend.local_io import read_file, read_range, regular_size,
 from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner
 from tensorstore_ck.backend.local_writer import DirectWriter, LocalWriter
 from tensorstore_ck.backend.object_names import NAME, bad_name, check_name, check_prefix
-from tensorstore_ck.backend.os_errors import link_failed, os_errors, store_error
+from tensorstore_ck.backend.os_errors import NOT_SUPPORTED, link_failed, os_errors, store_error
 from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.common.free_space import Space
@@ -106,7 +106,11 @@ class LocalBackend(Backend):
         try:
             status = os.statvfs(folder)
         except OSError as exc:
+            if exc.errno in NOT_SUPPORTED:
+                return None
             raise store_error(exc, "look at the free space of", self.url) from exc
+        if not status.f_blocks:
+            return None  # some FUSE filesystems answer with zeros
         return Space(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize, status.f_favail if status.f_files else None)
 
     def put(self, name: str, data: Buffer) -> None:

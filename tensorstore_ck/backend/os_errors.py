@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Final
 
 from tensorstore_ck.backend.object_names import MISSING_ADVICE
 from tensorstore_ck.backend.protocol import Created
@@ -21,10 +22,12 @@ from tensorstore_ck.errors import (
     UnsafeBackendError,
 )
 
+NOT_SUPPORTED: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, 524})
+"""The filesystem cannot do that; 524 is ENOTSUPP, which NFS passes on from servers that know no hard links, such as Azure's."""
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMLINK}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
+_NO_HARD_LINKS = NOT_SUPPORTED | {errno.EPERM, errno.EINVAL, errno.EXDEV, errno.EMLINK, errno.ENOTTY}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
 _ADVICE = {
     errno.ENOENT: MISSING_ADVICE,
@@ -47,6 +50,8 @@ _ADVICE = {
     errno.EIO: "the device or network filesystem reported an error: see the system's log, then try again",
 }
 
+_UNSUITABLE = "this filesystem cannot do that: keep the store on another one, or on an object store"
+
 
 def store_error(exc: OSError, action: str, name: str, folder: str = "") -> StoreError:
     """This package's error for `exc`, raised by `action` on the object `name`; below `folder`, whose disk is named if it is full."""
@@ -57,7 +62,7 @@ def store_error(exc: OSError, action: str, name: str, folder: str = "") -> Store
         text += _who(os.fsdecode(exc.filename)) if code in (errno.EACCES, errno.EPERM) else ""
     if code in _FULL and folder and (disk := disk_of(folder)):
         text += f": {disk}"
-    text += f"; {_ADVICE.get(code, 'try again')}"
+    text += f"; {_UNSUITABLE if code in NOT_SUPPORTED else _ADVICE.get(code, 'try again')}"
     if code in _MISSING:
         return MissingObjectError(text, object_id=name)
     if code in _NO_SPACE:

@@ -93,10 +93,11 @@ def test_a_failed_fsync_is_final_for_the_file(backend: LocalBackend, monkeypatch
     assert list(backend.list_uploads()) == []
 
 
-def test_a_filesystem_without_fsync_for_folders_is_accepted(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_filesystem_without_fsync_for_folders_is_accepted(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def fsync(fd: int) -> None:
         if stat.S_ISDIR(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not for folders")
+            raise OSError(number, "not for folders")
 
     monkeypatch.setattr(os, "fsync", fsync)
     assert backend.create("log/1", b"x") is Created.CREATED
@@ -380,7 +381,7 @@ def test_a_deleted_temporary_is_written_again(backend: LocalBackend, monkeypatch
     assert names(backend) == {"log/1"}
 
 
-@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EMLINK, 524])
 def test_a_filesystem_without_hard_links_is_refused(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(os, "link", fails(number))
     with pytest.raises(UnsafeBackendError, match="hard links"):

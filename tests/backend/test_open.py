@@ -52,6 +52,11 @@ BAD_URLS = [
     "S3:/bucket/a",
     "file:/abs/a",
     "memory:/m",
+    " s3://bucket/a",
+    "my_s3://bucket/a",
+    "3s://bucket/a",
+    "generic://a",
+    "adl://a/b",
 ]
 
 
