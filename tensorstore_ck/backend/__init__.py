@@ -50,6 +50,7 @@ __all__ = ["Backend", "Buffer", "Created", "ObjectInfo", "ObjectWriter", "ProbeR
 _URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+._-]*)://(?P<rest>.*)", re.DOTALL)
 _ALMOST_URL = re.compile(r"[^/.~][^/]*://")
 _CUT_URL = re.compile(r"(?:s3a?|gs|gcs|az|abfss?|memory|file|local|https?):", re.IGNORECASE)
+_NOT_IN_AZURE = re.compile(r"\\|(?:^|/)\.(?:/|$)|^[^/]*/[^/]*[\[\]:]")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 
 
@@ -129,11 +130,18 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
         root = filesystem_class._strip_protocol(url)
     except TypeError as exc:  # a wrapper, of another filesystem
         raise InvalidUrlError(f"a store cannot be at {url}: {protocol}:// wraps another filesystem; name that one", object_id=url) from exc
-    options = {**filesystem_class._get_kwargs_from_urls(url), **options, "use_listings_cache": False, "skip_instance_cache": True}
+    host_options = filesystem_class._get_kwargs_from_urls(url)
+    options = {**host_options, **options, "use_listings_cache": False, "skip_instance_cache": True}
     if not isinstance(root, str) or not root.strip("/") or (protocol in _EXTRAS and url.startswith(f"{protocol}:///")):
         raise InvalidUrlError(f"{url} has no bucket and prefix: give {protocol}://bucket/prefix", object_id=url)
     if ".." in root.split("/"):
         raise InvalidUrlError(f"{url} contains `..`; write the prefix itself", object_id=url)
+    if _EXTRAS.get(protocol) == "azure" and _NOT_IN_AZURE.search(root):
+        raise InvalidUrlError(
+            f"a store cannot be at {url}: in Azure a prefix has no backslash, no folder `.`, and no colon or square bracket in its first "
+            "folder; choose another prefix",
+            object_id=url,
+        )
 
     def connect(options: Mapping[str, Any] = options) -> Any:
         try:
@@ -157,7 +165,7 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
     return FsspecBackend(
         connect=connect,
         root=root,
-        url=f"{protocol}://{root.lstrip('/')}",
+        url=url.rstrip("/") if host_options else f"{protocol}://{root.lstrip('/')}",  # with the account or host
         create_call=CREATE_CALLS.get(protocol),
         secrets=secrets,
         patience_seconds=None if protocol == "memory" else PATIENCE_SECONDS,

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.descriptors import sync_path
 from tensorstore_ck.common.free_space import mount_point
+from tensorstore_ck.common.local_path import local_path
 from tensorstore_ck.errors import AlreadyExistsError, NoSpaceError, NotFoundError
 
 _OURS: Final = re.compile(
@@ -45,6 +46,7 @@ class AtomicTarget(NamedTuple):
             AlreadyExistsError: it exists, and `overwrite` is false, or it is a link or not an export.
         """
         path = self.path
+        local_path(path, "what an export writes")
         if not os.path.isdir(self.parent):
             raise NotFoundError(f"there is no folder {self.parent} to write {os.path.basename(path)} into", object_id=path)
         if not os.path.lexists(path):
