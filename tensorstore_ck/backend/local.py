@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from tensorstore_ck.backend.durable_folders import NEW, TEMPORARY_PREFIX, DurableFolders
-from tensorstore_ck.backend.local_io import read_file, read_range, regular_size, try_again, use_direct, write_at
+from tensorstore_ck.backend.local_io import read_file, read_range, regular_size, try_again, use_direct, wait_for_size, write_at
 from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner
 from tensorstore_ck.backend.local_writer import DirectWriter, LocalWriter
 from tensorstore_ck.backend.object_names import NAME, bad_name, check_name, check_prefix
@@ -78,6 +78,8 @@ class LocalBackend(Backend):
         path = self._path(name)
         try:  # no context manager: many small blocks are read one by one
             count = try_again(path, partial(read_range, path, self._at, offset, target))
+            if count < len(target):
+                count = wait_for_size(path, partial(read_range, path, self._at, offset, target), len(target))
         except OSError as exc:
             raise store_error(exc, "read", name) from exc
         if count < len(target):

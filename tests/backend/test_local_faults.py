@@ -19,6 +19,7 @@ from tensorstore_ck.backend.local_io import copy_range
 from tensorstore_ck.backend.local_writer import WINDOW_BYTES
 from tensorstore_ck.errors import (
     BackendUnavailableError,
+    CorruptObjectError,
     MissingObjectError,
     NoSpaceError,
     PermissionDeniedError,
@@ -172,6 +173,29 @@ def test_a_read_is_tried_again_where_a_network_folder_lost_its_handle(
             with nullcontext() if passes else pytest.raises(StoreError):
                 read(backend)
             assert len(left) == (0 if passes else 1)
+
+
+@pytest.mark.parametrize(("filesystem", "passes"), [("fuse.glusterfs", True), ("ext4", False)])
+def test_a_network_folder_that_knows_an_old_size(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, filesystem: str, passes: bool
+) -> None:
+    """This host listed the file while another one wrote it."""
+    backend.put("a/b", b"data")
+    old, read = [2, 3], os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        end = old[-1] if old else 4
+        if offset >= end:
+            old.pop()
+            return 0
+        return read(fd, [buffers[0][: end - offset]], offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(local_io, "filesystem_of", lambda _: filesystem)
+    target = bytearray(4)
+    with nullcontext() if passes else pytest.raises(CorruptObjectError, match="ends at"):
+        backend.read_into("a/b", 0, memoryview(target))
+    assert (bytes(target) == b"data") is passes
 
 
 def test_short_writes_and_reads_are_continued(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
