@@ -10,7 +10,6 @@ They run one after another while another thread syncs an object: the journal com
 """
 
 import contextlib
-import errno
 import operator
 import os
 import threading
@@ -21,7 +20,7 @@ from typing import Final
 
 from tensorstore_ck.backend.local_io import is_disk_of_this_host
 from tensorstore_ck.backend.local_modes import make_as_owner, make_folder
-from tensorstore_ck.backend.os_errors import NOT_SUPPORTED
+from tensorstore_ck.common.descriptors import NO_FOLDER_SYNC
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
@@ -31,8 +30,6 @@ from tensorstore_ck.errors import NotAStoreError
 TEMPORARY_PREFIX: Final = ".tmp-"
 NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
-_NO_FOLDER_SYNC: Final = NOT_SUPPORTED | {errno.EINVAL, errno.EBADF}
-"""What filesystems answer that have no fsync for folders."""
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -147,7 +144,7 @@ class DurableFolders:
             try:
                 os.fsync(fd)
             except OSError as exc:
-                if exc.errno not in _NO_FOLDER_SYNC:
+                if exc.errno not in NO_FOLDER_SYNC:
                     self._failed.add(folder)
                     exc.filename = folder
                     raise

@@ -18,9 +18,10 @@ from tensorstore_ck.backend.local_io import read_file, read_range, regular_size,
 from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner
 from tensorstore_ck.backend.local_writer import DirectWriter, LocalWriter
 from tensorstore_ck.backend.object_names import NAME, bad_name, check_name, check_prefix
-from tensorstore_ck.backend.os_errors import NOT_SUPPORTED, link_failed, os_errors, store_error
+from tensorstore_ck.backend.os_errors import link_failed, os_errors, store_error
 from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.common.buffers import Buffer, byte_views
+from tensorstore_ck.common.descriptors import NOT_SUPPORTED
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.owned_files import FILE_MODE

@@ -8,10 +8,10 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Final
 
 from tensorstore_ck.backend.object_names import MISSING_ADVICE
 from tensorstore_ck.backend.protocol import Created
+from tensorstore_ck.common.descriptors import NOT_SUPPORTED
 from tensorstore_ck.common.free_space import disk_of
 from tensorstore_ck.errors import (
     BackendUnavailableError,
@@ -22,8 +22,6 @@ from tensorstore_ck.errors import (
     UnsafeBackendError,
 )
 
-NOT_SUPPORTED: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, 524})
-"""The filesystem cannot do that; 524 is ENOTSUPP, which NFS passes on from servers that know no hard links, such as Azure's."""
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMLINK}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -50,7 +48,7 @@ _ADVICE = {
     errno.EIO: "the device or network filesystem reported an error: see the system's log, then try again",
 }
 
-_UNSUITABLE = "this filesystem cannot do that: keep the store on another one, or on an object store"
+_UNSUITABLE = "this filesystem cannot do that: use another one"
 
 
 def store_error(exc: OSError, action: str, name: str, folder: str = "") -> StoreError:

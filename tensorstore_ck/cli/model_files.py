@@ -289,7 +289,8 @@ def _replacing(path: str) -> Iterator[str]:
             mode = os.fstat(descriptor).st_mode & 0o777
             os.close(descriptor)
             yield temporary
-            os.chmod(temporary, mode)  # safetensors replaces the file, with a mode for its owner only
+            with suppress(PermissionError):  # a filesystem without modes
+                os.chmod(temporary, mode)  # safetensors replaces the file, with a mode for its owner only
             sync_path(temporary)
             os.replace(temporary, path)
             sync_path(folder)

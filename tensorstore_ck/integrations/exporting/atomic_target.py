@@ -114,11 +114,11 @@ def _publish(folder: str, target: AtomicTarget) -> None:
 def require_disk_space(folder: str, needed_bytes: int, path: str) -> None:
     """Checks the free space, before anything is written. Raises `NoSpaceError` if it is too small."""
     with os_errors("write", path, folder):
-        free = shutil.disk_usage(folder).free
-    if needed_bytes + MARGIN_BYTES > free:
+        disk = shutil.disk_usage(folder)
+    if disk.total and needed_bytes + MARGIN_BYTES > disk.free:  # no size: a FUSE filesystem that does not say it
         raise NoSpaceError(
-            f"{path} needs {needed_bytes:,} bytes, and {free:,} are free on the disk at {mount_point(folder)}: free space there, choose "
-            "another disk, or export a part with --include (select=)",
+            f"{path} needs {needed_bytes:,} bytes, and {disk.free:,} are free on the disk at {mount_point(folder)}: free space there, "
+            "choose another disk, or export a part with --include (select=)",
             object_id=path,
         )
 
