@@ -47,8 +47,10 @@ from tensorstore_ck.redaction import clean_error, display_url, secret_values
 
 __all__ = ["Backend", "Buffer", "Created", "ObjectInfo", "ObjectWriter", "ProbeResult", "open_backend", "probe", "probe_create"]
 
-_URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
+_URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+._-]*)://(?P<rest>.*)", re.DOTALL)
+_ALMOST_URL = re.compile(r"[^/.~][^/]*://")
 _CUT_URL = re.compile(r"(?:s3a?|gs|gcs|az|abfss?|memory|file|local|https?):", re.IGNORECASE)
+_NOT_IN_AZURE = re.compile(r"\\|(?:^|/)\.(?:/|$)|^[^/]*/[^/]*[\[\]:]")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 
 
@@ -71,6 +73,10 @@ def open_backend(
     shown = display_url(text)
     if not text or "\0" in text or "::" in text:
         raise InvalidUrlError(f"{shown!r} is not the URL of a store: give a folder, or s3://bucket/prefix", object_id=shown)
+    if match is None and _ALMOST_URL.match(text):
+        raise InvalidUrlError(
+            f"{shown!r} is no URL, which begins with a protocol such as s3://; a folder of that name is './{shown}'", object_id=shown
+        )
     if match is None and (cut := _CUT_URL.match(text)) is not None:
         raise InvalidUrlError(
             f"{shown!r} is no URL, and hardly meant as a folder: pathlib.Path and os.path.normpath drop a slash of {cut[0]}//..., so give "
@@ -117,13 +123,25 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
         if protocol in _EXTRAS:
             raise missing_extra(_EXTRAS[protocol], f"{protocol}://") from exc
         raise MissingExtraError(f"{protocol}:// needs a library that is not installed: {exc}", object_id=protocol) from exc
+    except AttributeError as exc:  # adlfs, of what it no longer supports
+        raise InvalidUrlError(f"{url}: {exc}", object_id=url) from exc
     secrets = secret_values(options)
-    root = filesystem_class._strip_protocol(url)
-    options = {**filesystem_class._get_kwargs_from_urls(url), **options, "use_listings_cache": False, "skip_instance_cache": True}
+    try:
+        root = filesystem_class._strip_protocol(url)
+    except TypeError as exc:  # a wrapper, of another filesystem
+        raise InvalidUrlError(f"a store cannot be at {url}: {protocol}:// wraps another filesystem; name that one", object_id=url) from exc
+    host_options = filesystem_class._get_kwargs_from_urls(url)
+    options = {**host_options, **options, "use_listings_cache": False, "skip_instance_cache": True}
     if not isinstance(root, str) or not root.strip("/") or (protocol in _EXTRAS and url.startswith(f"{protocol}:///")):
         raise InvalidUrlError(f"{url} has no bucket and prefix: give {protocol}://bucket/prefix", object_id=url)
     if ".." in root.split("/"):
         raise InvalidUrlError(f"{url} contains `..`; write the prefix itself", object_id=url)
+    if _EXTRAS.get(protocol) == "azure" and _NOT_IN_AZURE.search(root):
+        raise InvalidUrlError(
+            f"a store cannot be at {url}: in Azure a prefix has no backslash, no folder `.`, and no colon or square bracket in its first "
+            "folder; choose another prefix",
+            object_id=url,
+        )
 
     def connect(options: Mapping[str, Any] = options) -> Any:
         try:
@@ -147,7 +165,7 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
     return FsspecBackend(
         connect=connect,
         root=root,
-        url=f"{protocol}://{root.lstrip('/')}",
+        url=url.rstrip("/") if host_options else f"{protocol}://{root.lstrip('/')}",  # with the account or host
         create_call=CREATE_CALLS.get(protocol),
         secrets=secrets,
         patience_seconds=None if protocol == "memory" else PATIENCE_SECONDS,

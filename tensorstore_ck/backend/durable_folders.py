@@ -10,7 +10,6 @@ They run one after another while another thread syncs an object: the journal com
 """
 
 import contextlib
-import errno
 import operator
 import os
 import threading
@@ -21,6 +20,7 @@ from typing import Final
 
 from tensorstore_ck.backend.local_io import is_disk_of_this_host
 from tensorstore_ck.backend.local_modes import make_as_owner, make_folder
+from tensorstore_ck.common.descriptors import NO_FOLDER_SYNC
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
@@ -144,7 +144,7 @@ class DurableFolders:
             try:
                 os.fsync(fd)
             except OSError as exc:
-                if exc.errno != errno.EINVAL:  # EINVAL: this filesystem has no fsync for folders
+                if exc.errno not in NO_FOLDER_SYNC:
                     self._failed.add(folder)
                     exc.filename = folder
                     raise

@@ -14,13 +14,14 @@ from functools import partial
 from typing import Final
 
 from tensorstore_ck.backend.durable_folders import NEW, TEMPORARY_PREFIX, DurableFolders
-from tensorstore_ck.backend.local_io import read_file, read_range, regular_size, try_again, use_direct, write_at
+from tensorstore_ck.backend.local_io import read_file, read_range, regular_size, try_again, use_direct, wait_for_size, write_at
 from tensorstore_ck.backend.local_modes import inherit_from_root, make_as_owner
 from tensorstore_ck.backend.local_writer import DirectWriter, LocalWriter
 from tensorstore_ck.backend.object_names import NAME, bad_name, check_name, check_prefix
 from tensorstore_ck.backend.os_errors import link_failed, os_errors, store_error
 from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.common.buffers import Buffer, byte_views
+from tensorstore_ck.common.descriptors import NOT_SUPPORTED
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.owned_files import FILE_MODE
@@ -78,6 +79,8 @@ class LocalBackend(Backend):
         path = self._path(name)
         try:  # no context manager: many small blocks are read one by one
             count = try_again(path, partial(read_range, path, self._at, offset, target))
+            if count < len(target):
+                count = wait_for_size(path, partial(read_range, path, self._at, offset, target), len(target))
         except OSError as exc:
             raise store_error(exc, "read", name) from exc
         if count < len(target):
@@ -106,7 +109,11 @@ class LocalBackend(Backend):
         try:
             status = os.statvfs(folder)
         except OSError as exc:
+            if exc.errno in NOT_SUPPORTED:
+                return None
             raise store_error(exc, "look at the free space of", self.url) from exc
+        if not status.f_blocks:
+            return None  # some FUSE filesystems answer with zeros
         return Space(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize, status.f_favail if status.f_files else None)
 
     def put(self, name: str, data: Buffer) -> None:

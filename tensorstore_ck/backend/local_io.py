@@ -4,8 +4,8 @@ Short reads and writes are looped (Python itself repeats calls that a signal int
 errors are `OSError`, for the caller to translate.
 
 Reads of a store's files are tried again where a network folder lost its handle for a moment. After a server of NFS or SMB restarted, one
-read fails (ESTALE, EIO), and the next one, with a new handle, succeeds. EIO of a disk of this host stays, and is reported at once. Only
-reads are tried again: a failed write or fsync is final.
+read fails (ESTALE, EIO), and the next one, with a new handle, succeeds. EIO of a disk of this host stays, and is reported at once. So is
+a file that is too short; over a network that may be an old size. Only reads are tried again: a failed write or fsync is final.
 """
 
 import contextlib
@@ -104,6 +104,20 @@ def try_again(path: str, read: Callable[[], T]) -> T:
                 raise
         time.sleep(pause)
     return read()
+
+
+def wait_for_size(path: str, read: Callable[[], int], size: int) -> int:
+    """The result of `read`, which is tried again while it is below `size` and `path` is in a network folder.
+
+    This host may have looked at the file while another one wrote it, and such folders keep the size of then for a second or more.
+    """
+    count = read()
+    for pause in PAUSES_SECONDS if _is_on_network(path) else ():
+        if count >= size:
+            break
+        time.sleep(pause)
+        count = read()
+    return count
 
 
 def read_file(path: str, dir_fd: int | None, name: str, max_bytes: int) -> bytes:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 
 from tensorstore_ck.backend.object_names import MISSING_ADVICE
 from tensorstore_ck.backend.protocol import Created
+from tensorstore_ck.common.descriptors import NOT_SUPPORTED
 from tensorstore_ck.common.free_space import disk_of
 from tensorstore_ck.errors import (
     BackendUnavailableError,
@@ -24,7 +25,7 @@ from tensorstore_ck.errors import (
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMLINK}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
+_NO_HARD_LINKS = NOT_SUPPORTED | {errno.EPERM, errno.EINVAL, errno.EXDEV, errno.EMLINK, errno.ENOTTY}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
 _ADVICE = {
     errno.ENOENT: MISSING_ADVICE,
@@ -47,6 +48,8 @@ _ADVICE = {
     errno.EIO: "the device or network filesystem reported an error: see the system's log, then try again",
 }
 
+_UNSUITABLE = "this filesystem cannot do that: use another one"
+
 
 def store_error(exc: OSError, action: str, name: str, folder: str = "") -> StoreError:
     """This package's error for `exc`, raised by `action` on the object `name`; below `folder`, whose disk is named if it is full."""
@@ -57,7 +60,7 @@ def store_error(exc: OSError, action: str, name: str, folder: str = "") -> Store
         text += _who(os.fsdecode(exc.filename)) if code in (errno.EACCES, errno.EPERM) else ""
     if code in _FULL and folder and (disk := disk_of(folder)):
         text += f": {disk}"
-    text += f"; {_ADVICE.get(code, 'try again')}"
+    text += f"; {_UNSUITABLE if code in NOT_SUPPORTED else _ADVICE.get(code, 'try again')}"
     if code in _MISSING:
         return MissingObjectError(text, object_id=name)
     if code in _NO_SPACE:

@@ -83,12 +83,14 @@ class S3Backend(Backend):
         async def read(filesystem: Any, on_progress: OnProgress) -> int:
             span = f"bytes={offset}-{offset + len(target) - 1}"
             reply = await filesystem._call_s3("get_object", Bucket=self._bucket, Key=self._key(name), Range=span)
-            done = 0
+            done, there = 0, _bytes_of(reply, offset)
             async with reply["Body"] as body:
                 while chunk := await body.read(len(target) - done):
                     target[done : done + len(chunk)] = chunk
                     done += len(chunk)
                     on_progress()
+            if done < min(there, len(target)):
+                raise ConnectionError(f"the reply was cut short: {done} of {min(there, len(target))} bytes came")
             return done
 
         count = self._requests.begin("read", name).repeat(Request(read)) if len(target) else 0
@@ -246,6 +248,18 @@ def _single_shot(filesystem: Any) -> Any:
     """Turns off the retries of s3fs, which would send a body that has been read already, so an empty one."""
     filesystem.retries = 1
     return filesystem
+
+
+def _bytes_of(reply: dict[str, Any], offset: int) -> int:
+    """How many bytes the object has from `offset` on, as far as the reply to a request for a range says; else 0.
+
+    Raises:
+        ConnectionError: it is not a reply to a request for a range: a server or proxy ignored that.
+    """
+    if offset and reply.get("ResponseMetadata", {}).get("HTTPStatusCode") == 200:
+        raise ConnectionError("the server, or a proxy, sent the whole object instead of a range of it")
+    size = str(reply.get("ContentRange", "")).rpartition("/")[2]
+    return int(size) - offset if size.isdecimal() else 0
 
 
 def _nanoseconds(moment: datetime) -> int:

@@ -18,6 +18,7 @@ from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.descriptors import sync_path
 from tensorstore_ck.common.extras import extra
 from tensorstore_ck.common.host_memory import require_memory
+from tensorstore_ck.common.local_path import local_path
 from tensorstore_ck.errors import (
     AlreadyExistsError,
     CorruptObjectError,
@@ -59,7 +60,7 @@ def load_file(path: str) -> LoadedFile:
         UnsupportedValueError: it holds more than torch loads with ``weights_only=True``.
     """
     load = _load_safetensors if _is_safetensors(path) else _load_torch
-    if not os.path.isfile(path):
+    if not os.path.isfile(local_path(path, "a model file")):
         raise NotFoundError(f"there is no file {path}", object_id=path)
     with os_errors("read", path):
         return load(path)
@@ -111,7 +112,7 @@ def check_new_file(path: str, *, overwrite: bool) -> None:
         AlreadyExistsError: the file exists, and `overwrite` is false.
         NotFoundError: its folder does not exist.
     """
-    folder = os.path.dirname(path) or "."
+    folder = os.path.dirname(local_path(path, "a model file")) or "."
     if not os.path.isdir(folder):
         raise NotFoundError(f"there is no folder {folder} to write {os.path.basename(path)} into", object_id=path)
     if os.path.isdir(path) or (os.path.lexists(path) and not overwrite):
@@ -288,7 +289,8 @@ def _replacing(path: str) -> Iterator[str]:
             mode = os.fstat(descriptor).st_mode & 0o777
             os.close(descriptor)
             yield temporary
-            os.chmod(temporary, mode)  # safetensors replaces the file, with a mode for its owner only
+            with suppress(PermissionError):  # a filesystem without modes
+                os.chmod(temporary, mode)  # safetensors replaces the file, with a mode for its owner only
             sync_path(temporary)
             os.replace(temporary, path)
             sync_path(folder)

@@ -17,6 +17,7 @@ html_table.py        escaped tables for notebooks
 host_memory.py       how much memory is free, and allocations that failed
 huge_pages.py        memory in huge pages, where the system has them
 ids.py               ULIDs and BLAKE3 hashes
+local_path.py        paths on this host, where a user may give a URL
 metric_condition.py  conditions on metrics alone, as functions
 owned_files.py       whether files and folders are one user's alone
 prices.py            what a gigabyte costs a month at each location

@@ -27,6 +27,7 @@ from tensorstore_ck.backend.store_backend import StoreBackend
 from tensorstore_ck.common.folder_identity import folder_identity
 from tensorstore_ck.common.free_space import FOLDER_MIN_FREE, MinFree, require_free_space
 from tensorstore_ck.common.ids import Clock, IdSource, new_ulid
+from tensorstore_ck.common.local_path import local_path
 from tensorstore_ck.common.printed_commands import name_store
 from tensorstore_ck.common.processes import Process, this_process
 from tensorstore_ck.common.rate_limit import RateLimit
@@ -125,7 +126,7 @@ def open_engine(
             url=backend.url,
             identity=folder_identity(backend.url) if backend.is_local else 0,
         )
-        table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
+        table = open_table(None if cache_dir is None else Path(local_path(cache_dir, "cache_dir")), f"{config.uuid}-{config.log}")
         opener = LocationOpener(
             store_url=backend.url,
             storage_options=dict(storage_options or {}),
@@ -217,7 +218,11 @@ def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, confi
     """The user's record of the newest log entry seen; None for a store in memory."""
     if backend.url.startswith("memory://"):
         return None
-    folder = platformdirs.user_state_path("tensorstore_ck", appauthor=False) if state_dir is None else Path(state_dir).absolute()
+    folder = (
+        platformdirs.user_state_path("tensorstore_ck", appauthor=False)
+        if state_dir is None
+        else Path(local_path(state_dir, "state_dir")).absolute()
+    )
     return HeadFile(folder, config.uuid)
 
 

@@ -17,6 +17,7 @@ from tensorstore_ck.backend.local_io import read_at, write_at
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import DIGEST_BYTES, block_id
+from tensorstore_ck.common.local_path import local_path
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
 from tensorstore_ck.errors import StoreError
@@ -45,7 +46,7 @@ class HostCache(ForwardingBackend):
             StoreError: it cannot be made.
         """
         super().__init__(inner)
-        self._folder = PrivateFolder(os.path.abspath(os.path.expanduser(folder)), ": give each user a folder of its own")
+        self._folder = PrivateFolder(os.path.abspath(local_path(folder, "host_cache")), ": give each user a folder of its own")
         with os_errors("write", folder):
             self._folder.make()
 

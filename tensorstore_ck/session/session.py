@@ -46,7 +46,7 @@ class Session:
         self.engine = engine
         self.fence = RefFence()
         self.groups = ProcessGroups(engine, float(dead_after_seconds))
-        resume = ["tsck", "staging", "resume", "--staging", os.path.abspath(engine.tier.options.path)] if engine.tier is not None else []
+        resume = ["tsck", "staging", "resume", "--staging", os.path.dirname(engine.tier.folder.path)] if engine.tier is not None else []
         stays = Staying(lambda: self.context.is_store_gone(), shlex.join([*resume, "-s", engine.backend.url]))  # noqa: PLW0108 - made below
         self.queue = SaveQueue(self._open_arena, engine.observers, stays)
         self.context = SaveContext(engine, self.fence, self.groups, self.queue.wait_for_upload)

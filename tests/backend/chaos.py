@@ -26,6 +26,8 @@ class Fault(Enum):
     CUT_HEADERS = "forward it, then hang up in the middle of the reply's headers"
     CUT_BODY = "forward it, then hang up in the middle of the reply's body"
     HANG_IN_BODY = "forward it, then fall silent in the middle of the reply's body"
+    SHORT_BODY = "forward it, and half of the reply's body, as if that were all"
+    WHOLE_BODY = "forward it without its range"
     REPLY_THEN_HANG = "forward it, and its reply, but serve this connection no more"
     CUT_404 = "hang up in the middle of a 404's body"
     CUT_503 = "hang up in the middle of a 503's body"
@@ -185,6 +187,12 @@ class _Handler(BaseHTTPRequestHandler):
                 if fault is Fault.HANG_IN_BODY and reply:
                     self.wfile.flush()
                     self.chaos.hang(self.connection)
+            case Fault.SHORT_BODY:
+                status, headers, reply = self._forward(body)
+                self._reply(status, {**headers, "Content-Length": str(len(reply) // 2)}, reply[: len(reply) // 2])
+            case Fault.WHOLE_BODY:
+                del self.headers["Range"]
+                self._reply(*self._forward(body))
             case Fault.REPLY_THEN_HANG:
                 self._reply(*self._forward(body))
                 self.wfile.flush()

@@ -1,5 +1,6 @@
 """The local backend: what it asks of the kernel, in which order, and which files it takes for its own."""
 
+import errno
 import os
 import stat
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tensorstore_ck as tsck
 from tensorstore_ck.backend import durable_folders, local
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.local_writer import WINDOW_BYTES, DirectWriter
@@ -361,6 +363,21 @@ def test_space_of_a_folder_that_is_not_there_yet(backend: LocalBackend, tmp_path
     space = backend.space()
     assert space is not None
     assert 0 < space.free_bytes <= space.total_bytes == os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+
+
+@pytest.mark.parametrize("answer", ["zeros", "not supported"])
+def test_a_filesystem_that_does_not_say_how_large_it_is_is_not_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    """As FUSE filesystems without `statfs`."""
+
+    def statvfs(_: object) -> os.statvfs_result:
+        if answer == "zeros":
+            return os.statvfs_result([4096, 4096, *[0] * 6, 0, 255])
+        raise OSError(errno.ENOSYS, "not supported")
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    with tsck.open(tmp_path / "store", create=True) as store:
+        store.put_snapshot({"step": 1}, ref="run")
+        assert store.checkout("run") == {"step": 1}
 
 
 def test_the_root_folder_is_no_store() -> None:

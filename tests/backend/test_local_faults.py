@@ -19,6 +19,7 @@ from tensorstore_ck.backend.local_io import copy_range
 from tensorstore_ck.backend.local_writer import WINDOW_BYTES
 from tensorstore_ck.errors import (
     BackendUnavailableError,
+    CorruptObjectError,
     MissingObjectError,
     NoSpaceError,
     PermissionDeniedError,
@@ -93,10 +94,11 @@ def test_a_failed_fsync_is_final_for_the_file(backend: LocalBackend, monkeypatch
     assert list(backend.list_uploads()) == []
 
 
-def test_a_filesystem_without_fsync_for_folders_is_accepted(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_filesystem_without_fsync_for_folders_is_accepted(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def fsync(fd: int) -> None:
         if stat.S_ISDIR(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not for folders")
+            raise OSError(number, "not for folders")
 
     monkeypatch.setattr(os, "fsync", fsync)
     assert backend.create("log/1", b"x") is Created.CREATED
@@ -171,6 +173,29 @@ def test_a_read_is_tried_again_where_a_network_folder_lost_its_handle(
             with nullcontext() if passes else pytest.raises(StoreError):
                 read(backend)
             assert len(left) == (0 if passes else 1)
+
+
+@pytest.mark.parametrize(("filesystem", "passes"), [("fuse.glusterfs", True), ("ext4", False)])
+def test_a_network_folder_that_knows_an_old_size(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, filesystem: str, passes: bool
+) -> None:
+    """This host listed the file while another one wrote it."""
+    backend.put("a/b", b"data")
+    old, read = [2, 3], os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        end = old[-1] if old else 4
+        if offset >= end:
+            old.pop()
+            return 0
+        return read(fd, [buffers[0][: end - offset]], offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(local_io, "filesystem_of", lambda _: filesystem)
+    target = bytearray(4)
+    with nullcontext() if passes else pytest.raises(CorruptObjectError, match="ends at"):
+        backend.read_into("a/b", 0, memoryview(target))
+    assert (bytes(target) == b"data") is passes
 
 
 def test_short_writes_and_reads_are_continued(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +405,7 @@ def test_a_deleted_temporary_is_written_again(backend: LocalBackend, monkeypatch
     assert names(backend) == {"log/1"}
 
 
-@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EMLINK, 524])
 def test_a_filesystem_without_hard_links_is_refused(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(os, "link", fails(number))
     with pytest.raises(UnsafeBackendError, match="hard links"):

@@ -52,6 +52,11 @@ BAD_URLS = [
     "S3:/bucket/a",
     "file:/abs/a",
     "memory:/m",
+    " s3://bucket/a",
+    "my_s3://bucket/a",
+    "3s://bucket/a",
+    "generic://a",
+    "adl://a/b",
 ]
 
 
@@ -90,6 +95,21 @@ def test_a_missing_library_names_the_extra(url: str, extra: str, monkeypatch: py
 def test_urls_in_messages_have_no_credentials() -> None:
     backend = open_backend("s3://bucket/prefix/", {"key": "AKIA", "secret": "hush"})
     assert backend.url == "s3://bucket/prefix"
+
+
+@pytest.mark.parametrize("url", ["abfss://c@account.dfs.core.windows.net/x", "az://c@account.blob.core.windows.net/x/y"])
+def test_the_account_in_a_url_stays_in_it(url: str) -> None:
+    """A printed command that names the store would else go to another account, or to none."""
+    pytest.importorskip("adlfs")
+    assert open_backend(f"{url}/").url == url
+
+
+@pytest.mark.parametrize("prefix", ["a\\b", "./b", "a/./b", "a:b", "[x]/y", "a@b:c"])
+def test_a_prefix_that_adlfs_cannot_use_is_refused(prefix: str) -> None:
+    pytest.importorskip("adlfs")
+    with pytest.raises(InvalidUrlError, match="another prefix"):
+        open_backend(f"az://container/{prefix}")
+    open_backend("az://container/d/e:f (g).h")
 
 
 def test_protocols_without_a_known_atomic_create_refuse_it(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ COMPLETED: dict[str, tuple[str, str, Act]] = {
 UPLOADS = {"list uploads", "list parts", "abort"}
 """Of an upload that was begun before."""
 OTHERS = {Fault.NONE, Fault.ANSWER, Fault.REPLY_412, Fault.REPLY_THEN_HANG, Fault.STATUS_403, Fault.STATUS_412, Fault.STATUS_501}
+OTHERS |= {Fault.SHORT_BODY, Fault.WHOLE_BODY}
 PASSING = [fault for fault in Fault if fault not in OTHERS]
 NO_FAULTS = {  # of these requests: the reply has no body that could break off, or its body is the object
     "get": {Fault.ERROR_IN_200, Fault.BAD_200},
@@ -162,6 +163,16 @@ def test_one_fault_costs_nothing(kind: str, fault: Fault, backend: S3Backend, di
     proxy.plan = note
     act(backend, direct)
     assert struck == [fault], "the fault was met"
+
+
+@pytest.mark.parametrize("fault", [Fault.SHORT_BODY, Fault.WHOLE_BODY], ids=lambda fault: fault.name)
+def test_a_range_that_a_proxy_changed_is_no_damage(fault: Fault, backend: S3Backend, direct: S3Backend, proxy: ChaosProxy) -> None:
+    method, marker, act = prepared("range", direct)
+    proxy.plan = once(fault, method, marker)
+    act(backend, direct)
+    proxy.plan = first(TRIES, fault, method, marker)
+    with pytest.raises(BackendUnavailableError, match=r"cut short|whole object"):
+        act(backend, direct)
 
 
 def prepared(kind: str, direct: S3Backend) -> tuple[str, str, Act]:

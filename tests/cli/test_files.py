@@ -1,7 +1,10 @@
 """put and get: model files come back as they were, and nothing in them is ever run."""
 
+import errno
+import mmap
 import os
 import pickle
+import shutil
 import stat
 import sys
 from pathlib import Path
@@ -177,3 +180,30 @@ def test_a_view_is_not_copied_into_memory_that_is_not_there(monkeypatch: pytest.
     with pytest.raises(NoSpaceError, match=r"1,073,741,824 bytes\) of memory.*\.pt file"):
         model_files.save_file({"w": view}, str(tmp_path / "out.safetensors"), {}, overwrite=False)
     assert os.listdir(tmp_path) == []
+
+
+def test_filesystems_that_cannot_do_all(history: Tsck, model: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fsync of folders (SMB), no modes (FAT), no size (some of FUSE), no shared maps (FUSE with `direct_io`)."""
+    fsync, mapped = os.fsync, mmap.mmap
+
+    def no_folders(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not for folders")
+        fsync(fd)
+
+    def no_modes(*_: object) -> None:
+        raise OSError(errno.EPERM, "no modes")
+
+    def no_shared_maps(fd: int, size: int, *args: int, **access: int) -> mmap.mmap:
+        if mmap.MAP_PRIVATE not in args[:1]:
+            raise OSError(errno.ENODEV, "no shared maps")
+        return mapped(fd, size, *args, **access)
+
+    monkeypatch.setattr(os, "fsync", no_folders)
+    monkeypatch.setattr(os, "chmod", no_modes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
+    assert history("get", "runs/gpt@1", "out.safetensors").code == 0
+    assert load_file("out.safetensors").keys() == model.keys()
+    assert history("export", "runs/gpt@1", "--to", "safetensors", "out").code == 0
+    monkeypatch.setattr(mmap, "mmap", no_shared_maps)
+    assert history("import", "out", "--ref", "runs/again").code == 0

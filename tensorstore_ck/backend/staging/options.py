@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.backend.staging.unsent_file import OpenVerifier
 from tensorstore_ck.common.free_space import MinFree
+from tensorstore_ck.common.local_path import local_path
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError
 
@@ -35,7 +36,7 @@ class Staging:
         """
         if self.stagger_seconds < 0:
             raise InvalidOptionError(f"stagger_seconds must not be negative, and is {self.stagger_seconds}", object_id="staging")
-        folder = StagingFolder(self.path, store_uuid, 1, open_verifier)
+        folder = StagingFolder(local_path(self.path, "staging"), store_uuid, 1, open_verifier)
         space = folder.space()
         available = folder.used_bytes() + (space.free_bytes if space is not None else 0)
         folder.capacity_bytes = MinFree.parse(self.capacity).of(available) or 1

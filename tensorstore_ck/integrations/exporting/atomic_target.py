@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.descriptors import sync_path
 from tensorstore_ck.common.free_space import mount_point
+from tensorstore_ck.common.local_path import local_path
 from tensorstore_ck.errors import AlreadyExistsError, NoSpaceError, NotFoundError
 
 _OURS: Final = re.compile(
@@ -45,6 +46,7 @@ class AtomicTarget(NamedTuple):
             AlreadyExistsError: it exists, and `overwrite` is false, or it is a link or not an export.
         """
         path = self.path
+        local_path(path, "what an export writes")
         if not os.path.isdir(self.parent):
             raise NotFoundError(f"there is no folder {self.parent} to write {os.path.basename(path)} into", object_id=path)
         if not os.path.lexists(path):
@@ -112,11 +114,11 @@ def _publish(folder: str, target: AtomicTarget) -> None:
 def require_disk_space(folder: str, needed_bytes: int, path: str) -> None:
     """Checks the free space, before anything is written. Raises `NoSpaceError` if it is too small."""
     with os_errors("write", path, folder):
-        free = shutil.disk_usage(folder).free
-    if needed_bytes + MARGIN_BYTES > free:
+        disk = shutil.disk_usage(folder)
+    if disk.total and needed_bytes + MARGIN_BYTES > disk.free:  # no size: a FUSE filesystem that does not say it
         raise NoSpaceError(
-            f"{path} needs {needed_bytes:,} bytes, and {free:,} are free on the disk at {mount_point(folder)}: free space there, choose "
-            "another disk, or export a part with --include (select=)",
+            f"{path} needs {needed_bytes:,} bytes, and {disk.free:,} are free on the disk at {mount_point(folder)}: free space there, "
+            "choose another disk, or export a part with --include (select=)",
             object_id=path,
         )
 

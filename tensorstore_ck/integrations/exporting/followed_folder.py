@@ -21,6 +21,7 @@ import torch
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.descriptors import closing_fd, sync_path
 from tensorstore_ck.common.foreign_text import parse_json
+from tensorstore_ck.common.local_path import local_path
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import AlreadyExistsError, MismatchError, UnsupportedValueError
@@ -87,7 +88,7 @@ class FollowedFolder:
         Raises:
             AlreadyExistsError: the folder has something named ``current`` that is no link.
         """
-        self._store, self._ref, self._folder = store, ref, os.path.abspath(folder)
+        self._store, self._ref, self._folder = store, ref, os.path.abspath(local_path(folder, "folder"))
         self._select, self._config_from = None if select is None else list(select), config_from
         self._files: dict[str, np.memmap[Any, Any]] = {}
         self._tensors: dict[str, torch.Tensor] = {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.local_path import local_path
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.request import LAST_SEEN, AnyHead, LastSeen
@@ -158,7 +159,7 @@ def opened(
     names: str | os.PathLike[str] | None = None,
 ) -> Iterator[Opened]:
     """A parsed checkpoint; its tensors are read while they are stored, which must be before the context ends."""
-    origin = os.path.abspath(os.fspath(path))
+    origin = os.path.abspath(local_path(path, "what an import reads"))
     with Files() as files:
         known = PickleAllowlist()
         found = find_state(files, origin, known, as_one=as_one)

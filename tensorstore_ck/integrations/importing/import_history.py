@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final
 
 from tensorstore_ck.common.deprecation import renamed_argument
+from tensorstore_ck.common.local_path import local_path
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import AmbiguousAddressError, InvalidOptionError, MismatchError, NotFoundError, SnapshotAbortedError
 from tensorstore_ck.format.record import check_metrics, encode_metadata
@@ -175,7 +176,7 @@ def _expanded(paths: Paths) -> list[str]:
     if not several:
         raise InvalidOptionError("paths is empty: give a glob such as 'old/*.pt', or paths of checkpoints", object_id="paths")
     origins: dict[str, None] = {}
-    for path in [os.fspath(path) for path in several]:
+    for path in [local_path(path, "what an import reads") for path in several]:
         fitting = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True))
         if not fitting:
             what = "nothing matches" if glob.has_magic(path) else "there is no file"

@@ -29,7 +29,7 @@ class MappedFile:
     def __init__(self, path: str, descriptor: int, size: int) -> None:
         self.path = path
         self.size = size
-        self._map = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) if size else None
+        self._map = mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ) if size else None
         self.data = memoryview(self._map) if self._map is not None else memoryview(b"")
         self._array = np.frombuffer(self.data, np.uint8)
         """Keeps the file mapped."""

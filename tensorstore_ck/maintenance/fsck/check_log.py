@@ -154,17 +154,24 @@ class _LogChecker:
             found: dict[int, Entry | LogProblem | None] = {}
 
             def read(n: int, found: dict[int, Entry | LogProblem | None] = found) -> None:
-                try:
-                    found[n] = self._chain.read(n)
-                except StoreError as exc:
-                    require_reachable(self._backend, exc)
-                    found[n] = LogProblem(kind_of(exc), self._chain.name(n), str(exc))
+                found[n] = self._read(n)
 
             for_each(window, read, 1 if self._backend.is_local else _READERS)
             for n in window:
                 entry = found[n]
                 if entry is not None:
                     yield n, entry
+        last = max(listed, default=0)
+        while (newer := self._read(last + 1)) is not None:  # listings of network folders and of some servers are old
+            last += 1
+            yield last, newer
+
+    def _read(self, n: int) -> Entry | LogProblem | None:
+        try:
+            return self._chain.read(n)
+        except StoreError as exc:
+            require_reachable(self._backend, exc)
+            return LogProblem(kind_of(exc), self._chain.name(n), str(exc))
 
     @staticmethod
     def _with_unlisted(listed: list[int]) -> Iterator[int]:

@@ -10,7 +10,9 @@ from typing import Final
 
 from tensorstore_ck.backend.cold.cold_locations import ColdLocations
 from tensorstore_ck.backend.cold.owner_marker import MARKER_NAME
+from tensorstore_ck.backend.local_io import try_again
 from tensorstore_ck.backend.local_modes import files_unlike_root
+from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.backend.probe import PROBE_FOLDER
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.engine.engine import Engine
@@ -52,7 +54,9 @@ def repair_modes(backend: Backend) -> dict[str, str]:
 def _unlike_root(backend: Backend, *, change: bool = False) -> list[str]:
     if not backend.is_local or not os.path.isdir(backend.url):
         return []
-    return files_unlike_root(backend.url, [CONFIG_NAME, *store_folders(backend)], change=change)
+    names = [CONFIG_NAME, *store_folders(backend)]
+    with os_errors("look at the modes in", backend.url):
+        return try_again(backend.url, lambda: files_unlike_root(backend.url, names, change=change))
 
 
 _CLAIM: Final = "if no copy of this store's files uses that location, `tsck tier --claim-locations` writes it again"

@@ -46,7 +46,7 @@ def find_manifests(engine: Engine, folder: StagingFolder) -> list[Manifest]:
 
 def _list_command(engine: Engine) -> str:
     assert engine.tier is not None
-    return shlex.join(["tsck", "staging", "--staging", os.path.abspath(engine.tier.options.path), "-s", engine.backend.url])
+    return shlex.join(["tsck", "staging", "--staging", os.path.dirname(engine.tier.folder.path), "-s", engine.backend.url])
 
 
 def sweep(tier: StagingTier) -> None:

@@ -252,3 +252,11 @@ def test_a_remote_store() -> None:
     backend.delete(of_kind("log/")[:2])
     assert salvage(backend).kept == 4
     assert list(failing_roots(backend)) == []
+
+
+def test_a_listing_that_lags_behind_the_log_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a network folder that another host writes to, and of some object stores."""
+    backend, store = begun(1, 2, 3)
+    listing = backend.list
+    monkeypatch.setattr(backend, "list", lambda prefix: (info for info in listing(prefix) if not info.name.endswith(("2", "3"))))
+    assert [finding for finding in store.fsck().findings if finding.severity == "error"] == []

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
+from tensorstore_ck.backend import local_io
 from tensorstore_ck.errors import BackendUnavailableError, DamageError, UnreadableError
 from tensorstore_ck.maintenance.fsck import Finding, FsckOptions, run_repair
 from tensorstore_ck.store import ReadOnlyStore
@@ -120,6 +121,23 @@ def test_fsck(root: Path, monkeypatch: pytest.MonkeyPatch, repair: bool) -> None
     assert at_every_read(root, monkeypatch, check) >= {"store.json", "log", "packs", "parts", "snapshots", "moved"} & {*os.listdir(root)}
     with opened(root) as store:
         assert store.fsck(read_data=True).ok
+
+
+def test_a_network_folder_that_loses_its_handle_while_modes_are_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, walk = [errno.ESTALE, errno.ESTALE], os.fwalk
+
+    def fwalk(*args: Any, **options: Any) -> Any:
+        if left:
+            raise OSError(left.pop(), "injected")
+        return walk(*args, **options)
+
+    monkeypatch.setattr(os, "fwalk", fwalk)
+    monkeypatch.setattr(local_io, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    with opened(root) as store:
+        assert store.fsck(record=False).ok
+        left += [errno.EIO] * 9
+        with pytest.raises(BackendUnavailableError, match="modes"):
+            store.fsck(record=False)
 
 
 @pytest.mark.slow
