@@ -6,6 +6,7 @@ values and new containers in place.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from enum import Enum
 from math import prod
 from typing import Any
 
@@ -39,6 +40,7 @@ from tensorstore_ck.state.registered_types import encode_torch, registered_class
 from tensorstore_ck.state.select import Rename
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber, share_of
 from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, regrouped, unwrap_shards
+from tensorstore_ck.state.standard_types import class_path, is_value
 from tensorstore_ck.state.stored_names import SeveralValuesError, StoredNames
 from tensorstore_ck.state.torchao_types import RegisteredType
 from tensorstore_ck.state.unplaced import Later, Unplaced
@@ -160,7 +162,11 @@ class RestorePlan:
         if self._describer is not None and (apart := unwrap_shards(self._describer, target, path[:-1])) is not None:
             return self._visit_wrapped(target, apart, path, stored, depth=depth)
         if registered is not None:
-            state = stored.children[0] if isinstance(stored, Container) and stored.node[0] == "r" else None
+            name = stored.node[1] if isinstance(stored, Container) and stored.node[0] == "r" else None
+            is_alike = name is not None and (name == registered.name or (issubclass(kind, Enum) and class_path(name) is not None))
+            if stored is not None and is_value(kind) and not is_alike:
+                return self._visit_value(target, path, stored)
+            state = stored.children[0] if isinstance(stored, Container) and name is not None else None
             inner = self.visit(registered.to_state(target), path, state, depth + 1)
             return lambda: registered.from_state(inner())
         share = share_of(self._describer, target, path[:-1])
