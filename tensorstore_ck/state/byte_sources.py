@@ -82,7 +82,7 @@ class CopySource:
         if isinstance(tensor, torch.Tensor):
             require_reachable(tensor)
         self.tensor = bits_of(tensor.detach()) if isinstance(tensor, torch.Tensor) else tensor
-        self._item_bytes = tensor.itemsize
+        self._item_bytes = self.tensor.itemsize
         self.size_bytes = tensor.nbytes
 
     def read(self, start: int, stop: int) -> memoryview:
@@ -222,10 +222,15 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the same size, if possible: torch cannot copy every dtype."""
-    if tensor.is_conj() or tensor.is_neg() or tensor.dtype.itemsize not in _BITS:
+    """The same memory as integers, if possible: torch cannot copy every dtype. Complex128 has one more dim, of two integers.
+
+    torch's copies of complex128 crash at an address that is no multiple of 16, such as that of a file's bytes.
+    """
+    if tensor.is_conj() or tensor.is_neg():
         return tensor
-    return tensor.view(_BITS[tensor.dtype.itemsize])
+    if tensor.dtype is torch.complex128:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_BITS[tensor.itemsize]) if tensor.itemsize in _BITS else tensor
 
 
 def address_of(array: Array) -> int:

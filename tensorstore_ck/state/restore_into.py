@@ -5,7 +5,8 @@ values and new containers in place.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import Enum
 from math import prod
 from typing import Any
 
@@ -39,7 +40,9 @@ from tensorstore_ck.state.registered_types import encode_torch, registered_class
 from tensorstore_ck.state.select import Rename
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber, share_of
 from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, regrouped, unwrap_shards
+from tensorstore_ck.state.standard_types import class_path, is_value
 from tensorstore_ck.state.stored_names import SeveralValuesError, StoredNames
+from tensorstore_ck.state.torchao_types import RegisteredType
 from tensorstore_ck.state.unplaced import Later, Unplaced
 from tensorstore_ck.state.unsupported_types import LOADED, advice_for
 from tensorstore_ck.state.wrapper_subclasses import FLAT, OUTER_KEY, flattened, is_same_form
@@ -97,6 +100,8 @@ class RestorePlan:
         self.adopted: list[Tree] = []
         """Stored trees that replace values of the target; their tensors are wanted, too."""
         self.tensor_of: Callable[[Leaf], Any]
+        self.held: Mapping[str, RegisteredType] = {}
+        """See `registered_name`."""
         self.content = content
         self._is_missing = is_missing
         self.dtype = dtype
@@ -157,7 +162,11 @@ class RestorePlan:
         if self._describer is not None and (apart := unwrap_shards(self._describer, target, path[:-1])) is not None:
             return self._visit_wrapped(target, apart, path, stored, depth=depth)
         if registered is not None:
-            state = stored.children[0] if isinstance(stored, Container) and stored.node[0] == "r" else None
+            name = stored.node[1] if isinstance(stored, Container) and stored.node[0] == "r" else None
+            is_alike = name is not None and (name == registered.name or (issubclass(kind, Enum) and class_path(name) is not None))
+            if stored is not None and is_value(kind) and not is_alike:
+                return self._visit_value(target, path, stored)
+            state = stored.children[0] if isinstance(stored, Container) and name is not None else None
             inner = self.visit(registered.to_state(target), path, state, depth + 1)
             return lambda: registered.from_state(inner())
         share = share_of(self._describer, target, path[:-1])
@@ -368,7 +377,7 @@ class RestorePlan:
         return lambda: replaced(target, self._build(stored))
 
     def _build(self, tree: Tree) -> Any:
-        return build(tree, self.content, self.tensor_of)
+        return build(tree, self.content, self.tensor_of, self.held)
 
     def _miss(self, name: str, target: Any) -> Finish:
         """Notes that the snapshot lacks `name`; `target` stays."""

@@ -63,6 +63,11 @@ def enum_type(cls: type[Enum], name: str) -> RegisteredType:
     )
 
 
+def is_value(cls: type[Any]) -> bool:
+    """Whether its instances are values without items, which a restore replaces by whatever is stored."""
+    return issubclass(cls, Enum) or (cls in _BY_CLASS and cls not in (Namespace, SimpleNamespace, deque))
+
+
 def class_path(name: str) -> str | None:
     """``module:qualname`` of the class that a stored dataclass or enum had; None for another name."""
     return next((name.removeprefix(prefix) for prefix in (_DATACLASS, _ENUM) if name.startswith(prefix)), None)

@@ -3,14 +3,24 @@
 Knows no store. Generators among them are a rank's own; see `random_generators`.
 """
 
+from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.format.tree import leaves, parse
+from tensorstore_ck.state import capture
+from tensorstore_ck.state.allocate import form_of
+from tensorstore_ck.state.match_target import NamesByPrefix
 from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful, load
+
+if TYPE_CHECKING:
+    from tensorstore_ck.state import LazySnapshot
 
 
 def get_state(_: str, given: Any) -> Any:
@@ -18,15 +28,26 @@ def get_state(_: str, given: Any) -> Any:
     return given.state_dict() if is_stateful(given) else given
 
 
-def get_target(_: str, given: Any) -> Any:
-    """The target of a restore: existing tensors; None for values that the snapshot replaces."""
+def get_target(path: str, given: Any, snapshot: "LazySnapshot", there: NamesByPrefix) -> Any:
+    """The target of a restore: existing tensors; None for what the snapshot replaces, or has in another form. `there`: its names."""
     if isinstance(given, nn.Module):
-        return given.state_dict()
-    return given if not is_stateful(given) and _has_tensors(given) else None
+        return module_target(path, given.state_dict(), snapshot, there)
+    return given if not is_stateful(given) and _has_tensors(given) and _has_form(path, given, snapshot, there) else None
+
+
+def module_target(path: str, state: dict[str, Any], snapshot: "LazySnapshot", there: NamesByPrefix) -> dict[str, Any]:
+    """The state of a module as a target: its extra states (torch's term) may be in another form in the snapshot."""
+    for name, value in state.items():
+        if name.rpartition(".")[2] == "_extra_state" and not _has_form(f"{path}.{name}", value, snapshot, there):
+            state[name] = None
+    return state
 
 
 def put_back(extra: dict[str, Any], part: StatefulPart, state: Mapping[str, Any]) -> None:
-    """Restores each. Dicts and lists stay the same objects, so that other references to them see the restored values."""
+    """Restores each. Dicts, lists, sets and deques stay the same objects, so that other references to them see the restored values.
+
+    A record, such as parsed arguments, is replaced: the script may hold other ones on purpose.
+    """
     for path, given, stored in part.with_states(state):
         if is_stateful(given):
             load(path, given.load_state_dict, stored)
@@ -39,17 +60,27 @@ def _filled(given: Any, stored: Any) -> Any:
     if given is stored:  # it was filled in place
         return given
     if isinstance(given, torch.Tensor) and isinstance(stored, torch.Tensor) and (given.shape, given.dtype) == (stored.shape, stored.dtype):
-        given.detach().copy_(stored)
-        return given
-    if type(given) is dict and type(stored) is dict:
+        with suppress(RuntimeError):  # its elements share memory
+            given.detach().copy_(stored)
+            return given
+    if type(given) is not type(stored):
+        return stored
+    if isinstance(given, dict):
         filled = {key: _filled(given.get(key), value) for key, value in stored.items()}
         given.clear()
-        given.update(filled)
-        return given
-    if type(given) is list and type(stored) is list:
+        for key, value in filled.items():  # Counter.update would add
+            given[key] = value
+    elif isinstance(given, list):
         given[:] = [_filled(current, there) for current, there in zip(given, stored, strict=False)] + stored[len(given) :]
-        return given
-    return stored
+    elif isinstance(given, set):
+        given.clear()
+        given.update(stored)
+    elif isinstance(given, deque) and given.maxlen == stored.maxlen:
+        given.clear()
+        given.extend(stored)
+    else:
+        return stored
+    return given
 
 
 def _has_tensors(value: Any) -> bool:
@@ -58,3 +89,16 @@ def _has_tensors(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_has_tensors, value))
     return isinstance(value, torch.Tensor | np.ndarray)
+
+
+def _has_form(path: str, given: Any, snapshot: "LazySnapshot", there: NamesByPrefix) -> bool:
+    """Whether the snapshot has tensors and values of the same names, shapes and dtypes at `path`."""
+    try:
+        captured = capture({path: given})
+    except UnsupportedValueError:
+        return True  # it is spread over ranks, which the restore compares
+    own = leaves(parse(captured.layout, len(captured.values)))
+    forms = {leaf.path: None if leaf.kind == "value" else form_of(captured.layout, leaf)[:2] for leaf in own}
+    values = snapshot.state_values
+    names = [*there.names(f"{path}."), *([path] if path in snapshot or path in values else [])]
+    return forms == {name: None if name in values else (snapshot[name].dtype, snapshot[name].shape) for name in names}

@@ -213,16 +213,27 @@ def own_states(held: State, ranks: int) -> list[State]:
 
 
 def warn_of_lost_order(loaders: StatefulPart) -> None:
-    """Warns of StatefulDataLoaders whose state lacks the generator that their order is drawn from."""
+    """Warns of loaders of torchdata whose state lacks the generator that their order is drawn from."""
     for key, loader in loaders.objects.items():
-        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
-        if isinstance(sampler, _DRAWS_UNSEEN) and not is_stateful(sampler):
-            advice = "shuffle=True instead" if isinstance(sampler, RandomSampler) else "a sampler with state_dict and load_state_dict"
+        for sampler in _samplers(loader):
+            if not isinstance(sampler, _DRAWS_UNSEEN) or is_stateful(sampler):
+                continue
+            has_option = isinstance(sampler, RandomSampler) and isinstance(loader, DataLoader)
+            advice = "shuffle=True instead" if has_option else "a sampler with state_dict and load_state_dict"
             warnings.warn(
-                f"{loaders.path(key)} has a {type(sampler).__qualname__}, whose generator a StatefulDataLoader does not save: after a "
-                f"resume within a pass, the rest of it comes in another order, which repeats samples and skips others; pass {advice}",
+                f"{loaders.path(key)} has a {type(sampler).__qualname__}, whose generator a {type(loader).__qualname__} does not save: "
+                "after a resume within a pass, the rest of it comes in another order, which repeats samples and skips others; "
+                f"pass {advice}",
                 stacklevel=user_stacklevel(),
             )
+
+
+def _samplers(loader: Any) -> Iterator[Any]:
+    """The sampler of a data loader, or those of the nodes of a ``torchdata.nodes.Loader``."""
+    yield getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+    if any(cls.__module__.startswith("torchdata.nodes") for cls in type(loader).__mro__):
+        for inner in (getattr(loader, "root", None), getattr(loader, "source", None), *getattr(loader, "source_nodes", {}).values()):
+            yield from _samplers(inner)
 
 
 def _of(own: State, module: _Module) -> dict[str, Any]:

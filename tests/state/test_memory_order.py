@@ -54,6 +54,24 @@ def test_kinds(whole: torch.Tensor) -> None:
     assert (type(found), found.stride(), found.dtype) == (type(whole), whole.stride(), whole.dtype)
 
 
+def test_complex128_after_bytes(tmp_path: Path) -> None:
+    """Stored after some bytes, it is read at addresses at which torch's copies of complex128 crash the process."""
+    saved = {f"{size} {name}": value for size in range(1, 9) for name, value in after_bytes(size).items()}
+    with tsck.open(str(tmp_path / "store"), create=True) as store:
+        store.put_snapshot(saved, ref="main")
+        found, into = store.checkout("main"), {name: torch.zeros_like(value) for name, value in saved.items()}
+        conjugated = {name: value if value.dtype == torch.uint8 else value.conj() for name, value in into.items()}
+        store.checkout("main", into=conjugated)
+        assert all(torch.equal(conjugated[name], value) and torch.equal(found[name], value) for name, value in saved.items())
+        store.checkout("main", into=into)
+        assert all(torch.equal(into[name], value) and found[name].stride() == value.stride() for name, value in saved.items())
+
+
+def after_bytes(size: int) -> dict[str, torch.Tensor]:
+    transposed = torch.arange(60.0).to(torch.complex128).reshape(4, 3, 5).transpose(0, 1) * (1 + 2j)
+    return {"bytes": torch.arange(size, dtype=torch.uint8), "transposed": transposed}
+
+
 def test_converted_and_shared_and_on_meta() -> None:
     whole = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
     assert round_trip({"x": whole}, dtype=torch.float64)["x"].stride() == whole.stride()

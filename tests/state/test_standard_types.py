@@ -152,6 +152,18 @@ def test_the_class_of_the_target_is_restored(tmp_path: Any) -> None:
     assert dict(vars(got["config"]))["weights"].tolist() == [1.0, 1.0]
 
 
+def test_a_target_value_is_replaced_by_what_is_stored(tmp_path: Any) -> None:
+    """What is None or text in one run and a time, a path or an enum in the next is no damage, and is not read as one."""
+    holders = (Namespace, SimpleNamespace, deque)
+    values = [*(value for value in STANDARD.values() if not isinstance(value, holders)), Phase.MAIN, Parts.A]
+    stored = [None, "x", 1, [1, 2], {1}, *values[:-2]]
+    with tsck.open(tmp_path / "ck", create=True) as store:
+        for number, value in enumerate(stored):
+            store.put_snapshot({"values": [value] * len(values), "t": torch.ones(1)}, ref=f"x{number}", step=number)
+            got = store.checkout(f"x{number}", into={"values": list(values), "t": torch.zeros(1)})
+            assert repr(got["values"]) == repr([value] * len(values))
+
+
 def test_a_stored_name_imports_and_calls_nothing() -> None:
     for name in ("dataclass:os:system", "enum:subprocess:Popen", "dataclass:not_loaded_yet:X"):
         registered_name(name).from_state({"value": "true", "name": "x"})

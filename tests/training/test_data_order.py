@@ -20,6 +20,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torchdata.nodes import Batcher, Loader, Prefetcher, SamplerWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import tensorstore_ck as tsck
@@ -364,3 +365,11 @@ def test_an_order_that_a_loader_does_not_save_is_warned_of(sampler: Any, advice:
     given: dict[str, Any] = {"batch_sampler": sampler} if isinstance(sampler, BatchSampler) else {"sampler": sampler}
     with pytest.warns(UserWarning, match=f"dataloader has a .*{advice}"):
         tsck.TrainingState(dataloader=StatefulDataLoader(Augmented(), **given))
+
+
+def test_an_order_that_nodes_do_not_save_is_warned_of() -> None:
+    drawn = SamplerWrapper(RandomSampler(range(SAMPLES)))
+    with pytest.warns(
+        UserWarning, match=r"dataloader has a RandomSampler, whose generator a Loader does not save: .* a sampler with state_dict"
+    ):
+        tsck.TrainingState(dataloader=Loader(Prefetcher(Batcher(drawn, batch_size=BATCH), prefetch_factor=2)))

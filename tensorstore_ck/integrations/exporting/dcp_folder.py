@@ -126,7 +126,11 @@ def _items(content: SnapshotContent, meta: MetaState, planner: DefaultSavePlanne
     templates: dict[tuple[tuple[int, ...], torch.dtype], TorchZipTemplate] = {}
     for item in plan.items:
         if item.type == WriteItemType.BYTE_IO:
-            data = planner.resolve_data(item)
+            try:
+                data = planner.resolve_data(item)
+            except RuntimeError as exc:  # such as tensors inside it that share memory as several dtypes
+                message = f"torch cannot save {item.index.fqn}: {exc}; exclude it with --exclude (exclude=), or export as safetensors"
+                raise UnsupportedValueError(message, object_id=item.index.fqn) from exc
             assert isinstance(data, io.BytesIO)
             yield item, data.getvalue()
             continue

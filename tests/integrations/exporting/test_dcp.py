@@ -119,7 +119,12 @@ def test_what_is_no_dict_and_equal_names_are_refused(tmp_path: Path) -> None:
             export_snapshot(store, "list", tmp_path / "out", format="dcp")
         with pytest.raises(UnsupportedValueError, match=r"duplicated flatten key a\.1"):
             export_snapshot(store, "twice", tmp_path / "out", format="dcp")
-    assert list(tmp_path.iterdir()) == []
+        memory = torch.ones(2)
+        store.put_snapshot({"a": {"pair": (memory, memory.view(torch.int32), {1})}, "b": 1}, ref="shared")
+        with pytest.raises(UnsupportedValueError, match=r"torch cannot save a\.pair: .* exclude it with --exclude"):
+            export_snapshot(store, "shared", tmp_path / "out", format="dcp")
+        assert list(tmp_path.iterdir()) == []
+        export_snapshot(store, "shared", tmp_path / "out", format="dcp", exclude=["a.pair"])
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")

@@ -48,6 +48,11 @@ def test_all_values_and_tensors(bring: Bring, tmp_path: Path) -> None:
     require_same(bring(folder)[0], as_torch_reads(folder))
 
 
+def test_transposed_complex128_at_any_address_of_a_file(bring: Bring, tmp_path: Path) -> None:
+    state = {"bytes": torch.arange(3, dtype=torch.uint8), "transposed": torch.arange(12.0).to(torch.complex128).reshape(4, 3).t()}
+    require_same(bring(save(state, tmp_path / "dcp"))[0], state)
+
+
 def test_keys_that_were_never_flattened(bring: Bring, tmp_path: Path) -> None:
     folder = tmp_path / "dcp"
     planner = DefaultSavePlanner(flatten_state_dict=False)
