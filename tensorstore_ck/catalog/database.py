@@ -24,7 +24,7 @@ from tensorstore_ck.errors import (
     PermissionDeniedError,
     StoreError,
 )
-from tensorstore_ck.redaction import secret_values, without
+from tensorstore_ck.redaction import display_url, secret_values, without
 
 BUSY_SECONDS: Final = 60
 CONNECT_SECONDS: Final = 10
@@ -50,9 +50,9 @@ class Database:
         self.shown: Final = (
             str(self._url.database)
             if self.is_sqlite
-            else self._url.set(drivername="postgresql", query={}).render_as_string(hide_password=True)
+            else display_url(self._url.set(drivername="postgresql").render_as_string(hide_password=True))
         )
-        """The URL or path for messages, without the password."""
+        """The URL or path for messages. Values of its query are hidden, not left out: that would be another connection."""
         password = [str(self._url.password)] if self._url.password else []
         self._secrets: Final = [*password, *secret_values(self._url.query)]
         arguments: dict[str, Any]

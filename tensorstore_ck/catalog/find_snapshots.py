@@ -7,7 +7,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final, Self
 
-from sqlalchemy import Connection, Select, Table, and_, func, select, tuple_
+from sqlalchemy import Connection, Select, Table, and_, case, func, select, tuple_
 
 from tensorstore_ck.catalog.condition_to_sql import FIELDS, Known, is_metric, names_of, to_sql
 from tensorstore_ck.catalog.current_refs import STATES
@@ -130,9 +130,12 @@ def statement(query: CheckedQuery, known: Known) -> Select[Any]:
         return joined.order_by(*newest_first).limit(query.limit).offset(query.offset or None)
     turned = query.descending
     if is_metric(query.order_by):
-        table = next(iter(known.tables_of(query.order_by.text)))
-        joined = joined.outerjoin(table, and_(table.c.snapshot == snapshots.c.id, table.c.name == query.order_by.text))
-        column = table.c.value
+        tables = (*known.tables_of(query.order_by.text),)
+        for table in tables:
+            joined = joined.outerjoin(table, and_(table.c.snapshot == snapshots.c.id, table.c.name == query.order_by.text))
+        column: Any = tables[0].c.value
+        if len(tables) > 1:
+            column = case((metrics.c.snapshot.is_not(None), metrics.c.value), else_=attributes.c.value)
     else:
         turned = turned != (query.order_by.text == "age")
         column = _ORDERS["time" if query.order_by.text == "age" else query.order_by.text]

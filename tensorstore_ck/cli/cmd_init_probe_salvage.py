@@ -180,7 +180,8 @@ def adopt(choice: StoreChoice, *, as_json: bool) -> None:
     with closing(choice.open_backend()) as backend:
         report = run_adopt(backend)
     line = f"{printable(backend.url)} is a store of its own now, with {counted(report.kept, 'snapshot')} and the new log {report.log}"
-    emit({"url": backend.url, "log": report.log, "kept": report.kept}, [line], as_json=as_json)
+    lines = [*_salvaged_lines("left out: damaged and marked", report.lost, red), line]
+    emit({"url": backend.url, "log": report.log, "kept": report.kept}, lines, as_json=as_json)
 
 
 @command("Make a new log after the old one was destroyed.", "tsck salvage --dry-run -s ./ckpt", "tsck salvage -s ./ckpt")
@@ -204,6 +205,8 @@ def salvage(choice: StoreChoice, *, dry_run: bool, leave_out_unknown: bool, as_j
             with closing(choice.open_engine(read_only=True)) as engine:
                 to_sign = refs_to_sign(engine, trust)
     lines = [*_salvage_lines(report, dry_run=dry_run), *map(_to_sign_line, to_sign)]
+    if not dry_run:
+        lines += [_to_copy_line(short_root(lost.root), backend.url) for lost in report.lost if lost.root]
     emit({**fields_of(report), "to_sign": to_sign}, map(choice.complete, lines), as_json=as_json)
 
 
@@ -213,6 +216,14 @@ def _to_sign_line(needed: RefToSign) -> str:
     if needed.was_signed:
         return f"{printable(needed.ref)} was signed in the old log; a signature counts in one log: {command}"
     return red(f"{printable(needed.ref)} has no valid signature in the old log: look at what it is (`tsck log {ref}`) before {command}")
+
+
+def _to_copy_line(root: str, url: str) -> str:
+    ref = f"lost/{root}"  # a copy of its branch adds nothing in the middle of a history
+    return (
+        f"if another store has {root}: `tsck branch {ref} {root} -s OTHER_STORE`, then "
+        f"`tsck copy OTHER_STORE {shlex.quote(printable(url))} --ref {ref}`"
+    )
 
 
 def _salvage_lines(report: SalvageReport, *, dry_run: bool) -> list[str]:

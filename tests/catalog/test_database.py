@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sqlite3
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from tensorstore_ck.errors import (
     MissingExtraError,
     NotFoundError,
     PermissionDeniedError,
+    StoreError,
 )
 from tensorstore_ck.log import Op
 from tests.catalog.made import publish
@@ -57,6 +59,16 @@ def test_a_password_is_never_shown(scheme: str) -> None:
         assert "sekret" not in str(caught.value) + repr(catalog) + catalog.url
         assert "127.0.0.1" in catalog.url
         assert caught.value.object_id == catalog.url
+
+
+def test_a_printed_url_without_its_query_is_refused(postgres: str) -> None:
+    """Without what is hidden of it, it would be another connection, or one that verifies nothing."""
+    with Catalog(f"{postgres}&sslmode=disable") as catalog, pytest.raises(NotFoundError, match="there is no catalog in") as caught:
+        catalog.find()
+    assert catalog.url.endswith("/tsck?host=***&sslmode=***")
+    (printed,) = re.findall(r"--db '(\S+)'`", str(caught.value))
+    with Catalog(printed) as another, pytest.raises(StoreError, match="sslmode"):
+        another.find()
 
 
 def test_a_path_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

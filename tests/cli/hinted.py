@@ -18,6 +18,7 @@ from tensorstore_ck.cli import main
 from tensorstore_ck.format.sealed import seal
 from tensorstore_ck.integrations.trainer.saves import require_own_ref
 from tensorstore_ck.log.entry import entry_name
+from tensorstore_ck.maintenance import copy_store
 
 
 class Home(Protocol):
@@ -168,6 +169,14 @@ def diverged(home: Home) -> None:
         store.put_snapshot({"other": 1}, ref="runs/gpt", step=1)
 
 
+def lost_entry_and_record(home: Home) -> None:
+    history(home)
+    with open_store(home) as store, tsck.open(home.folder / "a copy", create=True) as other:
+        copy_store.copy(store, other)
+    home.delete(ordered(home, "log/")[1])
+    home.delete(ordered(home, "snapshots/")[0])
+
+
 def a_tag_there(home: Home) -> None:
     history(home)
     with tsck.open(home.folder / "a target", create=True) as store:
@@ -269,6 +278,7 @@ def save_staged_apart(store: tsck.Store) -> object:
 STORE: Final = {"STORE": "the store"}
 """It is replaced by the store's URL."""
 MIRROR: Final = {"OTHER_STORE": "a mirror"}
+COPY: Final = {"OTHER_STORE": "a copy"}
 FROM_MIRROR: Final = Hint(cures=True, filled=MIRROR)
 FINDS: Final = Hint(40)
 LOST_ENTRY: Final = {"fsck": FINDS, "fsck --repair": FROM_MIRROR, "salvage": Hint(cures=True)}
@@ -329,6 +339,12 @@ CASES: Final[dict[str, Case]] = {
         on_another_disk, "get runs/gpt out.pt", 17, {"tier --claim-locations": Hint(cures=True)}, only_folders=True
     ),
     "an entry of a newer build": Case(entry_of_a_newer_build, "salvage", 31, {"salvage --leave-out-unknown": Hint(cures=True)}),
+    "a snapshot and an entry are lost": Case(
+        lost_entry_and_record,
+        "salvage",
+        0,
+        {"fsck": Hint(), "branch": Hint(filled=COPY), "copy": Hint(filled=COPY, after="branch")},
+    ),
     "a branch whose end is lost": Case(lost_end_of_a_branch, "salvage", 0, {"undo": Hint()}),
     "no catalog": Case(history, "find --db 'a catalog'", 25, {"catalog sync": Hint(cures=True, filled=STORE)}),
     "a catalog of another build": Case(old_catalog, "find --db 'a catalog'", 31, {"catalog rebuild": Hint(cures=True, filled=STORE)}),
@@ -344,7 +360,6 @@ PROSE: Final = "named, not advised"
 ELSEWHERE: Final = {
     "X": "inserted where it is printed",
     "XX XX": "the same",
-    "copy": PROSE,
     "export": PROSE,
     "exporter": PROSE,
     "find": PROSE,

@@ -144,7 +144,7 @@ def follow_each(case: Case, make_home: Callable[[str], Home], *, names_store: bo
             follower = shell if isinstance(case.tried, str) else Shell(home, names_store=True)
             for earlier in printed:
                 if hint.after and earlier.startswith(f"tsck {hint.after}"):
-                    assert follower.type(earlier)[0] == 0
+                    assert follower.type(filled(earlier, hint, home.url))[0] == 0
             line = filled(printed[number], hint, home.url)
             done, said = follower.type(line)
             assert done == hint.code, (line, said)

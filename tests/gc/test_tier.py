@@ -519,6 +519,21 @@ def test_a_mark_that_is_lost() -> None:
     assert not list(empty.list(""))
 
 
+def test_a_location_that_is_lost_permanently() -> None:
+    """Nothing tells it from one that is not mounted: a user has to say so, and then another store repairs it."""
+    places, states, location, _ = marked(2)
+    other = open_store(clock=places.clock)
+    copy(places.open(), other)
+    location.delete([info.name for info in location.list("")])
+    with pytest.raises(PlaceUnavailableError) as lost:
+        places.open().migrate_tiers(claim_locations=True)
+    location.put(str(lost.value).partition("empty file ")[2].split()[0], b"")
+    store = places.open()
+    store.migrate_tiers(claim_locations=True)
+    assert store.repair(other=other).ok
+    require_sound(places.open(), states)
+
+
 def test_a_mark_with_a_flipped_bit() -> None:
     """It still shows that it was this store's: everything goes on, and repair writes it again."""
     places, states, location, mark = marked(1)

@@ -113,7 +113,7 @@ def test_each_kind_of_condition_finds_some_and_not_all(searched: Searched) -> No
         assert any(0 < count < 8 for condition, count in counts.items() if condition.startswith(f"{name} ")), name
 
 
-@pytest.mark.parametrize("name", ["loss", "lr", "step", "size", "new_bytes", "config.layers", "age", "time"])
+@pytest.mark.parametrize("name", ["loss", "lr", "both", "step", "size", "new_bytes", "config.layers", "age", "time"])
 @pytest.mark.parametrize("descending", [False, True])
 def test_a_log_sorts_as_a_catalog_does(searched: Searched, name: str, *, descending: bool) -> None:
     ordered = [snapshot.id for snapshot in searched.store.log().sorted_by(name, descending=descending)]

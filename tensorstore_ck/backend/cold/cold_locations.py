@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol, TypeVar
 from tensorstore_ck.backend.cold.locations import require_outside_store
 from tensorstore_ck.backend.cold.owner_marker import MARKER_NAME, FoundMarker, OwnerMarker, read_marker, write_marker
 from tensorstore_ck.backend.protocol import Backend, ObjectInfo
-from tensorstore_ck.common.ids import Ulid, parse_ulid, split_ulids
+from tensorstore_ck.common.ids import Ulid, parse_ulid, split_ulids, ulid_text
 from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import CorruptObjectError, GcRefusedError, MissingObjectError, PlaceUnavailableError, StoreError
 
@@ -161,7 +161,13 @@ class ColdLocations:
             backend = self._open_location(url)
             is_there = read_marker(backend, self._marker) is not None
             if not is_there and not any(parse_ulid(info.name[-26:]) in located for info in backend.list(PACKS)):
-                raise self._wrong_location(url)
+                lost = ulid_text(min(pack for pack in located if located[pack] == url))
+                raise PlaceUnavailableError(
+                    f"{url} has none of the packs of {self._own.url} that were moved there: is that location mounted, and reached with the "
+                    f"right credentials? If they are lost permanently: make an empty file {PACKS}{lost[-2:]}/{lost} there, claim it again, "
+                    "and `tsck fsck --repair --from OTHER_STORE` takes them from another store, or marks the snapshots that need them",
+                    object_id=url,
+                )
             write_marker(backend, OwnerMarker(store or self._store, self._own.url))
             backend.close()
 

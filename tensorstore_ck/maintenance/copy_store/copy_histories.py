@@ -119,10 +119,10 @@ class _Copy:
         needed = {info.root: info.logical_bytes for plan in plans for info in plan.missing if info.root not in there}
         self._meter = CopyMeter(self._progress, sum(needed.values()))
         self._copier = SnapshotCopier(source=self._source, target=self._target, pace=self._pace, meter=self._meter, executor=self._executor)
-        copied = [self._copy(plan) for plan in plans]
+        copied = self._copy_all({plan.name: plan for plan in plans})
         meter = self._meter
         return CopyReport(
-            refs=tuple(copied),
+            refs=tuple(copied[plan.name] for plan in plans),
             snapshots=meter.snapshots,
             snapshots_there=len(there),
             blocks=meter.blocks,
@@ -162,6 +162,21 @@ class _Copy:
             return True
         _require_free(self._to, name, self._target.backend.url)
         return False
+
+    def _copy_all(self, plans: dict[str, _RefPlan]) -> dict[str, CopiedRef]:
+        """Copies a snapshot with the branch that it was saved to, before refs that moved to it: the target's entry names one branch."""
+        copied: dict[str, CopiedRef] = {}
+        begun: set[str] = set()
+        stack = [*reversed(plans)]
+        while stack:
+            name = stack.pop()
+            if name in begun and name not in copied:
+                copied[name] = self._copy(plans[name])
+            elif name not in begun:
+                begun.add(name)
+                saved_to = dict.fromkeys(info.ref for info in plans[name].missing)
+                stack += [name, *(ref for ref in saved_to if ref in plans and ref not in begun)]
+        return copied
 
     def _copy(self, plan: _RefPlan) -> CopiedRef:
         copied_before, error = self._meter.snapshots, plan.error

@@ -72,6 +72,24 @@ def test_a_copy_is_as_old_as_its_source_and_its_undo_windows_are_not() -> None:
     assert target.undo("runs/a@0")
 
 
+def test_a_snapshot_is_copied_with_the_branch_that_it_was_saved_to() -> None:
+    """Also where branches whose names come first moved to it: by `reset`, as forks, and forks of forks."""
+    source, target = open_store(), open_store()
+    source.put_snapshot(state(8), ref="best", step=0)
+    for step in range(4):
+        source.put_snapshot(state(step), ref="runs/z", step=step)
+        source.reset("best", "runs/z")
+    for name, at in (("fork", "runs/z@2"), ("a", "fork")):
+        source.branch(name, at)
+        source.put_snapshot(state(9), ref=name, step=3, expect=tsck.ANY)
+        source.put_snapshot(state(10), ref=name, step=4)
+    assert [each.name for each in copy(source, target).refs] == ["a", "best", "fork", "runs/z"]
+    for name in source.branches():
+        assert [(each.root, each.ref) for each in target.log(name)] == [(each.root, each.ref) for each in source.log(name)]
+    watched = target.watch("runs/z", since_step=0, pin_for=None)
+    assert [next(watched).step for _ in range(4)] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("lost", [1, 2, 3])
 def test_a_salvaged_copy_keeps_both_times(lost: int) -> None:
     """Of a branch, and of a snapshot that a tag alone holds. Of one whose own entry is lost the arrival is not known."""
