@@ -98,7 +98,7 @@ def ranks_request(context: SaveContext, ref: str, step: int | None, checks: Save
 class DcpSave:
     """See `Runnable`: the save queue has it between the calls of DCP. `run` is the coordinator's commit."""
 
-    number = 0
+    key = b""
 
     def __init__(self, context: SaveContext, request: SaveRequest, rank: int) -> None:
         self.ref, self.step, self.rank = request.ref, request.step, rank

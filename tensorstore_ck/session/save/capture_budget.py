@@ -71,11 +71,11 @@ class CaptureMemory:
             NoSpaceError, WaitTimeoutError: see `try_take` and `wait`.
         """
         queued.is_replaced_by_newer = on_full == "newest"
-        dropped: list[int] = []
+        dropped: list[bytes] = []
 
         def drop(other: QueuedSave) -> None:
             other.status.drop("replaced")
-            dropped.append(other.number)
+            dropped.append(other.key)
 
         def replaceable() -> list[QueuedSave]:
             with self._changed.lock:
