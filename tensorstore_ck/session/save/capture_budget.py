@@ -149,6 +149,9 @@ class CaptureMemory:
 
 
 def _replaceable(queued: QueuedSave, waiting: Iterable[QueuedSave]) -> list[QueuedSave]:
-    """The waiting saves that `queued` may replace: first those that it makes obsolete, then the oldest. Under the caller's lock."""
-    left = [other for other in waiting if not other.status.dropped]
+    """The waiting saves that `queued` may replace: first those that it makes obsolete, then the oldest. Under the caller's lock.
+
+    Only those of the same ranks: others would not learn that theirs was dropped.
+    """
+    left = [other for other in waiting if other.scope == queued.scope and not other.status.dropped]
     return sorted(left, key=lambda other: not queued.makes_obsolete(other))

@@ -164,6 +164,10 @@ class Capturable(Runnable, Protocol):
         """How much memory the copy needs."""
 
     @property
+    def scope(self) -> bytes:
+        """Names the ranks that make it: the same for all their saves."""
+
+    @property
     def frozen_bytes(self) -> int:
         """The bytes of frozen tensors, which are not copied."""
 
@@ -192,13 +196,14 @@ class QueuedSave:
         called: float,
         *,
         key: bytes = b"",
+        scope: bytes = b"",
         save: Runnable | None = None,
         staged: Publishable | None = None,
         is_background: bool,
     ) -> None:
         """`called`: when its caller asked for it."""
         self.status = SaveStatus(ref, step, rank)
-        self.key = key
+        self.key, self.scope = key, scope
         self.save = save
         self.staged = staged
         self.slot: Slot | None = None

@@ -130,7 +130,8 @@ class Save:
     ) -> None:
         """`state`: what the user saves, or a `CapturedState`, or an `UnpreparedState`."""
         self.ref, self.step = ref, step
-        self.key, self.rank, self.patience_seconds = coordination.key, coordination.rank, coordination.patience_seconds
+        self.key, self.scope, self.rank = coordination.key, coordination.scope, coordination.rank
+        self.patience_seconds = coordination.patience_seconds
         self._context, self._engine, self._coordination = context, context.engine, coordination
         self._state: tuple[object, object, Sequence[str]] | None = (state, rank_state, frozen)
         self._given = given

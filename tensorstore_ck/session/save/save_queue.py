@@ -85,7 +85,7 @@ class SaveQueue:
         Raises:
             StoreError: it cannot be captured; or the error of an earlier save for which nobody waited.
         """
-        queued = QueuedSave(save.ref, save.step, save.rank, called, key=save.key, save=save, is_background=True)
+        queued = QueuedSave(save.ref, save.step, save.rank, called, key=save.key, scope=save.scope, save=save, is_background=True)
         pending = PendingSnapshot(queued.status)
         try:
             admission = save.decide(partial(self._admit, queued, save, on_full))

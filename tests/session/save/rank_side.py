@@ -158,6 +158,12 @@ def put_alone(steps: range, only: int) -> None:
         side.puts[step] = side.store.put_snapshot_async({"step": step}, ref=f"alone/{step}", step=step)
 
 
+def put_pair(step: int, **options: Any) -> Ending | None:
+    """The first two ranks save together."""
+    rank = dist.get_rank()
+    return save(state_of(step, rank, 2), step, group=GROUPS[2], **options) if rank < 2 else None
+
+
 def put_now(step: int) -> Ending:
     """Saves, and waits."""
     return put(step, waits=True)
