@@ -169,7 +169,7 @@ class Group:
             SnapshotAbortedError: rank 0 did not begin it.
         """
         n = self._ledger.begin()
-        elsewhere = self._elsewhere if n == 1 else lambda _: ""  # ranks that met once are in one store
+        elsewhere = self._elsewhere if n == 1 or self._agreed is None else lambda _: ""  # ranks that met once are in one store
         waits = Wait(title=title, rank=self.rank, ranks=self.ranks, timeout=timeout, in_job=self.in_job, elsewhere=elsewhere)
         try:
             self.renew()
@@ -260,9 +260,12 @@ class Group:
         """See `Wait.elsewhere`."""
         with suppress(ChannelError, TypeError):
             for rank in ranks:
-                record = self._stores().try_get(str(rank), self._clock())
-                if record is not None and take(record, "scope", str) != self._scope:
-                    who, where = named_ranks([rank], self.in_job), take(record, "place", str)
+                record, who = self._stores().try_get(str(rank), self._clock()), named_ranks([rank], self.in_job)
+                if record is not None and take(record, "scope", str) == self._scope:
+                    if take_count(record, "group") < self._generation:
+                        return f" ({who} has not opened the store again, as this rank has: all ranks close and open it together)"
+                elif record is not None:
+                    where = take(record, "place", str)
                     here = f"this rank waits in {self._place}: ranks that save together open one store"
                     return f" ({who} was last in another store, {where}, and {here})"
         return ""
@@ -273,12 +276,12 @@ class Group:
 
     def _draw(self, deadline: float, on_late: Callable[[], object]) -> _Agreed:
         channel = self._channel("")
-        self._stores().put(str(self.rank), {"scope": self._scope, "place": self._place}, deadline)
         mine = False
         while not mine:  # with the same token after an error, since the first try may have been counted
             claimed = channel.put_first(f"groups/{self.rank}/{self._generation}", {"token": self._token}, deadline)
             mine = claimed.get("token") == self._token
             self._generation += not mine
+        self._stores().put(str(self.rank), {"scope": self._scope, "place": self._place, "group": self._generation}, deadline)
         key = f"nonce/{self._generation}"
         if self.rank == 0:
             nonce = self._new_id()
