@@ -203,7 +203,7 @@ class Store(ReadOnlyStore):
             verify_capture: As in `put_snapshot`, but compares the copies, before this returns. For larger tensors on CUDA devices, the ids
                 are computed at the call, and compared with those of all bytes that are written.
             on_full: What to do when the buffers of earlier saves leave no memory: ``block`` until there is; ``skip`` this save; or
-                ``replace`` the oldest save that waits in the queue. ``newest``: as ``replace``; and even with memory left it replaces
+                ``replace`` the oldest save of the same ranks that waits. ``newest``: as ``replace``; and even with memory left it replaces
                 those earlier ``newest`` saves of `ref` that wait, so that the newest state is stored next. With `group`, rank 0
                 decides for all. The returned object, a warning in the log and an event report a dropped save.
             changed_by: Optimizers that alone change their parameters and states, in ``step``. Then those on CUDA devices are copied while

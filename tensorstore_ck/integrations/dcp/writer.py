@@ -233,6 +233,13 @@ class Writer(StorageWriter):
                 values[result.index.fqn] = result.storage_data
             elif isinstance(result.storage_data, Tiny):
                 tiny.append(result.storage_data)
+        steps = {step for step in (put.step, *(report.step for report in parts.values())) if step is not None}
+        if len(steps) > 1:
+            raise InvalidOptionError(
+                f"the ranks save different steps, {', '.join(map(str, sorted(steps)))}: all must make the same calls of DCP in the same "
+                "order; one that left a call out, for example after an exception that it caught, stays behind until the job is restarted",
+                object_id="step",
+            )
         begun = put.begun
         assert begun is not None
         captured = with_tiny(_filled(begun, metadata, values), tiny)

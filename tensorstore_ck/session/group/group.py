@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from tensorstore_ck.common.ids import ULID_BYTES, IdSource, Ulid, derived_hash, new_ulid, ulid_text
 from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.common.waiting import Flag
+from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, StoreRunner
 from tensorstore_ck.session.group.failure_reason import FailureReason
@@ -122,6 +123,7 @@ class Group:
         sleep: Callable[[float], object] = time.sleep,
         in_job: Sequence[int] | None = None,
         place: str = "",
+        staging: str = "",
         on_dead: Callable[[int, str, float], object] = lambda *_: None,
     ) -> None:
         """`scope` separates groups that share a store but not their rounds, such as those of two tensorstore_ck stores.
@@ -129,13 +131,14 @@ class Group:
         `renew` repairs a runner whose connection broke in an earlier round, and `close` ends it: see `StoreThread`. `beat` starts the
         heartbeat of this rank when the group is first used; a rank that is silent for longer than rank 0's `dead_after` is given up.
         `first`: a group of the same ranks that has begun a round, and whose heartbeats serve both. `in_job`: see `named_ranks`. `place`:
-        the store and this host, for messages. `on_dead` is called once with each rank that this one gives up (its number in the job, its
-        host, and the silence), from any thread.
+        the store and this host, for messages. `staging`: how this rank stages, in words; a rank that does so in another way than rank 0
+        does not belong to the group, since it makes other rounds. `on_dead` is called once with each rank that this one gives up (its
+        number in the job, its host, and the silence), from any thread.
         """
         self.rank = rank
         self.ranks = ranks
         self.in_job = in_job
-        self._place = place
+        self._place, self._staging = place, staging
         self.run = run
         self.renew = renew
         """Repairs a broken connection of `run`; raises as `StoreThread.renew`."""
@@ -155,7 +158,7 @@ class Group:
         self._generation = 1
         self._token = new_id()
         self._agreed = None if first is None else first.agreed._replace(nonce=second_nonce(first.agreed.nonce))
-        self._misfit = ""
+        self._misfit: FailureReason | None = None
         self._lock = threading.Lock()
 
     def begin(
@@ -169,7 +172,7 @@ class Group:
             SnapshotAbortedError: rank 0 did not begin it.
         """
         n = self._ledger.begin()
-        elsewhere = self._elsewhere if n == 1 else lambda _: ""  # ranks that met once are in one store
+        elsewhere = self._elsewhere if n == 1 or self._agreed is None else lambda _: ""  # ranks that met once are in one store
         waits = Wait(title=title, rank=self.rank, ranks=self.ranks, timeout=timeout, in_job=self.in_job, elsewhere=elsewhere)
         try:
             self.renew()
@@ -260,9 +263,12 @@ class Group:
         """See `Wait.elsewhere`."""
         with suppress(ChannelError, TypeError):
             for rank in ranks:
-                record = self._stores().try_get(str(rank), self._clock())
-                if record is not None and take(record, "scope", str) != self._scope:
-                    who, where = named_ranks([rank], self.in_job), take(record, "place", str)
+                record, who = self._stores().try_get(str(rank), self._clock()), named_ranks([rank], self.in_job)
+                if record is not None and take(record, "scope", str) == self._scope:
+                    if take_count(record, "group") < self._generation:
+                        return f" ({who} has not opened the store again, as this rank has: all ranks close and open it together)"
+                elif record is not None:
+                    where = take(record, "place", str)
                     here = f"this rank waits in {self._place}: ranks that save together open one store"
                     return f" ({who} was last in another store, {where}, and {here})"
         return ""
@@ -273,28 +279,33 @@ class Group:
 
     def _draw(self, deadline: float, on_late: Callable[[], object]) -> _Agreed:
         channel = self._channel("")
-        self._stores().put(str(self.rank), {"scope": self._scope, "place": self._place}, deadline)
         mine = False
         while not mine:  # with the same token after an error, since the first try may have been counted
             claimed = channel.put_first(f"groups/{self.rank}/{self._generation}", {"token": self._token}, deadline)
             mine = claimed.get("token") == self._token
             self._generation += not mine
+        self._stores().put(str(self.rank), {"scope": self._scope, "place": self._place, "group": self._generation}, deadline)
         key = f"nonce/{self._generation}"
         if self.rank == 0:
             nonce = self._new_id()
             agreed = _Agreed(nonce, self._counters(nonce), self._dead_after)
             channel.set_unborn(self.ranks, agreed.counters, deadline)
-            channel.put(key, {"nonce": nonce, "ranks": self.ranks, "dead_after": self._dead_after}, deadline)
+            about = {"nonce": nonce, "ranks": self.ranks, "dead_after": self._dead_after, "staging": self._staging}
+            channel.put(key, about, deadline)
             return agreed
         record = channel.wait([key], deadline, on_late=on_late)[1]
         try:
             nonce, ranks, dead_after = Ulid(take(record, "nonce", bytes)), take_count(record, "ranks"), take(record, "dead_after", float)
+            staging = take(record, "staging", str)
         except TypeError as exc:
             raise ChannelError(str(exc)) from exc
         if len(nonce) != ULID_BYTES or not dead_after > 0:
             raise ChannelError(f"the nonce has {len(nonce)} bytes, and ranks are given up after {dead_after} s")
         if ranks != self.ranks:
-            self._misfit = f"it came with world size {self.ranks}, and rank 0 with {ranks}"
+            self._misfit = FailureReason(f"it came with world size {self.ranks}, and rank 0 with {ranks}")
+        elif staging != self._staging:
+            text = f"it opened the store {self._staging}, and rank 0 {staging}: open it in the same way on all ranks"
+            self._misfit = FailureReason(text, InvalidOptionError.kind, "staging")
         return _Agreed(nonce, self._counters(nonce), dead_after)
 
     def _counters(self, nonce: Ulid) -> str:
@@ -318,6 +329,7 @@ def open_group(
     *,
     dead_after: float = DEAD_AFTER_SECONDS,
     place: str = "",
+    staging: str = "",
     first: Group | None = None,
     on_dead: Callable[[int, str, float], object] = lambda *_: None,
 ) -> Group:
@@ -341,6 +353,7 @@ def open_group(
         first=first,
         dead_after=dead_after,
         place=place,
+        staging=staging,
         beat=heart,
         renew=thread.renew,
         close=close,

@@ -129,6 +129,20 @@ class ProcessGroups:
         if group not in self._groups:
             report = partial(self._report_dead, group.rank())
             place = f"{self._engine.backend.url} on {socket.gethostname()}"
-            own = open_group(group, self._engine.config.uuid, dead_after=self._dead_after_seconds, place=place, on_dead=report)
+            own = open_group(
+                group,
+                self._engine.config.uuid,
+                dead_after=self._dead_after_seconds,
+                place=place,
+                staging=_staging(self._engine),
+                on_dead=report,
+            )
             self._groups[group] = own, {}
         return self._groups[group]
+
+
+def _staging(engine: Engine) -> str:
+    """How this process stages, as far as all ranks must do it in the same way: the arguments of `tensorstore_ck.open`, in words."""
+    if engine.tier is None:
+        return "without staging="
+    return "with staging= and replicate_to_peers=" if engine.tier.options.replicate_to_peers else "with staging="

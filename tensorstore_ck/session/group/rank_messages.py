@@ -47,10 +47,10 @@ def in_the_job(in_job: Sequence[int] | None) -> str:
 
 def unheard(ranks: Sequence[int], seconds: float, in_job: Sequence[int] | None = None) -> str:
     """A message about silent ranks, with possible reasons."""
-    who = named_ranks(ranks, in_job)
+    who, silence = named_ranks(ranks, in_job), f"not been heard of for {seconds:.0f} s"
     if len(ranks) == 1:
-        return f"{who} has not been heard of for {seconds:.0f} s: it ended, was killed or suspended, or its host is gone"
-    return f"{who} have not been heard of for {seconds:.0f} s: they ended, were killed or suspended, or their hosts are gone"
+        return f"{who} has {silence}: it ended, closed its store, was killed or suspended, or its host is gone"
+    return f"{who} have {silence}: they ended, closed their store, were killed or suspended, or their hosts are gone"
 
 
 def describe_ranks(texts: Mapping[int, str], in_job: Sequence[int] | None = None) -> str:

@@ -61,7 +61,7 @@ class Round:
         object_id: str,
         timeout: float,
         grace: float,
-        misfit: str = "",
+        misfit: FailureReason | None = None,
         in_job: Sequence[int] | None = None,
         waits: Wait | None = None,
     ) -> None:
@@ -97,7 +97,7 @@ class Round:
                 self._put(ADMIT, decided := _plain(choose()))
                 return decided
             if self._misfit:
-                raise LateError(self._misfit)
+                raise LateError(self._misfit.text)
             key, reported = self._channel.wait([OUTCOME, ADMIT], self._patience(), writer=0, on_late=self._report_silent_leader)
             if key == ADMIT:
                 return reported
@@ -260,7 +260,7 @@ class Round:
         own: Exception | None = None
         try:
             if self._misfit:
-                raise RankRefusedError(FailureReason(self._misfit))
+                raise RankRefusedError(self._misfit)
             self._put(f"proposal/{self._rank}", {"record": participant.propose(), **self._about()})
             awaited = [GO, OUTCOME] if participant.begins_rounds else [OUTCOME, GO]
             key, answer = self._channel.wait(awaited, self._patience(), writer=0, on_late=self._report_silent_leader)
@@ -324,7 +324,7 @@ class Round:
     def _own(self, put: Body) -> Body:
         """The outcome, if it includes this rank's result."""
         if not self._is_counted:
-            raise self._error(FailureReason(self._misfit or "the process group's store holds records of another group"))
+            raise self._error(self._misfit or FailureReason("the process group's store holds records of another group"))
         return put
 
     # --- both ---------------------------------------------------------------------------------------------------------

@@ -71,11 +71,11 @@ class CaptureMemory:
             NoSpaceError, WaitTimeoutError: see `try_take` and `wait`.
         """
         queued.is_replaced_by_newer = on_full == "newest"
-        dropped: list[int] = []
+        dropped: list[bytes] = []
 
         def drop(other: QueuedSave) -> None:
             other.status.drop("replaced")
-            dropped.append(other.number)
+            dropped.append(other.key)
 
         def replaceable() -> list[QueuedSave]:
             with self._changed.lock:
@@ -149,6 +149,9 @@ class CaptureMemory:
 
 
 def _replaceable(queued: QueuedSave, waiting: Iterable[QueuedSave]) -> list[QueuedSave]:
-    """The waiting saves that `queued` may replace: first those that it makes obsolete, then the oldest. Under the caller's lock."""
-    left = [other for other in waiting if not other.status.dropped]
+    """The waiting saves that `queued` may replace: first those that it makes obsolete, then the oldest. Under the caller's lock.
+
+    Only those of the same ranks: others would not learn that theirs was dropped.
+    """
+    left = [other for other in waiting if other.scope == queued.scope and not other.status.dropped]
     return sorted(left, key=lambda other: not queued.makes_obsolete(other))

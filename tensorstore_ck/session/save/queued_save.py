@@ -114,10 +114,10 @@ class Admission(NamedTuple):
     """The decision about a save before it is captured."""
 
     admitted: bool
-    dropped: tuple[int, ...] = ()
-    """Numbers of queued saves that are dropped to make space for it."""
-    failed: int = 0
-    """The number of an earlier save, whose error is raised instead."""
+    dropped: tuple[bytes, ...] = ()
+    """Keys of queued saves that are dropped to make space for it."""
+    failed: bytes = b""
+    """The key of an earlier save, whose error is raised instead."""
 
 
 class Publishable(Protocol):
@@ -134,8 +134,8 @@ class Runnable(Protocol):
     """A save that can be written and committed."""
 
     @property
-    def number(self) -> int:
-        """The number of the save, from 1, the same on all ranks; 0 for a save that another process began."""
+    def key(self) -> bytes:
+        """Names the save: the same on all ranks, and of no other save of any of them; empty for one that is never queued to be stored."""
 
     @property
     def ref(self) -> str:
@@ -162,6 +162,10 @@ class Capturable(Runnable, Protocol):
     @property
     def needed_bytes(self) -> int:
         """How much memory the copy needs."""
+
+    @property
+    def scope(self) -> bytes:
+        """Names the ranks that make it: the same for all their saves."""
 
     @property
     def frozen_bytes(self) -> int:
@@ -191,14 +195,15 @@ class QueuedSave:
         rank: int,
         called: float,
         *,
-        number: int = 0,
+        key: bytes = b"",
+        scope: bytes = b"",
         save: Runnable | None = None,
         staged: Publishable | None = None,
         is_background: bool,
     ) -> None:
         """`called`: when its caller asked for it."""
         self.status = SaveStatus(ref, step, rank)
-        self.number = number
+        self.key, self.scope = key, scope
         self.save = save
         self.staged = staged
         self.slot: Slot | None = None
@@ -294,9 +299,9 @@ class UnraisedErrors:
         """The oldest one."""
         return next((queued for queued in self._failed if not queued.status.is_raised), None) if self._failed else None
 
-    def numbered(self, number: int) -> QueuedSave | None:
-        """The save of that number, even if its error was raised meanwhile."""
-        return next((queued for queued in self._failed if queued.number == number), None)
+    def of_key(self, key: bytes) -> QueuedSave | None:
+        """The save of that key, even if its error was raised meanwhile."""
+        return next((queued for queued in self._failed if queued.key == key), None)
 
     def take_all(self) -> BaseException | None:
         """The oldest error, with the others as notes."""

@@ -55,7 +55,7 @@ class RankRound:
         self._round = self._own.begin(f"the save to {ref!r}", object_id=ref, timeout=timeout_seconds)
         context.fence.note_attempt(ref, self._round.txn)
         self._context, self._engine, self._group = context, context.engine, group
-        self.number, self.rank, self.ranks = self._round.n, self._own.rank, self._own.ranks
+        self.key, self.number, self.rank, self.ranks = self._round.txn, self._round.n, self._own.rank, self._own.ranks
         self.patience_seconds = timeout_seconds
         self.scope = self._own.nonce
         self.replicator = context.replicators.get(group)
@@ -86,7 +86,7 @@ class RankRound:
             return {"admitted": admission.admitted, "dropped": list(admission.dropped), "failed": admission.failed}
 
         decided = self._round.decide(admit_here)
-        return Admission(take(decided, "admitted", bool), tuple(map(int, take(decided, "dropped", list))), take(decided, "failed", int))
+        return Admission(take(decided, "admitted", bool), tuple(take(decided, "dropped", list)), take(decided, "failed", bytes))
 
     def skip(self) -> None:
         """Gives the save up before it begins, on all ranks."""

@@ -16,7 +16,7 @@ from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sealed import Body, take
-from tensorstore_ck.log import RefTable
+from tensorstore_ck.log import RefTable, SnapshotRow
 from tensorstore_ck.session.group import Participant
 from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.publish_rounds import PublishRounds
@@ -112,7 +112,7 @@ def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup",
     own, _ = context.groups.of(group)
     title = "the search for what was staged before"
     here: dict[tuple[bytes, int], Manifest] = {}
-    saves: list[StagedSave] = []
+    found: list[_FoundSave] = []
 
     def propose() -> Body:
         """Reads the disk here, so that its error is reported to all ranks."""
@@ -133,9 +133,7 @@ def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup",
             others = [here[txn, rank] for rank, finder in owners if finder != own.rank and (txn, rank) in here]
             info = context.engine.log.view().staged(txn)
             if verdict == RESUME and info is not None:
-                upload = _found(context, txn=Ulid(txn), ref=info.ref, root=info.root, manifests=mine)
-                rounds = PublishRounds(context, upload, context.groups.publishing(group), timeout_seconds=timeout_seconds)
-                saves.append(StagedSave(context, upload, rounds, info.step, copies=others))
+                found.append(_FoundSave(info, mine, others))
             elif verdict in (PUBLISHED, LOST):
                 for manifest in (*mine, *others):
                     clean_up(tier, manifest, published=verdict == PUBLISHED)
@@ -151,7 +149,23 @@ def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup",
         for manifest in here.values():
             tier.folder.release(manifest.key)
         raise
-    return saves
+    return [_resumed_by_ranks(context, group, save, timeout_seconds) for save in found]  # not before all ranks can publish them
+
+
+class _FoundSave(NamedTuple):
+    """A save that the ranks of a group continue."""
+
+    info: SnapshotRow
+    mine: list[Manifest]
+    """Those that this rank uploads."""
+    copies: list[Manifest]
+    """Those on this disk that other ranks upload."""
+
+
+def _resumed_by_ranks(context: SaveContext, group: "ProcessGroup", found: _FoundSave, timeout_seconds: float) -> StagedSave:
+    upload = _found(context, txn=found.info.ulid, ref=found.info.ref, root=found.info.root, manifests=found.mine)
+    rounds = PublishRounds(context, upload, context.groups.publishing(group), timeout_seconds=timeout_seconds)
+    return StagedSave(context, upload, rounds, found.info.step, copies=found.copies)
 
 
 class _Finders(NamedTuple):

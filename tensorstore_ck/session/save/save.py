@@ -72,7 +72,7 @@ class Alone:
     """Copies staged files to other hosts, if the store was opened so."""
 
     def __init__(self, context: SaveContext, number: int) -> None:
-        self.number = number
+        self.key, self.number = context.engine.new_id(), number
         self._context = context
 
     def transaction(self) -> Ulid:
@@ -130,7 +130,8 @@ class Save:
     ) -> None:
         """`state`: what the user saves, or a `CapturedState`, or an `UnpreparedState`."""
         self.ref, self.step = ref, step
-        self.number, self.rank, self.patience_seconds = coordination.number, coordination.rank, coordination.patience_seconds
+        self.key, self.scope, self.rank = coordination.key, coordination.scope, coordination.rank
+        self.patience_seconds = coordination.patience_seconds
         self._context, self._engine, self._coordination = context, context.engine, coordination
         self._state: tuple[object, object, Sequence[str]] | None = (state, rank_state, frozen)
         self._given = given
@@ -221,7 +222,7 @@ class Save:
         """Copies the state, which may be changed afterwards."""
         captured = self.capture()
         self.frozen_bytes = sum(bytes_of(state, state.frozen) for state in self._states())
-        sampling, self._options = self.check().sampling_of_copies(self.number)
+        sampling, self._options = self.check().sampling_of_copies(self._coordination.number)
         overlap = self._overlap(captured) if sampling.verify_share and captured.device_blocks is not None else None
         copy = partial(copy_captured, slot=slot, threads=cpu_threads(), sampling=sampling)
         copied, own = copy(captured, skip=captured.frozen, overlap=overlap), captured.own

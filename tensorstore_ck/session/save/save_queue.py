@@ -85,7 +85,7 @@ class SaveQueue:
         Raises:
             StoreError: it cannot be captured; or the error of an earlier save for which nobody waited.
         """
-        queued = QueuedSave(save.ref, save.step, save.rank, called, number=save.number, save=save, is_background=True)
+        queued = QueuedSave(save.ref, save.step, save.rank, called, key=save.key, scope=save.scope, save=save, is_background=True)
         pending = PendingSnapshot(queued.status)
         try:
             admission = save.decide(partial(self._admit, queued, save, on_full))
@@ -101,7 +101,7 @@ class SaveQueue:
             return pending
         try:
             for other in self._save_worker.items() if admission.dropped else ():
-                if other.number in admission.dropped:  # as rank 0 decided; on this rank it may be running already
+                if other.key in admission.dropped:  # as rank 0 decided; on this rank it may be running already
                     other.status.drop("replaced")
             if not queued.has_memory:
                 self._memory.wait_until_taken(queued, save, len(self._queued()))
@@ -127,7 +127,7 @@ class SaveQueue:
 
         Raises the error of an earlier save in the background for which nobody waited.
         """
-        queued = QueuedSave(save.ref, save.step, save.rank, called, number=save.number, save=save, is_background=False)
+        queued = QueuedSave(save.ref, save.step, save.rank, called, key=save.key, save=save, is_background=False)
         if (unraised := self._unraised.first()) is not None:
             error = pop_error(unraised)
             save.fail(error)
@@ -240,7 +240,7 @@ class SaveQueue:
     def _admit(self, queued: QueuedSave, save: Capturable, on_full: OnFull) -> Admission:
         unraised = self._unraised.first()
         if unraised is not None:
-            return Admission(admitted=False, failed=unraised.number)
+            return Admission(admitted=False, failed=unraised.key)
         return self._memory.admit(queued, save, on_full, waiting=self._save_worker.waiting, under_way=len(self._queued()))
 
     def _enqueue(self, queued: QueuedSave) -> bool:
@@ -284,11 +284,11 @@ class SaveQueue:
 
     # --- errors -------------------------------------------------------------------------------------------------------
 
-    def _raise_error_of(self, number: int, ref: str) -> NoReturn:
+    def _raise_error_of(self, key: bytes, ref: str) -> NoReturn:
         """Raises the error of an earlier save that rank 0 raises, too. This rank may not have it yet."""
-        self._changed.wait_for(lambda: not any(other.number == number for other in self._queued()), RAISE_SECONDS)
+        self._changed.wait_for(lambda: not any(other.key == key for other in self._queued()), RAISE_SECONDS)
         with self._changed.lock:
-            queued = self._unraised.numbered(number)
+            queued = self._unraised.of_key(key)
         if queued is not None:
             raise pop_error(queued)
         raise SnapshotAbortedError(

@@ -52,7 +52,7 @@ class Publisher(Protocol):
 class StagedSave:
     """One staged save, in the process that staged it or in one that found it on the disk."""
 
-    number = 0
+    key = b""
 
     def __init__(
         self,

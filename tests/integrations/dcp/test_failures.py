@@ -90,6 +90,22 @@ def test_a_rank_that_raises(pool: Pool, folder: Path) -> None:
         assert store.fsck(read_data=True).ok
 
 
+def save_out_of_step(folder: str) -> None:
+    """Rank 1 has left out a call."""
+    step = 7 + dist.get_rank()
+    writer = writer_of(folder, "steps", "steps")
+    dcp.save({"w": sharded(seed=step)}, storage_writer=writer, process_group=GROUPS[RANKS], checkpoint_id=f"step-{step}")
+
+
+def test_ranks_out_of_step_publish_nothing(pool: Pool, folder: Path) -> None:
+    for error in pool.ask(save_out_of_step, str(folder), ranks=RANKS):
+        assert [type(cause) for cause in causes(error)] == [tsck.InvalidOptionError]
+        assert "the ranks save different steps, 7, 8" in str(error)
+    with tsck.open(folder / "store", cache_dir=folder / "cache-0") as store:
+        assert "steps" not in store.branches()
+    pool.run(save_plain, str(folder), "steps", "steps", ranks=RANKS)
+
+
 def save_apart(folder: str) -> None:
     rank = dist.get_rank()
     writer = Writer(f"{folder}/apart-{rank}", "apart", cache_dir=f"{folder}/cache-apart-{rank}")

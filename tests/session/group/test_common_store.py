@@ -5,12 +5,14 @@ If the stores are copies of one store, nothing is published that lacks a rank's 
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import tensorstore_ck as tsck
+from tensorstore_ck.session.group import Group
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool
 
 RANKS = 3
@@ -62,3 +64,27 @@ def test_ranks_that_never_meet_say_that_they_have_different_stores(pool: Pool, t
     for rank, said in enumerate(pool.run(save_elsewhere, str(tmp_path), ranks=2)):
         assert f"rank {1 - rank} was last in another store, {tmp_path}/store-{1 - rank} on " in said
         assert f"and this rank waits in {tmp_path}/store-{rank} on " in said
+
+
+def save_after_one_reopened(folder: str) -> list[str]:
+    rank, said = dist.get_rank(), list[str]()
+    store = tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{rank}")
+    options: dict[str, Any] = {"ref": "runs/one", "group": GROUPS[2]}
+    store.put_snapshot({"w": torch.ones(3)}, step=1, timeout_seconds=TIMEOUT_SECONDS, **options)
+    if rank == 1:
+        store.close()
+        store = tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{rank}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(Group.begin.__kwdefaults__, "grace", 0.5)  # type: ignore[arg-type]
+        for step in (2, 3):
+            with pytest.raises(tsck.SnapshotAbortedError) as aborted:
+                store.put_snapshot({"w": torch.ones(3)}, step=step, timeout_seconds=0.5, **options)
+            said.append(str(aborted.value))
+    store.close()
+    return said
+
+
+def test_a_rank_that_opened_the_store_again_alone_is_told_so(pool: Pool, tmp_path: Path) -> None:
+    tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache").close()
+    _, said = pool.run(save_after_one_reopened, str(tmp_path), ranks=2)
+    assert all("rank 0 has not opened the store again, as this rank has" in each for each in said), said

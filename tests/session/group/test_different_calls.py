@@ -69,3 +69,21 @@ def test_ranks_that_make_different_calls(pool: Pool, folder: Path, pair: tuple[C
         assert "the ranks make different calls: rank 0: " in said
         assert "; rank 1: " in said
         assert step == 2
+
+
+def save_where_one_stages(folder: str, rank: int) -> str:
+    own = dist.get_rank()
+    staging = f"{folder}/disk" if own == rank else None
+    store = tsck.open(f"{folder}/store", cache_dir=f"{folder}/staging-cache-{own}", staging=staging)
+    with pytest.raises(tsck.InvalidOptionError) as refused:
+        save_in_the_background(store, ref="job", step=1, group=GROUPS[RANKS], timeout_seconds=TIMEOUT_SECONDS)
+    store.close()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_ranks_of_which_one_stages(pool: Pool, folder: Path, rank: int) -> None:
+    """As where some hosts lack the disk: they are refused at once, and told why."""
+    said, others = ("with staging=", "without staging=") if rank else ("without staging=", "with staging=")
+    for reason in pool.run(save_where_one_stages, str(folder), rank, ranks=RANKS):
+        assert f"rank 1: it opened the store {said}, and rank 0 {others}: open it in the same way on all ranks" in reason

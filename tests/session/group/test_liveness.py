@@ -127,7 +127,7 @@ def test_ranks_that_are_not_heard_of_are_named_together() -> None:
         simulation.at(5.0, lambda dead=dead: setattr(group[dead].actor, "dead", True))  # type: ignore[misc]
     simulation.run()
     (reason,) = reasons(group, 1)
-    assert f"ranks 3-5, 9 have {UNHEARD}: they ended, were killed or suspended, or their hosts are gone" in reason
+    assert f"ranks 3-5, 9 have {UNHEARD}: they ended, closed their store, were killed or suspended, or their hosts are gone" in reason
     assert all(rank.endings[1].seconds < NOTICED for rank in group[:3])
 
 

@@ -151,6 +151,19 @@ def put(step: int, odd: int | None = None, **options: Any) -> Ending:
         spoil(state, own)
 
 
+def put_alone(steps: range, only: int) -> None:
+    """This rank saves by itself, each step to a branch of its own."""
+    side = SIDES[-1]
+    for step in steps if mine(only) else ():
+        side.puts[step] = side.store.put_snapshot_async({"step": step}, ref=f"alone/{step}", step=step)
+
+
+def put_pair(step: int, **options: Any) -> Ending | None:
+    """The first two ranks save together."""
+    rank = dist.get_rank()
+    return save(state_of(step, rank, 2), step, group=GROUPS[2], **options) if rank < 2 else None
+
+
 def put_now(step: int) -> Ending:
     """Saves, and waits."""
     return put(step, waits=True)

@@ -194,6 +194,37 @@ def test_the_newest_replaces_on_all_ranks_what_waits_on_rank_0(begin: Callable[.
     require_visible(tmp_path, 2, 1, 3)
 
 
+def test_ranks_replace_no_save_that_one_of_them_makes_alone(begin: Callable[..., Ask], tmp_path: Path) -> None:
+    ask, alone = begin(None, None), range(100, 110)
+    ask(rank_side.stop, "put parts/", 0)
+    put(ask, 1)
+    ask(rank_side.put_alone, alone, 1)
+    put(ask, 2, on_full="newest")
+    put(ask, 3, on_full="newest")
+    ask(rank_side.let_go)
+    require_published(ask, 1, 3)
+    assert [ask(rank_side.wait, step, 1)[1][0] for step in alone] == ["published"] * len(alone)
+    assert ask(rank_side.told, "dropped") == [[(2, "replaced")]] * 2
+    require_visible(tmp_path, 2, 1, 3)
+
+
+def test_ranks_replace_no_save_of_other_ranks(begin: Callable[..., Ask]) -> None:
+    """Rank 2 would not learn that it was dropped."""
+    ask = begin(8, 8, 8)
+    ask(rank_side.stop, "put parts/", 0)
+    put(ask, 1)
+    put(ask, 2, on_full="newest")
+    ask(put_pair, 3, {"on_full": "newest"})
+    ask(rank_side.let_go)
+    require_published(ask, 1, 2)
+    assert kinds([ask(rank_side.wait, 3, rank)[rank] for rank in (0, 1)]) == ["published"] * 2
+    assert ask(rank_side.told, "dropped") == ask(rank_side.told, "failed") == [[]] * 3
+
+
+def put_pair(step: int, options: dict[str, Any]) -> Ending | None:
+    return rank_side.put_pair(step, **options)
+
+
 def test_a_state_that_does_not_fit_on_one_rank(begin: Callable[..., Ask], tmp_path: Path) -> None:
     ask = begin(8, 8, 8)
     put(ask, 1)

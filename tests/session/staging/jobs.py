@@ -14,7 +14,7 @@ import torch.distributed as dist
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.staging import Uploader
 from tensorstore_ck.errors import BackendUnavailableError, PermissionDeniedError, StoreError
-from tensorstore_ck.log import RefTable
+from tensorstore_ck.log import Log, RefTable
 from tensorstore_ck.session.group import Group
 from tensorstore_ck.session.group.channel import ChannelError
 from tensorstore_ck.session.group.rank_save import RankSave
@@ -176,6 +176,24 @@ def resume(
     with pytest.MonkeyPatch.context() as patch, logged() as told, Job(folder, ranks, disks) as job:
         patch.setattr(resume_staged, "STALE_SECONDS", stale_seconds)
         return job.restore("job"), job.steps(), "\n".join(told)
+
+
+def resume_twice(folder: str, ranks: int, disks: tuple[str, ...], failing: int) -> tuple[str, int, list[int | None], list[str]]:
+    """The error of a restore for which one rank cannot read the log; what the next one finds, what is published then, and the events."""
+    left = [1] if dist.get_rank() == failing else []
+
+    def sync(real: Any, *args: Any, **options: Any) -> Any:
+        if left:
+            left.pop()
+            raise BackendUnavailableError("no answer")
+        return real(*args, **options)
+
+    with Job(folder, ranks, disks) as job:
+        kinds: list[str] = []
+        job.store.on_event(lambda event: kinds.append(event.kind))
+        with patched(Log, "sync", sync), pytest.raises(tsck.SnapshotAbortedError) as refused:
+            job.restore("job")
+        return str(refused.value), job.restore("job"), job.steps(), kinds
 
 
 def resume_and_put(folder: str, ranks: int, disks: tuple[str, ...], step: int) -> tuple[list[int | None], str]:

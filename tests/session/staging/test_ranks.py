@@ -77,6 +77,17 @@ def test_other_ranks_go_on(pool: Pool, folder: Path, ranks: int, disks: tuple[st
     require_clean(folder, [0, 1, 2], *disks[:ranks])
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_read_the_log_costs_one_call(pool: Pool, folder: Path, failing: int) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, OWN, (1, 2), ranks=2)
+    for error, *found, kinds in pool.run(jobs.resume_twice, str(folder), 2, OWN, failing, ranks=2):
+        assert f"rank {failing}: BackendUnavailableError" in error
+        assert found == [2, [0, 1, 2]]
+        assert kinds.count("published") == 2  # by no rank twice
+        assert "retried" not in kinds
+    require_clean(folder, [0, 1, 2], "disk-0", "disk-1")
+
+
 def test_a_missing_host_is_waited_for(pool: Pool, folder: Path) -> None:
     pool.run(jobs.leave_staged, str(folder), 2, OWN, (1,), ranks=2)
     found = pool.run(jobs.resume, str(folder), 2, ("disk-0", "disk-2"), ranks=2)
