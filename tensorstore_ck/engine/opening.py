@@ -108,9 +108,8 @@ def open_engine(
             config = init_store(backend, single_writer_unsafe=single_writer_unsafe)
             _logger.warning("made a new store at %s%s", backend.url, _seen_before(backend, state_dir))
         if config is None:
-            raise NotAStoreError(
-                f"there is no store at {backend.url}: create one with `tsck init`, or open(..., create=True)", object_id=backend.url
-            )
+            none = f"there is no store at {backend.url}: create one with `tsck init`, or open(..., create=True)"
+            raise NotAStoreError(f"{none}{_seen_before(backend, state_dir)}", object_id=backend.url)
         if not read_only:
             require_free_space(backend, asked, 0, "the store")
         kept = (
@@ -223,7 +222,7 @@ def _state_folder(state_dir: str | os.PathLike[str] | None) -> Path:
 
 
 def _seen_before(backend: Backend, state_dir: str | os.PathLike[str] | None) -> str:
-    """For the notice of a new store: which store this user has seen at the same URL, as before its disk was unmounted; else empty."""
+    """For the notice of a new store, or of none: which one this user has seen at the same URL, as before its disk was unmounted."""
     seen = [] if backend.url.startswith("memory://") else seen_at(_state_folder(state_dir), backend.url)
     if not seen:
         return ""

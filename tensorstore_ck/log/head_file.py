@@ -28,15 +28,18 @@ _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXE
 
 
 def seen_at(folder: Path, url: str) -> list[str]:
-    """The keys of the stores that this user last saw at `url`; none if the folder cannot be read, or others could have written it."""
-    keys = []
-    with suppress(OSError):
-        for name in sorted(os.listdir(folder)):
-            key = name.removeprefix("head-").removesuffix(".json")
-            if name == f"head-{key}.json":
-                known = HeadFile(folder, key).read_own()
-                keys += [key] if known is not None and known.url == url[:_MAX_URL_CHARS] else []
-    return keys
+    """The keys of the stores that this user last saw at `url`; without files that cannot be read, or that others could have written."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return []
+    found = []
+    for name in names:
+        key = name.removeprefix("head-").removesuffix(".json")
+        with suppress(OSError):
+            known = HeadFile(folder, key).read_own() if name == f"head-{key}.json" else None
+            found += [key] if known is not None and known.url == url[:_MAX_URL_CHARS] else []
+    return found
 
 
 class NotOwnError(PermissionError):
