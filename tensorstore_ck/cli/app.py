@@ -32,6 +32,10 @@ from tensorstore_ck.errors import InvalidOptionError, NotAStoreError, NotFoundEr
 from tensorstore_ck.redaction import redacted
 
 LISTS: Final = "`tsck branch` lists branches, `tsck tag` tags, `tsck log` snapshots, and `tsck show ADDRESS` the content of one."
+REMOVES: Final = "`tsck forget ADDRESS` removes a snapshot, branch or tag, and `tsck undo` brings it back, for a day."
+RESTORES: Final = "`tsck get ADDRESS FILE` writes a snapshot to a file; in Python: store.checkout(ADDRESS)."
+ELSEWHERE: Final = {"ls": LISTS, "list": LISTS, "rm": REMOVES, "remove": REMOVES, "delete": REMOVES, "restore": RESTORES, "load": RESTORES}
+"""Names that other programs have for what commands here do -> which."""
 HELP: Final = """Keep every snapshot of training state in one store that never holds the same bytes twice.
 
 \b
@@ -91,7 +95,7 @@ class Program(click.Group):
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             close = [f"`tsck {candidate}`" for candidate in difflib.get_close_matches(name, [*COMMANDS, *ALIASES], 3)]
-            meant = LISTS if name in ("ls", "list") else f"did you mean {' or '.join(close)}?" if close else "`tsck --help` lists them."
+            meant = ELSEWHERE.get(name) or (f"did you mean {' or '.join(close)}?" if close else "`tsck --help` lists them.")
             raise click.UsageError(f"There is no command {name!r}: {meant}", ctx)
         return super().resolve_command(ctx, args)
 

@@ -14,7 +14,7 @@ from tensorstore_ck.cli.complete_names import complete_ref
 from tensorstore_ck.cli.options import StoreChoice, byte_count, byte_rate, command, json_option, seconds, store_options
 from tensorstore_ck.cli.output import emit, facts, fields_of, indented, printable, table
 from tensorstore_ck.cli.plot import save_png
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, human_seconds
 from tensorstore_ck.maintenance.advise import Advice
 from tensorstore_ck.maintenance.count_parameters import count_parameters
 from tensorstore_ck.maintenance.metric_plot import new_figure
@@ -111,14 +111,14 @@ def _lines(planned: PlannedSaves, how: str, wanted: TrainingPlan) -> Iterator[st
     costs, interval = planned.costs, planned.interval
 
     def cost(name: str, seconds_: float) -> str:
-        return _time(seconds_) + (" (assumed)" if name in planned.assumed else "")
+        return human_seconds(seconds_) + (" (assumed)" if name in planned.assumed else "")
 
     yield ""
     yield from facts(
         [
             ("a snapshot", f"{human_bytes(planned.bytes_per_snapshot)}, in about {planned.files_per_snapshot:,} files"),
-            ("save, in the background", _time(planned.save_seconds)),
-            ("restore", _time(planned.restore_seconds)),
+            ("save, in the background", human_seconds(planned.save_seconds)),
+            ("restore", human_seconds(planned.restore_seconds)),
             ("stall of a save", cost("stall", costs.stall)),
             ("restart after a failure", cost("restart", costs.restart)),
             ("time between failures", cost("mtbf", costs.mtbf)),
@@ -126,10 +126,10 @@ def _lines(planned: PlannedSaves, how: str, wanted: TrainingPlan) -> Iterator[st
     )
     yield ""
     rows = [
-        ["planned", _time(interval), f"{planned.training_share:.2%}"],
-        ["best", _time(planned.best_interval), f"{planned.best_training_share:.2%}"],
+        ["planned", human_seconds(interval), f"{planned.training_share:.2%}"],
+        ["best", human_seconds(planned.best_interval), f"{planned.best_training_share:.2%}"],
     ]
-    rows += [["Young", _time(planned.young_interval), ""], ["Daly", _time(planned.daly_interval), ""]]
+    rows += [["Young", human_seconds(planned.young_interval), ""], ["Daly", human_seconds(planned.daly_interval), ""]]
     yield from table(["", "INTERVAL", "TRAINING"], rows, right={"INTERVAL", "TRAINING"})
     yield f"TRAINING is the share of wall time that trains, failures included; saves alone hold up {planned.stall_share:.2%}"
     yield ""
@@ -140,15 +140,7 @@ def _lines(planned: PlannedSaves, how: str, wanted: TrainingPlan) -> Iterator[st
     if planned.usd_per_month is not None:
         yield f'they cost {planned.usd_per_month:,.2f} USD a month, with codec="small" about {planned.usd_per_month_small:,.2f}'
     if planned.too_slow:
-        yield f"a save takes longer than the {_time(interval)} until the next one: save less often, or use a faster location"
-
-
-def _time(seconds_: float) -> str:
-    if seconds_ < 120:
-        return f"{seconds_:.3g} s"
-    if seconds_ < 7200:
-        return f"{seconds_ / 60:.0f} min"
-    return f"{seconds_ / 3600:.1f} h" if seconds_ < 172_800 else f"{seconds_ / 86_400:.1f} d"
+        yield f"a save takes longer than the {human_seconds(interval)} until the next one: save less often, or use a faster location"
 
 
 FORMULA = "ETTR = t / (M e^((r + l t/(t+s)) / M) (e^((t+s)/M) - 1)); t: interval, s: stall, l: lag, r: restart, M: MTBF (Daly 2006, eq. 20)"
@@ -203,14 +195,14 @@ def _advice_lines(advice: Advice) -> Iterator[str]:
     costs = [(name, f"{value:g} s ({advice.sources[name]})") for name, value in advice.costs._asdict().items()]
     yield from indented(facts([*costs, ("a snapshot adds", human_bytes(advice.bytes_per_snapshot))]))
     yield ""
-    now = ("-", "-") if advice.interval is None else (f"{advice.interval:.0f} s", f"{advice.ettr_now:.2%}")
+    now = ("-", "-") if advice.interval is None else (human_seconds(advice.interval), f"{advice.ettr_now:.2%}")
     rows = [
         ["now", *now],
-        ["best", f"{advice.best_interval:.0f} s", f"{advice.best_ettr:.2%}"],
-        ["Young", f"{advice.young_interval:.0f} s", ""],
-        ["Daly", f"{advice.daly_interval:.0f} s", ""],
+        ["best", human_seconds(advice.best_interval), f"{advice.best_ettr:.2%}"],
+        ["Young", human_seconds(advice.young_interval), ""],
+        ["Daly", human_seconds(advice.daly_interval), ""],
     ]
-    rows += [["", f"{interval:.0f} s", f"{share:.2%}"] for interval, share in advice.curve[::5]]
+    rows += [["", human_seconds(interval), f"{share:.2%}"] for interval, share in advice.curve[::5]]
     yield from table(["", "INTERVAL", "ETTR"], rows, right={"INTERVAL", "ETTR"})
     yield ""
     bandwidth = "" if advice.bandwidth_share is None else f", {advice.bandwidth_share:.0%} of the bandwidth"
@@ -226,7 +218,7 @@ def draw(advice: Advice, path: str) -> None:
     marks = {"best": advice.best_interval, "Young": advice.young_interval, "now": advice.interval}
     for (name, at), style in zip(marks.items(), ("-", ":", "--"), strict=True):
         if at is not None:
-            axes.axvline(at, linestyle=style, color="grey", label=f"{name}: {at:.0f} s")
+            axes.axvline(at, linestyle=style, color="grey", label=f"{name}: {human_seconds(at)}")
     axes.set_xscale("log")
     axes.set(xlabel="training between two saves, seconds", ylabel="effective training time, % of wall time", title=advice.ref)
     axes.legend()

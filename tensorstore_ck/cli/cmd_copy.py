@@ -61,11 +61,11 @@ def copy(
     dask: str | None,
     as_json: bool,
 ) -> None:
-    """Copy branches with their histories, and tags, from the store SRC to the store DST.
+    """Copy branches with their histories, marks and metrics, and tags, from the store SRC to the store DST, which `tsck init` makes.
 
     Only blocks that DST lacks are copied, each verified. May be killed at any time and run again. A ref that has other snapshots in DST is
-    not changed. A ref of SRC that the trust file names is copied only if its signature is valid. A signature counts in one store: --sign
-    signs the refs of DST with a key of your own.
+    not changed. Pins, policies and quotas are not copied. A ref of SRC that the trust file names is copied only if its signature is valid.
+    A signature counts in one store: --sign signs the refs of DST with a key of your own.
     """
     from_choice = StoreChoice(
         source, dict(src_storage_option), cache_dir, places=allow_place, state_dir=state_dir, rollback=rollback, trust=trust

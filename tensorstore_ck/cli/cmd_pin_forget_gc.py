@@ -136,7 +136,14 @@ def _forgotten_lines(snapshots: tuple[Forgotten, ...], verb: str) -> list[str]:
     metavar="TIME",
     help="Keep younger leftovers of saves, unless their process is known to have ended.",
 )
-@click.option("--undo-window", type=seconds, default="1d", show_default=True, metavar="TIME", help="Free what was forgotten longer ago.")
+@click.option(
+    "--undo-window",
+    type=seconds,
+    default="1d",
+    show_default=True,
+    metavar="TIME",
+    help="Free what was forgotten longer ago; 0s: all of it, which no undo brings back then.",
+)
 @click.option(
     "--compact-below",
     type=fraction,

@@ -31,7 +31,11 @@ def keygen(name: str, *, asks: bool, as_json: bool) -> None:
         replace_file(public, f"{key.public}\n".encode())
     except OSError as exc:
         raise PermissionDeniedError(f"{public} cannot be written: {exc.strerror}; the key is {key.public}", object_id=public) from exc
-    lines = [f"made {printable(private)}; those who check its signatures name this key in {printable(trust_path())}:", key.public]
+    made = f"made {printable(private)}, which is private, and {printable(public)}"
+    lines = [
+        f"{made}; those who check its signatures add this key to `keys` of a table [[trust]] in {printable(trust_path())}:",
+        key.public,
+    ]
     emit({"private": private, "public": public, "key": key.public}, lines, as_json=as_json)
 
 

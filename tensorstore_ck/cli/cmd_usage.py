@@ -18,7 +18,9 @@ MAX_PACKS: Final = 40
 MAX_PRICED: Final = 10
 
 
-@command("Show how many bytes refs use.", "tsck usage", "tsck usage --snapshots", "tsck usage --jobs", "tsck usage --codecs")
+@command(
+    "Show how many bytes refs use.", "tsck usage", "tsck usage --snapshots", "tsck usage --jobs --price s3=0.023", "tsck usage --codecs"
+)
 @click.option("--snapshots", is_flag=True, help="Each snapshot, and what forgetting it would free.")
 @click.option("--jobs", is_flag=True, help="Each job: the refs whose names are equal up to the last '/'.")
 @click.option("--packs", is_flag=True, help=f"The {MAX_PACKS} packs with the smallest live share.")
@@ -57,7 +59,7 @@ def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, code
         "",
         *map(choice.complete, _store_lines(usage)),
         *filter(None, [usage.space.describe()]),
-        *_price_lines(usage, prices),
+        *_price_lines(usage, prices, of_jobs=jobs),
         *choice.advice_lines(usage.freeable.describe(is_full=usage.is_full)),
         *map(_run_line, runs.values()),
     ]
@@ -125,7 +127,7 @@ def _store_lines(usage: Usage) -> list[str]:
     return [", ".join(parts)] if parts else []
 
 
-def _price_lines(usage: Usage, prices: Prices) -> Iterable[str]:
+def _price_lines(usage: Usage, prices: Prices, *, of_jobs: bool) -> Iterable[str]:
     if not prices.by_name:
         return
     costs = usage_costs(usage, prices)
@@ -135,8 +137,8 @@ def _price_lines(usage: Usage, prices: Prices) -> Iterable[str]:
         return
     where = ", ".join(f"{usd_text(usd)} at {printable(url)}" for url, usd in costs.locations.items())
     yield f"{usd_text(costs.total)} a month: {where}"
-    dearest = sorted(costs.refs.items(), key=lambda item: -item[1])[:MAX_PRICED]
-    yield from (f"  {printable(ref)}: {usd_text(usd)}" for ref, usd in dearest)
+    dearest = sorted((costs.jobs if of_jobs else costs.refs).items(), key=lambda item: -item[1])[:MAX_PRICED]
+    yield from (f"  {printable(name)}: {usd_text(usd)}" for name, usd in dearest)
 
 
 def _run_line(run: RunOutcome) -> str:

@@ -70,6 +70,15 @@ def typed_bytes(count: int) -> str:
     return human_bytes(count)
 
 
+def human_seconds(seconds: float) -> str:
+    """0.0251 -> ``0.0251 s``, 600 -> ``10 min``; hours from 2 hours on, days from 2 days on."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} d"
+
+
 def iso_time(time_ns: int) -> str:
     """Nanoseconds since 1970 -> ``2026-01-31T12:00:00Z``."""
     try:

@@ -50,7 +50,7 @@ from tensorstore_ck.format.ref_statement import LogName
 from tensorstore_ck.format.sealed import FOLDERS
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.format.writer_record import WRITERS
-from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark, foreign_object, holds_snapshots
+from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark, foreign_object, holds_snapshots, seen_at
 from tensorstore_ck.log.block_index import BlockIndex, forget_packs
 from tensorstore_ck.log.cache import MemoryTable, Table, open_table
 from tensorstore_ck.log.ref_signer import RefSigner, SignOption
@@ -107,11 +107,10 @@ def open_engine(
             _require_folder(backend)
         if config is None and create:
             config = init_store(backend, single_writer_unsafe=single_writer_unsafe)
-            _logger.warning("made a new store at %s", backend.url)
+            _logger.warning("made a new store at %s%s", backend.url, _seen_before(backend, state_dir))
         if config is None:
-            raise NotAStoreError(
-                f"there is no store at {backend.url}: create one with `tsck init`, or open(..., create=True)", object_id=backend.url
-            )
+            none = f"there is no store at {backend.url}: create one with `tsck init`, or open(..., create=True)"
+            raise NotAStoreError(f"{none}{_seen_before(backend, state_dir)}", object_id=backend.url)
         if not read_only:
             require_free_space(backend, asked, 0, "the store")
         kept = (
@@ -216,14 +215,21 @@ def make_engine(
 
 def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, config: StoreConfig) -> HeadFile | None:
     """The user's record of the newest log entry seen; None for a store in memory."""
-    if backend.url.startswith("memory://"):
-        return None
-    folder = (
-        platformdirs.user_state_path("tensorstore_ck", appauthor=False)
-        if state_dir is None
-        else Path(local_path(state_dir, "state_dir")).absolute()
-    )
-    return HeadFile(folder, config.uuid)
+    return None if backend.url.startswith("memory://") else HeadFile(_state_folder(state_dir), config.uuid)
+
+
+def _state_folder(state_dir: str | os.PathLike[str] | None) -> Path:
+    if state_dir is None:
+        return platformdirs.user_state_path("tensorstore_ck", appauthor=False)
+    return Path(local_path(state_dir, "state_dir")).absolute()
+
+
+def _seen_before(backend: Backend, state_dir: str | os.PathLike[str] | None) -> str:
+    """For the notice of a new store, or of none: which one this user has seen at the same URL, as before its disk was unmounted."""
+    seen = [] if backend.url.startswith("memory://") else seen_at(_state_folder(state_dir), backend.url)
+    if not seen:
+        return ""
+    return f"; this user has seen the store {seen[-1]} there: if nobody deleted or moved that one, its disk may not be mounted now"
 
 
 def read_config(backend: Backend) -> StoreConfig | None:

@@ -28,7 +28,7 @@ from tensorstore_ck.format.sealed import FOLDERS
 from tensorstore_ck.log.entry import Entry, EntryReader, chain_break
 from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.log.fold import fold
-from tensorstore_ck.log.head_file import HeadFile
+from tensorstore_ck.log.head_file import HeadFile, seen_at
 from tensorstore_ck.log.log import Log
 from tensorstore_ck.log.lost_log import BrokenLogWarning, ChildRecord, lost_log, sign_of_lost_log, without_named_parent
 from tensorstore_ck.log.object_set import ObjectKey, Objects, pieces
@@ -67,6 +67,7 @@ __all__ = [
     "logs_in",
     "lost_log",
     "pieces",
+    "seen_at",
     "sign_of_lost_log",
     "store_folders",
     "store_objects",

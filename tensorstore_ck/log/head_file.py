@@ -27,6 +27,21 @@ _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a p
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+def seen_at(folder: Path, url: str) -> list[str]:
+    """The keys of the stores that this user last saw at `url`; without files that cannot be read, or that others could have written."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return []
+    found = []
+    for name in names:
+        key = name.removeprefix("head-").removesuffix(".json")
+        with suppress(OSError):
+            known = HeadFile(folder, key).read_own() if name == f"head-{key}.json" else None
+            found += [key] if known is not None and known.url == url[:_MAX_URL_CHARS] else []
+    return found
+
+
 class NotOwnError(PermissionError):
     """Another user of the host may have written the file."""
 
@@ -64,13 +79,21 @@ class HeadFile:
     def read(self) -> SeenHead | None:
         """Its contents; None if it is missing or damaged, or, with a warning, if others could have written it."""
         try:
-            with self._opened(make=False) as folder:
-                return self._read(folder)
+            return self.read_own()
         except NotOwnError as exc:
             warnings.warn(f"{exc}: until then a log that goes back or forks is not noticed on this host", stacklevel=user_stacklevel())
         except OSError:
             pass
         return None
+
+    def read_own(self) -> SeenHead | None:
+        """Its contents; None if it is missing or damaged.
+
+        Raises:
+            OSError: it cannot be read; `NotOwnError` if others could have written it.
+        """
+        with self._opened(make=False) as folder:
+            return self._read(folder)
 
     def swap(self, old: SeenHead | None, new: SeenHead) -> SeenHead | None:
         """Replaces `old` with `new`, unless the contents differ, or another process is replacing them. Returns the contents afterwards.

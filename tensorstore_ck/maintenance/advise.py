@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal
 
+from tensorstore_ck.common.units import human_seconds
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log import SnapshotRow
@@ -163,22 +164,22 @@ def _advice(
     bytes_per_day: float | None,
     sources: dict[str, Source],
 ) -> list[str]:
-    lines = []
+    lines, best_text = [], human_seconds(wanted)
     if share is not None and share > 1:
         lines.append(
-            f"the store is too slow for a snapshot every {_time(wanted)}: that needs {share:.1f} times its bandwidth. Save less often, or "
+            f"the store is too slow for a snapshot every {best_text}: that needs {share:.1f} times its bandwidth. Save less often, or "
             "less: codec='small', deltas, fewer optimizer states"
         )
     if bytes_per_day is not None and daily > bytes_per_day:
         lines.append(f"the store would grow by {daily / bytes_per_day:.1f} times the allowed bytes per day: set a policy, and run gc")
     if interval is not None:
-        lost = ettr(wanted, costs) - ettr(interval, costs)
+        now_text, lost = human_seconds(interval), ettr(wanted, costs) - ettr(interval, costs)
         if lost > GOOD_ENOUGH:
-            lines.append(f"save every {_time(wanted)} of training instead of every {_time(interval)}, which loses {lost:.1%} of the time")
+            lines.append(f"save every {best_text} of training instead of every {now_text}, which loses {lost:.1%} of the time")
         else:
-            lines.append(f"keep saving every {_time(interval)}: that loses {max(0.0, lost):.2%} against the best interval, {_time(wanted)}")
+            lines.append(f"keep saving every {now_text}: that loses {max(0.0, lost):.2%} against the best interval, {best_text}")
     else:
-        lines.append(f"save every {_time(wanted)} of training")
+        lines.append(f"save every {best_text} of training")
     parts = {
         "the stall of a save (save asynchronously, or stage on a local disk)": costs.stall / (wanted + costs.stall),
         "the restart (restore from the staging disk or from peers, keep spare hosts)": costs.restart / costs.mtbf,
@@ -189,7 +190,3 @@ def _advice(
     if sources["mtbf"] == "assumed":
         lines.append("the failure rate is an assumption: give mtbf, or save with Checkpointer, which counts resumes")
     return lines
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -17,6 +17,7 @@ from tensorstore_ck.state.match_target import NamesByPrefix
 from tensorstore_ck.training import extras, gradients, model_state, optimizers, random_generators
 from tensorstore_ck.training.noted_attributes import noted_attributes
 from tensorstore_ck.training.parameter_names import MODEL, ParameterNames, without_wrappers
+from tensorstore_ck.training.replaced_options import Options, options_of
 from tensorstore_ck.training.stateful_parts import StatefulPart, load
 
 if TYPE_CHECKING:
@@ -69,6 +70,10 @@ class SharedState:
         """The attributes that each save notes: see `noted_attributes`."""
         parts = {"optimizers": "optimizer", "schedulers": "scheduler", "loaders": "dataloader", "extra": "extra"}
         return noted_attributes(**{argument: self.objects(part) for argument, part in parts.items()})
+
+    def options(self) -> Options:
+        """What the script, or a restore, has set on the optimizers."""
+        return options_of({self._optimizers.path(key): optimizer for key, optimizer in self._optimizers.objects.items()})
 
     def names(self) -> ParameterNames:
         """The names of the models' parameters."""

@@ -98,7 +98,8 @@ class StateSides:
         put_by = values.get("ranks")
         if type(put_by) is not int:
             raise MismatchError(
-                f"{address!r} was not saved by TrainingState.put: restore it with store.checkout, then save it with TrainingState.put",
+                f"{address.removesuffix('~0')!r} was not saved by TrainingState.put: restore it with store.checkout and load_state_dict, "
+                "then save with TrainingState.put",
                 object_id=address,
             )
         self.require_fitting(put_by, ranks, mid_step=bool(values.get("mid_step")))

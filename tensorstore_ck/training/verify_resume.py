@@ -161,7 +161,8 @@ class ResumeReport:
     def __str__(self) -> str:
         where = f"{self.root[:12]} (step {self.step})"
         if self.difference is None:
-            return f"{self.steps} steps from {where} are the same both times, bit for bit: {self.compared} tensors and values after each"
+            same = f"{self.steps} steps from {where} are the same both times, bit for bit: {self.compared} tensors and values after each"
+            return f"{same}. Both runs lack what the TrainingState does not hold"
         difference = self.difference
         when = "right after the restore" if difference.step == 0 else f"after step {difference.step} of {self.steps}"
         return f"from {where}, {when}: {difference.name} differs: {difference.what}"

@@ -242,6 +242,12 @@ def test_the_first_look_of_the_help_works_without_extras(tsck: Tsck, monkeypatch
     assert torch.load("copy.pt", weights_only=True)["w"].equal(torch.ones(3))
 
 
+def test_restore_is_no_typing_error_of_reset(history: Tsck) -> None:
+    said = history("restore", "runs/gpt").err
+    assert "`tsck get ADDRESS FILE`" in said
+    assert "reset" not in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "store", "printed"),
     [
@@ -254,6 +260,7 @@ def test_the_first_look_of_the_help_works_without_extras(tsck: Tsck, monkeypatch
         (("branch", "x"), "ck", ["branch x runs/gpt~1", "branch --help"]),
         (("log", "--frobnicate"), "ck", ["log --help"]),
         (("ls",), "ck", ["branch", "tag", "log", "show ADDRESS", "--help"]),
+        (("rm", "runs/gpt"), "ck", ["forget ADDRESS", "undo", "--help"]),
         (("-s", "ck"), "ck", ["-s ./ckpt log", "--help"]),
     ],
 )

@@ -163,6 +163,7 @@ def test_money_in_usage_and_policies(history: Tsck) -> None:
     shown = history("usage", "--price", "file=1e9").out
     assert re.search(r"^[\d,.]+ USD a month: [\d,.]+ USD at /", shown, re.M)
     assert re.search(r"^  runs/gpt: [\d,.]+ USD$", shown, re.M)
+    assert re.search(r"^  runs: [\d,.]+ USD$", history("usage", "--jobs", "--price", "file=1e9").out, re.M)
     assert "no price was given for /" in history("usage", "--price", "s3=1").out
     assert "USD" not in history("usage").out
     document = history("usage", "--price", "file=1e9", "--json").json

@@ -6,6 +6,7 @@ import tomllib
 import pytest
 
 from tensorstore_ck import errors
+from tensorstore_ck.cli.command_groups import TROUBLESHOOTING
 from tests import documents
 
 TEXT = documents.text(documents.DOCS / "troubleshooting.md")
@@ -27,3 +28,7 @@ def test_an_error_knows_its_entry() -> None:
     urls = tomllib.loads((documents.REPOSITORY / "pyproject.toml").read_text())["project"]["urls"]
     assert errors.ConflictError("x").help_url == f"{urls['Troubleshooting']}#conflict"
     assert urls["Troubleshooting"].endswith("/docs/troubleshooting.md")
+
+
+def test_the_page_that_tsck_help_prints_is_this_one() -> None:
+    assert TROUBLESHOOTING.read_text("utf-8") == TEXT

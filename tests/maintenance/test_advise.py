@@ -58,6 +58,7 @@ def test_failures_are_counted_where_they_were_noted() -> None:
 def test_what_is_advised_and_bad_input_is_refused(store: tsck.Store) -> None:
     advice: list[tuple[str, dict[str, Any]]] = [
         ("save every 119 s of training instead of every 10 min", {"mtbf_seconds": 3600.0}),
+        ("save every 0.346 s of training instead of every 10 min", {"mtbf_seconds": 60.0, "stall_seconds": 0.001, "restart_seconds": 0.01}),
         ("keep saving every", {"mtbf_seconds": 90_000.0}),
         ("the store is too slow for a snapshot every", {"bandwidth": 1.0}),
         ("times the allowed bytes per day", {"bytes_per_day": 10_000}),

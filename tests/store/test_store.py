@@ -246,3 +246,17 @@ def test_a_store_that_is_made_is_said(tmp_path: Path, caplog: pytest.LogCaptureF
         with tsck.open(tmp_path / "a mistyped name", create=True):
             pass
     assert [record.message for record in caplog.records] == [f"made a new store at {tmp_path / 'a mistyped name'}"]
+
+
+def test_a_new_store_where_this_user_has_seen_another_names_that_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with tsck.open(tmp_path / "mounted", create=True, state_dir=tmp_path / "state") as store:
+        store.put_snapshot(tensors(0), ref="job")
+    kept = decode_config((tmp_path / "mounted" / "store.json").read_bytes(), "here").uuid
+    (tmp_path / "mounted").rename(tmp_path / "elsewhere")
+    seen = f"; this user has seen the store {kept} there: if nobody deleted or moved that one, its disk may not be mounted now"
+    with pytest.raises(tsck.NotAStoreError, match=seen):
+        tsck.open(tmp_path / "mounted", state_dir=tmp_path / "state")
+    with tsck.open(tmp_path / "mounted", create=True, state_dir=tmp_path / "state"):
+        pass
+    made = f"made a new store at {tmp_path / 'mounted'}"
+    assert [record.message for record in caplog.records] == [made, f"{made}{seen}"]

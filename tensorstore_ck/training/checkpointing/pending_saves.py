@@ -196,11 +196,10 @@ class PendingSaves:
             )
             raise error
         kind = type(error) if isinstance(error, StoreError) else SnapshotAbortedError
-        limit = "" if is_over else f", and max_unsaved_seconds is {unsaved.max_seconds:.0f}"
         why = f"the newest save failed: {error}" if error is not None else "a save does not end, or failed on another rank"
-        raise kind(
-            f"no snapshot of {self._ref!r} was published in the last {seconds:.0f} s{limit}; {why}; {report}", object_id=self._ref
-        ) from error
+        limit = f"was published in the last {seconds:.0f} s, and max_unsaved_seconds is {unsaved.max_seconds:.0f}"
+        since = f"{self._ref!r} does not have the newest state" if is_over else f"no snapshot of {self._ref!r} {limit}"
+        raise kind(f"{since}; {why}; {report}", object_id=self._ref) from error
 
 
 def run_name(began_ns: object, resumes: object) -> str:
