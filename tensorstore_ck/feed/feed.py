@@ -297,7 +297,9 @@ class Feed:
             changed_bytes=size_bytes,
             staged_bytes=sum(change.size_bytes for change in changes),
         )
-        return _Staged(version, tensors, changes, {place_of(block): block.source.part.block_id(block.row) for block in blocks}, seconds)
+        return _Staged(
+            version, tensors, changes, {place_of(block): block.source.part.block_id(block.row) for block in blocks}, seconds=seconds
+        )
 
     def _note(self, kind: Kind, version: FeedVersion, **fields: float) -> None:
         about: dict[str, float | str] = {"root": version.root, "age_seconds": version.age_seconds}

@@ -53,7 +53,7 @@ MOST_LINES = {
     "engine": 5400,
     "errors": 400,
     "events": 300,
-    "feed": 1200,
+    "feed": 1300,
     "format": 5300,
     "gc": 3700,
     "integrations": 20500,
@@ -63,7 +63,7 @@ MOST_LINES = {
     "session": 11500,
     "state": 7600,
     "store": 1800,
-    "training": 5200,
+    "training": 5300,
     "ui": 4000,
 }
 """Of the Python files of each area, rounded up to hundreds."""
