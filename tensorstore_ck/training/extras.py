@@ -16,7 +16,6 @@ from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.tree import leaves, parse
 from tensorstore_ck.state import capture
 from tensorstore_ck.state.allocate import form_of
-from tensorstore_ck.state.match_target import NamesByPrefix
 from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful, load
 
 if TYPE_CHECKING:
@@ -28,19 +27,11 @@ def get_state(_: str, given: Any) -> Any:
     return given.state_dict() if is_stateful(given) else given
 
 
-def get_target(path: str, given: Any, snapshot: "LazySnapshot", there: NamesByPrefix) -> Any:
-    """The target of a restore: existing tensors; None for what the snapshot replaces, or has in another form. `there`: its names."""
+def get_target(path: str, given: Any, snapshot: "LazySnapshot") -> Any:
+    """The target of a restore: existing tensors; None for what the snapshot replaces, or has in another form than `given`."""
     if isinstance(given, nn.Module):
-        return module_target(path, given.state_dict(), snapshot, there)
-    return given if not is_stateful(given) and _has_tensors(given) and _has_form(path, given, snapshot, there) else None
-
-
-def module_target(path: str, state: dict[str, Any], snapshot: "LazySnapshot", there: NamesByPrefix) -> dict[str, Any]:
-    """The state of a module as a target: its extra states (torch's term) may be in another form in the snapshot."""
-    for name, value in state.items():
-        if name.rpartition(".")[2] == "_extra_state" and not _has_form(f"{path}.{name}", value, snapshot, there):
-            state[name] = None
-    return state
+        return given.state_dict()
+    return given if not is_stateful(given) and _has_tensors(given) and _has_form(path, given, snapshot) else None
 
 
 def put_back(extra: dict[str, Any], part: StatefulPart, state: Mapping[str, Any]) -> None:
@@ -91,7 +82,7 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor | np.ndarray)
 
 
-def _has_form(path: str, given: Any, snapshot: "LazySnapshot", there: NamesByPrefix) -> bool:
+def _has_form(path: str, given: Any, snapshot: "LazySnapshot") -> bool:
     """Whether the snapshot has tensors and values of the same names, shapes and dtypes at `path`."""
     try:
         captured = capture({path: given})
@@ -99,6 +90,10 @@ def _has_form(path: str, given: Any, snapshot: "LazySnapshot", there: NamesByPre
         return True  # it is spread over ranks, which the restore compares
     own = leaves(parse(captured.layout, len(captured.values)))
     forms = {leaf.path: None if leaf.kind == "value" else form_of(captured.layout, leaf)[:2] for leaf in own}
-    values = snapshot.state_values
-    names = [*there.names(f"{path}."), *([path] if path in snapshot or path in values else [])]
-    return forms == {name: None if name in values else (snapshot[name].dtype, snapshot[name].shape) for name in names}
+    stored = dict.fromkeys(name for name in snapshot.state_values if _is_below(path, name))
+    tensors = {name: (tensor.dtype, tensor.shape) for name, tensor in snapshot.items() if _is_below(path, name)}
+    return forms == stored | tensors
+
+
+def _is_below(path: str, name: str) -> bool:
+    return name == path or name.startswith(f"{path}.")

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tensorstore_ck.state.match_target import NamesByPrefix
 from tensorstore_ck.training import extras, gradients, model_state, optimizers, random_generators
 from tensorstore_ck.training.noted_attributes import noted_attributes
 from tensorstore_ck.training.parameter_names import MODEL, ParameterNames, without_wrappers
@@ -116,12 +115,11 @@ class SharedState:
         """The target of a restore: the state that a snapshot fills."""
         stored = [*snapshot.names(), *snapshot.state_values]
         names = self.names()
-        there = NamesByPrefix(stored)
-        target = self._models.states(lambda path, model: extras.module_target(path, self._get_model(path, model), snapshot, there))
+        target = self._models.states(self._get_model)
         target |= self._optimizers.states(lambda path, optimizer: optimizers.get_target(path, optimizer, names, stored))
         for part in self._others:
             target |= part.states(lambda _, __: None)
-        target |= self._plain_extra().states(lambda path, given: extras.get_target(path, given, snapshot, there))
+        target |= self._plain_extra().states(lambda path, given: extras.get_target(path, given, snapshot))
         in_flight = names.below("gradients.", stored) if self._restores_gradients else []
         return {**target, "gradients": gradients.get_target(names, in_flight)} if in_flight else target
 

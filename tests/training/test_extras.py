@@ -108,32 +108,3 @@ def test_expanded_tensors_and_records_without_values(store: tsck.Store) -> None:
     training.put(store, ref="runs/job")
     training.restore(store, "runs/job")
     assert (values["log"], values["mean"].tolist()) == (Log(), [1.0, 1.0, 1.0])
-
-
-class Scaled(torch.nn.Module):
-    """Keeps scales as Transformer Engine does: bytes, of which there are none before the first step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = torch.zeros(0, dtype=torch.uint8)
-
-    def get_extra_state(self) -> torch.Tensor:
-        return self.scales
-
-    def set_extra_state(self, state: torch.Tensor) -> None:
-        self.scales = state
-
-
-@pytest.mark.parametrize("argument", ["model", "extra"])
-def test_the_extra_state_of_a_module_grows(store: tsck.Store, argument: str) -> None:
-    def training(module: Scaled) -> TrainingState:
-        return TrainingState(model=module) if argument == "model" else TrainingState(extra={"average": module})
-
-    module, fresh = Scaled(), Scaled()
-    training(module).put(store, ref="runs/job", step=1)
-    module.scales = torch.arange(5, dtype=torch.uint8)
-    training(module).put(store, ref="runs/job", step=2)
-    training(fresh).restore(store, "runs/job")
-    assert torch.equal(fresh.scales, module.scales)
-    training(fresh).restore(store, "runs/job@1")
-    assert fresh.scales.numel() == 0
