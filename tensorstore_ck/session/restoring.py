@@ -47,7 +47,6 @@ class RestoreArguments(TypedDict, total=False):
     dtype: "torch.dtype | None"
     device: "str | torch.device"
     report: "LoadReport | None"
-    like: object
 
 
 @dataclass
@@ -109,21 +108,21 @@ class Restoring:
 
             SharedParts(self.engine, self.info, self.group, self.reading.agree).take_part()
 
-    def selected(self, *globs: str, like: object = None) -> Any:
-        """The part of the state that fits the globs, read by this rank alone. `like`: see `state.restore`."""
+    def selected(self, *globs: str) -> Any:
+        """The part of the state that fits the globs, read by this rank alone."""
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
-        return restore(self._content(), select=globs, like=like)
+        return restore(self._content(), select=globs)
 
-    def rank_state(self, rank: int, like: object = None) -> Any:
-        """The state that a rank saved as its own. `like`: see `state.restore`.
+    def rank_state(self, rank: int) -> Any:
+        """The state that a rank saved as its own.
 
         Raises:
             NotFoundError: no rank states were saved, or there is no such rank.
         """
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
-        return restore(open_rank_state(self.engine, self.info, rank), like=like)
+        return restore(open_rank_state(self.engine, self.info, rank))
 
     def streams(self) -> Streams:
         """See `Store.streams`."""

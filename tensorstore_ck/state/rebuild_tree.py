@@ -1,7 +1,7 @@
 """Rebuilds containers and values from a parsed tree. Imports and calls nothing that stored data names (see `registered_types`)."""
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -11,20 +11,16 @@ from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.hash_probes import FEW_KEYS, reject_slow_keys
 from tensorstore_ck.format.tree import Container, Leaf, Tree
 from tensorstore_ck.format.values import PLAIN_TYPES, decode
-from tensorstore_ck.state.registered_types import FACTORIES, NONE_HELD, decode_torch, namedtuple_class, registered_name
-from tensorstore_ck.state.torchao_types import RegisteredType
+from tensorstore_ck.state.registered_types import FACTORIES, decode_torch, namedtuple_class, registered_name
 
 UNSELECTED: Final = Leaf("", "value", -1, None)
 """An element of a list or tuple that was not selected; it is rebuilt as None."""
 
 
-def build(tree: Tree, content: SnapshotContent, tensor_of: Callable[[Leaf], Any], held: Mapping[str, RegisteredType] = NONE_HELD) -> Any:
-    """The state that `tree` describes; `tensor_of` gives its tensors. `held`: see `registered_name`."""
+def build(tree: Tree, content: SnapshotContent, tensor_of: Callable[[Leaf], Any]) -> Any:
+    """The state that `tree` describes; `tensor_of` gives its tensors."""
     if isinstance(tree, Container):
-        items = [build(child, content, tensor_of, held) for child in tree.children]
-        if tree.node[0] == "r":
-            return registered_name(tree.node[1], held).from_state(items[0])
-        return _build_container(tree, items, content, tensor_of)
+        return _build_container(tree, [build(child, content, tensor_of) for child in tree.children], content, tensor_of)
     if tree.kind != "value":
         return tensor_of(tree)
     if tree is UNSELECTED:
@@ -87,6 +83,8 @@ def _build_container(container: Container, items: list[Any], content: SnapshotCo
         return tuple(items)
     if tag == "n":
         return tuple.__new__(namedtuple_class(container.node[1], list(container.keys)), items)
+    if tag == "r":
+        return registered_name(container.node[1]).from_state(items[0])
     made: dict[Any, Any]
     if tag == "d":
         made = {}

@@ -6,11 +6,10 @@ Reading never imports a module, and calls what stored data names only through th
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import is_dataclass
 from enum import Enum
 from math import prod
-from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
-from tensorstore_ck.format.values import MAX_NESTING, PLAIN_TYPES, numpy_dtype
+from tensorstore_ck.format.values import PLAIN_TYPES, numpy_dtype
 from tensorstore_ck.state.byte_sources import new_tensor
 from tensorstore_ck.state.standard_types import class_path, dataclass_type, enum_type, standard_class, standard_name
 from tensorstore_ck.state.torchao_types import RegisteredType, known_class, known_name, wrapper_type
@@ -44,7 +43,6 @@ T = TypeVar("T")
 _PLAIN_CLASSES: Final = PLAIN_TYPES | {list, tuple, dict, OrderedDict, torch.Tensor, np.ndarray}
 _registered_classes: dict[type[Any], RegisteredType] = {}
 _registered_names: dict[str, RegisteredType] = {}
-NONE_HELD: Final[Mapping[str, RegisteredType]] = MappingProxyType({})
 
 
 class NamedState:
@@ -103,31 +101,9 @@ def registered_class(cls: type[Any]) -> RegisteredType | None:
     return _registered_classes.get(cls) or known_class(cls) or standard_class(cls)
 
 
-def types_in(state: object, depth: int = 0) -> dict[str, RegisteredType]:
-    """The dataclasses and enums in a state that are not registered, by their stored names."""
-    if depth > MAX_NESTING or type(state) in PLAIN_TYPES or isinstance(state, torch.Tensor):
-        return {}
-    inner: Iterable[object] = ()
-    types: dict[str, RegisteredType] = {}
-    if isinstance(state, dict):
-        inner = state.values()
-    elif isinstance(state, list | tuple):
-        inner = state
-    elif (registered := registered_class(type(state))) is not None:
-        inner = (registered.to_state(state),)
-        types = {registered.name: registered} if class_path(registered.name) else {}
-    for item in inner:
-        types |= types_in(item, depth + 1)
-    return types
-
-
-def registered_name(name: str, held: Mapping[str, RegisteredType] = NONE_HELD) -> RegisteredType:
-    """The registration of `name`; `held` has those of `types_in`.
-
-    Raises:
-        UnsupportedValueError: there is none in this process, or its module is not loaded.
-    """
-    registered = _registered_names.get(name) or _registered_path(name) or held.get(name) or known_name(name) or standard_name(name)
+def registered_name(name: str) -> RegisteredType:
+    """The registration of `name`. Raises `UnsupportedValueError` if there is none in this process, or its module is not loaded."""
+    registered = _registered_names.get(name) or _registered_path(name) or known_name(name) or standard_name(name)
     if registered is None:
         raise UnsupportedValueError(
             f"the snapshot holds values of the type {name!r}, which is not registered here: call tsck.register_type first", object_id=name

@@ -15,7 +15,6 @@ from tensorstore_ck.state.allocate import CONVERTIBLE, TensorAllocator, WantedLe
 from tensorstore_ck.state.load_report import LoadReport, UnclaimedNames
 from tensorstore_ck.state.optimizer_scalars import with_exact_scalars
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
-from tensorstore_ck.state.registered_types import NONE_HELD, types_in
 from tensorstore_ck.state.restore_into import RestorePlan, restore_into
 from tensorstore_ck.state.select import Rename, Selection, missing_names
 from tensorstore_ck.state.sharded_tensors import describer_of
@@ -33,10 +32,8 @@ def restore(
     report: LoadReport | None = None,
     group: Any = None,
     unclaimed: UnclaimedNames | None = None,
-    like: object = None,
 ) -> Any:
     """The state that `content` holds; see `Store.checkout` for the options. `unclaimed` collects names that another rank may claim.
-    Dataclasses and enums that `like` holds come back as such.
 
     With `into`, stored values replace those of `into`, in lists and dicts in place. Tensors on the meta device are replaced by new ones;
     empty dicts are filled. If reading fails, the contents of its tensors are undefined, and the error says so.
@@ -58,12 +55,10 @@ def restore(
     if selection is not None:
         selection.require_used(stored)
         tree = selection.prune(stored) or stored
-    held = NONE_HELD if like is None else types_in(like)
     if into is not None:
         describer = None if group is None else describer_of(group)
         is_missing = None if selection is None else missing_names(selection, rename, stored)
         plan = RestorePlan(content=content, tree=tree, whole=stored, is_missing=is_missing, rename=rename, dtype=dtype, describer=describer)
-        plan.held = held
         return restore_into(into, plan, target_device, strict=strict, report=report, unclaimed=unclaimed)
     wanted: Collection[WantedLeaf] = require_buildable(tree, content, dtype).items()
     if dtype is not None:
@@ -71,7 +66,7 @@ def restore(
     require_memory_for(content.layout, wanted, target_device)
     fresh = TensorAllocator(content.layout, wanted, target_device)
     content.read(fresh.targets)
-    return build(tree, content, fresh.get, held)
+    return build(tree, content, fresh.get)
 
 
 def _device(device: str | torch.device) -> torch.device:

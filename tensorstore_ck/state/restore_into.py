@@ -5,7 +5,7 @@ values and new containers in place.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
 from math import prod
 from typing import Any
@@ -42,7 +42,6 @@ from tensorstore_ck.state.sharded_tensors import SpreadDescriber, share_of
 from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, regrouped, unwrap_shards
 from tensorstore_ck.state.standard_types import class_path, is_value
 from tensorstore_ck.state.stored_names import SeveralValuesError, StoredNames
-from tensorstore_ck.state.torchao_types import RegisteredType
 from tensorstore_ck.state.unplaced import Later, Unplaced
 from tensorstore_ck.state.unsupported_types import LOADED, advice_for
 from tensorstore_ck.state.wrapper_subclasses import FLAT, OUTER_KEY, flattened, is_same_form
@@ -100,8 +99,6 @@ class RestorePlan:
         self.adopted: list[Tree] = []
         """Stored trees that replace values of the target; their tensors are wanted, too."""
         self.tensor_of: Callable[[Leaf], Any]
-        self.held: Mapping[str, RegisteredType] = {}
-        """See `registered_name`."""
         self.content = content
         self._is_missing = is_missing
         self.dtype = dtype
@@ -377,7 +374,7 @@ class RestorePlan:
         return lambda: replaced(target, self._build(stored))
 
     def _build(self, tree: Tree) -> Any:
-        return build(tree, self.content, self.tensor_of, self.held)
+        return build(tree, self.content, self.tensor_of)
 
     def _miss(self, name: str, target: Any) -> Finish:
         """Notes that the snapshot lacks `name`; `target` stays."""

@@ -62,8 +62,7 @@ def pruned(tree: Tree, fits: Callable[[Tree], bool], registered: Callable[[Itera
         return tree if fits(tree) else None
     tag = tree.node[0]
     if tag == "r":
-        own = [*map(fits, leaves(tree))]
-        return tree if (registered(own) if own else fits(tree)) else None
+        return tree if registered(map(fits, leaves(tree))) else None
     kept = [pruned(child, fits, registered) for child in tree.children]
     if not any(kept):
         return None

@@ -119,7 +119,7 @@ class SharedState:
         target |= self._optimizers.states(lambda path, optimizer: optimizers.get_target(path, optimizer, names, stored))
         for part in self._others:
             target |= part.states(lambda _, __: None)
-        target |= self._plain_extra().states(lambda path, given: extras.get_target(path, given, snapshot))
+        target |= self._plain_extra().states(extras.get_target)
         in_flight = names.below("gradients.", stored) if self._restores_gradients else []
         return {**target, "gradients": gradients.get_target(names, in_flight)} if in_flight else target
 

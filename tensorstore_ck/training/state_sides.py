@@ -105,9 +105,8 @@ class StateSides:
         self.require_fitting(put_by, ranks, mid_step=bool(values.get("mid_step")))
         rank = 0 if restoring.group is None else restoring.group.rank()
         whose = [rank] if put_by == ranks else range(put_by if self.own.merge is not None else 1)
-        like = self.shared.capture_values(), self.own.values
-        held = own_states(restoring.selected(OWN, like=like)[OWN], put_by) if any(name.startswith(f"{OWN}.") for name in names) else None
-        olds = [restoring.rank_state(old_rank, like) if held is None else held[old_rank] for old_rank in whose]
+        held = own_states(restoring.selected(OWN)[OWN], put_by) if any(name.startswith(f"{OWN}.") for name in names) else None
+        olds = [restoring.rank_state(old_rank) if held is None else held[old_rank] for old_rank in whose]
         kept = {*self.parts, "environment"}
         olds = [{key: value for key, value in old.items() if OWN_PARTS.get(key, key) in kept} for old in olds]
         own = olds[0]
@@ -120,7 +119,6 @@ class StateSides:
                 into={"ranks": None, "mid_step": None, **self.shared.target(stored)},
                 rename=lambda name: self.shared.name_of(name) if name.partition(".")[0] in shared else None,
                 broadcast=broadcast,
-                like=like,
             )
         except MismatchError as exc:
             what = f"{address.removesuffix('~0')!r} holds another model or optimizer than this training has"
