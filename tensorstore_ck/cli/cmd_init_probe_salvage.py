@@ -180,8 +180,7 @@ def adopt(choice: StoreChoice, *, as_json: bool) -> None:
     with closing(choice.open_backend()) as backend:
         report = run_adopt(backend)
     line = f"{printable(backend.url)} is a store of its own now, with {counted(report.kept, 'snapshot')} and the new log {report.log}"
-    lines = [*_salvaged_lines("left out: damaged and marked", report.lost, red), line]
-    emit({"url": backend.url, "log": report.log, "kept": report.kept}, lines, as_json=as_json)
+    emit({"url": backend.url, "log": report.log, "kept": report.kept}, [line], as_json=as_json)
 
 
 @command("Make a new log after the old one was destroyed.", "tsck salvage --dry-run -s ./ckpt", "tsck salvage -s ./ckpt")

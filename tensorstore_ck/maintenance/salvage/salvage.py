@@ -55,7 +55,6 @@ from tensorstore_ck.maintenance.fsck.check_log import LogCheck, check_log, read_
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import check_snapshot
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
-from tensorstore_ck.maintenance.fsck.repair import GIVES_WAY
 from tensorstore_ck.maintenance.fsck.repairable import relocations_in_force
 from tensorstore_ck.maintenance.salvage.lost_relocations import add_relocations, find_relocations, learn_locations, read_lost_relocations
 from tensorstore_ck.maintenance.salvage.new_log import KeptHistory, NewLog, rebuild_log
@@ -87,12 +86,11 @@ def salvage(
 def adopt(backend: Backend, *, clock: Clock = time.time_ns, new_id: IdSource = new_ulid) -> SalvageReport:
     """Gives a copy of a store's files an identity of its own: a new UUID, and a new log of all its snapshots under a new prefix.
 
-    Damaged snapshots are left out if they are marked: `fsck --repair` marks what it cannot repair. Offline, as `salvage`. Nothing is
-    deleted, and the store whose files were copied is not touched.
+    Offline, as `salvage`. Nothing is deleted, and the store whose files were copied is not touched.
 
     Raises:
         NotAStoreError: there is no store.
-        CorruptObjectError: the log or an unmarked snapshot is damaged: repair it first.
+        CorruptObjectError: the log or a snapshot is damaged: repair it first.
         InvalidOptionError: packs lie at a location outside the store, which belongs to the other one.
     """
     return _Salvage(backend, clock, new_id, LocationOpener(backend.url)).adopt()
@@ -190,18 +188,14 @@ class _Salvage:
         known = [info for live in (True, False) for info in log.view.snapshots(live=live)]
         engine = read_only_engine(make_engine(self._backend, config, MemoryTable(), clock=self._clock, new_id=self._new_id), log)
         intact = self._check_snapshots(engine, packs, known)
-        self._lost = {info.ulid: self._lost[info.ulid] for info in log.view.snapshots() if info.ulid in self._lost}
-        whole = {info.root for info in known if info.ulid in intact}
-        repairable = [info for info in known if info.ulid in self._lost and info.mark in GIVES_WAY and info.root not in whole]
-        if damage := [*self._problems, *(self._lost[info.ulid].note for info in repairable)]:
+        if damage := [*self._problems, *(lost.note for lost in self._lost.values())]:
             raise CorruptObjectError(
                 f"{self._backend.url} is damaged ({damage[0]}): run `tsck fsck --repair`, then adopt it", object_id=CONFIG_NAME
             )
         held = [info for info in log.view.snapshots() if info.ulid in intact]
         needed = {moved for info in held for moved in intact[info.ulid].moved}
         in_use = [relocation for moved, relocation in relocations_in_force(log.view).items() if moved in needed]
-        left = [Digest(bytes.fromhex(lost.root)) for lost in self._lost.values()]
-        kept = KeptHistory(held, [], in_use, {}, are_entries_lost=False, left=left)
+        kept = KeptHistory(held, [], in_use, {}, are_entries_lost=False)
         config = replace(config, uuid=str(uuid.uuid4()), log=f"log-{ulid_text(self._new_id()).lower()}")
         self._write(config, rebuild_log(log.table, kept, self._put, self._clock()))
         self._backend.replace(CONFIG_NAME, config.encode())

@@ -12,7 +12,6 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError
-from tensorstore_ck.format.record import record_name
 from tensorstore_ck.log import LogChangedWarning, Op
 from tensorstore_ck.maintenance.salvage import adopt
 from tests.end_to_end.crash.faulty import Death
@@ -148,21 +147,3 @@ def test_a_damaged_store_and_one_with_moved_packs_are_refused() -> None:
     with pytest.raises(InvalidOptionError, match=r"/elsewhere/uuid.*tsck copy"):
         adopt(backend)
     assert contents(backend) == before
-
-
-@pytest.mark.parametrize("mark", ["", "bad"])
-def test_what_a_repair_could_only_mark_is_left_out(mark: str) -> None:
-    """As where the files were copied while gc of the original freed some of them."""
-    backend = build()
-    was = reopen(backend)
-    lost = was.mark("runs/a~1", mark)
-    roots = {snapshot.root for snapshot in was.log()}
-    backend.delete([record_name(Ulid(parse_ulid(lost.id) or b""))])
-    assert reopen(backend).repair().marked == (() if mark else (lost.root,))
-    assert [left.root for left in adopt(backend).lost] == [lost.root]
-    now = reopen(backend)
-    assert {snapshot.root for snapshot in now.log()} == roots - {lost.root}
-    for snapshot in now.log():
-        assert is_exact(now.checkout(snapshot.root, allow_marked=True), snapshot.step or 0)
-    now.gc(tsck.GcOptions(min_age_seconds=0, max_delete=1))
-    assert now.fsck(read_data=True).ok
