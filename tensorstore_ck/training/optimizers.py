@@ -145,11 +145,7 @@ def _leaf_names(state: Any) -> list[str]:
 
 
 def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, state: State) -> None:
-    """Restores what `get_state` or `get_full_state` returned.
-
-    Raises:
-        MismatchError: its groups have other parameters, or it was another kind of optimizer.
-    """
+    """Restores what `get_state` or `get_full_state` returned. Raises `MismatchError` if its groups have other parameters."""
     own, outer, optimizer = get_members(path, optimizer, names), optimizer, own_optimizer(optimizer)
     numbers = {name: number for number, name in enumerate(name for members in own for name in members)}
     stored = match_groups(path, state["param_groups"], own, () if is_partitioned(outer) else names.parameters)
@@ -158,25 +154,12 @@ def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames
     packed = {numbers.get(name, name): value for name, value in given.items()}
     numbered = [{**group, "params": [numbers[name] for name in members]} for group, members in zip(groups, own, strict=True)]
     others = {key: value for key, value in state.items() if key not in (*_KEYS, "stepped")}
-    needed = [name for name in getattr(optimizer, "defaults", {}) if all(name in group for group in optimizer.param_groups)]
     load(path, optimizer.load_state_dict, {**others, "state": packed, "param_groups": numbered})
-    _require_options(path, optimizer, needed)
     take_options(outer)
     for name, value in given.items():
         if name in numbers:
             parameter = names.parameters[name]
             _keep_form(optimizer.state[parameter], value, parameter)
-
-
-def _require_options(path: str, optimizer: torch.optim.Optimizer, needed: list[str]) -> None:
-    """After its state was loaded: torch takes the options of any other optimizer, and the next step then raises a `KeyError`."""
-    lacking = sorted({name for group in optimizer.param_groups for name in needed if name not in group})
-    if lacking:
-        raise MismatchError(
-            f"{path} is of {type(optimizer).__qualname__} here and of another optimizer in the snapshot, without {', '.join(lacking)}: "
-            "create it like the saved one, or restore the rest alone, with parts=",
-            object_id=path,
-        )
 
 
 def match_groups(path: str, stored: Any, own: list[list[str]], held: Collection[str] = ()) -> list[State]:

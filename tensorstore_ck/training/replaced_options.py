@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from tensorstore_ck.training.noted_attributes import rate_of
 
-_OPTIONS: Final = ("betas", "momentum", "weight_decay", "decoupled_weight_decay", "eps")
+_OPTIONS: Final = ("betas", "momentum", "weight_decay", "eps")
 
 Options = dict[str, object]
 """Name, such as ``optimizer.lr`` -> value."""

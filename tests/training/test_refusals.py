@@ -143,21 +143,6 @@ def test_an_object_that_does_not_take_its_state(store: tsck.Store) -> None:
         training.restore(store, "runs/job")
 
 
-def test_an_optimizer_of_another_kind(store: tsck.Store) -> None:
-    """torch itself loads such a state, and the next step raises a KeyError."""
-    model = nn.Linear(2, 2)
-    saved = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2)).sum().backward()
-    saved.step()
-    TrainingState(model=model, optimizer=saved).put(store, ref="adamw")
-    training = TrainingState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    with pytest.raises(
-        tsck.MismatchError, match="optimizer is of SGD here and of another optimizer in the snapshot, without dampening, mom"
-    ):
-        training.restore(store, "adamw")
-    assert training.restore(store, "adamw", parts=["model"])
-
-
 def test_what_was_saved_by_hand(store: tsck.Store) -> None:
     store.put_snapshot({"model": LINEAR.state_dict()}, ref="by-hand")
     with pytest.raises(tsck.MismatchError, match=r"was not saved by TrainingState.put: restore it with store.checkout"):

@@ -40,12 +40,3 @@ def test_a_restore_of_the_same_run_says_nothing_of_what_its_schedule_changes(sto
     tsck.TrainingState(model=model, optimizer=optimizer, scheduler=scheduler).restore(store, "run")
     assert scheduler.last_epoch == 3
     assert not said(caplog)
-
-
-def test_adam_takes_the_weight_decay_of_adamw_and_says_so(store: tsck.Store, caplog: pytest.LogCaptureFixture) -> None:
-    training(0.001)[0].put(store, ref="run")
-    model = torch.nn.Linear(2, 1)
-    adam = torch.optim.Adam(model.parameters(), lr=0.001, weight_decay=0.01)
-    tsck.TrainingState(model=model, optimizer=adam).restore(store, "run")
-    assert adam.param_groups[0]["decoupled_weight_decay"] is True
-    assert ["optimizer.decoupled_weight_decay is True, not False" in line for line in said(caplog)] == [True]
