@@ -73,7 +73,7 @@ def has_cuda() -> bool:
 
 def get_process_states() -> dict[str, Any]:
     """The states of all generators of this process: Python's, NumPy's, torch's on the CPU and on each CUDA device, DTensor's."""
-    states = get_host_states()
+    states = _get_host_states()
     if has_cuda():  # else nothing has drawn from them, and asking would initialize CUDA
         states["cuda"] = torch.cuda.get_rng_state_all()
     tracker = getattr(sys.modules.get(_TRACKER_MODULE), "_rng_tracker", None)
@@ -96,7 +96,7 @@ def set_process_states(states: Mapping[str, Any], mesh: DeviceMesh | None) -> No
         raise MismatchError(f"the snapshot has no states of the generators {sorted(missing)}", object_id="generators")
     if "dtensor" in states:
         _set_tracker(states["dtensor"], mesh)  # before CUDA's, from which it draws
-    set_host_states(states)
+    _set_host_states(states)
     if torch.cuda.is_available():
         for device, state in zip(range(torch.cuda.device_count()), states.get("cuda", ()), strict=False):
             torch.cuda.set_rng_state(state, device)
@@ -114,12 +114,12 @@ def preserved() -> Iterator[None]:
 
 @contextmanager
 def preserved_on_host() -> Iterator[None]:
-    """Gives Python's, NumPy's and torch's CPU generator their states back."""
-    states = get_host_states()
+    """Gives Python's, NumPy's and torch's CPU generator their states back. Waits for no device."""
+    states = _get_host_states()
     try:
         yield
     finally:
-        set_host_states(states)
+        _set_host_states(states)
 
 
 def seed_host(number: int) -> None:
@@ -129,13 +129,11 @@ def seed_host(number: int) -> None:
     torch.default_generator.manual_seed(number)
 
 
-def get_host_states() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's CPU generator. Waits for no device."""
+def _get_host_states() -> dict[str, Any]:
     return {"python": random.getstate(), "numpy": _plain(np.random.get_state(legacy=False)), "torch": torch.get_rng_state()}
 
 
-def set_host_states(states: Mapping[str, Any]) -> None:
-    """Restores what `get_host_states` returned."""
+def _set_host_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

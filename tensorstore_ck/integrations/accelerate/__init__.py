@@ -1,6 +1,7 @@
 """accelerate's `Accelerator` over a store: ``tensorstore_ck.accelerate.attach(accelerator, store="./ckpt", ref="runs/x")``.
 
 accelerator.py     attach and SnapshotMixin: save_state and load_state; the folders of checkpoints
+data_order.py      the order of data loaders in the pass that a save interrupts
 compatibility.py   versions of accelerate, and the private names that are used
 
 `save_state` and `load_state` keep their meaning. The folders stay, without tensors, for code that looks for them.

@@ -21,8 +21,8 @@ from torch import nn
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations import held_engine
+from tensorstore_ck.integrations.accelerate import data_order
 from tensorstore_ck.integrations.accelerate.compatibility import require_supported
-from tensorstore_ck.integrations.trainer import data_order
 from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.pointers import NamedSaves, read_pointer
@@ -127,7 +127,6 @@ class SnapshotMixin:
         if any(dataloader is loader for loader in self._interrupted):
             self._interrupted = [loader for loader in self._interrupted if loader is not dataloader]
             skipped.iteration = dataloader.iteration  # accelerate below 1.15 begins at 0
-            data_order.share_order(dataloader, skipped)
             dataloader.iteration += 1
         return skipped
 
@@ -234,8 +233,14 @@ class SnapshotMixin:
 
     def _note_values(self) -> None:
         native = self._native
-        running = native.gradient_state.dataloader_references
-        loaders = [data_order.capture(loader, running) for loader in native._dataloaders]
+        active = [loader for loader in native.gradient_state.dataloader_references if loader is not None]
+        loaders = []
+        for loader in native._dataloaders:
+            sampler = data_order.sampler_of(loader)
+            same = (
+                running for running in active if running is loader or (sampler is not None and data_order.sampler_of(running) is sampler)
+            )
+            loaders.append(data_order.capture(loader, next(same, None)))
         self._values.update({ACCELERATOR_STEP: native.step, SAVE_ITERATION: native.project_configuration.iteration, LOADERS: loaders})
 
     def end_training(self) -> None:

@@ -11,7 +11,7 @@ PACKAGE: Final = Package(title="transformers", name="transformers", lowest=(5, 3
 """5.0 and earlier have neither `rotate_checkpoints` nor `_run_epoch`."""
 REPLACED: Final = (
     *("_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state"),
-    *("_load_best_model", "_prepare_for_training", "get_eval_dataloader"),
+    *("_load_best_model", "_prepare_for_training"),
 )
 """Methods that the mixin overrides, with the same parameters."""
 RUN_EPOCH: Final = (

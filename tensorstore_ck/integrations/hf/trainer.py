@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, Trai
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.common.user_frames import short_errors
-from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.hf import small_files, trainer_values, weights
 from tensorstore_ck.integrations.hf.compatibility import require_supported
@@ -26,7 +26,7 @@ from tensorstore_ck.integrations.hf.exception_save import ExceptionSaveMixin
 from tensorstore_ck.integrations.hf.resume_source import ARGUMENT, begin_search, native_folder, remove_imported, write_imported
 from tensorstore_ck.integrations.hf.weights import AdapterBase
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES
-from tensorstore_ck.integrations.trainer import data_order, persistent_workers
+from tensorstore_ck.integrations.trainer import persistent_workers
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.attach import opened
 from tensorstore_ck.integrations.trainer.pointers import NamedSaves, SnapshotPointer, is_there, read_pointer, write_pointer
@@ -35,7 +35,7 @@ from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
-from tensorstore_ck.training.state_sides import read_training
+from tensorstore_ck.training.per_rank_state import VALUES
 
 NOT_WEIGHTS: Final = ("optimizer", "scheduler", "scaler", "rank_values")
 """Restored together with the weights; the generators come last."""
@@ -134,7 +134,6 @@ class SnapshotMixin(ExceptionSaveMixin):
             StoreError: a save failed permanently; see `Checkpointer`.
         """
         self._checkpointer = self._known_base = self._reference = None
-        self._values = {}
         self._frozen_base = None if self._frozen_base is None else weights.FrozenBase()
         given = published_or_newest(self._store, resume_from_checkpoint, self._ref_of(trial), self._group)
         search = begin_search(self._store, given, self._ref_of(trial), self._group)
@@ -159,15 +158,14 @@ class SnapshotMixin(ExceptionSaveMixin):
     def _light_folder(self, address: str, given: str | bool | None) -> str:
         """The light folder from which transformers resumes: the given one, or one that is written now; or an imported snapshot's."""
         args = self._native.args
+        values = trainer_values.target()
         imported = write_imported(self._store, address, args.output_dir, self._group, writes=args.local_process_index == 0)
         if imported is not None:
             self._is_resuming = False
             return str(imported)
-        stored = read_training(self._store, address, group=self._group, parts=())
-        snapshot, values = stored.snapshot, stored.rank_values
-        if trainer_values.STATE not in values:
-            raise MismatchError(f"{address} was not saved by tensorstore_ck.hf: restore it with TrainingState.restore", object_id=address)
-        self._values = dict.fromkeys(values)
+        snapshot = TrainingState(rank_values=values).restore(self._store, address, group=self._group, parts=(VALUES,))
+        if snapshot is None:
+            raise NotFoundError(f"{address} was deleted meanwhile", object_id=address)
         is_given = isinstance(given, str) and os.path.isdir(given)
         folder = Path(str(given)) if is_given else self._folder(snapshot.step)
         if args.local_process_index == 0 and not (is_given and (folder / TRAINER_STATE_NAME).exists()):
@@ -201,25 +199,14 @@ class SnapshotMixin(ExceptionSaveMixin):
         held_engine.require_supported(self._engine)
         if is_light:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
-        data_order.note_order(train_dataloader)
-        if has_pointer:
-            trainer_values.restore_order(self, self._values)
         return prepared
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """See transformers. Persistent workers draw numbers when they start: not again in a run that has evaluated before its resume."""
-        loader = super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
-        logged = f"eval_{eval_dataset}_" if isinstance(eval_dataset, str) else "eval_"
-        if any(name.startswith(logged) for entry in self._native.state.log_history for name in entry):
-            persistent_workers.begin(loader)
-        return loader
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         pointer = None if checkpoint is None else read_pointer(checkpoint)
         if pointer is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
-        self._values = dict.fromkeys(self._values)
+        self._values = trainer_values.target()
         parts = NOT_WEIGHTS if self._engine is None else ("model", "extra", *NOT_WEIGHTS)
         with held_engine.partitioned(self._engine):
             self._training(self._values).restore(self._store, pointer.address, group=self._group, parts=parts)

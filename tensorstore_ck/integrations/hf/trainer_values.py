@@ -12,8 +12,7 @@ from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
 from tensorstore_ck.common.foreign_text import parse_json
-from tensorstore_ck.integrations.trainer import data_order
-from tensorstore_ck.integrations.trainer_names import TRAINER_LOGGED, TRAINER_LOSS, TRAINER_ORDER, TRAINER_STATE
+from tensorstore_ck.integrations.trainer_names import TRAINER_LOGGED, TRAINER_LOSS, TRAINER_STATE
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.rank_group import ask_first_rank
 
@@ -26,21 +25,11 @@ STATE: Final = TRAINER_STATE
 def capture(trainer: NativeTrainer) -> dict[str, Any]:
     """The values of this rank, which differ by rank: only some ranks are the first of their host, and each measures its own time."""
     native: Any = trainer
-    loader = native.callback_handler.train_dataloader
-    order = data_order.capture(loader, native.accelerator.gradient_state.dataloader_references) if data_order.draws_order(loader) else None
     return {
         STATE: json.dumps(dataclasses.asdict(trainer.state), indent=2, sort_keys=True) + "\n",  # as TrainerState.save_to_json
         TRAINER_LOSS: native._tr_loss,
         TRAINER_LOGGED: native._globalstep_last_logged,
-        **({} if order is None else {TRAINER_ORDER: order}),
     }
-
-
-def restore_order(trainer: NativeTrainer, values: dict[str, Any]) -> None:
-    """Lets the first pass have the order of the interrupted one, before it begins."""
-    native: Any = trainer
-    if TRAINER_ORDER in values and not native.args.ignore_data_skip:
-        data_order.restore(native.callback_handler.train_dataloader, values[TRAINER_ORDER])
 
 
 def restore(trainer: NativeTrainer, values: dict[str, Any]) -> None:
@@ -51,6 +40,11 @@ def restore(trainer: NativeTrainer, values: dict[str, Any]) -> None:
     native._globalstep_last_logged = values[TRAINER_LOGGED]
     # `train_loss` is the mean over the steps of this call of train(): it must not count losses of steps before the resume
     native._total_loss_scalar = -loss.item()
+
+
+def target() -> dict[str, Any]:
+    """A dict with the keys that `capture` returned, to restore them into."""
+    return dict.fromkeys((STATE, TRAINER_LOSS, TRAINER_LOGGED))
 
 
 def note_callbacks(trainer: NativeTrainer) -> None:

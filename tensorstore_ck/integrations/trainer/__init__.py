@@ -4,7 +4,6 @@ versions.py             which versions of a trainer's package are supported, and
 attach.py               makes an object of a trainer save into a store
 saves.py                when a run saves, and to which ref it may
 pointers.py             what a pointer names; the pointers that name the saves of a run
-data_order.py           the order of data loaders in the pass that a save interrupts: accelerate, and transformers, which uses its loaders
 persistent_workers.py   workers of data loaders that live for all passes, in a process that resumes
 
 From which snapshot a run resumes is the rule of `tensorstore_ck.training.resume_search`.

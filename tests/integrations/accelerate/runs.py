@@ -1,7 +1,7 @@
 """A small loop with an `Accelerator`, in the form of accelerate's own example of checkpointing, over a store or natively."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,44 +28,6 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 
     def __getitem__(self, number: int) -> torch.Tensor:
         return torch.full((4,), float(number))
-
-
-class Shuffled(torch.utils.data.Sampler[Any]):
-    """Draws from Python's and NumPy's generators; with `size` batches, as soon as it is asked for them, as samplers by length do."""
-
-    def __init__(self, size: int = 0) -> None:
-        self._size = size
-
-    def __iter__(self) -> Iterator[Any]:
-        order = random.sample(range(20), 20)
-        np.random.shuffle(order)
-        if not self._size:
-            return iter(order)
-        return iter([[order[first + k] for k in range(self._size)] for first in (torch.randperm(20 // self._size) * self._size).tolist()])
-
-    def __len__(self) -> int:
-        return 20 // (self._size or 1)
-
-
-class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
-    """The rows, without numbers."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter([Rows()[number] for number in range(20)])
-
-    def __len__(self) -> int:
-        return 20
-
-
-def loader_of(kind: str, seed: int, **options: Any) -> torch.utils.data.DataLoader[torch.Tensor]:
-    if kind == "stream":
-        return torch.utils.data.DataLoader(Stream(), batch_size=2, **options)
-    if kind == "batches":
-        return torch.utils.data.DataLoader(Rows(), batch_sampler=Shuffled(2), **options)
-    if kind == "python":
-        return torch.utils.data.DataLoader(Rows(), batch_size=2, sampler=Shuffled(), **options)
-    generator = torch.Generator().manual_seed(seed) if kind == "generator" else None
-    return torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True, generator=generator, **options)
 
 
 class Killed(Exception):
@@ -150,7 +112,9 @@ def train(
     if deepspeed is not None and "optimizer" in deepspeed.deepspeed_config:
         optimizer = accelerate.utils.DummyOptim(model.parameters(), lr=0.01)
         scheduler = accelerate.utils.DummyScheduler(optimizer, warmup_num_steps=20)
-    rows: Any = loader_of(loader_kind, seed, num_workers=workers, persistent_workers=persistent)
+    generator = torch.Generator().manual_seed(seed) if loader_kind == "generator" else None
+    processes: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
+    rows = torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True, generator=generator, **processes)
     model, optimizer, scheduler, rows = accelerator.prepare(model, optimizer, scheduler, rows)
     average = Average()
     accelerator.register_for_checkpointing(average)
