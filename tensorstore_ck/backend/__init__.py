@@ -130,8 +130,7 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
         root = filesystem_class._strip_protocol(url)
     except TypeError as exc:  # a wrapper, of another filesystem
         raise InvalidUrlError(f"a store cannot be at {url}: {protocol}:// wraps another filesystem; name that one", object_id=url) from exc
-    host_options = filesystem_class._get_kwargs_from_urls(url)
-    options = {**host_options, **options, "use_listings_cache": False, "skip_instance_cache": True}
+    options = {**filesystem_class._get_kwargs_from_urls(url), **options, "use_listings_cache": False, "skip_instance_cache": True}
     if not isinstance(root, str) or not root.strip("/") or (protocol in _EXTRAS and url.startswith(f"{protocol}:///")):
         raise InvalidUrlError(f"{url} has no bucket and prefix: give {protocol}://bucket/prefix", object_id=url)
     if ".." in root.split("/"):
@@ -165,7 +164,7 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
     return FsspecBackend(
         connect=connect,
         root=root,
-        url=url.rstrip("/") if host_options else f"{protocol}://{root.lstrip('/')}",  # with the account or host
+        url=f"{protocol}://{root.lstrip('/')}",
         create_call=CREATE_CALLS.get(protocol),
         secrets=secrets,
         patience_seconds=None if protocol == "memory" else PATIENCE_SECONDS,

@@ -8,6 +8,7 @@ may hide our own success: a 412 is EXISTS, and any unclear answer is UNKNOWN.
 # ruff: noqa: D102 - protocol.py and resumable_upload.py document the methods
 
 import io
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -32,6 +33,8 @@ DELETE_BATCH: Final = 1000
 READ_BYTES: Final = 1 << 20
 
 _UPLOAD_MARK = "?uploadId="
+
+_CONTENT_RANGE: Final = re.compile(r"bytes (?P<start>[0-9]+)-[0-9]+/(?P<size>[0-9]+|\*)$")
 
 
 class S3Backend(Backend):
@@ -83,8 +86,9 @@ class S3Backend(Backend):
         async def read(filesystem: Any, on_progress: OnProgress) -> int:
             span = f"bytes={offset}-{offset + len(target) - 1}"
             reply = await filesystem._call_s3("get_object", Bucket=self._bucket, Key=self._key(name), Range=span)
-            done, there = 0, _bytes_of(reply, offset)
-            async with reply["Body"] as body:
+            done = 0
+            async with reply["Body"] as body:  # first: a reply that is not closed keeps its connection
+                there = _bytes_of(reply, offset)
                 while chunk := await body.read(len(target) - done):
                     target[done : done + len(chunk)] = chunk
                     done += len(chunk)
@@ -254,12 +258,14 @@ def _bytes_of(reply: dict[str, Any], offset: int) -> int:
     """How many bytes the object has from `offset` on, as far as the reply to a request for a range says; else 0.
 
     Raises:
-        ConnectionError: it is not a reply to a request for a range: a server or proxy ignored that.
+        ConnectionError: it is not that range: a server or proxy ignored or changed the request.
     """
-    if offset and reply.get("ResponseMetadata", {}).get("HTTPStatusCode") == 200:
+    said = _CONTENT_RANGE.match(str(reply.get("ContentRange")))
+    if said is None and offset and reply.get("ResponseMetadata", {}).get("HTTPStatusCode") == 200:
         raise ConnectionError("the server, or a proxy, sent the whole object instead of a range of it")
-    size = str(reply.get("ContentRange", "")).rpartition("/")[2]
-    return int(size) - offset if size.isdecimal() else 0
+    if said is not None and int(said["start"]) != offset:
+        raise ConnectionError(f"the server, or a proxy, sent another range: {said[0]}, not from byte {offset} on")
+    return int(said["size"]) - offset if said is not None and said["size"] != "*" else 0
 
 
 def _nanoseconds(moment: datetime) -> int:

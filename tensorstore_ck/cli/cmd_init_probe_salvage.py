@@ -204,7 +204,7 @@ def salvage(choice: StoreChoice, *, dry_run: bool, leave_out_unknown: bool, as_j
             with closing(choice.open_engine(read_only=True)) as engine:
                 to_sign = refs_to_sign(engine, trust)
     lines = [*_salvage_lines(report, dry_run=dry_run), *map(_to_sign_line, to_sign)]
-    if not dry_run:
+    if report.log and not dry_run:
         lines += [_to_copy_line(short_root(lost.root), backend.url) for lost in report.lost if lost.root]
     emit({**fields_of(report), "to_sign": to_sign}, map(choice.complete, lines), as_json=as_json)
 

@@ -226,10 +226,10 @@ def _state_folder(state_dir: str | os.PathLike[str] | None) -> Path:
 
 def _seen_before(backend: Backend, state_dir: str | os.PathLike[str] | None) -> str:
     """For the notice of a new store, or of none: which one this user has seen at the same URL, as before its disk was unmounted."""
-    seen = [] if backend.url.startswith("memory://") else seen_at(_state_folder(state_dir), backend.url)
-    if not seen:
+    seen = None if backend.url.startswith("memory://") else seen_at(_state_folder(state_dir), backend.url)
+    if seen is None:
         return ""
-    return f"; this user has seen the store {seen[-1]} there: if nobody deleted or moved that one, its disk may not be mounted now"
+    return f"; this user has seen the store {seen} there: if nobody deleted or moved that one, its disk may not be mounted now"
 
 
 def read_config(backend: Backend) -> StoreConfig | None:

@@ -23,23 +23,22 @@ from tensorstore_ck.log.table_rows import Head
 _MAX_BYTES: Final = 4096
 _MAX_URL_CHARS: Final = 400
 _ABANDONED_SECONDS: Final = 60
+_MOST_LOOKED_AT: Final = 100
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a planted FIFO must not block us
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def seen_at(folder: Path, url: str) -> list[str]:
-    """The keys of the stores that this user last saw at `url`; without files that cannot be read, or that others could have written."""
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError:
-        return []
-    found = []
-    for name in names:
-        key = name.removeprefix("head-").removesuffix(".json")
-        with suppress(OSError):
-            known = HeadFile(folder, key).read_own() if name == f"head-{key}.json" else None
-            found += [key] if known is not None and known.url == url[:_MAX_URL_CHARS] else []
-    return found
+def seen_at(folder: Path, url: str) -> str | None:
+    """The key of the store that this user last saw at `url`, if it is among the last ones; without files that others could have written."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        dated = sorted(((entry.stat().st_mtime_ns, entry.name) for entry in entries), reverse=True)
+        for _, name in dated[:_MOST_LOOKED_AT]:
+            key = name.removeprefix("head-").removesuffix(".json")
+            with suppress(OSError):
+                known = HeadFile(folder, key).read_own() if name == f"head-{key}.json" else None
+                if known is not None and known.url == url[:_MAX_URL_CHARS]:
+                    return key
+    return None
 
 
 class NotOwnError(PermissionError):

@@ -3,7 +3,6 @@
 training_state.py      TrainingState: saves and restores all of it
 state_sides.py         its two sides, what all ranks share and what is a rank's own: captured and loaded together, or read as plain dicts
 optimizers.py          states of optimizers, by parameter name; also behind torch's ZeroRedundancyOptimizer
-replaced_options.py    which learning rates and other options of optimizers a restore replaced
 parameter_names.py     parameter names, whatever wraps the model
 model_state.py         parameters and buffers by these names
 gradients.py           gradients in the middle of a step

@@ -41,14 +41,13 @@ def with_noted(given: Attributes, noted: Attributes) -> dict[str, float | str]:
 
 def _rates(optimizers: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for key, optimizer in optimizers.items():
-        rates = [rate_of(group.get("lr")) for group in getattr(optimizer, "param_groups", ())]
+        rates = [_rate(group.get("lr")) for group in getattr(optimizer, "param_groups", ())]
         for number, rate in enumerate(rates):
             if rate is not None and (number == 0 or rate != rates[0]):
                 yield ".".join(filter(None, ("lr", key, str(number or "")))), rate
 
 
-def rate_of(rate: object) -> float | None:
-    """A learning rate as a number; None if it has none that can be read at once."""
+def _rate(rate: object) -> float | None:
     if isinstance(rate, torch.Tensor):  # a rate on a GPU would have to be waited for
         return float(rate) if rate.device.type == "cpu" and rate.numel() == 1 else None
     return float(rate) if isinstance(rate, int | float) else None

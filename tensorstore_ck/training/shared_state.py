@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from tensorstore_ck.training import extras, gradients, model_state, optimizers, random_generators
 from tensorstore_ck.training.noted_attributes import noted_attributes
 from tensorstore_ck.training.parameter_names import MODEL, ParameterNames, without_wrappers
-from tensorstore_ck.training.replaced_options import Options, options_of
 from tensorstore_ck.training.stateful_parts import StatefulPart, load
 
 if TYPE_CHECKING:
@@ -69,10 +68,6 @@ class SharedState:
         """The attributes that each save notes: see `noted_attributes`."""
         parts = {"optimizers": "optimizer", "schedulers": "scheduler", "loaders": "dataloader", "extra": "extra"}
         return noted_attributes(**{argument: self.objects(part) for argument, part in parts.items()})
-
-    def options(self) -> Options:
-        """What the script, or a restore, has set on the optimizers."""
-        return options_of({self._optimizers.path(key): optimizer for key, optimizer in self._optimizers.objects.items()})
 
     def names(self) -> ParameterNames:
         """The names of the models' parameters."""

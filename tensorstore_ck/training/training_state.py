@@ -5,7 +5,6 @@ positions) fits the number of ranks that saved it. One process stores its own si
 """
 
 import copy
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -31,7 +30,6 @@ from tensorstore_ck.training.noted_attributes import with_noted
 from tensorstore_ck.training.parameter_names import require_supported
 from tensorstore_ck.training.per_rank_state import GENERATORS, Merge, PerRankState, warn_of_lost_order
 from tensorstore_ck.training.rank_group import rank_and_world_size, require_group
-from tensorstore_ck.training.replaced_options import describe_replaced
 from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.sample_cursor import SampleCursor, require_one_position
 from tensorstore_ck.training.shared_state import SharedState
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
     from tensorstore_ck.engine.write.request import AnyHead, LastSeen
     from tensorstore_ck.store import ReadOnlyStore
 
-_logger: Final = logging.getLogger("tensorstore_ck")
 TIMEOUT_SECONDS: Final = 600.0
 State = dict[str, Any]
 
@@ -318,16 +315,10 @@ class TrainingState:
             only_newest=parts is not None,
             timeout_seconds=timeout_seconds,
         )
-        options_before = sides.shared.options()
         restored = search.restore(lambda named: store.restoring(named, partial(sides.restore, named, ranks, broadcast), **options))
         if restored is None:
             return None
         old, snapshot = restored
-        replaced = describe_replaced(options_before, sides.shared.options())
-        if replaced and (group is None or group.rank() == 0):
-            _logger.warning(
-                "the snapshot's options replace those of this script: %s; to use your own, set them after the restore", replaced
-            )
         if GENERATORS in sides.parts:
             sides.warn_of_differences(f"{address!r} (step {snapshot.step})", old, ranks)
         return snapshot

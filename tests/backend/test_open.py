@@ -97,13 +97,6 @@ def test_urls_in_messages_have_no_credentials() -> None:
     assert backend.url == "s3://bucket/prefix"
 
 
-@pytest.mark.parametrize("url", ["abfss://c@account.dfs.core.windows.net/x", "az://c@account.blob.core.windows.net/x/y"])
-def test_the_account_in_a_url_stays_in_it(url: str) -> None:
-    """A printed command that names the store would else go to another account, or to none."""
-    pytest.importorskip("adlfs")
-    assert open_backend(f"{url}/").url == url
-
-
 @pytest.mark.parametrize("prefix", ["a\\b", "./b", "a/./b", "a:b", "[x]/y", "a@b:c"])
 def test_a_prefix_that_adlfs_cannot_use_is_refused(prefix: str) -> None:
     pytest.importorskip("adlfs")

@@ -12,6 +12,7 @@ import pytest
 from tensorstore_ck.backend import Created, open_backend
 from tensorstore_ck.backend.protocol import Backend, writing
 from tensorstore_ck.backend.s3 import S3Backend
+from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     InvalidOptionError,
@@ -173,6 +174,14 @@ def test_a_range_that_a_proxy_changed_is_no_damage(fault: Fault, backend: S3Back
     proxy.plan = first(TRIES, fault, method, marker)
     with pytest.raises(BackendUnavailableError, match=r"cut short|whole object"):
         act(backend, direct)
+
+
+def test_replies_that_are_no_range_give_their_connections_back(backend: S3Backend, direct: S3Backend, proxy: ChaosProxy) -> None:
+    direct.put("a/pack", PACK)
+    proxy.plan = first(12, Fault.WHOLE_BODY, "GET", "a/pack")  # more than the client has connections
+    pieces = [(start, bytearray(MIB // 4)) for start in range(MIB, 5 * MIB, MIB // 4)]
+    for_each(pieces, lambda piece: backend.read_into("a/pack", piece[0], memoryview(piece[1])), len(pieces))
+    assert all(piece == PACK[start : start + len(piece)] for start, piece in pieces)
 
 
 def prepared(kind: str, direct: S3Backend) -> tuple[str, str, Act]:

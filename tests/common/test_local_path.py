@@ -50,15 +50,6 @@ def test_commands_name_the_url(root: Path, command: str) -> None:
     assert "not the URL s3://bucket/x.pt" in result.err
 
 
-def test_the_home_folder_is_the_one_of_this_user(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with tsck.open(root, cache_dir="~/cache", state_dir="~/state") as store:
-        store.tag("kept", "run")
-    assert (tmp_path / "cache").is_dir()
-    assert (tmp_path / "state").is_dir()
-    assert os.listdir() == []
-
-
 def test_a_command_names_the_staging_disk_as_it_is_there(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

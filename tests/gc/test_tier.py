@@ -1,8 +1,6 @@
 """What policies say of age: packs are encoded smaller and move to colder locations, are read there, and come back."""
 
 import contextlib
-import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -477,25 +475,6 @@ def test_a_copy_of_the_files_frees_nothing_that_the_original_needs() -> None:
     copy.migrate_tiers(claim_locations=True)
     with pytest.raises(GcRefusedError, match="memory://copy"):
         store.gc(AT_ONCE)
-
-
-def test_a_store_with_two_paths_is_one_store(tmp_path: Path) -> None:
-    """As where `/home/me/ckpt` is a link to the disk that jobs name by its own path; a copy of the files is another store."""
-    with tsck.open(tmp_path / "real", create=True) as store:
-        store.put_snapshot(state(0), ref="run", step=0)
-        store.set_policy("*", move_after=(0.001, str(tmp_path / "cold")))
-        time.sleep(0.002)
-        store.migrate_tiers()
-    (tmp_path / "link").symlink_to("real")
-    shutil.copytree(tmp_path / "real", tmp_path / "copy")
-    with tsck.open(tmp_path / "link") as store:
-        store.migrate_tiers()
-        store.gc(AT_ONCE)
-    with (
-        tsck.open(tmp_path / "copy", cache_dir=tmp_path / "cache", state_dir=tmp_path / "state") as copy,
-        pytest.raises(GcRefusedError, match="--claim-locations"),
-    ):
-        copy.gc(AT_ONCE)
 
 
 def marked(days: int) -> tuple[Places, dict[str, Any], Backend, bytes]:

@@ -4,7 +4,6 @@ The log says which (`place`, FORMAT.md), once per pack and permanently. All othe
 own location. A pack is read, listed and deleted where it lies. A location that cannot be used is an error, and never taken for empty.
 """
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar
@@ -141,7 +140,7 @@ class ColdLocations:
                     "uses that location: `tsck tier --claim-locations` writes it again",
                     object_id=url,
                 )
-            if marker.owner.url != self._own.url and not _is_one_folder(marker.owner.url, self._own.url):
+            if marker.owner.url != self._own.url:
                 raise GcRefusedError(
                     f"the store at {marker.owner.url} moved the packs to {url}, and this store is at {self._own.url}. If one is a copy of "
                     "the other's files, both need them. If this is the only one, and was itself moved: `tsck tier --claim-locations`",
@@ -281,13 +280,6 @@ class ColdLocations:
             "reached with the right credentials? If it is, only the marker is lost: `tsck tier --claim-locations` writes it again",
             object_id=url,
         )
-
-
-def _is_one_folder(url: str, other: str) -> bool:
-    """Whether two paths lead to one folder, by a link or a second mount."""
-    with suppress(OSError, ValueError):  # ValueError: NUL
-        return os.path.isabs(url) and os.path.samefile(url, other)
-    return False
 
 
 def _pack_of(name: str) -> Ulid | None:

@@ -38,6 +38,10 @@ class Staging:
             raise InvalidOptionError(f"stagger_seconds must not be negative, and is {self.stagger_seconds}", object_id="staging")
         folder = StagingFolder(local_path(self.path, "staging"), store_uuid, 1, open_verifier)
         space = folder.space()
+        if space is None and MinFree.parse(self.capacity).fraction:
+            raise InvalidOptionError(
+                f"the filesystem of {self.path} does not say how large it is: give capacity= in bytes, such as '500GB'", object_id="staging"
+            )
         available = folder.used_bytes() + (space.free_bytes if space is not None else 0)
         folder.capacity_bytes = MinFree.parse(self.capacity).of(available) or 1
         folder.check()

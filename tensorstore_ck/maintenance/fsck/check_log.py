@@ -162,7 +162,7 @@ class _LogChecker:
                 if entry is not None:
                     yield n, entry
         last = max(listed, default=0)
-        while (newer := self._read(last + 1)) is not None:  # listings of network folders and of some servers are old
+        while isinstance(newer := self._read(last + 1), Entry):  # listings of network folders and of some servers are old
             last += 1
             yield last, newer
 
