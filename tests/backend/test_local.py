@@ -20,6 +20,7 @@ from tensorstore_ck.common import threads
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     CorruptObjectError,
+    InvalidOptionError,
     InvalidUrlError,
     StoreError,
 )
@@ -378,6 +379,8 @@ def test_a_filesystem_that_does_not_say_how_large_it_is_is_not_full(tmp_path: Pa
     with tsck.open(tmp_path / "store", create=True) as store:
         store.put_snapshot({"step": 1}, ref="run")
         assert store.checkout("run") == {"step": 1}
+    with pytest.raises(InvalidOptionError, match="give capacity= in bytes"):
+        tsck.open(tmp_path / "store", staging=str(tmp_path / "disk"))
 
 
 def test_the_root_folder_is_no_store() -> None:
