@@ -63,7 +63,7 @@ MOST_LINES = {
     "session": 11500,
     "state": 7600,
     "store": 1800,
-    "training": 5300,
+    "training": 5100,
     "ui": 4000,
 }
 """Of the Python files of each area, rounded up to hundreds."""

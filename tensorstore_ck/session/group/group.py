@@ -266,7 +266,9 @@ class Group:
                 record, who = self._stores().try_get(str(rank), self._clock()), named_ranks([rank], self.in_job)
                 if record is not None and take(record, "scope", str) == self._scope:
                     if take_count(record, "group") < self._generation:
-                        return f" ({who} has not opened the store again, as this rank has: all ranks close and open it together)"
+                        return (
+                            f" ({who} is late, or has not opened the store again, as this rank has: all ranks close and open it together)"
+                        )
                 elif record is not None:
                     where = take(record, "place", str)
                     here = f"this rank waits in {self._place}: ranks that save together open one store"

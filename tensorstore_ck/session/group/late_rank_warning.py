@@ -27,7 +27,7 @@ class Wait(NamedTuple):
     timeout: float
     in_job: Sequence[int] | None
     elsewhere: Callable[[Sequence[int]], str] = lambda _: ""
-    """Says for a message which of the ranks has opened another store; empty if none is known to have."""
+    """Says for a message which of the ranks was last in another store, or in an earlier opening of it; empty if none is known to be."""
 
     def report(self, missing: Sequence[int], seconds: float) -> None:
         """Logs a warning that this rank has waited for `seconds` for the `missing` ones."""

@@ -47,6 +47,8 @@ def check_ranks(
         outcome = attempt.run(Participant(propose=propose, execute=side.write, resolve=None, compare=side.compare, commit=side.commit))
         tensor_bytes = take_count(outcome, "bytes")
     except (UnsupportedValueError, InvalidOptionError, MismatchError) as exc:
+        if not looked_at:
+            raise  # this rank does not belong to the group
         problems = problems or [StateProblem(exc.object_id, str(exc))]
     if tensor_bytes is None:
         tensor_bytes = sum(source.size_bytes for source in looked_at[0].sources)

@@ -133,6 +133,7 @@ def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup",
             others = [here[txn, rank] for rank, finder in owners if finder != own.rank and (txn, rank) in here]
             info = context.engine.log.view().staged(txn)
             if verdict == RESUME and info is not None:
+                context.groups.publishing(group)  # its threads begin here, where an error is that of all ranks
                 found.append(_FoundSave(info, mine, others))
             elif verdict in (PUBLISHED, LOST):
                 for manifest in (*mine, *others):
@@ -145,11 +146,11 @@ def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup",
     attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
     try:
         attempt.run(Participant(propose=propose, execute=execute, resolve=None, compare=compare, commit=lambda _: {}))
+        return [_resumed_by_ranks(context, group, save, timeout_seconds) for save in found]  # not before all ranks can publish them
     except BaseException:
         for manifest in here.values():
             tier.folder.release(manifest.key)
         raise
-    return [_resumed_by_ranks(context, group, save, timeout_seconds) for save in found]  # not before all ranks can publish them
 
 
 class _FoundSave(NamedTuple):

@@ -87,4 +87,4 @@ def save_after_one_reopened(folder: str) -> list[str]:
 def test_a_rank_that_opened_the_store_again_alone_is_told_so(pool: Pool, tmp_path: Path) -> None:
     tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache").close()
     _, said = pool.run(save_after_one_reopened, str(tmp_path), ranks=2)
-    assert all("rank 0 has not opened the store again, as this rank has" in each for each in said), said
+    assert all("rank 0 is late, or has not opened the store again, as this rank has" in each for each in said), said
