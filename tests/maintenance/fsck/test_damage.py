@@ -11,7 +11,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.opening import make_engine
-from tensorstore_ck.errors import BackendUnavailableError, StoreError
+from tensorstore_ck.errors import BackendUnavailableError, PermissionDeniedError, StoreError
 from tensorstore_ck.format.record import decode_record
 from tensorstore_ck.format.store_config import StoreConfig, decode_config
 from tensorstore_ck.log import BrokenLogWarning, table_rows
@@ -260,3 +260,21 @@ def test_a_listing_that_lags_behind_the_log_is_no_damage(monkeypatch: pytest.Mon
     listing = backend.list
     monkeypatch.setattr(backend, "list", lambda prefix: (info for info in listing(prefix) if not info.name.endswith(("2", "3"))))
     assert [finding for finding in store.fsck().findings if finding.severity == "error"] == []
+
+
+def test_reads_of_the_log_that_are_refused_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a token ends during the check."""
+    backend, _ = begun(1, 2, 3)
+    asked: list[str] = []
+    read_if_there = backend.get_if_there
+
+    def refused(name: str, *, max_bytes: int) -> bytes | None:
+        if not name.startswith("log/"):
+            return read_if_there(name, max_bytes=max_bytes)
+        asked.append(name)
+        assert len(asked) < 1000, "it ends"
+        raise PermissionDeniedError("refused", object_id=name)
+
+    monkeypatch.setattr(backend, "get_if_there", refused)
+    assert check_log(backend, prefix="log", uuid=None).problems
+    assert asked
