@@ -78,9 +78,9 @@ class LocalBackend(Backend):
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         path = self._path(name)
         try:  # no context manager: many small blocks are read one by one
-            count = try_again(path, partial(read_range, path, self._at, offset, target))
+            count = try_again(path, read := partial(read_range, path, self._at, offset, target))
             if count < len(target):
-                count = wait_for_size(path, partial(read_range, path, self._at, offset, target), len(target))
+                count = wait_for_size(path, read, len(target))
         except OSError as exc:
             raise store_error(exc, "read", name) from exc
         if count < len(target):

@@ -111,12 +111,12 @@ def wait_for_size(path: str, read: Callable[[], int], size: int) -> int:
 
     This host may have looked at the file while another one wrote it, and such folders keep the size of then for a second or more.
     """
-    count = read()
+    count = try_again(path, read)
     for pause in PAUSES_SECONDS if _is_on_network(path) else ():
         if count >= size:
             break
         time.sleep(pause)
-        count = read()
+        count = try_again(path, read)
     return count
 
 

@@ -152,7 +152,7 @@ class Feed:
         if self._closed.is_set():
             raise InputError(f"the feed of {self._ref!r} was closed: call follow again", object_id=self._ref)
         self._idle_at = None
-        view = self._engine.log.readable_view(next_first=True)
+        view = self._newest_view()
         info = self._find(address, view)
         root = info.root.hex()
         with self._lock:  # until here, `swap` may have taken what is staged
@@ -170,7 +170,7 @@ class Feed:
             try:
                 self._staged = self._stage(info)
             except SnapshotExpiredError:
-                newest = self._find(address, self._engine.log.readable_view(next_first=True))
+                newest = self._find(address, self._newest_view())
                 if newest.ulid == info.ulid:
                     raise
                 self._staged = self._stage(newest)
@@ -263,6 +263,9 @@ class Feed:
         self._version, self._ids, self._staged = staged.version, staged.ids, None
         self._note("swapped", staged.version, pause_seconds=time.perf_counter() - started)
         return staged.version
+
+    def _newest_view(self) -> RefTable:
+        return self._engine.log.readable_view(next_first=True)
 
     def _find(self, address: str, view: RefTable) -> SnapshotRow:
         info = self._engine.resolve(address, view).info

@@ -499,7 +499,7 @@ def test_a_mark_that_is_lost() -> None:
 
 
 def test_a_location_that_is_lost_permanently() -> None:
-    """Nothing tells it from one that is not mounted: a user has to say so, and then another store repairs it."""
+    """It looks like one that is not mounted, so a user must say that it is lost; then another store repairs it."""
     places, states, location, _ = marked(2)
     other = open_store(clock=places.clock)
     copy(places.open(), other)

@@ -32,6 +32,7 @@ class WriterReport(NamedTuple):
     """A rank's report on its part, for the coordinator."""
 
     part: int
+    ref: str
     step: int | None
     layout: Digest
     parts: dict[str, Any]
@@ -139,7 +140,7 @@ class DcpSave:
         begun, written, parts, findings = retry_expired(attempt)
         self._engine.keep_part(written.ulid, written.part)
         self._engine.index.add(written.added.items(), published_at=parts.checked)  # this rank does not learn the outcome
-        return begun, WriterReport(role.part, self.step, layout_id(role.layout), parts.record(), findings.record())
+        return begun, WriterReport(role.part, self.ref, self.step, layout_id(role.layout), parts.record(), findings.record())
 
     def _prepare(self, role: Role, captured: CapturedState, meter: SaveMeter) -> None:
         """Prepares a save before its first write: takes its share of the job's write rate, and checks the space for a ref's first save."""

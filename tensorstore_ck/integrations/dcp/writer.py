@@ -33,6 +33,7 @@ from tensorstore_ck.integrations.dcp.flat_layout import build_flat_layout, items
 from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, flat_layout_of, resolve_items, with_tiny
 from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.session.group.rank_messages import describe_ranks
 from tensorstore_ck.session.save.queued_save import QueuedSave
 from tensorstore_ck.state.opaque_item import OpaqueItem
 from tensorstore_ck.store import OpenOptions, Store
@@ -233,11 +234,12 @@ class Writer(StorageWriter):
                 values[result.index.fqn] = result.storage_data
             elif isinstance(result.storage_data, Tiny):
                 tiny.append(result.storage_data)
-        steps = {step for step in (put.step, *(report.step for report in parts.values())) if step is not None}
-        if len(steps) > 1:
+        calls = [next((each.storage_data for each in of_rank if isinstance(each.storage_data, WriterReport)), put) for of_rank in results]
+        if len({call.ref for call in calls}) > 1 or len({call.step for call in calls} - {None}) > 1:
+            saves = describe_ranks({rank: f"{call.ref!r}, step {call.step}" for rank, call in enumerate(calls)})
             raise InvalidOptionError(
-                f"the ranks save different steps, {', '.join(map(str, sorted(steps)))}: all must make the same calls of DCP in the same "
-                "order; one that left a call out, for example after an exception that it caught, stays behind until the job is restarted",
+                f"the ranks save different snapshots ({saves}): all must make the same calls of DCP in the same order; one that left a "
+                "call out, for example after an exception that it caught, stays behind until the job is restarted",
                 object_id="step",
             )
         begun = put.begun

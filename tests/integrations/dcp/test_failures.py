@@ -90,17 +90,18 @@ def test_a_rank_that_raises(pool: Pool, folder: Path) -> None:
         assert store.fsck(read_data=True).ok
 
 
-def save_out_of_step(folder: str) -> None:
+def save_out_of_step(folder: str, calls: list[tuple[str, int]]) -> None:
     """Rank 1 has left out a call."""
-    step = 7 + dist.get_rank()
-    writer = writer_of(folder, "steps", "steps")
+    ref, step = calls[dist.get_rank()]
+    writer = writer_of(folder, ref, ref)
     dcp.save({"w": sharded(seed=step)}, storage_writer=writer, process_group=GROUPS[RANKS], checkpoint_id=f"step-{step}")
 
 
-def test_ranks_out_of_step_publish_nothing(pool: Pool, folder: Path) -> None:
-    for error in pool.ask(save_out_of_step, str(folder), ranks=RANKS):
+@pytest.mark.parametrize("calls", [[("steps", 7), ("steps", 8)], [("steps", 7), ("ema", 7)]], ids=["steps", "branches"])
+def test_ranks_out_of_step_publish_nothing(pool: Pool, folder: Path, calls: list[tuple[str, int]]) -> None:
+    for error in pool.ask(save_out_of_step, str(folder), calls, ranks=RANKS):
         assert [type(cause) for cause in causes(error)] == [tsck.InvalidOptionError]
-        assert "the ranks save different steps, 7, 8" in str(error)
+        assert "rank 0: 'steps', step 7; rank 1: {!r}, step {}".format(*calls[1]) in str(error)
     with tsck.open(folder / "store", cache_dir=folder / "cache-0") as store:
         assert "steps" not in store.branches()
     pool.run(save_plain, str(folder), "steps", "steps", ranks=RANKS)

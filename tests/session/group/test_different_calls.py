@@ -86,7 +86,7 @@ def save_where_one_stages(folder: str, rank: int) -> str:
 
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_ranks_of_which_one_stages(pool: Pool, folder: Path, rank: int) -> None:
-    """As where some hosts lack the disk: they are refused at once, and told why."""
+    """Some hosts lack the disk: the save fails at once on all ranks, and the error says why."""
     said, others = ("with staging=", "without staging=") if rank else ("without staging=", "with staging=")
     for reason in pool.run(save_where_one_stages, str(folder), rank, ranks=RANKS):
         assert f"rank 1: it opened the store {said}, and rank 0 {others}: open it in the same way on all ranks" in reason
