@@ -97,14 +97,14 @@ def save_out_of_step(folder: str, calls: list[tuple[str, int]]) -> None:
     dcp.save({"w": sharded(seed=step)}, storage_writer=writer, process_group=GROUPS[RANKS], checkpoint_id=f"step-{step}")
 
 
-@pytest.mark.parametrize("calls", [[("steps", 7), ("steps", 8)], [("steps", 7), ("ema", 7)]], ids=["steps", "branches"])
+@pytest.mark.parametrize("calls", [[("steps", 7), ("steps", 8)], [("model", 7), ("ema", 7)]], ids=["steps", "branches"])
 def test_ranks_out_of_step_publish_nothing(pool: Pool, folder: Path, calls: list[tuple[str, int]]) -> None:
     for error in pool.ask(save_out_of_step, str(folder), calls, ranks=RANKS):
         assert [type(cause) for cause in causes(error)] == [tsck.InvalidOptionError]
-        assert "rank 0: 'steps', step 7; rank 1: {!r}, step {}".format(*calls[1]) in str(error)
+        assert "rank 0: {!r}, step {}; rank 1: {!r}, step {}".format(*calls[0], *calls[1]) in str(error)
     with tsck.open(folder / "store", cache_dir=folder / "cache-0") as store:
-        assert "steps" not in store.branches()
-    pool.run(save_plain, str(folder), "steps", "steps", ranks=RANKS)
+        assert not {ref for ref, _ in calls} & store.branches().keys()
+    pool.run(save_plain, str(folder), calls[0][0], calls[0][0], ranks=RANKS)
 
 
 def save_apart(folder: str) -> None:
