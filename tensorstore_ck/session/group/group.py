@@ -210,22 +210,22 @@ class Group:
         title: str,
         propose: Callable[[], Body],
         compare: Callable[[list[Body]], Body | str],
-        execute: Callable[[Body], object],
+        execute: Callable[[Body], Body | None],
         *,
         timeout: float,
-    ) -> None:
+        conclude: Callable[[list[Body]], Body] = lambda _: {},
+    ) -> Body:
         """A round that leaves nothing in the log: all ranks propose, rank 0 compares, and all execute its answer. See `Participant`.
+
+        Returns:
+            What `conclude` on rank 0 made of what `execute` returned on all ranks.
 
         Raises:
             SnapshotAbortedError: a rank did not come, or failed.
             StoreError: `compare` found different input, on all ranks.
         """
-
-        def answered(go: Body) -> Body:
-            execute(go)
-            return {}
-
-        self.begin(title, object_id=title, timeout=timeout).run(Participant(propose, answered, None, compare, commit=lambda _: {}))
+        steps = Participant(propose, lambda go: execute(go) or {}, None, compare, commit=conclude)
+        return self.begin(title, object_id=title, timeout=timeout).run(steps)
 
     @property
     def nonce(self) -> Ulid:

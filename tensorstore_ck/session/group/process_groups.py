@@ -64,6 +64,8 @@ class ProcessGroups:
         """Each group, with the plans of its saves."""
         self._publishing: weakref.WeakKeyDictionary[ProcessGroup, Group] = weakref.WeakKeyDictionary()
         self._gathered: weakref.WeakKeyDictionary[ProcessGroup, dict[str, list[bytes]]] = weakref.WeakKeyDictionary()
+        self._feeds: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+        """How many feeds each group has had."""
 
     def all_gather(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> list[bytes]:
         """Exchanges values of a few bytes between all ranks of a group, under `title`.
@@ -111,7 +113,7 @@ class ProcessGroups:
         """Ends the threads that talk to the groups' stores; a later save or restore starts new ones."""
         for group in (*(own for own, _ in self._groups.values()), *self._publishing.values()):
             group.close()
-        for known in (self._groups, self._publishing, self._gathered):
+        for known in (self._groups, self._publishing, self._gathered, self._feeds):
             known.clear()
 
     def _report_dead(self, own: int, rank: int, host: str, silent_seconds: float) -> None:
@@ -123,6 +125,24 @@ class ProcessGroups:
         if group not in self._publishing:
             self._publishing[group] = open_group(group, f"{self._engine.config.uuid}/publish", first=self.of(group)[0])
         return self._publishing[group]
+
+    def following(self, group: "ProcessGroup", ref: str, *, timeout_seconds: float) -> tuple[Group, Group]:
+        """Two groups of the same ranks for one more feed: its polls and its swaps have an order of their own, and may run in two threads.
+
+        Raises:
+            InvalidOptionError: the ranks follow different branches.
+            SnapshotAbortedError: a rank did not come.
+        """
+        own = self.of(group)[0]
+
+        def compare(proposals: list[Body]) -> Body:
+            require_same(proposals, ("ref",), own.in_job)
+            return {}
+
+        own.meet(f"the feed of {ref!r}", lambda: {"ref": ref}, compare, lambda _: None, timeout=timeout_seconds)
+        number = self._feeds[group] = self._feeds.get(group, 0) + 1
+        scope = f"{self._engine.config.uuid}/follow/{number}"
+        return open_group(group, f"{scope}/polls", first=own), open_group(group, f"{scope}/swaps", first=own)
 
     def of(self, group: "ProcessGroup") -> tuple[Group, Memory]:
         """This rank's `Group` of a process group, and the plans of its saves."""
