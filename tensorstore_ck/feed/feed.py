@@ -4,61 +4,33 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple, Self
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Final, Self
 
 import torch
 
-from tensorstore_ck.common.host_memory import memory_errors, require_memory
-from tensorstore_ck.common.ids import Clock, Digest
+from tensorstore_ck.common.host_memory import memory_errors
+from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.common.threads import cpu_threads, for_each, shielded
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.common.waiting import Flag
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.read.snapshot_reader import Layouts, open_snapshot
 from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, InputError, InvalidOptionError, SnapshotExpiredError
 from tensorstore_ck.events import Event, Kind
+from tensorstore_ck.feed.feed_ranks import FeedRanks, Look
 from tensorstore_ck.feed.followed_tensor import Change, FollowedTensor
-from tensorstore_ck.feed.held_blocks import HeldBlocks, Place, place_of
+from tensorstore_ck.feed.held_blocks import Place
 from tensorstore_ck.feed.host_cache import HostCache
-from tensorstore_ck.feed.match_tensors import Wanted, match_tensors
-from tensorstore_ck.feed.read_changes import ChangesReader
+from tensorstore_ck.feed.match_tensors import Wanted
+from tensorstore_ck.feed.shared_ranges import SharedRanges
+from tensorstore_ck.feed.stage_version import FeedVersion, StagedVersion, VersionStager, streams_of
 from tensorstore_ck.log import RefTable, SnapshotRow
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 
 POLL_SECONDS: Final = 1.0
 LOOKS_A_POLL: Final = 10
 """A `wait` that found nothing asks for the next log entry alone, until as many looks; then it also sees whether the log went back."""
-LAYOUTS_BYTES: Final = 16 << 20
-"""Of layouts that are kept, at most, unless one is larger."""
-
-
-@dataclass(frozen=True, slots=True)
-class FeedVersion:
-    """A snapshot that a feed staged, or that its tensors are."""
-
-    root: str
-    """As in `Snapshot`; so are `step` and `time_ns`."""
-    step: int | None
-    time_ns: int
-    clock: Clock = field(default=time.time_ns, repr=False, compare=False)
-
-    @property
-    def age_seconds(self) -> float:
-        """Since it was made, by the clocks of this host and of the one that saved it."""
-        return (self.clock() - self.time_ns) / 1e9
-
-
-class _Staged(NamedTuple):
-    """A version, and what makes the tensors that version."""
-
-    version: FeedVersion
-    tensors: Sequence[FollowedTensor]
-    changes: Sequence[Change]
-    ids: dict[Place, Digest]
-    seconds: float
-    """How long it took to stage."""
 
 
 @short_errors
@@ -78,6 +50,7 @@ class Feed:
         on_change: Callable[[], object],
         poll_seconds: float = POLL_SECONDS,
         host_cache: str | None = None,
+        ranks: FeedRanks | None = None,
     ) -> None:
         """See `Store.follow`. `on_change` is called when a swap has changed tensors, or has undone that."""
         if not poll_seconds > 0:
@@ -85,7 +58,9 @@ class Feed:
         if host_cache is not None and not engine.backend.is_local:
             cache = HostCache(engine.backend, host_cache)
             engine = replace(engine, backend=cache, forget_copies=cache.distrust)
-        self._engine, self._ref, self._wanted, self._poll_seconds = engine, ref, wanted, poll_seconds
+        self._engine, self._ref, self._poll_seconds = engine, ref, poll_seconds
+        self._stager = VersionStager(engine, ref, wanted)
+        self._ranks = ranks
         self._on_change = on_change
         self._polling = threading.Lock()
         """One thread at a time looks for a version."""
@@ -93,11 +68,9 @@ class Feed:
         """Held while tensors change."""
         self._is_staging = False
         self._closed = Flag()
-        self._staged: _Staged | None = None
+        self._staged: StagedVersion | None = None
         self._ids: dict[Place, Digest] = {}
         """The blocks of `version`."""
-        self._layouts = Layouts(lambda: LAYOUTS_BYTES, len)
-        """Versions mostly have the same one."""
         self._version: FeedVersion | None = None
         self._idle_at: int | None = None
         """The log entry at which the last poll found the branch at `version`; None if it did not."""
@@ -139,42 +112,109 @@ class Feed:
             NoSpaceError: what changes does not fit into the memory that is free.
             BackendUnavailableError: the store cannot be read now.
         """
+        return self._look(self._ref if address is None else address, verify=verify)[0]
+
+    def _look(
+        self, address: str, *, verify: bool = False, is_quick: bool = False, is_last: bool = False
+    ) -> tuple[FeedVersion | None, bool]:
+        """A poll, and whether no rank looks again. `is_quick`, `is_last`: see `wait`."""
         try:
             with self._polling:
+                if self._closed.is_set() and not (self._ranks and is_last):
+                    raise InputError(f"the feed of {self._ref!r} was closed: call follow again", object_id=self._ref)
                 try:
-                    return self._poll(self._ref if address is None else address, verify=verify)
+                    with memory_errors(f"staging {self._ref!r}"):
+                        if self._ranks is None:
+                            return self._poll(address, verify=verify, is_quick=is_quick), is_last
+                        return self._poll_together(self._ranks, address, verify=verify, is_quick=is_quick, is_last=is_last)
                 finally:
                     self._is_staging = False
         finally:
             self._deliver()
 
-    def _poll(self, address: str, *, verify: bool) -> FeedVersion | None:
-        if self._closed.is_set():
-            raise InputError(f"the feed of {self._ref!r} was closed: call follow again", object_id=self._ref)
+    def _poll(self, address: str, *, verify: bool, is_quick: bool) -> FeedVersion | None:
+        root = "" if verify or self._version is None else self._version.root
+        info = self._find(address, root, is_quick=is_quick)
+        if info is None:
+            self._drop()
+        elif self._must_stage(info.root.hex(), verify=verify):
+            try:
+                self._stager.plan(info, self._ids)
+                self._staged = self._stager.read()
+            except SnapshotExpiredError:
+                newest = self._find(address, "", is_quick=False)
+                if newest is None or newest.ulid == info.ulid:
+                    raise
+                self._stager.plan(newest, self._ids)
+                self._staged = self._stager.read()
+            self._note_fetched(self._staged)
+        return None if self._staged is None else self._staged.version
+
+    def _poll_together(
+        self, ranks: FeedRanks, address: str, *, verify: bool, is_quick: bool, is_last: bool
+    ) -> tuple[FeedVersion | None, bool]:
+        """As `_poll`, on all ranks: each stages the snapshot that rank 0 finds, or none does."""
+        is_planned = False
+
+        def plan(ulid: Ulid) -> bytes:
+            nonlocal is_planned
+            info = self._engine.log.readable_view().snapshot(ulid) or self._newest_view().snapshot(ulid)
+            if info is None:
+                raise BackendUnavailableError(
+                    f"this rank does not see the snapshot that rank 0 found at {address!r}: do all ranks open one store?", object_id=address
+                )
+            is_planned = self._must_stage(info.root.hex(), verify=verify)
+            if not is_planned:
+                return b""
+            self._stager.plan(info, self._ids)
+            return self._stager.reads()
+
+        def read(shared: SharedRanges | None) -> None:
+            if is_planned:
+                self._staged = self._stager.read(shared)
+
+        look = Look(address, verify, "" if self._version is None else self._version.root, self._closed.is_set(), is_last)
+        find = lambda root: self._find(address, "" if verify else root, is_quick=is_quick)  # noqa: E731
+        try:
+            is_new, ends = ranks.poll(look, find, plan, read)
+        except BaseException:
+            if is_planned:
+                self._drop()
+            raise
+        if not is_new:
+            self._drop()
+            return None, ends
+        if is_planned and self._staged is not None:
+            self._note_fetched(self._staged)
+        return self._version if self._staged is None else self._staged.version, ends
+
+    def _find(self, address: str, root: str, *, is_quick: bool) -> SnapshotRow | None:
+        """The snapshot at the address; None if that is the one with `root`. `is_quick`: if there is no log entry since, look no further."""
+        if is_quick and root and self._is_idle():
+            return None
         self._idle_at = None
         view = self._newest_view()
-        info = self._find(address, view)
-        root = info.root.hex()
+        info = self._engine.resolve(address, view).info
+        refuse_marked(Snapshot.from_info(info), address, "move the branch to it")
+        if info.root.hex() != root:
+            return info
+        head = view.head()
+        self._idle_at = head.n if head is not None and address == self._ref else None
+        return None
+
+    def _must_stage(self, root: str, *, verify: bool) -> bool:
+        """Whether a version is neither what the tensors are nor staged; if so, drops what is staged."""
         with self._lock:  # until here, `swap` may have taken what is staged
             if verify:
                 self._ids = {}
-            elif self._version is not None and self._version.root == root:
-                head, self._staged = view.head(), None
-                self._idle_at = head.n if head is not None and address == self._ref else None
-                return None
-            elif self._staged is not None and self._staged.version.root == root:
-                return self._staged.version
-            old, self._staged, self._is_staging = self._staged, None, True
-        del old  # its memory is for the next one
-        with memory_errors(f"staging {self._ref!r}"):
-            try:
-                self._staged = self._stage(info)
-            except SnapshotExpiredError:
-                newest = self._find(address, self._newest_view())
-                if newest.ulid == info.ulid:
-                    raise
-                self._staged = self._stage(newest)
-        return self._staged.version
+            elif root in {had.root for had in (self._version, self._staged and self._staged.version) if had is not None}:
+                return False
+            self._staged, self._is_staging = None, True  # its memory is for the next one
+            return True
+
+    def _drop(self) -> None:
+        with self._lock:
+            self._staged = None
 
     def wait(self, timeout_seconds: float | None = None) -> FeedVersion | None:
         """Looks until a version is staged, and returns it; None if there is none within `timeout_seconds`, or the feed was closed.
@@ -189,32 +229,28 @@ class Feed:
         deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
         staged, looks = self._staged, 0
         left = min(max(self._poll_seconds, staged.seconds), deadline - time.monotonic()) if staged is not None else 0
-        if left > 0 and self._closed.wait(left):
-            return None
+        if left > 0:
+            self._closed.wait(left)
         while True:
-            trouble: BackendUnavailableError | None = None
+            is_last = self._closed.is_set() or time.monotonic() >= deadline
+            version, ends = None, False
             try:
-                version = None if looks % LOOKS_A_POLL and self._is_idle() else self.poll()
-            except BackendUnavailableError as exc:
-                version, trouble = None, exc
+                version, ends = self._look(self._ref, is_quick=bool(looks % LOOKS_A_POLL), is_last=is_last)
+            except BackendUnavailableError:
+                if is_last or self._ranks is not None:  # all ranks raise
+                    raise
             except InputError:
                 if not self._closed.is_set():
                     raise
                 return None
-            if version is not None:
+            if version is not None or ends:
                 return version
-            left = min(self._poll_seconds, deadline - time.monotonic())
-            if left <= 0:
-                if trouble is not None:
-                    raise trouble
-                return None
-            if self._closed.wait(left):
-                return None
+            self._closed.wait(max(0.0, min(self._poll_seconds, deadline - time.monotonic())))
             looks += 1
 
     def _is_idle(self) -> bool:
         """Whether the branch was at `version`, and the log has no entry since: one request, where a poll that finds nothing is two."""
-        idle_at = self._idle_at  # another thread's poll may change it
+        idle_at = self._idle_at
         try:
             return idle_at is not None and self._engine.log.chain.read(idle_at + 1) is None
         except BrokenLogError:
@@ -229,79 +265,66 @@ class Feed:
         try:
             with self._lock:
                 staged = None if self._is_staging else self._staged
-                if staged is None:
-                    return None
-                streams = _streams_of(staged.tensors)
-                for own, callers in streams:  # what the caller has queued may read the tensors
-                    own.wait_stream(callers)
-                try:
-                    return shielded(lambda: self._apply(staged), finish=True)
-                finally:
-                    for own, callers in streams:
-                        callers.wait_stream(own)
+                if self._ranks is not None:
+                    return self._swap_together(self._ranks, staged)
+                return None if staged is None else shielded(lambda: self._finish(staged, self._change(staged)), finish=True)
         finally:
             self._deliver()
 
-    def _apply(self, staged: _Staged) -> FeedVersion:
-        started = time.perf_counter()
-        begun: list[Change] = []
+    def _swap_together(self, ranks: FeedRanks, staged: StagedVersion | None) -> FeedVersion | None:
+        """As `swap`, on all ranks or on none."""
+        version = None if self._is_staging else self._version if staged is None else staged.version
+        done: list[_Done] = []
+
+        def apply() -> None:
+            if staged is not None:
+                shielded(lambda: done.append(self._change(staged)), finish=True)
+
+        try:
+            is_swapped = ranks.swap("" if version is None else version.root, apply, is_staged=staged is not None)
+        except BaseException:
+            for change in done:
+                shielded(change.undo, finish=True)
+            raise
+        if staged is not None and done:
+            self._finish(staged, done[0])
+        return version if is_swapped else None
+
+    def _change(self, staged: StagedVersion) -> "_Done":
+        """Makes the tensors the staged version, all or none."""
+        done = _Done(time.perf_counter(), staged.tensors, self._on_change)
 
         def apply(change: Change) -> None:
-            begun.append(change)
+            done.begun.append(change)
             change.apply()
 
         try:
-            for_each(staged.changes, apply, min(cpu_threads(), len(staged.changes)))
-            changed = [tensor.tensor for tensor in staged.tensors if tensor.changes and not tensor.tensor.is_inference()]
-            torch.autograd.graph.increment_version(changed)
+            with _in_order(staged.tensors):
+                for_each(staged.changes, apply, min(cpu_threads(), len(staged.changes)))
+                changed = [tensor.tensor for tensor in staged.tensors if tensor.changes and not tensor.tensor.is_inference()]
+                torch.autograd.graph.increment_version(changed)
         except BaseException:
-            for change in begun:
-                change.undo()
+            done.undo()
             raise
-        finally:
-            self._on_change()
+        self._on_change()
+        return done
+
+    def _finish(self, staged: StagedVersion, done: "_Done") -> FeedVersion:
         self._version, self._ids, self._staged = staged.version, staged.ids, None
-        self._note("swapped", staged.version, pause_seconds=time.perf_counter() - started)
+        self._note("swapped", staged.version, pause_seconds=time.perf_counter() - done.started)
         return staged.version
 
     def _newest_view(self) -> RefTable:
         return self._engine.log.readable_view(next_first=True)
 
-    def _find(self, address: str, view: RefTable) -> SnapshotRow:
-        info = self._engine.resolve(address, view).info
-        refuse_marked(Snapshot.from_info(info), address, "move the branch to it")
-        return info
-
-    def _stage(self, info: SnapshotRow) -> _Staged:
-        started = time.perf_counter()
-        content = open_snapshot(self._engine, info, layouts=self._layouts)
-        what = f"{self._ref}, step {info.step}, root {info.root.hex()[:16]}"
-        tensors, boxes = match_tensors(content, self._wanted, what)
-        with _on_own_streams(tensors):
-            blocks = content.blocks_of(boxes)
-            held = HeldBlocks(self._ids, blocks)
-            missing = held.missing(blocks)
-            size_bytes = sum(block.raw for block in missing)
-            if not self._ids:
-                require_memory(size_bytes, f"staging {what}", "load the weights of a nearby version first, or follow less of it (select=)")
-            read = ChangesReader(held)
-            read(self._engine, info, missing)
-        if read.found_changed and self._ids:  # by somebody, perhaps also where no difference shows it
-            self._ids = {}
-            del tensors, boxes, blocks, held, missing, read  # their memory is for the second attempt
-            return self._stage(info)
-        changes = [change for tensor in tensors for change in tensor.changes]
-        version = FeedVersion(info.root.hex(), info.step, info.time_ns, self._engine.clock)
+    def _note_fetched(self, staged: StagedVersion) -> None:
         self._note(
             "fetched",
-            version,
-            fetch_seconds=(seconds := time.perf_counter() - started),
-            read_bytes=read.read_bytes,
-            changed_bytes=size_bytes,
-            staged_bytes=sum(change.size_bytes for change in changes),
-        )
-        return _Staged(
-            version, tensors, changes, {place_of(block): block.source.part.block_id(block.row) for block in blocks}, seconds=seconds
+            staged.version,
+            fetch_seconds=staged.seconds,
+            read_bytes=staged.read_bytes,
+            changed_bytes=staged.changed_bytes,
+            staged_bytes=sum(change.size_bytes for change in staged.changes),
         )
 
     def _note(self, kind: Kind, version: FeedVersion, **fields: float) -> None:
@@ -317,17 +340,30 @@ class Feed:
             self._engine.observers.emit(event)
 
 
-def _streams_of(tensors: Sequence[FollowedTensor]) -> list[tuple[torch.cuda.Stream, torch.cuda.Stream]]:
-    """Of each CUDA device of the tensors: the stream on which changes are made, and the current one of this thread."""
-    devices = {tensor.tensor.device for tensor in tensors if tensor.tensor.is_cuda}
-    return [(torch.cuda.default_stream(device), torch.cuda.current_stream(device)) for device in devices]
+class _Done:
+    """What a swap has changed so far."""
+
+    def __init__(self, started: float, tensors: Sequence[FollowedTensor], on_undone: Callable[[], object]) -> None:
+        self.started = started
+        self.begun: list[Change] = []
+        self._tensors, self._on_undone = tensors, on_undone
+
+    def undo(self) -> None:
+        """Makes the tensors what they were."""
+        with _in_order(self._tensors):
+            for change in self.begun:
+                change.undo()
+        self._on_undone()
 
 
 @contextmanager
-def _on_own_streams(tensors: Sequence[FollowedTensor]) -> Iterator[None]:
-    """This thread reads tensors on the devices' own streams, as its helpers do: after the last swap, and after what it queued before."""
-    with ExitStack() as stack:
-        for own, callers in _streams_of(tensors):
-            own.wait_stream(callers)
-            stack.enter_context(torch.cuda.stream(own))
+def _in_order(tensors: Sequence[FollowedTensor]) -> Iterator[None]:
+    """What changes tensors on devices comes after what the caller has queued, which may read them, and before what it queues later."""
+    streams = streams_of(tensors)
+    for own, callers in streams:
+        own.wait_stream(callers)
+    try:
         yield
+    finally:
+        for own, callers in streams:
+            callers.wait_stream(own)

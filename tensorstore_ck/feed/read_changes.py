@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.buffers import batches
-from tensorstore_ck.common.ids import Digest, Ulid, block_hasher, block_id
+from tensorstore_ck.common.ids import Digest, Ulid, block_hasher, block_id, derived_hash
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import location_of
@@ -19,6 +19,7 @@ from tensorstore_ck.engine.read.block_reader import MAX_GAP_BYTES, MERGE_BYTES, 
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.feed.followed_tensor import FEW, FollowedTensor, SeveralTensors
 from tensorstore_ck.feed.held_blocks import HeldBlocks
+from tensorstore_ck.feed.shared_ranges import Range, Read, SharedRanges
 from tensorstore_ck.format.codec import Codec, decode, decode_changes, visit_changed
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.log import SnapshotRow
@@ -43,19 +44,13 @@ class Chain(NamedTuple):
         return sum(link.stored for link in self.links)
 
 
-class Range(NamedTuple):
-    """Bytes of a pack that are read by one request."""
-
-    pack: Ulid
-    start: int
-    stop: int
-
-
 class ChangesReader:
     """`ReadBlocks` for a follower."""
 
-    def __init__(self, held: HeldBlocks) -> None:
+    def __init__(self, held: HeldBlocks, shared: SharedRanges | None = None) -> None:
+        """`shared`: with other ranks for which `reads_of` is the same."""
         self._held = held
+        self._shared = shared
         self._scratch = threading.local()
         self.read_bytes = 0
         """Stored bytes of the blocks that were read."""
@@ -66,13 +61,25 @@ class ChangesReader:
         """See `read_blocks`."""
         read_blocks(engine, info, wanted, self._read)
 
+    def reads_of(self, engine: Engine, wanted: Sequence[WantedBlock]) -> Digest:
+        """Equal on ranks that would read the same bytes of packs, in the same batches."""
+        links = [(link.pack, link.offset, link.stored) for chain in self._chains(wanted, with_whole=True)[0] for link in chain.links]
+        return derived_hash("reads of a follower", repr((engine.backend.is_local, links)).encode())
+
     def _read(self, engine: Engine, wanted: list[WantedBlock]) -> None:
-        whole = [block for block in wanted if block.codec != Codec.DELTA]
-        chains = [self._chain(block) for block in wanted if block.codec == Codec.DELTA]
+        shared, self._shared = self._shared, None  # what is read again is read alone
+        chains, whole = self._chains(wanted, with_whole=shared is not None)
         for batch in batches(chains, lambda chain: chain.stored_bytes, BATCH_BYTES):
-            whole += self._put_together(engine, batch)
+            whole += self._put_together(engine, batch, shared)
         self.read_bytes += sum(block.stored for block in whole)
         read_at_places(engine, whole)
+
+    def _chains(self, wanted: Sequence[WantedBlock], *, with_whole: bool) -> tuple[list[Chain], list[WantedBlock]]:
+        """The blocks that are put together, in the order of their places; `with_whole`: with those of one link. Then the others."""
+        codecs = {block.codec for block in wanted} - {Codec.CAST} if with_whole else {Codec.DELTA}
+        chains = [self._chain(block) for block in wanted if block.codec in codecs]
+        chains.sort(key=lambda chain: (chain.links[0].pack, chain.links[0].offset))
+        return chains, [block for block in wanted if block.codec not in codecs]
 
     def _chain(self, block: WantedBlock) -> Chain:
         places = block.source.places
@@ -85,9 +92,9 @@ class ChangesReader:
             links.append(base.location)
         return Chain(block, None, links)
 
-    def _put_together(self, engine: Engine, chains: Sequence[Chain]) -> list[WantedBlock]:
+    def _put_together(self, engine: Engine, chains: Sequence[Chain], shared: SharedRanges | None) -> list[WantedBlock]:
         """Reads the chains' blocks and delivers them; returns those that are to be read in another way."""
-        stored = self._fetch(engine, [link for chain in chains for link in chain.links])
+        stored = self._fetch(engine, [link for chain in chains for link in chain.links], shared)
         failed: list[WantedBlock] = []
 
         def build(chain: Chain) -> None:
@@ -160,23 +167,27 @@ class ChangesReader:
             memory = self._scratch.memory = memoryview(bytearray(size_bytes))
         return memory[:size_bytes]
 
-    def _fetch(self, engine: Engine, places: Sequence[Location]) -> dict[tuple[Ulid, int], memoryview]:
+    def _fetch(self, engine: Engine, places: Sequence[Location], shared: SharedRanges | None) -> dict[tuple[Ulid, int], memoryview]:
         """The stored bytes of blocks, by pack and offset."""
-        stored: dict[tuple[Ulid, int], memoryview] = {}
         local = engine.backend.is_local
+
+        def read(tasks: Sequence[Read]) -> None:
+            self.read_bytes += sum(len(task.target) for task in tasks)
+            threads = min(cpu_threads() if local else REMOTE_THREADS, len(tasks))
+            for_each(tasks, lambda task: engine.backend.read_into(pack_name(task.place.pack), task.place.start, task.target), threads)
+
         by_place = sorted({(place.pack, place.offset): place for place in places}.values(), key=attrgetter("pack", "offset"))
-
-        def fetch(task: tuple[Range, list[Location]]) -> None:
-            read, members = task
-            data = memoryview(bytearray(read.stop - read.start))
-            engine.backend.read_into(pack_name(read.pack), read.start, data)
-            for place in members:
-                stored[place.pack, place.offset] = data[place.offset - read.start : place.offset - read.start + place.stored]
-
-        ranges = list(_merged(by_place, max_gap_bytes=0 if local else MAX_GAP_BYTES))
-        self.read_bytes += sum(read.stop - read.start for read, _ in ranges)
-        for_each(ranges, fetch, min(cpu_threads() if local else REMOTE_THREADS, len(ranges)))
-        return stored
+        merged = list(_merged(by_place, max_gap_bytes=0 if local else MAX_GAP_BYTES))
+        ranges = [place for place, _ in merged]
+        fetched = None if shared is None else shared.fetch(ranges, read)
+        if fetched is None:
+            fetched = [memoryview(bytearray(place.stop - place.start)) for place in ranges]
+            read([Read(*task) for task in zip(ranges, fetched, strict=True)])
+        return {
+            (place.pack, place.offset): data[place.offset - whole.start : place.offset - whole.start + place.stored]
+            for (whole, members), data in zip(merged, fetched, strict=True)
+            for place in members
+        }
 
 
 def _merged(places: Sequence[Location], max_gap_bytes: int) -> list[tuple[Range, list[Location]]]:

@@ -40,6 +40,7 @@ load_report.py          reports what did not fit
 lazy.py                 tensors of a snapshot, read when they are used
 read_pieces.py          reads tensors piece by piece, as float64
 statistics.py           statistics of tensors and of their changes
+gloo_group.py           a gloo group of some ranks, outside torch's registry
 broadcast_reads.py      one rank reads, the group's broadcast distributes
 shared_parts.py         each part of a snapshot read once for all ranks of a group
 """

@@ -325,6 +325,8 @@ class ReadOnlyStore:
         dtype: "torch.dtype | None" = None,
         poll_seconds: float = 1.0,
         host_cache: str | os.PathLike[str] | None = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> "Feed":
         """Keeps tensors at the newest snapshot of a branch, for inference; writes nothing, and needs no right to write.
 
@@ -346,13 +348,29 @@ class ReadOnlyStore:
             poll_seconds: How often `Feed.wait` looks.
             host_cache: A folder of this host, such as ``/dev/shm/feed``. Followers with the same folder read each version from the store
                 once, unless the store is local. Takes up to an eighth of the space that is free there.
+            group: A process group, or a one-dimensional DeviceMesh, whose ranks are one model: each passes its share as `into`, and all
+                call `poll` or `wait`, and `swap`, equally often. They take the version that rank 0 finds, all or none. Of ranks that read
+                the same, each reads a part of it from the store, and sends that to the others over the CPU's network (gloo).
+            timeout_seconds: With `group`: how long to wait for the other ranks.
         """
-        from tensorstore_ck.feed import Feed  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.feed import Feed, FeedRanks  # noqa: PLC0415 - loads torch
         from tensorstore_ck.feed.match_tensors import Wanted  # noqa: PLC0415 - loads torch
 
         folder = None if host_cache is None else os.fspath(host_cache)
         forget = self.session.context.forget_frozen  # the next save reads what a swap may have changed
-        return Feed(self.engine, ref, Wanted(into, select, rename, dtype), on_change=forget, poll_seconds=poll_seconds, host_cache=folder)
+        ranks, torch_group = None, process_group(group)
+        if torch_group is not None:
+            polls, swaps = self.session.groups.following(torch_group, ref, timeout_seconds=timeout_seconds)
+            ranks = FeedRanks(polls, swaps, torch_group.get_group_store(), ref, timeout_seconds=timeout_seconds)
+        return Feed(
+            self.engine,
+            ref,
+            Wanted(into, select, rename, dtype),
+            on_change=forget,
+            poll_seconds=poll_seconds,
+            host_cache=folder,
+            ranks=ranks,
+        )
 
     def on_event(self, callback: Callback) -> Callable[[], None]:
         """Calls ``callback(event)`` at each `Event` of this handle's saves and feeds; returns a function that unsubscribes.

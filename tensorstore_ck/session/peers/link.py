@@ -59,9 +59,6 @@ class ForgedMessageError(PeerProtocolError):
 def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: str, *, timeout_seconds: float) -> "PeerLink":
     """Connects this rank with those of its block; returns when all of them have called this.
 
-    The gloo group is made outside torch's registry: `new_group` would need ranks that are not in `group`, or derive the name from the other
-    groups that each rank has made.
-
     Args:
         group: The ranks find each other in its store.
         hosts: The host of each rank, see `host_of_folder`.
@@ -72,23 +69,20 @@ def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: st
     Raises:
         BackendUnavailableError: they did not connect.
     """
-    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415 - loads torch
+    from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loads torch
+
+    from tensorstore_ck.state.gloo_group import connect_gloo  # noqa: PLC0415 - loads torch
 
     ranks = block_of(group.rank(), hosts, copies)
-    gloo: Any = c10d.ProcessGroupGloo
     store: Any = group.get_group_store()
     try:
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=timeout_seconds)
-        # If ranks connect lazily, which the environment can request of torch, a late rank aborts the process that has given it up.
-        options._devices = [gloo.create_default_device(lazy_init=False)]
-        store = c10d.PrefixStore(f"tsck-peers/{name}/{ranks[0]}", store.clone())
+        store = PrefixStore(f"tsck-peers/{name}/{ranks[0]}", store.clone())
         is_first = group.rank() == ranks[0]
         if is_first:
             store.set(_KEY_NAME, secrets.token_bytes(_KEY_BYTES).hex())
         store.wait([_KEY_NAME], timedelta(seconds=timeout_seconds))
         key = bytes.fromhex(store.get(_KEY_NAME).decode())
-        made = gloo(store, ranks.index(group.rank()), len(ranks), options)
+        made = connect_gloo(store, ranks.index(group.rank()), len(ranks), timeout_seconds=timeout_seconds)
         if is_first:  # all ranks have read it
             with contextlib.suppress(RuntimeError):  # some stores cannot delete
                 store.delete_key(_KEY_NAME)

@@ -12,6 +12,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -76,7 +77,8 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.resume()
         for pipe in self._pipes:
-            pipe.send(None)
+            with suppress(BrokenPipeError):  # a rank that was killed
+                pipe.send(None)
         for process in self._processes:
             process.join(10)
             process.kill()
@@ -106,8 +108,17 @@ class Pool:
         answers: list[Any] = []
         for rank, pipe in enumerate(self._pipes[:ranks]):
             assert pipe.poll(PATIENCE_SECONDS), f"rank {rank} does not answer; those before it answered {answers}"
-            answers.append(pipe.recv())
+            try:
+                answers.append(pipe.recv())
+            except EOFError as exc:  # it was killed
+                answers.append(exc)
         return answers
+
+    def ask_one(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """As `ask`, one rank."""
+        self._pipes[rank].send((function, args))
+        assert self._pipes[rank].poll(PATIENCE_SECONDS), f"rank {rank} does not answer"
+        return self._pipes[rank].recv()
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int = RANKS) -> list[Any]:
         """What `function` returned on each of the first ranks.
