@@ -173,8 +173,9 @@ class Feed:
             if is_planned:
                 self._staged = self._stager.read(shared)
 
-        look = Look(address, verify, "" if self._version is None else self._version.root, self._closed.is_set(), is_last)
-        find = lambda root: self._find(address, "" if verify else root, is_quick=is_quick)  # noqa: E731
+        root = "" if self._version is None else self._version.root
+        look = Look(address, verify=verify, root=root, is_closed=self._closed.is_set(), is_last=is_last)
+        find = lambda common: self._find(address, "" if verify else common, is_quick=is_quick)  # noqa: E731
         try:
             is_new, ends = ranks.poll(look, find, plan, read)
         except BaseException:

@@ -90,7 +90,16 @@ class VersionStager:
         with on_own_streams(tensors):
             blocks = content.blocks_of(boxes)
             held = HeldBlocks(ids, blocks)
-        self._plan = _Plan(info, what, tensors, blocks, held, held.missing(blocks), bool(ids), started)
+        self._plan = _Plan(
+            info=info,
+            what=what,
+            tensors=tensors,
+            blocks=blocks,
+            held=held,
+            missing=held.missing(blocks),
+            is_known=bool(ids),
+            started=started,
+        )
 
     def reads(self) -> Digest:
         """Equal on ranks whose plans read the same bytes."""
@@ -121,10 +130,10 @@ class VersionStager:
             self.plan(info, {})
             return self.read()
         return StagedVersion(
-            FeedVersion(plan.info.root.hex(), plan.info.step, plan.info.time_ns, self._engine.clock),
-            plan.tensors,
-            [change for tensor in plan.tensors for change in tensor.changes],
-            {place_of(block): block.source.part.block_id(block.row) for block in plan.blocks},
+            version=FeedVersion(plan.info.root.hex(), plan.info.step, plan.info.time_ns, self._engine.clock),
+            tensors=plan.tensors,
+            changes=[change for tensor in plan.tensors for change in tensor.changes],
+            ids={place_of(block): block.source.part.block_id(block.row) for block in plan.blocks},
             seconds=time.perf_counter() - plan.started,
             read_bytes=reader.read_bytes,
             changed_bytes=changed_bytes,

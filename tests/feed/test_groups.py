@@ -4,9 +4,10 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import DEFAULT, patch
 
 import pytest
 import torch
@@ -79,10 +80,19 @@ UNDO: list[Any] = []
 
 def fail_to_read(only: int) -> None:
     """The reads of packs of one rank fail from now on."""
-
     if dist.get_rank() == only:
         error = tsck.BackendUnavailableError("no way to the store", object_id="test")
         failing = patch.object(FEEDS["feed"][0].engine.backend, "read_into", side_effect=error)
+        failing.start()
+        UNDO.append(failing.stop)
+
+
+def fail_to_read_once(only: int) -> None:
+    """The next read of a pack of one rank fails."""
+    if dist.get_rank() == only:
+        backend = FEEDS["feed"][0].engine.backend
+        error = tsck.BackendUnavailableError("no way to the store", object_id="test")
+        failing = patch.object(backend, "read_into", side_effect=chain([error], repeat(DEFAULT)), wraps=backend.read_into)
         failing.start()
         UNDO.append(failing.stop)
 
@@ -212,6 +222,19 @@ def test_a_rank_that_cannot_read_or_swap_leaves_all_at_their_version(
         assert isinstance(answer, tsck.SnapshotAbortedError)
         assert "no memory is left" in str(answer)
     assert all(equal(rank, first) for rank in pool.run(tensors, ranks=COUNT))
+    assert pool.run(call, "swap", ranks=COUNT) == [1] * COUNT
+    assert all(equal(rank, state) for rank in pool.run(tensors, ranks=COUNT))
+
+
+@pytest.mark.parametrize("only", [0, 1])
+def test_what_one_rank_could_not_read_at_once_is_read_by_each(pool: Pool, folder: Path, saved: tuple[tsck.Store, State], only: int) -> None:
+    pool.run(follow, str(folder), ranks=COUNT)
+    pool.run(read_little_at_a_time, ranks=COUNT)
+    pool.run(call, "poll", ranks=COUNT)
+    pool.run(call, "swap", ranks=COUNT)
+    state = publish(saved, 1)
+    pool.run(fail_to_read_once, only, ranks=COUNT)
+    assert pool.run(call, "poll", ranks=COUNT) == [1] * COUNT
     assert pool.run(call, "swap", ranks=COUNT) == [1] * COUNT
     assert all(equal(rank, state) for rank in pool.run(tensors, ranks=COUNT))
 
