@@ -7,13 +7,17 @@ with that state. Beginning a pass also draws from the process's generator, which
 accelerate begins the first pass of a `StatefulDataLoader` when it prepares it, so samplers are noted before that.
 """
 
+import random
+import warnings
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.integrations.trainer import persistent_workers
 
 State = dict[str, Any]
@@ -28,6 +32,7 @@ class NotedSampler(Sampler[Any]):
         """The state of the generator that the sampler draws from, when the newest pass began."""
         self._replayed: torch.Tensor | None = None
         self._process_state: torch.Tensor | None = None
+        self._draws_elsewhere = self._has_warned = False
 
     def __getattr__(self, name: str) -> Any:
         if name == "noted":  # while it is unpickled
@@ -48,8 +53,10 @@ class NotedSampler(Sampler[Any]):
         if self._replayed is not None:
             generator.set_state(self._replayed)
         self.pass_start = generator.get_state()
+        before = _other_generators()
         indices = iter(self.noted)
         first = list(islice(indices, 1))  # the order is drawn with it
+        self._draws_elsewhere |= _other_generators() != before
         if self._process_state is not None:
             torch.set_rng_state(self._process_state)
         self._replayed = self._process_state = None
@@ -59,6 +66,22 @@ class NotedSampler(Sampler[Any]):
     def replay(self, pass_start: torch.Tensor) -> None:
         """The next pass begins with this state, and ends its draws with the process's generator as it is now."""
         self.pass_start, self._replayed, self._process_state = pass_start, pass_start, torch.get_rng_state()
+
+    def warn_of_lost_order(self) -> None:
+        """Warns once, in a pass, if the sampler drew from generators whose states are not noted."""
+        if self._draws_elsewhere and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{type(self.noted).__name__} draws from Python's or NumPy's generator: unless it seeds that in each pass, a resume within "
+                "this pass has another order, so that some samples repeat and others are left out; draw the order with torch.randperm when "
+                "the pass begins",
+                stacklevel=user_stacklevel(),
+            )
+
+
+def _other_generators() -> tuple[Any, ...]:
+    _, keys, position, *_ = np.random.get_state(legacy=True)
+    return random.getstate(), np.asarray(keys).tobytes(), position
 
 
 def note_order(loader: DataLoader[Any]) -> None:
@@ -91,6 +114,8 @@ def capture(loader: Any, active: Any) -> State:
     is_in_pass = active is not None and not active.end_of_dataloader
     is_drawn = active is None and sampler is not None and sampler.pass_start is not None and getattr(loader, "iteration", 0) == 0
     has_order = is_in_pass or (is_drawn and _is_stateful(loader))  # of the pass that comes next, if none has begun
+    if is_in_pass and sampler is not None:
+        sampler.warn_of_lost_order()
     generator = getattr(sampler, "generator", None)
     return {
         "loader": _loader_state(loader, sampler, has_order=has_order),

@@ -30,6 +30,34 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
         return torch.full((4,), float(number))
 
 
+class PythonSampler(torch.utils.data.Sampler[int]):
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Any:
+        return iter(random.sample(range(20), 20))
+
+
+class NumpySampler(PythonSampler):
+    def __iter__(self) -> Any:
+        return iter(np.random.permutation(20).tolist())
+
+
+class TorchSampler(PythonSampler):
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(20).tolist())
+
+
+SAMPLERS: dict[str, Any] = {
+    "python": PythonSampler,
+    "numpy": NumpySampler,
+    "torch": TorchSampler,
+    "sequential": lambda: torch.utils.data.SequentialSampler(Rows()),
+    "weighted": lambda: torch.utils.data.WeightedRandomSampler([1.0] * 20, 20),
+    "subset": lambda: torch.utils.data.SubsetRandomSampler(range(20)),
+}
+
+
 class Killed(Exception):
     """In place of a kill."""
 
@@ -114,7 +142,8 @@ def train(
         scheduler = accelerate.utils.DummyScheduler(optimizer, warmup_num_steps=20)
     generator = torch.Generator().manual_seed(seed) if loader_kind == "generator" else None
     processes: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
-    rows = torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True, generator=generator, **processes)
+    order = {"sampler": SAMPLERS[loader_kind]()} if loader_kind in SAMPLERS else {"shuffle": True}
+    rows = torch.utils.data.DataLoader(Rows(), batch_size=2, generator=generator, **order, **processes)
     model, optimizer, scheduler, rows = accelerator.prepare(model, optimizer, scheduler, rows)
     average = Average()
     accelerator.register_for_checkpointing(average)

@@ -78,6 +78,23 @@ def test_loaders_of_other_kinds(tmp_path: Path, store: tsck.Store, kind: str) ->
     assert_continues(resumed, whole, 15)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("python", "PythonSampler"), ("numpy", "NumpySampler")])
+def test_a_sampler_whose_order_is_lost_warns_once(tmp_path: Path, store: tsck.Store, kind: str, name: str) -> None:
+    with pytest.warns(UserWarning, match=f"^{name} draws from Python's or NumPy's") as found:
+        runs.train(tmp_path / "out", store, resume=False, stop_after=9, loader_kind=kind)
+    assert len([each for each in found if "draws from Python's" in str(each.message)]) == 1
+    runs.train(tmp_path / "border", store, resume=False, save_every=10, loader_kind=kind, ref="runs/border")  # a warning is an error
+
+
+@pytest.mark.parametrize("kind", ["torch", "sequential", "weighted", "subset"])
+def test_a_sampler_whose_order_continues_does_not_warn(tmp_path: Path, store: tsck.Store, kind: str) -> None:
+    """Warnings are errors. That of torch.randperm is what the warning advises."""
+    whole = runs.train(tmp_path / "whole", None, resume=False, loader_kind=kind)
+    with pytest.raises(runs.Killed):
+        runs.train(tmp_path / "out", store, resume=False, kill_after=17, loader_kind=kind)
+    assert_continues(runs.train(tmp_path / "out", store, seed=2, loader_kind=kind), whole, 15)
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("kind", ["", "generator", "seedable", "stateful"])
 def test_a_save_after_the_last_batch_of_an_epoch(tmp_path: Path, store: tsck.Store, kind: str) -> None:
