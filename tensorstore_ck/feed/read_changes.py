@@ -63,7 +63,8 @@ class ChangesReader:
 
     def reads_of(self, engine: Engine, wanted: Sequence[WantedBlock]) -> Digest:
         """Equal on ranks that would read the same bytes of packs, in the same batches."""
-        links = [(link.pack, link.offset, link.stored) for chain in self._chains(wanted, with_whole=True)[0] for link in chain.links]
+        chains, _ = self._chains(wanted, with_whole=True)
+        links = [[(link.pack, link.offset, link.stored) for link in chain.links] for chain in chains]
         return derived_hash("reads of a follower", repr((engine.backend.is_local, links)).encode())
 
     def _read(self, engine: Engine, wanted: list[WantedBlock]) -> None:
