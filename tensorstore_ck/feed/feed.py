@@ -86,8 +86,11 @@ class Feed:
     def close(self) -> None:
         """Drops what is staged, and ends a `wait` of another thread. The tensors stay as they are."""
         self._closed.set()
-        with self._polling, self._lock:
-            self._staged = None
+        if self._polling.acquire(blocking=self._ranks is None):  # among ranks a poll ends when all have come to it, and then does this
+            try:
+                self._drop()
+            finally:
+                self._polling.release()
 
     @property
     def version(self) -> FeedVersion | None:
@@ -115,12 +118,12 @@ class Feed:
         return self._look(self._ref if address is None else address, verify=verify)[0]
 
     def _look(
-        self, address: str, *, verify: bool = False, is_quick: bool = False, is_last: bool = False
+        self, address: str, *, verify: bool = False, waits: bool = False, is_quick: bool = False, is_last: bool = False
     ) -> tuple[FeedVersion | None, bool]:
-        """A poll, and whether no rank looks again. `is_quick`, `is_last`: see `wait`."""
+        """A poll, and whether no rank looks again. `waits`: of a `wait`, as are `is_quick` and `is_last`."""
         try:
             with self._polling:
-                if self._closed.is_set() and not (self._ranks and is_last):
+                if self._closed.is_set() and not (self._ranks and waits):  # else the other ranks learn it from this poll
                     raise InputError(f"the feed of {self._ref!r} was closed: call follow again", object_id=self._ref)
                 try:
                     with memory_errors(f"staging {self._ref!r}"):
@@ -129,11 +132,13 @@ class Feed:
                         return self._poll_together(self._ranks, address, verify=verify, is_quick=is_quick, is_last=is_last)
                 finally:
                     self._is_staging = False
+                    if self._ranks is not None and self._closed.is_set():
+                        self._drop()
         finally:
             self._deliver()
 
     def _poll(self, address: str, *, verify: bool, is_quick: bool) -> FeedVersion | None:
-        root = "" if verify or self._version is None else self._version.root
+        root = "" if verify else _root_of(self._version)
         info = self._find(address, root, is_quick=is_quick)
         if info is None:
             self._drop()
@@ -148,7 +153,8 @@ class Feed:
                 self._stager.plan(newest, self._ids)
                 self._staged = self._stager.read()
             self._note_fetched(self._staged)
-        return None if self._staged is None else self._staged.version
+        staged = self._staged  # another thread may swap it
+        return None if staged is None else staged.version
 
     def _poll_together(
         self, ranks: FeedRanks, address: str, *, verify: bool, is_quick: bool, is_last: bool
@@ -173,8 +179,7 @@ class Feed:
             if is_planned:
                 self._staged = self._stager.read(shared)
 
-        root = "" if self._version is None else self._version.root
-        look = Look(address, verify=verify, root=root, is_closed=self._closed.is_set(), is_last=is_last)
+        look = Look(address, verify=verify, root=_root_of(self._version), is_closed=self._closed.is_set(), is_last=is_last)
         find = lambda common: self._find(address, "" if verify else common, is_quick=is_quick)  # noqa: E731
         try:
             is_new, ends = ranks.poll(look, find, plan, read)
@@ -185,9 +190,10 @@ class Feed:
         if not is_new:
             self._drop()
             return None, ends
-        if is_planned and self._staged is not None:
-            self._note_fetched(self._staged)
-        return self._version if self._staged is None else self._staged.version, ends
+        staged = self._staged  # another thread may swap it
+        if is_planned and staged is not None:
+            self._note_fetched(staged)
+        return self._version if staged is None else staged.version, ends
 
     def _find(self, address: str, root: str, *, is_quick: bool) -> SnapshotRow | None:
         """The snapshot at the address; None if that is the one with `root`. `is_quick`: if there is no log entry since, look no further."""
@@ -208,7 +214,7 @@ class Feed:
         with self._lock:  # until here, `swap` may have taken what is staged
             if verify:
                 self._ids = {}
-            elif root in {had.root for had in (self._version, self._staged and self._staged.version) if had is not None}:
+            elif root in (_root_of(self._version), _root_of(self._staged and self._staged.version)):
                 return False
             self._staged, self._is_staging = None, True  # its memory is for the next one
             return True
@@ -225,7 +231,7 @@ class Feed:
         as long as it took to stage that, so that another thread can swap it.
 
         Raises:
-            BackendUnavailableError: the store did not answer the last poll before the timeout.
+            BackendUnavailableError: the store did not answer the last poll before the timeout; with a group, at all.
         """
         deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
         staged, looks = self._staged, 0
@@ -236,7 +242,7 @@ class Feed:
             is_last = self._closed.is_set() or time.monotonic() >= deadline
             version, ends = None, False
             try:
-                version, ends = self._look(self._ref, is_quick=bool(looks % LOOKS_A_POLL), is_last=is_last)
+                version, ends = self._look(self._ref, waits=True, is_quick=bool(looks % LOOKS_A_POLL), is_last=is_last)
             except BackendUnavailableError:
                 if is_last or self._ranks is not None:  # all ranks raise
                     raise
@@ -268,28 +274,43 @@ class Feed:
                 staged = None if self._is_staging else self._staged
                 if self._ranks is not None:
                     return self._swap_together(self._ranks, staged)
-                return None if staged is None else shielded(lambda: self._finish(staged, self._change(staged)), finish=True)
+                return None if staged is None else shielded(lambda: self._swap_alone(staged), finish=True)
         finally:
             self._deliver()
 
     def _swap_together(self, ranks: FeedRanks, staged: StagedVersion | None) -> FeedVersion | None:
         """As `swap`, on all ranks or on none."""
         version = None if self._is_staging else self._version if staged is None else staged.version
+        before = self._version, self._ids, self._staged
         done: list[_Done] = []
 
         def apply() -> None:
             if staged is not None:
-                shielded(lambda: done.append(self._change(staged)), finish=True)
+                shielded(lambda: done.append(self._make(staged)), finish=True)
+
+        def undo() -> None:
+            done[0].undo()
+            self._version, self._ids, self._staged = before
 
         try:
-            is_swapped = ranks.swap("" if version is None else version.root, apply, is_staged=staged is not None)
+            is_swapped = ranks.swap(_root_of(version), apply, is_staged=staged is not None)
         except BaseException:
-            for change in done:
-                shielded(change.undo, finish=True)
+            if done:
+                shielded(undo, finish=True)
             raise
         if staged is not None and done:
-            self._finish(staged, done[0])
+            self._note_swapped(staged, done[0])
         return version if is_swapped else None
+
+    def _swap_alone(self, staged: StagedVersion) -> FeedVersion:
+        self._note_swapped(staged, self._make(staged))
+        return staged.version
+
+    def _make(self, staged: StagedVersion) -> "_Done":
+        """Makes the tensors the staged version, all or none, and notes that."""
+        done = self._change(staged)
+        self._version, self._ids, self._staged = staged.version, staged.ids, None
+        return done
 
     def _change(self, staged: StagedVersion) -> "_Done":
         """Makes the tensors the staged version, all or none."""
@@ -310,10 +331,8 @@ class Feed:
         self._on_change()
         return done
 
-    def _finish(self, staged: StagedVersion, done: "_Done") -> FeedVersion:
-        self._version, self._ids, self._staged = staged.version, staged.ids, None
+    def _note_swapped(self, staged: StagedVersion, done: "_Done") -> None:
         self._note("swapped", staged.version, pause_seconds=time.perf_counter() - done.started)
-        return staged.version
 
     def _newest_view(self) -> RefTable:
         return self._engine.log.readable_view(next_first=True)
@@ -339,6 +358,10 @@ class Feed:
             except IndexError:  # perhaps another thread delivers the last one
                 return
             self._engine.observers.emit(event)
+
+
+def _root_of(version: FeedVersion | None) -> str:
+    return "" if version is None else version.root
 
 
 class _Done:

@@ -55,6 +55,8 @@ class SharedRanges:
         try:
             own_keys = PrefixStore(f"tsck-feed/{name}", store.clone())
             self._gloo = connect_gloo(own_keys, self._member, self._members, timeout_seconds=timeout_seconds)
+            self._spread([np.zeros(1, np.uint8) for _ in members])  # all have connected: none reads the keys any more
+            own_keys.delete_key(f"0/{self._member}")  # gloo's name of what it publishes; each version would leave one
         except (RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
             _logger.debug("this rank reads alone: it did not find ranks %s: %s", members, exc)
 
@@ -111,6 +113,6 @@ def _owners(ranges: Sequence[Range], members: int) -> list[int]:
     """The member that reads each range: neighbouring ones, with about as many bytes for each member."""
     total, before, owners = sum(place.stop - place.start for place in ranges), 0, []
     for place in ranges:
-        owners.append(members * before // total)
+        owners.append(min(members - 1, members * before // max(1, total)))
         before += place.stop - place.start
     return owners

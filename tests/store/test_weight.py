@@ -53,7 +53,7 @@ MOST_LINES = {
     "engine": 5400,
     "errors": 400,
     "events": 300,
-    "feed": 1700,
+    "feed": 1800,
     "format": 5300,
     "gc": 3700,
     "integrations": 20500,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tensorstore_ck.common.ids import new_ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.events import Event
@@ -64,8 +65,6 @@ class ProcessGroups:
         """Each group, with the plans of its saves."""
         self._publishing: weakref.WeakKeyDictionary[ProcessGroup, Group] = weakref.WeakKeyDictionary()
         self._gathered: weakref.WeakKeyDictionary[ProcessGroup, dict[str, list[bytes]]] = weakref.WeakKeyDictionary()
-        self._feeds: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
-        """How many feeds each group has had."""
 
     def all_gather(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> list[bytes]:
         """Exchanges values of a few bytes between all ranks of a group, under `title`.
@@ -113,7 +112,7 @@ class ProcessGroups:
         """Ends the threads that talk to the groups' stores; a later save or restore starts new ones."""
         for group in (*(own for own, _ in self._groups.values()), *self._publishing.values()):
             group.close()
-        for known in (self._groups, self._publishing, self._gathered, self._feeds):
+        for known in (self._groups, self._publishing, self._gathered):
             known.clear()
 
     def _report_dead(self, own: int, rank: int, host: str, silent_seconds: float) -> None:
@@ -134,14 +133,15 @@ class ProcessGroups:
             SnapshotAbortedError: a rank did not come.
         """
         own = self.of(group)[0]
+        names: list[str] = []
 
         def compare(proposals: list[Body]) -> Body:
             require_same(proposals, ("ref",), own.in_job)
-            return {}
+            return {"name": new_ulid().hex()}
 
-        own.meet(f"the feed of {ref!r}", lambda: {"ref": ref}, compare, lambda _: None, timeout=timeout_seconds)
-        number = self._feeds[group] = self._feeds.get(group, 0) + 1
-        scope = f"{self._engine.config.uuid}/follow/{number}"
+        title = f"the feed of {ref!r}"
+        own.meet(title, lambda: {"ref": ref}, compare, lambda go: names.append(take(go, "name", str)), timeout=timeout_seconds)
+        scope = f"{self._engine.config.uuid}/follow/{names[0]}"
         return open_group(group, f"{scope}/polls", first=own), open_group(group, f"{scope}/swaps", first=own)
 
     def of(self, group: "ProcessGroup") -> tuple[Group, Memory]:
