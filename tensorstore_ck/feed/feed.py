@@ -272,9 +272,10 @@ class Feed:
         try:
             with self._lock:
                 staged = None if self._is_staging else self._staged
-                if self._ranks is not None:
-                    return self._swap_together(self._ranks, staged)
-                return None if staged is None else shielded(lambda: self._swap_alone(staged), finish=True)
+                with _in_order([] if staged is None else staged.tensors):  # in the caller's thread, which has the caller's stream
+                    if self._ranks is not None:
+                        return self._swap_together(self._ranks, staged)
+                    return None if staged is None else shielded(lambda: self._swap_alone(staged), finish=True)
         finally:
             self._deliver()
 
@@ -314,17 +315,16 @@ class Feed:
 
     def _change(self, staged: StagedVersion) -> "_Done":
         """Makes the tensors the staged version, all or none."""
-        done = _Done(time.perf_counter(), staged.tensors, self._on_change)
+        done = _Done(self._on_change)
 
         def apply(change: Change) -> None:
             done.begun.append(change)
             change.apply()
 
         try:
-            with _in_order(staged.tensors):
-                for_each(staged.changes, apply, min(cpu_threads(), len(staged.changes)))
-                changed = [tensor.tensor for tensor in staged.tensors if tensor.changes and not tensor.tensor.is_inference()]
-                torch.autograd.graph.increment_version(changed)
+            for_each(staged.changes, apply, min(cpu_threads(), len(staged.changes)))
+            changed = [tensor.tensor for tensor in staged.tensors if tensor.changes and not tensor.tensor.is_inference()]
+            torch.autograd.graph.increment_version(changed)
         except BaseException:
             done.undo()
             raise
@@ -367,16 +367,15 @@ def _root_of(version: FeedVersion | None) -> str:
 class _Done:
     """What a swap has changed so far."""
 
-    def __init__(self, started: float, tensors: Sequence[FollowedTensor], on_undone: Callable[[], object]) -> None:
-        self.started = started
+    def __init__(self, on_undone: Callable[[], object]) -> None:
+        self.started = time.perf_counter()
         self.begun: list[Change] = []
-        self._tensors, self._on_undone = tensors, on_undone
+        self._on_undone = on_undone
 
     def undo(self) -> None:
         """Makes the tensors what they were."""
-        with _in_order(self._tensors):
-            for change in self.begun:
-                change.undo()
+        for change in self.begun:
+            change.undo()
         self._on_undone()
 
 

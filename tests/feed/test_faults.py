@@ -184,7 +184,13 @@ def test_a_swap_follows_the_stream_of_its_caller_who_then_follows_the_swap(
     callers.wait_stream.side_effect = lambda stream: happened.append("the caller waits" if stream is own else "")
     following = Following(made)
     following.feed.poll()
-    monkeypatch.setattr("tensorstore_ck.feed.feed.streams_of", lambda _: [(own, callers)])  # tests/gpu/test_order.py has real ones
+    here = threading.current_thread()
+
+    def streams_of(_: object) -> list[tuple[MagicMock, MagicMock]]:
+        assert threading.current_thread() is here, "each thread has its own current stream"
+        return [(own, callers)]
+
+    monkeypatch.setattr("tensorstore_ck.feed.feed.streams_of", streams_of)  # tests/gpu/test_order.py has real ones
 
     def apply() -> None:
         happened.append("a change")

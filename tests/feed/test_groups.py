@@ -258,6 +258,30 @@ def test_one_rank_that_closes_its_feed_ends_the_wait_of_all(pool: Pool, folder: 
     assert pool.run(wait_in_a_thread, only, ranks=COUNT) == [[None]] * COUNT
 
 
+def close_before_a_look(only: int) -> int | None:
+    """All ranks wait; one closes its feed, as another thread, when it has decided to look."""
+    feed = FEEDS["feed"][1]
+    look = feed._look
+
+    def close_and_look(*args: Any, **options: Any) -> Any:
+        if dist.get_rank() == only:
+            feed.close()
+        return look(*args, **options)
+
+    with patch.object(feed, "_look", side_effect=close_and_look):
+        return call("wait")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("only", [0, 2])
+def test_a_rank_that_closes_its_feed_before_a_look_takes_part_in_it(
+    pool: Pool, folder: Path, saved: tuple[tsck.Store, State], only: int
+) -> None:
+    pool.run(follow, str(folder), ranks=COUNT)
+    pool.run(call, "poll", ranks=COUNT)
+    pool.run(call, "swap", ranks=COUNT)
+    assert pool.run(close_before_a_look, only, ranks=COUNT) == [None] * COUNT
+
+
 def follow_another(folder: str) -> None:
     with tsck.open(f"{folder}/store", read_only=True, cache_dir=f"{folder}/cache-{dist.get_rank()}") as store:
         store.follow(f"runs/{dist.get_rank() % 2}", into=zeros(first_state()), group=GROUPS[COUNT], timeout_seconds=TIMEOUT_SECONDS)
