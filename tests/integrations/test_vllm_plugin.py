@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,12 @@ def test_the_engine_takes_versions_and_repeats_what_failed(trainer: tsck.Store, 
     engine.shutdown()
 
 
+def run(call: Any) -> Any:
+    """In a thread of its own: this one may have an event loop, of a browser that another test drives."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, call).result()
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("registered")
 def test_adapters_by_address_each_written_once(trainer: tsck.Store, tmp_path: Path) -> None:
@@ -101,10 +108,10 @@ def test_adapters_by_address_each_written_once(trainer: tsck.Store, tmp_path: Pa
     resolver = vllm_stub.LoRAResolverRegistry.resolvers["tensorstore_ck"]
     paths = set()
     for name in ("tsck:lora@4", "tsck:lora"):
-        request = asyncio.run(resolver.resolve_lora("llama", name))
+        request = run(resolver.resolve_lora("llama", name))
         assert request.lora_name == name
         paths.add(request.lora_path)
     (path,) = paths
     assert {file.name for file in Path(path).iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     for name in ("llama-chat", "tsck:lora@5", "tsck:other"):
-        assert asyncio.run(resolver.resolve_lora("llama", name)) is None
+        assert run(resolver.resolve_lora("llama", name)) is None

@@ -277,6 +277,7 @@ DECODERS: Final[dict[str, str]] = {
     "integrations/exporting/model_folder.py": "a file of the model that the user names",
     "integrations/exporting/torch_zip_template.py": "torch's, which wrote it just now",
     "integrations/hf/weights.py": "a file of the model that is trained",
+    "integrations/hf/trainer.py": OWN,
     "integrations/hf/trainer_values.py": OWN,
     "integrations/importing/dcp_folder.py": ROWS,
     "integrations/importing/dcp_safetensors.py": ROWS,
