@@ -11,7 +11,7 @@ from typing import Final, Self
 import torch
 
 from tensorstore_ck.common.host_memory import memory_errors
-from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import cpu_threads, for_each, shielded
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.common.waiting import Flag
@@ -20,7 +20,6 @@ from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, Input
 from tensorstore_ck.events import Event, Kind
 from tensorstore_ck.feed.feed_ranks import FeedRanks, Look
 from tensorstore_ck.feed.followed_tensor import Change, FollowedTensor
-from tensorstore_ck.feed.held_blocks import Place
 from tensorstore_ck.feed.host_cache import HostCache
 from tensorstore_ck.feed.match_tensors import Wanted
 from tensorstore_ck.feed.shared_ranges import SharedRanges
@@ -69,8 +68,6 @@ class Feed:
         self._is_staging = False
         self._closed = Flag()
         self._staged: StagedVersion | None = None
-        self._ids: dict[Place, Digest] = {}
-        """The blocks of `version`."""
         self._version: FeedVersion | None = None
         self._idle_at: int | None = None
         """The log entry at which the last poll found the branch at `version`; None if it did not."""
@@ -144,13 +141,13 @@ class Feed:
             self._drop()
         elif self._must_stage(info.root.hex(), verify=verify):
             try:
-                self._stager.plan(info, self._ids)
+                self._stager.plan(info)
                 self._staged = self._stager.read()
             except SnapshotExpiredError:
                 newest = self._find(address, "", is_quick=False)
                 if newest is None or newest.ulid == info.ulid:
                     raise
-                self._stager.plan(newest, self._ids)
+                self._stager.plan(newest)
                 self._staged = self._stager.read()
             self._note_fetched(self._staged)
         staged = self._staged  # another thread may swap it
@@ -172,7 +169,7 @@ class Feed:
             is_planned = self._must_stage(info.root.hex(), verify=verify)
             if not is_planned:
                 return b""
-            self._stager.plan(info, self._ids)
+            self._stager.plan(info)
             return self._stager.reads()
 
         def read(shared: SharedRanges | None) -> None:
@@ -213,7 +210,7 @@ class Feed:
         """Whether a version is neither what the tensors are nor staged; if so, drops what is staged."""
         with self._lock:  # until here, `swap` may have taken what is staged
             if verify:
-                self._ids = {}
+                self._stager.ids = {}
             elif root in (_root_of(self._version), _root_of(self._staged and self._staged.version)):
                 return False
             self._staged, self._is_staging = None, True  # its memory is for the next one
@@ -282,7 +279,7 @@ class Feed:
     def _swap_together(self, ranks: FeedRanks, staged: StagedVersion | None) -> FeedVersion | None:
         """As `swap`, on all ranks or on none."""
         version = None if self._is_staging else self._version if staged is None else staged.version
-        before = self._version, self._ids, self._staged
+        before = self._version, self._stager.ids, self._staged
         done: list[_Done] = []
 
         def apply() -> None:
@@ -291,7 +288,7 @@ class Feed:
 
         def undo() -> None:
             done[0].undo()
-            self._version, self._ids, self._staged = before
+            self._version, self._stager.ids, self._staged = before
 
         try:
             is_swapped = ranks.swap(_root_of(version), apply, is_staged=staged is not None)
@@ -310,7 +307,7 @@ class Feed:
     def _make(self, staged: StagedVersion) -> "_Done":
         """Makes the tensors the staged version, all or none, and notes that."""
         done = self._change(staged)
-        self._version, self._ids, self._staged = staged.version, staged.ids, None
+        self._version, self._stager.ids, self._staged = staged.version, staged.ids, None
         return done
 
     def _change(self, staged: StagedVersion) -> "_Done":

@@ -75,9 +75,11 @@ class VersionStager:
         self._layouts = Layouts(lambda: LAYOUTS_BYTES, len)
         """Versions mostly have the same one."""
         self._plan: _Plan | None = None
+        self.ids: Mapping[Place, Digest] = {}
+        """The blocks of the version that the tensors are; empty: not known, so that the next plan hashes the tensors."""
 
-    def plan(self, info: SnapshotRow, ids: Mapping[Place, Digest]) -> None:
-        """Finds what a version changes. `ids`: the blocks of the version that the tensors are; empty: the tensors are hashed.
+    def plan(self, info: SnapshotRow) -> None:
+        """Finds what a version changes.
 
         Raises:
             MismatchError: the snapshot does not fit the tensors.
@@ -89,7 +91,7 @@ class VersionStager:
         tensors, boxes = match_tensors(content, self._wanted, what)
         with on_own_streams(tensors):
             blocks = content.blocks_of(boxes)
-            held = HeldBlocks(ids, blocks)
+            held = HeldBlocks(self.ids, blocks)
         self._plan = _Plan(
             info=info,
             what=what,
@@ -97,7 +99,7 @@ class VersionStager:
             blocks=blocks,
             held=held,
             missing=held.missing(blocks),
-            is_known=bool(ids),
+            is_known=bool(self.ids),
             started=started,
         )
 
@@ -125,9 +127,9 @@ class VersionStager:
         with on_own_streams(plan.tensors):
             reader(self._engine, plan.info, plan.missing)
         if reader.found_changed and plan.is_known:  # by somebody, perhaps also where no difference shows it
-            info = plan.info
+            info, self.ids = plan.info, {}
             del plan, reader  # their memory is for the second attempt
-            self.plan(info, {})
+            self.plan(info)
             return self.read()
         return StagedVersion(
             version=FeedVersion(plan.info.root.hex(), plan.info.step, plan.info.time_ns, self._engine.clock),
