@@ -447,3 +447,21 @@ def test_a_difference_to_what_the_tensors_are_is_not_compared_with_them(backend:
         save(trainer, state, step)
         update(feed)
         assert equal(mine, state)
+
+
+def test_what_a_dropped_version_showed_to_be_changed_is_read_with_the_next_one(tmp_path: Path) -> None:
+    state = first_state()
+    with tsck.open(tmp_path, create=True) as trainer, tsck.open(tmp_path, read_only=True) as reader:
+        first, mine = save(trainer, state, 0), zeros(state)
+        feed = reader.follow(REF, into=mine)
+        update(feed)
+        mine["model"]["layers.2"].view(-1)[:8] += 1
+        train(state, 1)
+        save(trainer, state, 1)
+        feed.poll()
+        state = trainer.checkout(first.root)
+        trainer.reset(REF, to=first.root)
+        state["model"]["layers.0"] += 1
+        save(trainer, state, 2)
+        update(feed)
+        assert equal(mine, state)
