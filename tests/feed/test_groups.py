@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -239,7 +239,7 @@ def test_what_one_rank_could_not_read_at_once_is_read_by_each(pool: Pool, folder
     assert all(equal(rank, state) for rank in pool.run(tensors, ranks=COUNT))
 
 
-def wait_in_a_thread(only: int) -> list[int | None]:
+def wait_in_a_thread(only: int) -> int | None:
     """All ranks wait in threads, as a guide says; one closes its feed."""
     steps: list[int | None] = []
     thread = threading.Thread(target=lambda: steps.append(call("wait")))
@@ -247,15 +247,8 @@ def wait_in_a_thread(only: int) -> list[int | None]:
     if dist.get_rank() == only:
         FEEDS["feed"][1].close()
     thread.join()
-    return steps
-
-
-@pytest.mark.parametrize("only", [0, 2])
-def test_one_rank_that_closes_its_feed_ends_the_wait_of_all(pool: Pool, folder: Path, saved: tuple[tsck.Store, State], only: int) -> None:
-    pool.run(follow, str(folder), ranks=COUNT)
-    pool.run(call, "poll", ranks=COUNT)
-    pool.run(call, "swap", ranks=COUNT)
-    assert pool.run(wait_in_a_thread, only, ranks=COUNT) == [[None]] * COUNT
+    (step,) = steps
+    return step
 
 
 def close_before_a_look(only: int) -> int | None:
@@ -273,13 +266,14 @@ def close_before_a_look(only: int) -> int | None:
 
 
 @pytest.mark.parametrize("only", [0, 2])
-def test_a_rank_that_closes_its_feed_before_a_look_takes_part_in_it(
-    pool: Pool, folder: Path, saved: tuple[tsck.Store, State], only: int
+@pytest.mark.parametrize("closes", [wait_in_a_thread, close_before_a_look])
+def test_one_rank_that_closes_its_feed_ends_the_wait_of_all(
+    pool: Pool, folder: Path, saved: tuple[tsck.Store, State], closes: Callable[[int], int | None], only: int
 ) -> None:
     pool.run(follow, str(folder), ranks=COUNT)
     pool.run(call, "poll", ranks=COUNT)
     pool.run(call, "swap", ranks=COUNT)
-    assert pool.run(close_before_a_look, only, ranks=COUNT) == [None] * COUNT
+    assert pool.run(closes, only, ranks=COUNT) == [None] * COUNT
 
 
 def follow_another(folder: str) -> None:
