@@ -151,6 +151,11 @@ def validate_ref_name(name: object) -> str:
     return str(name)
 
 
+def name_key(name: str) -> bytes:
+    """The key of a branch or a tag; no row has that of a text which cannot be a name. Raises `InvalidNameError` if it is no string."""
+    return (name if isinstance(name, str) else validate_ref_name(name)).encode("ascii", "replace")
+
+
 def is_ref_glob(glob: object) -> bool:
     """Whether this is a valid pattern of a policy: a name in which ``*``, ``?`` and ``[...]`` stand for any characters."""
     return isinstance(glob, str) and _GLOB.fullmatch(glob) is not None

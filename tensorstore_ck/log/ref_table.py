@@ -17,6 +17,7 @@ from tensorstore_ck.log.field_checks import (
     Row,
     RowKind,
     is_ref_name,
+    name_key,
     numbered,
     object_key,
     object_of,
@@ -145,7 +146,7 @@ class RefTable:
 
     def branch(self, name: str) -> BranchHead | None:
         """Where a branch is."""
-        return self.read(rows.BRANCHES, name.encode("ascii", "replace"), name)
+        return self.read(rows.BRANCHES, name_key(name), name)
 
     def length(self, name: str) -> int:
         """How many moves a branch of that name had so far, even if it was removed: the number of its next one."""
@@ -192,7 +193,7 @@ class RefTable:
 
     def tag_row(self, name: str) -> rows.TagRow | None:
         """The snapshot that a tag names, with the tag's time."""
-        return self.read(rows.TAGS, name.encode("ascii", "replace"))
+        return self.read(rows.TAGS, name_key(name))
 
     # --- snapshots ----------------------------------------------------------------------------------------------------
 

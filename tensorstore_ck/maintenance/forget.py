@@ -154,7 +154,7 @@ def _to_undo(view: RefTable, address: str | None) -> list[tuple[UndoWindow, set[
 
 
 def _matcher(view: RefTable, address: str) -> Callable[[UndoWindow, BranchMove], bool]:
-    if "~" in address:
+    if not isinstance(address, str) or "~" in address:
         resolved = resolve(view, address)
         return lambda window, move: move.root == resolved.info.root and resolved.branch in (None, window.name)
     name, _, step = address.partition("@")

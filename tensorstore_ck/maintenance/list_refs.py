@@ -16,7 +16,7 @@ from tensorstore_ck.log.training_line import training_line
 
 def history(engine: Engine, ref: str | None, limit: int | None) -> SnapshotLog:
     """See `Store.log`."""
-    if limit is not None and limit < 0:
+    if limit is not None and (not hasattr(limit, "__index__") or limit < 0):
         raise InvalidOptionError(f"limit must be a number of snapshots, not {limit}", object_id="limit")
     view = engine.log.readable_view()
     if ref is not None and view.branch(ref) is None:

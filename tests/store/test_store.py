@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -181,6 +181,7 @@ def test_addresses(store: tsck.Store) -> None:
         {"step": -1},
         {"step": 1.5},
         {"step": True},
+        {"step": torch.tensor(3.0)},
         {"step": 1 << 64},
         {"metrics": {"loss": "low"}},
         {"metrics": {3: 1.0}},
@@ -198,6 +199,23 @@ def test_bad_options_write_nothing(store: tsck.Store, url: Path, options: dict[s
         store.put_snapshot(tensors(0), ref="job", **options)  # type: ignore[arg-type]
     assert packs(url) == {}
     assert not store.branches()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store: store.log(3),
+        lambda store: store.bisect(None, lambda _: False, good="b", bad="b"),
+        lambda store: store.explain_retention(3),
+        lambda store: store.untag(3),
+        lambda store: store.undo(3),
+        lambda store: store.log(limit=1.5),
+    ],
+)
+def test_what_is_no_name_and_no_number_is_refused_by_name(store: tsck.Store, call: Callable[[Any], object]) -> None:
+    store.put_snapshot(tensors(0), ref="b", step=1)
+    with pytest.raises(tsck.InputError, match=r"^(3|None) (is not|cannot be)|not 1\.5"):
+        call(store)
 
 
 def test_put_to_a_tag(store: tsck.Store) -> None:

@@ -1,5 +1,6 @@
 """What a save says besides the state: its options, as the caller gives them, and the request that they make at one entry of the log."""
 
+import operator
 from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple, TypedDict, cast, get_args
 
@@ -131,9 +132,12 @@ def check_options(
     validate_ref_name(ref)
     packed_metadata, checked_metrics = encode_metadata(metadata), check_metrics(metrics)
     origin = check_origin(triggers, epoch, made_ns, attributes=attributes, metadata=metadata)
-    if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
+    try:
+        number = None if step is None else operator.index(step)  # type: ignore[arg-type]  # what has no index is a TypeError
+    except TypeError:
+        number = None
+    if isinstance(step, bool) or (number is None and step is not None):
         raise InvalidOptionError(f"step must be an integer, not {step!r}", object_id="step")
-    number = None if step is None else step.__index__()
     if number is not None and not 0 <= number <= MAX_STEP:
         raise InvalidOptionError(f"step {number} must be from 0 to {MAX_STEP}", object_id="step")
     if not (expect is None or isinstance(expect, LastSeen | AnyHead | Snapshot | str)):
