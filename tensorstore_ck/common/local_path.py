@@ -12,7 +12,7 @@ _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+._-]*://|(?:s3a?|gs|gcs|az|abfss?|
 
 
 def local_path(path: str | os.PathLike[str], what: str) -> str:
-    """The path as it is; `what` begins the message.
+    """The path, with the home folder for ``~``; `what` begins the message.
 
     Raises:
         InvalidOptionError: it is a URL, which would be a folder of that name below the current one.
@@ -23,4 +23,4 @@ def local_path(path: str | os.PathLike[str], what: str) -> str:
         raise InvalidOptionError(
             f"{what} must be a path on this host, not the URL {shown}; a folder of that name is './{shown}'", object_id=what
         )
-    return text
+    return os.path.expanduser(text)

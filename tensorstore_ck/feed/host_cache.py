@@ -46,9 +46,7 @@ class HostCache(ForwardingBackend):
             StoreError: it cannot be made.
         """
         super().__init__(inner)
-        self._folder = PrivateFolder(
-            os.path.abspath(os.path.expanduser(local_path(folder, "host_cache"))), ": give each user a folder of its own"
-        )
+        self._folder = PrivateFolder(os.path.abspath(local_path(folder, "host_cache")), ": give each user a folder of its own")
         with os_errors("write", folder):
             self._folder.make()
 

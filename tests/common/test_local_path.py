@@ -60,3 +60,17 @@ def test_a_command_names_the_staging_disk_as_it_is_there(
     (folder / "staged" / ulid_text(new_ulid())).write_bytes(b"damaged")
     tsck.open(root, staging="~/stage").close()
     assert f"tsck staging --staging {tmp_path}/stage -s {root}" in caplog.text
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(work)
+    with tsck.open("~/store", create=True, cache_dir="~/cache", state_dir="~/state") as store:
+        store.put_snapshot({"w": torch.ones(3)}, ref="job")
+        tsck.export_snapshot(store, "job", "~/job.safetensors", format="safetensors")
+        tsck.import_checkpoint(store, "~/job.safetensors", ref="again")
+    assert {"store", "cache", "state", "job.safetensors"} <= {path.name for path in home.iterdir()}
+    assert not list(work.iterdir())

@@ -46,7 +46,6 @@ class AtomicTarget(NamedTuple):
             AlreadyExistsError: it exists, and `overwrite` is false, or it is a link or not an export.
         """
         path = self.path
-        local_path(path, "what an export writes")
         if not os.path.isdir(self.parent):
             raise NotFoundError(f"there is no folder {self.parent} to write {os.path.basename(path)} into", object_id=path)
         if not os.path.lexists(path):
@@ -70,7 +69,7 @@ class AtomicTarget(NamedTuple):
 
 def target_of(path: str | os.PathLike[str], suffixes: tuple[str, ...]) -> AtomicTarget:
     """`path` as a target: one file if its name ends in one of `suffixes`, else a folder."""
-    text = os.fspath(path)
+    text = local_path(path, "what an export writes")
     text = text.rstrip(os.sep) or text
     return AtomicTarget(text, text.lower().endswith(suffixes))
 
