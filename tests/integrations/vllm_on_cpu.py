@@ -121,6 +121,33 @@ def use_tensors(trained: Trained, folder: Path) -> None:
         require(llm, f"extension, version {step}", trained.tokens[step])
 
 
+def use_workers(trained: Trained, folder: Path) -> None:
+    """Two tensor-parallel workers, of which each holds a part: the extension and weight transfer."""
+    from vllm.config import WeightTransferConfig
+
+    about = {"store": trained.url, "address": f"{REF}@0", "prefix": PREFIX}
+    options = {
+        "load_format": "tsck",
+        "model_loader_extra_config": about,
+        "worker_extension_cls": "tests.integrations.vllm_shared_worker.Shared",
+    }
+    transfer = WeightTransferConfig(backend="tsck")
+    llm = load(str(folder / "model"), tensor_parallel_size=2, weight_transfer_config=transfer, **options)
+    require(llm, "load_format, 2 workers", trained.tokens[0])
+    llm.collective_rpc("follow", args=(trained.url, REF, PREFIX))
+    print("bytes held by each worker:", llm.collective_rpc("held_bytes"))
+    for step in (3, 1):
+        llm.collective_rpc("stage", args=(trained.roots[step],), timeout=60)
+        llm.collective_rpc("swap")
+        require(llm, f"extension, 2 workers, version {step}", trained.tokens[step])
+    llm.init_weight_transfer_engine({"init_info": {"store": trained.url, "ref": REF, "prefix": PREFIX}})
+    for step in (2, 3):
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"root": trained.roots[step]}})
+        llm.finish_weight_update()
+        require(llm, f"weight transfer, 2 workers, version {step}", trained.tokens[step])
+
+
 def use_files(trained: Trained, folder: Path) -> None:
     """Files of two versions, and an adapter by its address."""
     from vllm.lora.resolver import LoRAResolverRegistry
@@ -141,9 +168,14 @@ def use_files(trained: Trained, folder: Path) -> None:
 def main(what: str, folder: Path) -> None:
     """One engine a process."""
     folder.mkdir()
-    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
     os.environ |= {"TSCK_STORE": str(folder / "store"), "TSCK_LORA_FOLDER": str(folder / "adapters")}
-    {"tensors": use_tensors, "files": use_files}[what](Trained(folder), folder)
+    {"tensors": use_tensors, "workers": use_workers, "files": use_files}[what](Trained(folder), folder)
 
 
 if __name__ == "__main__":
