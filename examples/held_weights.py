@@ -56,7 +56,7 @@ class HeldWeights:
     def load(self, load_weights: Any) -> int | None:
         """Swaps, and passes (name, tensor) of all to the engine unless it has them; returns the step. After an error, call it again.
 
-        An error of one worker is an error of all. A worker that is lost is one at the latest after `timeout_seconds`.
+        An error of one worker is an error of all. A worker that is lost is one, too, at the latest after twice `timeout_seconds`.
         """
         self.feed.swap()
         version = self.feed.version
