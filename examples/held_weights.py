@@ -1,6 +1,16 @@
-"""Weights in host memory under the names of the checkpoint, at a snapshot of a branch: for engines that fuse and shard their own."""
+"""Weights in host memory under the names of the checkpoint, at a snapshot of a branch: for engines that fuse and shard their own.
 
+The workers of one engine hold them once together. Each follows a part of the tensors, and sends it to the others while the engine loads.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import chain
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 import tensorstore_ck as tsck
 
@@ -8,13 +18,34 @@ import tensorstore_ck as tsck
 class HeldWeights:
     """The tensors of a branch whose names begin with `prefix`, by the rest of the name."""
 
-    def __init__(self, url: str, ref: str, prefix: str = "", *, host_cache: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        ref: str,
+        prefix: str = "",
+        *,
+        host_cache: str | None = None,
+        workers: Any = None,
+        timeout_seconds: float = 600,
+        **options: Any,
+    ) -> None:
+        """`workers`: vLLM's or SGLang's group of the workers that get the same calls at once; None: this one holds all tensors."""
+        self.workers = None if workers is None or workers.world_size == 1 else workers
+        self.timeout_seconds = timeout_seconds
         self.store = tsck.open(url, read_only=True, **options)
-        with self.store.open_snapshot(ref) as snapshot:
-            names = [name for name in snapshot if name.startswith(prefix)]
-            self.tensors = {name.removeprefix(prefix): snapshot[name][...] for name in names}
+        root = bytearray.fromhex(self.store.resolve(ref).root)
+        rank, group = 0, None
+        if self.workers is not None:  # all divide the snapshot of the first one
+            rank, group = workers.cpu_group.rank(), workers.cpu_group
+            self._finish(dist.broadcast(torch.frombuffer(root, dtype=torch.uint8), group=group, group_src=0, async_op=True))
+        with self.store.open_snapshot(root.hex()) as snapshot:
+            stored: dict[str, Any] = {name.removeprefix(prefix): snapshot[name] for name in snapshot if name.startswith(prefix)}
+            self.forms = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in stored.items()}
+            self.owners = self._divide({name: tensor.nbytes for name, tensor in stored.items()})
+            self.tensors = {name: tensor[...] for name, tensor in stored.items() if self.owners[name] == rank}
         rename = {f"{prefix}{name}": name for name in self.tensors}
-        self.feed = self.store.follow(ref, into=self.tensors, select=names, rename=rename.get, host_cache=host_cache)
+        how: Any = {"host_cache": host_cache, "group": group, "timeout_seconds": timeout_seconds}
+        self.feed = self.store.follow(ref, into=self.tensors, select=[*rename], rename=rename.get, **how)
         self.loaded: str | None = None
         """The root that the engine has."""
 
@@ -23,11 +54,56 @@ class HeldWeights:
         self.feed.poll(root)
 
     def load(self, load_weights: Any) -> int | None:
-        """Swaps, and passes (name, tensor) of all to the engine unless it has them; returns the step. After an error, call it again."""
+        """Swaps, and passes (name, tensor) of all to the engine unless it has them; returns the step. After an error, call it again.
+
+        An error of one worker is an error of all. A worker that is lost is one, too, at the latest after twice `timeout_seconds`.
+        """
         self.feed.swap()
         version = self.feed.version
-        if version is not None and version.root != self.loaded:
-            self.loaded = None  # the engine may have some of them
-            load_weights(iter(self.tensors.items()))
-            self.loaded = version.root
+        root = None if version is None else version.root
+        if self._any(root != self.loaded):
+            self.loaded, has_failed = None, True  # until the end the engine may have some of them
+            weights = chain(self._shared())  # it has no close(), which a `yield from` of the engine would call
+            try:
+                load_weights(weights)
+                has_failed = False
+            finally:
+                deque(weights, maxlen=0)  # also where this engine needs no more, the others wait for this worker's tensors
+                has_failed = self._any(has_failed)
+            if has_failed:
+                raise RuntimeError(f"another worker could not load {root}: call it again on all")
+            self.loaded = root
         return None if version is None else version.step
+
+    def _divide(self, sizes: dict[str, int]) -> dict[str, int]:
+        """The rank that holds each tensor: the largest first, each to the one that has the fewest bytes."""
+        held = [0] * (1 if self.workers is None else self.workers.world_size)
+        owners = dict.fromkeys(sizes, 0)
+        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+            owners[name] = held.index(min(held))
+            held[owners[name]] += sizes[name]
+        return owners
+
+    def _shared(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors, with `workers` on their device: the owner sends each when it is its turn. After an error there are no more."""
+        if self.workers is None:
+            yield from self.tensors.items()
+            return
+        group, device = self.workers.device_group, self.workers.device
+        for name, owner in self.owners.items():
+            own = self.tensors.get(name)
+            tensor = torch.empty_like(self.forms[name], device=device) if own is None else own.to(device).contiguous()
+            content = tensor.view(-1).view(torch.uint8)  # gloo and NCCL do not know all dtypes
+            self._finish(dist.broadcast(content, group=group, group_src=owner, async_op=True))
+            yield name, tensor
+
+    def _any(self, here: bool) -> bool:
+        """Whether it is so on one of the workers."""
+        if self.workers is None:
+            return here
+        there = torch.tensor(int(here))
+        self._finish(dist.all_reduce(there, op=dist.ReduceOp.MAX, group=self.workers.cpu_group, async_op=True))
+        return bool(there)
+
+    def _finish(self, work: Any) -> None:
+        work.wait(timedelta(seconds=self.timeout_seconds))

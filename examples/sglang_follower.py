@@ -4,10 +4,13 @@
     ...
     root = store.resolve("runs/rl").root                      # once, so that all workers take the same version
     version = named("s3://bucket/ckpt", "runs/rl", root, prefix="model.")
+    engine.begin_weight_update()
     engine.update_weights_from_tensor(version, load_format="examples.sglang_follower.load")
+    engine.end_weight_update()
 
-SGLang passes a loader named tensors alone: here one, whose bytes say which version. Each worker reads what changed by itself, and holds the
-weights in host memory under the names of the checkpoint. A load that fails raises; repeat it. SGLang serves nothing during the call.
+SGLang passes a loader named tensors alone: here one, whose bytes say which version. The weights are held in host memory under the names of
+the checkpoint: each worker of a tensor-parallel group holds a part of the tensors, and reads what changed in it. SGLang serves nothing
+during the call. A load that fails on one worker raises on all, and an error of a loader ends SGLang's engine: start it again.
 """
 
 import json
@@ -16,6 +19,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from sglang.srt.distributed import get_tp_group
 
 from examples.held_weights import HeldWeights
 
@@ -41,5 +45,5 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 @cache
 def held_weights(url: str, ref: str, prefix: str, host_cache: str | None) -> HeldWeights:
-    """This process's copy."""
-    return HeldWeights(url, ref, prefix, host_cache=host_cache)
+    """This process's part. With pipeline parallelism each stage is called in its turn, so that a stage's workers hold all tensors."""
+    return HeldWeights(url, ref, prefix, host_cache=host_cache, workers=get_tp_group())

@@ -3,17 +3,27 @@
     llm = vllm.LLM(model, worker_extension_cls="examples.vllm_follower.Follower")
     llm.collective_rpc("follow", args=("s3://bucket/ckpt", "runs/rl", "model."))
     ...
-    root = store.resolve("runs/rl").root                    # once, so that all workers take the same version
-    llm.collective_rpc("stage", args=(root,), timeout=60)   # reads what changed, while requests run
-    llm.collective_rpc("swap")                              # between two generations
+    root = store.resolve("runs/rl").root           # once, so that all workers take the same version
+    llm.collective_rpc("stage", args=(root,))      # reads what changed
+    llm.collective_rpc("swap")                     # between two generations
 
-A worker holds the weights in host memory under the names of the checkpoint, since vLLM fuses and shards those of the model.
-`swap` loads all of them from there. A load that fails raises, and is repeated by the next `swap`, also without a new version.
+The weights are held in host memory under the names of the checkpoint, since vLLM fuses and shards those of the model: each worker holds a
+part of the tensors. `swap` loads all of them from there. A load that fails raises, and is repeated by the next `swap`, also without a new
+version.
 """
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
+from vllm.distributed.parallel_state import get_dp_group, get_tp_group, get_world_group
+
 from examples.held_weights import HeldWeights
+
+
+def engine_workers() -> Any:
+    """The workers that get the same calls at once: with data parallelism the world has other engines, too."""
+    return get_world_group() if get_dp_group().world_size == 1 else get_tp_group()
 
 
 class Follower:
@@ -23,12 +33,23 @@ class Follower:
 
     def follow(self, url: str, ref: str, prefix: str = "", host_cache: str | None = None, **options: Any) -> None:
         """Reads the newest snapshot of the branch into host memory; `options` are those of `tsck.open`."""
-        self.held = HeldWeights(url, ref, prefix, host_cache=host_cache, **options)
+        self.held = self._answer(lambda: HeldWeights(url, ref, prefix, host_cache=host_cache, workers=engine_workers(), **options))
 
     def stage(self, root: str) -> None:
         """Stages the snapshot with that root."""
-        self.held.stage(root)
+        self._answer(lambda: self.held.stage(root))
 
     def swap(self) -> int | None:
         """Loads the staged version into the model; returns its step."""
-        return self.held.load(lambda weights: self.model_runner.reload_weights(weights_iterator=weights))
+        load = lambda weights: self.model_runner.reload_weights(weights_iterator=weights)  # noqa: E731
+        return self._answer(lambda: self.held.load(load))  # type: ignore[no-any-return]
+
+    def _answer(self, call: Callable[[], Any]) -> Any:
+        """The last worker raises for all. vLLM raises the first error, and would pass later workers' answers to its next call."""
+        try:
+            return call()
+        except Exception:
+            if engine_workers().is_last_rank:
+                raise
+            logging.getLogger(__name__).exception("this worker failed, and so does the last one")
+            return None

@@ -33,6 +33,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 import tensorstore_ck as tsck
 from examples.held_weights import HeldWeights
+from examples.vllm_follower import engine_workers
 from tensorstore_ck.integrations.exporting import export_snapshot
 
 
@@ -75,9 +76,10 @@ class StoreEngine(WeightTransferEngine):  # type: ignore[misc]
     held: HeldWeights | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Reads the newest snapshot into host memory."""
+        """Reads the newest snapshot into host memory, each worker a part."""
         self.shutdown()
-        self.held = HeldWeights(init_info.store, init_info.ref, init_info.prefix, host_cache=init_info.host_cache)
+        about = init_info
+        self.held = HeldWeights(about.store, about.ref, about.prefix, host_cache=about.host_cache, workers=engine_workers())
 
     def start_weight_update(self) -> None:
         """As vLLM's engines that receive whole checkpoints."""

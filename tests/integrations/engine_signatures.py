@@ -14,6 +14,7 @@ from typing import Any
 
 KEPT = Path(__file__).with_suffix(".json")
 VLLM = {
+    "distributed/parallel_state.py": ["GroupCoordinator", "get_world_group", "get_dp_group", "get_tp_group"],
     "distributed/weight_transfer/base.py": ["WeightTransferEngine", "WeightTransferInitInfo", "WeightTransferUpdateInfo"],
     "distributed/weight_transfer/factory.py": ["WeightTransferEngineFactory"],
     "lora/request.py": ["LoRARequest"],
@@ -24,8 +25,14 @@ VLLM = {
     "v1/worker/gpu_model_runner.py": ["GPUModelRunner.reload_weights"],
 }
 SGLANG = {
+    "srt/distributed/parallel_state.py": ["GroupCoordinator", "get_tp_group"],
     "srt/model_executor/model_runner_components/weight_updater.py": ["WeightUpdater.update_weights_from_tensor"],
-    "srt/entrypoints/engine.py": ["Engine.update_weights_from_tensor", "Engine.update_weights_from_disk"],
+    "srt/entrypoints/engine.py": [
+        "Engine.begin_weight_update",
+        "Engine.update_weights_from_tensor",
+        "Engine.end_weight_update",
+        "Engine.update_weights_from_disk",
+    ],
 }
 Signatures = dict[str, Any]
 

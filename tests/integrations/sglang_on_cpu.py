@@ -23,7 +23,6 @@ from unittest.mock import MagicMock, patch
 import torch
 
 import tensorstore_ck as tsck
-from examples import sglang_follower
 from tests.feed.versions import REF, copy_of, first_state, save, train
 
 GPU_PACKAGES = {"sentencepiece", "torchvision", "triton", "tvm_ffi"}
@@ -79,6 +78,8 @@ def main() -> None:
     from sglang.srt.model_loader.weight_utils import default_weight_loader
     from sglang.srt.utils import MultiprocessingSerializer
 
+    from examples import sglang_follower
+
     state = first_state()
     model = Model(state["model"], default_weight_loader)
     updater = weight_updater.WeightUpdater(
@@ -94,7 +95,8 @@ def main() -> None:
     )
     one_rank = patch.object(weight_updater, "get_parallel", lambda: types.SimpleNamespace(tp_rank=0))
     no_cache = patch.object(weight_updater, "get_model", lambda: types.SimpleNamespace(weight_cache_mode="off"))
-    with tempfile.TemporaryDirectory() as folder, tsck.open(folder, create=True) as trainer, one_rank, no_cache:
+    one_worker = patch.object(sglang_follower, "get_tp_group", lambda: types.SimpleNamespace(world_size=1))
+    with tempfile.TemporaryDirectory() as folder, tsck.open(folder, create=True) as trainer, one_rank, no_cache, one_worker:
         versions = []
         for step in range(3):
             version = sglang_follower.named(folder, REF, save(trainer, state, step).root, prefix="model.")

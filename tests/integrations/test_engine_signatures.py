@@ -13,6 +13,7 @@ from tests.integrations import engine_signatures, test_sglang_follower, test_vll
 
 KEPT = json.loads(engine_signatures.KEPT.read_text())
 REAL = {name: known for files in KEPT.values() for file, names in files.items() if file != "version" for name, known in names.items()}
+PARALLEL_STATE = {"vllm": "distributed/parallel_state.py", "sglang": "srt/distributed/parallel_state.py"}
 ELSEWHERE = {"LoRAResolverRegistry": "_LoRAResolverRegistry", "finalize_layerwise_reload": "finalize_layerwise_processing"}
 """Of the stub's names: the class of this object; what this function calls with all that it got."""
 
@@ -45,11 +46,18 @@ def test_the_stub_of_vllm_is_as_its_sources(member: Any) -> None:
 
 
 def test_the_stubs_of_runners_are_as_their_sources() -> None:
+    for engine in ("vllm", "sglang"):
+        coordinator = KEPT[engine][f"{engine}/{PARALLEL_STATE[engine]}"]["GroupCoordinator"]
+        assert {"world_size", "cpu_group", "device_group"} <= set(coordinator["fields"])
+        assert coordinator["methods"]["is_last_rank"] == []
+    assert arguments(test_sglang_follower.get_tp_group) == REAL["get_tp_group"]
     runner, updater = test_vllm_follower.ModelRunner, test_sglang_follower.WeightUpdater
     assert arguments(runner.reload_weights) == REAL["GPUModelRunner.reload_weights"]
     assert arguments(updater.update_weights_from_tensor) == REAL["WeightUpdater.update_weights_from_tensor"]
     assert REAL["Engine.update_weights_from_tensor"][:2] == ["named_tensors", "load_format"]
     assert REAL["Engine.update_weights_from_disk"][0] == "model_path"
+    assert REAL["Engine.begin_weight_update"] == ["selector"]
+    assert REAL["Engine.end_weight_update"] == []
 
 
 def test_the_plugin_overrides_what_vllm_has() -> None:

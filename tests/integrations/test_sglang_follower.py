@@ -1,15 +1,38 @@
-"""The custom weight loader of SGLang: called as `WeightUpdater.update_weights_from_tensor` of SGLang 0.5.23 calls it."""
+"""The custom weight loader of SGLang: called as `WeightUpdater.update_weights_from_tensor` of SGLang 0.5.23 calls it.
+
+Several workers: `test_held_weights`.
+"""
 
 import importlib
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import tensorstore_ck as tsck
-from examples import sglang_follower
 from tests.feed.versions import REF, State, equal, first_state, save, train
+
+WORKERS: Any = SimpleNamespace(world_size=1)
+
+
+def get_tp_group() -> Any:
+    return WORKERS
+
+
+@contextmanager
+def sglang() -> Iterator[Any]:
+    """The example, where this stands for SGLang."""
+    made = {name: ModuleType(name) for name in ("sglang", "sglang.srt", "sglang.srt.distributed")}
+    made["sglang.srt.distributed"].get_tp_group = get_tp_group  # type: ignore[attr-defined]
+    with patch.dict(sys.modules, made):
+        sys.modules.pop("examples.sglang_follower", None)
+        yield importlib.import_module("examples.sglang_follower")
 
 
 class Model:
@@ -40,7 +63,7 @@ class WeightUpdater:
 def test_each_version_is_loaded_once(tmp_path: Path) -> None:
     loader = "examples.sglang_follower.load"
     updater, state = WeightUpdater([loader]), first_state()
-    with tsck.open(tmp_path, create=True) as trainer:
+    with sglang() as sglang_follower, tsck.open(tmp_path, create=True) as trainer:
         for step in range(3):
             root = save(trainer, state, step).root
             version = sglang_follower.named(str(tmp_path), REF, root, prefix="model.")

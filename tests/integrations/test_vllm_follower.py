@@ -1,14 +1,19 @@
-"""The extension of vLLM's worker gives the model runner each version whole, once; a stub stands for the runner of vLLM 0.33."""
+"""The extension of vLLM's worker gives the model runner each version whole, once; a stub stands for the runner of vLLM 0.33.
 
+Several workers: `test_held_weights`.
+"""
+
+import importlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import tensorstore_ck as tsck
-from examples.vllm_follower import Follower
 from tests.feed.versions import REF, State, equal, first_state, save, train
+from tests.integrations import vllm_stub
 
 
 class ModelRunner:
@@ -33,7 +38,9 @@ class ModelRunner:
 
 
 def test_each_version_is_loaded_once_and_again_where_it_failed(tmp_path: Path) -> None:
-    state, workers = first_state(), [Follower(), Follower()]
+    with vllm_stub.installed():
+        module: Any = importlib.import_module("examples.vllm_follower")
+    state, workers = first_state(), [module.Follower(), module.Follower()]
     with tsck.open(tmp_path, create=True) as trainer:
         roots = [save(trainer, state, 0).root]
         for worker in workers:
@@ -62,3 +69,11 @@ def test_each_version_is_loaded_once_and_again_where_it_failed(tmp_path: Path) -
         assert equal(worker.model_runner.loads[-1], state)
     for worker in workers:
         worker.held.store.close()
+
+
+def test_engines_that_share_the_world_are_workers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with vllm_stub.installed():
+        module: Any = importlib.import_module("examples.vllm_follower")
+    assert module.engine_workers() is vllm_stub.GROUPS["world"]
+    monkeypatch.setitem(vllm_stub.GROUPS, "dp", vllm_stub.GroupCoordinator(world_size=2))
+    assert module.engine_workers() is vllm_stub.GROUPS["tp"]

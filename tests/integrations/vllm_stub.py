@@ -5,10 +5,43 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
+
 CALLS: list[str] = []
+
+
+class GroupCoordinator(SimpleNamespace):
+    rank: int
+    ranks: list[int]
+    world_size: int
+    local_rank: int
+    rank_in_group: int
+    cpu_group: Any
+    device_group: Any
+
+    device = torch.device("cpu")
+
+    @property
+    def is_last_rank(self) -> bool:
+        return self.rank == self.ranks[-1]
+
+
+GROUPS = {name: GroupCoordinator(rank=0, ranks=[0], world_size=1) for name in ("world", "dp", "tp")}
+
+
+def get_world_group() -> GroupCoordinator:
+    return GROUPS["world"]
+
+
+def get_dp_group() -> GroupCoordinator:
+    return GROUPS["dp"]
+
+
+def get_tp_group() -> GroupCoordinator:
+    return GROUPS["tp"]
 
 
 class BaseModelLoader(ABC):
@@ -112,6 +145,7 @@ def finalize_layerwise_reload(model: Any, model_config: Any) -> None:
 
 
 MODULES = {
+    "distributed.parallel_state": (GroupCoordinator, get_world_group, get_dp_group, get_tp_group),
     "distributed.weight_transfer.base": (WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo),
     "distributed.weight_transfer.factory": (WeightTransferEngineFactory,),
     "lora.request": (LoRARequest,),
@@ -120,6 +154,7 @@ MODULES = {
     "model_executor.model_loader.base_loader": (BaseModelLoader,),
     "model_executor.model_loader.reload": (initialize_layerwise_reload, finalize_layerwise_reload),
 }
+IMPORTERS = ("examples.vllm_plugin", "examples.vllm_follower")
 
 
 @contextmanager
@@ -133,9 +168,10 @@ def installed() -> Iterator[None]:
             made.setdefault(name, ModuleType(name))
         for member in members:
             setattr(made[f"vllm.{path}"], member.__name__, member)
-    before = {name: sys.modules.get(name) for name in (*made, "examples.vllm_plugin")}
+    before = {name: sys.modules.get(name) for name in (*made, *IMPORTERS)}
     sys.modules.update(made)
-    sys.modules.pop("examples.vllm_plugin", None)
+    for name in IMPORTERS:
+        sys.modules.pop(name, None)
     try:
         yield
     finally:
