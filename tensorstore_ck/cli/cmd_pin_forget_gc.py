@@ -2,12 +2,13 @@
 
 import shlex
 from contextlib import ExitStack, closing
+from typing import Any
 
 import click
 
 from tensorstore_ck.cli.cmd_policy_quota import apply_policies
 from tensorstore_ck.cli.complete_names import complete_address
-from tensorstore_ck.cli.options import StoreChoice, command, for_workers, fraction, rate_option, seconds, store_options
+from tensorstore_ck.cli.options import StoreChoice, command, default_option, for_workers, fraction, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, printable, say, short_root, shortened_table, snapshot_line, step_text, table
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.units import human_bytes, iso_time
@@ -119,72 +120,33 @@ def _forgotten_lines(snapshots: tuple[Forgotten, ...], verb: str) -> list[str]:
 
 @command("Free the space of forgotten snapshots.", "tsck gc --dry-run", "tsck gc", "tsck gc --rate-limit 100MB")
 @click.option("--dry-run", is_flag=True, help="Only print what would be freed.")
-@click.option("--grace", type=seconds, default="0s", show_default=True, metavar="TIME", help="Free only objects condemned this long ago.")
-@click.option(
-    "--max-delete",
-    type=fraction,
-    default="50%",
-    show_default=True,
-    metavar="PART",
-    help="Abort if more than this share of the stored bytes would be deleted.",
+@default_option("--grace", "grace_seconds", seconds, "0s", "Free only objects condemned this long ago.")
+@default_option("--max-delete", "max_delete", fraction, "50%", "Abort if more than this share of the stored bytes would be deleted.")
+@default_option(
+    "--min-age", "min_age_seconds", seconds, "1d", "Keep younger leftovers of saves, unless their process is known to have ended."
 )
-@click.option(
-    "--min-age",
-    type=seconds,
-    default="1d",
-    show_default=True,
-    metavar="TIME",
-    help="Keep younger leftovers of saves, unless their process is known to have ended.",
-)
-@click.option(
+@default_option(
     "--undo-window",
-    type=seconds,
-    default="1d",
-    show_default=True,
-    metavar="TIME",
-    help="Free what was forgotten longer ago; 0s: all of it, which no undo brings back then.",
+    "undo_window_seconds",
+    seconds,
+    "1d",
+    "Free what was forgotten longer ago; 0s: all of it, which no undo brings back then.",
 )
-@click.option(
-    "--compact-below",
-    type=fraction,
-    default="50%",
-    show_default=True,
-    metavar="PART",
-    help="Rewrite packs with a smaller share of live bytes.",
-)
+@default_option("--compact-below", "compact_below", fraction, "50%", "Rewrite packs with a smaller share of live bytes.")
 @rate_option
 @click.option("--dask", metavar="ADDRESS", help="Rewrite packs on the workers of a Dask cluster.")
 @store_options(writes=True)
-def gc(
-    choice: StoreChoice,
-    *,
-    dry_run: bool,
-    grace: float,
-    max_delete: float,
-    min_age: float,
-    undo_window: float,
-    compact_below: float,
-    rate_limit: float | None,
-    dask: str | None,
-    as_json: bool,
-) -> None:
+def gc(choice: StoreChoice, *, dry_run: bool, dask: str | None, as_json: bool, **options: Any) -> None:
     """Free what no branch, tag, pin or undo window holds. Jobs and other hosts' gc may run meanwhile.
 
     May be killed at any time and run again. --max-delete, --compact-below: a percentage, or a fraction.
     """
-    options = GcOptions(
-        min_age_seconds=min_age,
-        grace_seconds=grace,
-        undo_window_seconds=undo_window,
-        max_delete=max_delete,
-        compact_below=compact_below,
-        rate_limit=rate_limit,
-    )
+    gc_options = GcOptions(**options)
     with ExitStack() as stack:
         opened = stack.enter_context(closing(choice.open_engine(read_only=dry_run)))
         engine, executor = for_workers(stack, dask, choice, opened)
         bar = stack.enter_context(Bar())
-        report = recorded_gc(engine, options, dry_run=dry_run, progress=bar.phase, executor=executor)
+        report = recorded_gc(engine, gc_options, dry_run=dry_run, progress=bar.phase, executor=executor)
     document = {"report": report, "freed_bytes": report.freed_bytes}
     emit(document, [*map(choice.complete, _gc_lines(report)), *choice.advice_lines(_advice(report))], as_json=as_json)
 

@@ -190,20 +190,15 @@ def command(short_help: str, *examples: str) -> Callable[[Callable[..., None]], 
     return click.command(short_help=short_help, epilog=f"\b\nExample{'s' if len(examples) > 1 else ''}:\n{lines}")
 
 
-def json_or_text(text: str) -> object:
-    """``3e-4`` is a number, ``true`` a bool, ``[1, 2]`` a list; what is not JSON is text."""
-    try:
-        return parse_json(text)
-    except ValueError:
-        return text
-
-
 def named_value(text: str) -> tuple[str, object]:
-    """``NAME=VALUE``, the value in JSON or plain text."""
+    """``NAME=VALUE``: ``3e-4`` is a number, ``true`` a bool, ``[1, 2]`` a list; what is not JSON is text."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise click.BadParameter("one of its values is not NAME=VALUE.")  # the value may be a secret
-    return name, json_or_text(value)
+    try:
+        return name, parse_json(value)
+    except ValueError:
+        return name, value
 
 
 def named_number(text: str) -> tuple[str, float]:
@@ -251,6 +246,12 @@ def byte_rate(text: str) -> int:
     if rate <= 0:
         raise click.BadParameter(f"{text!r} is not a rate: write 500kB, 100MB or 1GiB, per second.")
     return rate
+
+
+def default_option(option: str, name: str, kind: Callable[[str], float], default: str, help_text: str) -> Callable[[Command], Command]:
+    """An option whose default the help shows; `kind` is `seconds` or `fraction`."""
+    metavar = "PART" if kind is fraction else "TIME"
+    return click.option(option, name, type=kind, default=default, show_default=True, metavar=metavar, help=help_text)
 
 
 def _signing_key(path: str) -> SigningKey:
@@ -312,6 +313,10 @@ def write_options(command: Command) -> Command:
     return click.option("--single-writer-unsafe", is_flag=True, help=unsafe_help)(command)
 
 
+_HOW: Final = ("cache_dir", "state_dir", "rollback", "trust", "sign", "single_writer_unsafe", "no_sync")
+"""The arguments of `host_options` and `write_options`, which are fields of `StoreChoice`."""
+
+
 def store_options(*, writes: bool = False, url_argument: bool = False) -> Callable[[Command], Callable[..., None]]:
     """Adds the options that choose a store, as the argument `choice`, and ``--json``.
 
@@ -325,32 +330,20 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
             *args: Any,
             store: str | None,
             storage_option: tuple[tuple[str, object], ...],
-            cache_dir: str | None,
             allow_place: tuple[str, ...],
-            state_dir: str | None,
-            rollback: Rollback,
-            trust: str | None,
-            sign: str | None = None,
-            single_writer_unsafe: bool = False,
-            no_sync: bool = False,
             url: str | None = None,
             **kwargs: Any,
         ) -> None:
             context, chosen, given = click.get_current_context(), url or store, dict(storage_option)
-            files = {"cache_dir": cache_dir, "state_dir": state_dir, "trust": trust}
+            how = {name: kwargs.pop(name) for name in _HOW if name in kwargs}
+            files = {name: how[name] for name in ("cache_dir", "state_dir", "trust")}
             arguments = store_arguments(context, url=chosen, storage_options=given, files=files, places=allow_place)
             choice = StoreChoice(
                 url=chosen,
                 storage_options=given,
-                cache_dir=cache_dir,
-                single_writer_unsafe=single_writer_unsafe,
-                no_sync=no_sync,
                 places=allow_place,
                 complete=lambda text: complete(context, text, arguments),
-                state_dir=state_dir,
-                rollback=rollback,
-                trust=trust,
-                sign=sign,
+                **how,
             )
             show_completed(choice.complete)
             try:
