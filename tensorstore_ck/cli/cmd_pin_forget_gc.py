@@ -8,7 +8,7 @@ import click
 
 from tensorstore_ck.cli.cmd_policy_quota import apply_policies
 from tensorstore_ck.cli.complete_names import complete_address
-from tensorstore_ck.cli.options import StoreChoice, command, default_option, for_workers, fraction, rate_option, seconds, store_options
+from tensorstore_ck.cli.options import StoreChoice, command, default_option, for_workers, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, printable, say, short_root, shortened_table, snapshot_line, step_text, table
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.units import human_bytes, iso_time
@@ -120,19 +120,16 @@ def _forgotten_lines(snapshots: tuple[Forgotten, ...], verb: str) -> list[str]:
 
 @command("Free the space of forgotten snapshots.", "tsck gc --dry-run", "tsck gc", "tsck gc --rate-limit 100MB")
 @click.option("--dry-run", is_flag=True, help="Only print what would be freed.")
-@default_option("--grace", "grace_seconds", seconds, "0s", "Free only objects condemned this long ago.")
-@default_option("--max-delete", "max_delete", fraction, "50%", "Abort if more than this share of the stored bytes would be deleted.")
-@default_option(
-    "--min-age", "min_age_seconds", seconds, "1d", "Keep younger leftovers of saves, unless their process is known to have ended."
-)
+@default_option("--grace", "grace_seconds", "0s", "Free only objects condemned this long ago.")
+@default_option("--max-delete", "max_delete", "50%", "Abort if more than this share of the stored bytes would be deleted.")
+@default_option("--min-age", "min_age_seconds", "1d", "Keep younger leftovers of saves, unless their process is known to have ended.")
 @default_option(
     "--undo-window",
     "undo_window_seconds",
-    seconds,
     "1d",
     "Free what was forgotten longer ago; 0s: all of it, which no undo brings back then.",
 )
-@default_option("--compact-below", "compact_below", fraction, "50%", "Rewrite packs with a smaller share of live bytes.")
+@default_option("--compact-below", "compact_below", "50%", "Rewrite packs with a smaller share of live bytes.")
 @rate_option
 @click.option("--dask", metavar="ADDRESS", help="Rewrite packs on the workers of a Dask cluster.")
 @store_options(writes=True)

@@ -25,7 +25,7 @@ from tensorstore_ck.maintenance.watch import PIN_SECONDS
 @click.option("--newest-only", is_flag=True, help="Skip all but the newest of the snapshots that came while CMD ran.")
 @click.option("--count", type=click.IntRange(1), metavar="N", help="End after N snapshots.")
 @click.option("--pin-for", type=seconds, metavar="TIME", help="How long a pin lasts at most. Default: 1d with --exec; else no pins.")
-@default_option("--poll", "poll", seconds, "2s", "How often to look.")
+@default_option("--poll", "poll", "2s", "How often to look.")
 @store_options(writes=True)
 def watch(
     ref: str,
@@ -77,7 +77,7 @@ def _run(words: list[str], snapshot: Snapshot, url: str) -> None:
 @click.option("--include", metavar="GLOB", multiple=True, help="Only names that match, e.g. 'model.*' (repeatable). Default: the weights.")
 @click.option("--config-from", metavar="DIR|NAME", help="Configuration and tokenizer, instead of those in the snapshots.")
 @click.option("--count", type=click.IntRange(1), metavar="N", help="End after N versions, with the one that is there at the start.")
-@default_option("--poll", "poll", seconds, "2s", "How often to look, and the pause after each version.")
+@default_option("--poll", "poll", "2s", "How often to look, and the pause after each version.")
 @store_options()
 def follow(
     ref: str,

@@ -248,9 +248,9 @@ def byte_rate(text: str) -> int:
     return rate
 
 
-def default_option(option: str, name: str, kind: Callable[[str], float], default: str, help_text: str) -> Callable[[Command], Command]:
-    """An option whose default the help shows; `kind` is `seconds` or `fraction`."""
-    metavar = "PART" if kind is fraction else "TIME"
+def default_option(option: str, name: str, default: str, help_text: str) -> Callable[[Command], Command]:
+    """An option for a time or, if the default is a percentage, for a part; the help shows the default."""
+    metavar, kind = ("PART", fraction) if default.endswith("%") else ("TIME", seconds)
     return click.option(option, name, type=kind, default=default, show_default=True, metavar=metavar, help=help_text)
 
 
