@@ -9,8 +9,7 @@ from tensorstore_ck.cli.options import StoreChoice, command, price_option, store
 from tensorstore_ck.cli.output import counted, emit, fields_of, printable, short_root, step_text, table
 from tensorstore_ck.common.prices import Prices, usd_text
 from tensorstore_ck.common.units import human_bytes, iso_time
-from tensorstore_ck.gc.usage import CodecUsage, SnapshotUsage, Usage
-from tensorstore_ck.gc.usage_costs import usage_costs
+from tensorstore_ck.gc.usage import CodecUsage, SnapshotUsage, Usage, usage_costs
 from tensorstore_ck.log.maintenance_outcome import FINDINGS, RunOutcome
 
 SIZES: Final = ("LOGICAL", "UNIQUE", "STORED", "SHARED", "EXCLUSIVE")

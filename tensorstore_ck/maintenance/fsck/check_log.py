@@ -341,7 +341,6 @@ class _FrozenLog(Log):
     """A log that stays at its fold."""
 
     def sync(self, known: Head | None = None, *, next_first: bool = False) -> Head:
-        """The head of the fold."""
         return self.view().head() or Head(0, self.chain.genesis)
 
 
