@@ -10,9 +10,8 @@ roots.py            the snapshots that are held, and by what
 mark_reachable.py  LiveSet: everything that the roots need
 released.py         what was released within the undo window, by the store's time
 live_bits.py       LiveBits: a bit for each entry of each pack
-part_summary.py     the entries that a part refers to, cached on this host
+part_summary.py     the entries that a part refers to, and how many a pack has, cached on this host
 listing.py          the objects in the backend
-pack_counts.py      how many entries each pack has, cached on this host
 ended_writers.py    writer records: which processes have ended
 compact.py          copies live entries of sparse packs into new packs; runs of neighbouring blocks
 recode_or_move.py   rewrites packs smaller, or at another location
