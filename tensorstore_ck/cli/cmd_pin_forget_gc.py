@@ -133,17 +133,17 @@ def _forgotten_lines(snapshots: tuple[Forgotten, ...], verb: str) -> list[str]:
 @rate_option
 @click.option("--dask", metavar="ADDRESS", help="Rewrite packs on the workers of a Dask cluster.")
 @store_options(writes=True)
-def gc(choice: StoreChoice, *, dry_run: bool, dask: str | None, as_json: bool, **options: Any) -> None:
+def gc(choice: StoreChoice, *, dry_run: bool, dask: str | None, as_json: bool, **limits: Any) -> None:
     """Free what no branch, tag, pin or undo window holds. Jobs and other hosts' gc may run meanwhile.
 
     May be killed at any time and run again. --max-delete, --compact-below: a percentage, or a fraction.
     """
-    gc_options = GcOptions(**options)
+    options = GcOptions(**limits)
     with ExitStack() as stack:
         opened = stack.enter_context(closing(choice.open_engine(read_only=dry_run)))
         engine, executor = for_workers(stack, dask, choice, opened)
         bar = stack.enter_context(Bar())
-        report = recorded_gc(engine, gc_options, dry_run=dry_run, progress=bar.phase, executor=executor)
+        report = recorded_gc(engine, options, dry_run=dry_run, progress=bar.phase, executor=executor)
     document = {"report": report, "freed_bytes": report.freed_bytes}
     emit(document, [*map(choice.complete, _gc_lines(report)), *choice.advice_lines(_advice(report))], as_json=as_json)
 

@@ -11,8 +11,7 @@ mark_reachable.py  LiveSet: everything that the roots need
 released.py         what was released within the undo window, by the store's time
 live_bits.py       LiveBits: a bit for each entry of each pack
 part_summary.py     the entries that a part refers to, and how many a pack has, cached on this host
-listing.py          the objects in the backend
-ended_writers.py    writer records: which processes have ended
+listing.py          the objects in the backend, and which of their writers have ended
 compact.py          copies live entries of sparse packs into new packs; runs of neighbouring blocks
 recode_or_move.py   rewrites packs smaller, or at another location
 recode.py           encodes the packs of chosen snapshots smaller

@@ -166,7 +166,6 @@ class PartRebuilder:
         return self._parts_by_id.get((wanted, rank))
 
     def _logical_part(self, wanted: Digest, rank: int) -> Part | None:
-        """A part of that id."""
         source = self._find_part(wanted, rank)
         return next((part for _, part in readable_parts(source[0], [source[1]])), None) if source is not None else None
 
