@@ -1,7 +1,7 @@
 """The command that copies refs between stores: copy. It needs no torch."""
 
 from contextlib import ExitStack, closing
-from typing import Any
+from dataclasses import replace
 
 import click
 
@@ -20,6 +20,7 @@ from tensorstore_ck.cli.output import counted, emit, fields_of, green, printable
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import RetryableError
+from tensorstore_ck.log import Rollback
 from tensorstore_ck.maintenance.copy_store import CopyReport, Pace, copy_refs
 
 
@@ -39,7 +40,9 @@ from tensorstore_ck.maintenance.copy_store import CopyReport, Pace, copy_refs
 @write_options
 @click.option("--dask", metavar="ADDRESS", help="Copy the data on the workers of a Dask cluster.")
 @json_option
+@click.pass_context
 def copy(
+    context: click.Context,
     source: str,
     target: str,
     *,
@@ -47,10 +50,16 @@ def copy(
     rate_limit: float | None,
     src_storage_option: tuple[tuple[str, object], ...],
     dst_storage_option: tuple[tuple[str, object], ...],
+    cache_dir: str | None,
     allow_place: tuple[str, ...],
+    state_dir: str | None,
+    rollback: Rollback,
+    trust: str | None,
+    sign: str | None,
+    single_writer_unsafe: bool,
+    no_sync: bool,
     dask: str | None,
     as_json: bool,
-    **how: Any,
 ) -> None:
     """Copy branches with their histories, marks and metrics, and tags, from the store SRC to the store DST, which `tsck init` makes.
 
@@ -58,9 +67,17 @@ def copy(
     not changed. Pins, policies and quotas are not copied. A ref of SRC that the trust file names is copied only if its signature is valid.
     A signature counts in one store: --sign signs the refs of DST with a key of your own.
     """
-    to_choice = StoreChoice(target, dict(dst_storage_option), places=allow_place, **how)
-    as_reader = {"single_writer_unsafe": False, "no_sync": False, "sign": None}
-    from_choice = StoreChoice(source, dict(src_storage_option), places=allow_place, **{**how, **as_reader})
+    from_choice = StoreChoice(
+        source, dict(src_storage_option), cache_dir, places=allow_place, state_dir=state_dir, rollback=rollback, trust=trust
+    )
+    to_choice = replace(
+        from_choice,
+        url=target,
+        storage_options=dict(dst_storage_option),
+        single_writer_unsafe=single_writer_unsafe,
+        no_sync=no_sync,
+        sign=sign,
+    )
     pace = Pace.limited(rate_limit)
     with ExitStack() as stack:
         from_engine = stack.enter_context(closing(from_choice.open_engine(read_only=True)))
@@ -74,7 +91,7 @@ def copy(
     emit({"ok": report.ok, **fields_of(report)}, _lines(report), as_json=as_json)
     if not report.ok:
         error = next((ref.error for ref in report.refs if ref.error is not None), None)
-        click.get_current_context().exit(RetryableError.exit_code if error is None else error.exit_code)
+        context.exit(RetryableError.exit_code if error is None else error.exit_code)
 
 
 def _lines(report: CopyReport) -> list[str]:

@@ -39,7 +39,7 @@ def file_size(text: str) -> int:
 @click.argument("path", metavar="DIR", type=click.Path())
 @click.option(
     "--to",
-    "format",
+    "format_",
     type=click.Choice(_FORMATS),
     required=True,
     help="safetensors: tensors by name. torch, dcp: the whole state. hf: the model, for from_pretrained. megatron: for Megatron-core. "
@@ -54,7 +54,7 @@ def file_size(text: str) -> int:
 @click.option("--config-from", metavar="DIR|NAME", help="With --to hf: configuration and tokenizer, instead of those in the snapshot.")
 @click.option("--max-file-size", metavar="SIZE", type=file_size, default="5GB", show_default=True, help="Split larger files of a folder.")
 @click.option("--sign", "key", metavar="FILE", help="Sign the files with this EC key, as model-signing 1.x verifies it: writes DIR.sig.")
-@click.option("--force", "overwrite", is_flag=True, help="Replace an earlier export.")
+@click.option("--force", is_flag=True, help="Replace an earlier export.")
 @allow_marked_option
 @store_options()
 def export(
@@ -62,11 +62,17 @@ def export(
     path: str,
     choice: StoreChoice,
     *,
+    format_: Any,
     include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    strip_prefix: str | None,
+    names: str | None,
+    config_from: str | None,
     max_file_size: int,
     key: str | None,
+    force: bool,
+    allow_marked: bool,
     as_json: bool,
-    **how: Any,
 ) -> None:
     """Write the snapshot at ADDRESS to DIR. Every byte is verified, and read back from the files.
 
@@ -83,10 +89,16 @@ def export(
             store,
             address,
             path,
+            format=format_,
             select=list(include) or None,
+            exclude=exclude,
+            strip_prefix=strip_prefix,
+            names=names,
+            config_from=config_from,
             max_file_bytes=max_file_size,
+            overwrite=force,
+            allow_marked=allow_marked,
             sign=key,
-            **how,
         )
     emit(_document(report), _lines(report), as_json=as_json)
 

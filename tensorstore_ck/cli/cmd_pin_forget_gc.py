@@ -2,7 +2,6 @@
 
 import shlex
 from contextlib import ExitStack, closing
-from typing import Any
 
 import click
 
@@ -120,12 +119,12 @@ def _forgotten_lines(snapshots: tuple[Forgotten, ...], verb: str) -> list[str]:
 
 @command("Free the space of forgotten snapshots.", "tsck gc --dry-run", "tsck gc", "tsck gc --rate-limit 100MB")
 @click.option("--dry-run", is_flag=True, help="Only print what would be freed.")
-@default_option("--grace", "grace_seconds", "0s", "Free only objects condemned this long ago.")
+@default_option("--grace", "grace", "0s", "Free only objects condemned this long ago.")
 @default_option("--max-delete", "max_delete", "50%", "Abort if more than this share of the stored bytes would be deleted.")
-@default_option("--min-age", "min_age_seconds", "1d", "Keep younger leftovers of saves, unless their process is known to have ended.")
+@default_option("--min-age", "min_age", "1d", "Keep younger leftovers of saves, unless their process is known to have ended.")
 @default_option(
     "--undo-window",
-    "undo_window_seconds",
+    "undo_window",
     "1d",
     "Free what was forgotten longer ago; 0s: all of it, which no undo brings back then.",
 )
@@ -133,12 +132,31 @@ def _forgotten_lines(snapshots: tuple[Forgotten, ...], verb: str) -> list[str]:
 @rate_option
 @click.option("--dask", metavar="ADDRESS", help="Rewrite packs on the workers of a Dask cluster.")
 @store_options(writes=True)
-def gc(choice: StoreChoice, *, dry_run: bool, dask: str | None, as_json: bool, **limits: Any) -> None:
+def gc(
+    choice: StoreChoice,
+    *,
+    dry_run: bool,
+    grace: float,
+    max_delete: float,
+    min_age: float,
+    undo_window: float,
+    compact_below: float,
+    rate_limit: float | None,
+    dask: str | None,
+    as_json: bool,
+) -> None:
     """Free what no branch, tag, pin or undo window holds. Jobs and other hosts' gc may run meanwhile.
 
     May be killed at any time and run again. --max-delete, --compact-below: a percentage, or a fraction.
     """
-    options = GcOptions(**limits)
+    options = GcOptions(
+        min_age_seconds=min_age,
+        grace_seconds=grace,
+        undo_window_seconds=undo_window,
+        max_delete=max_delete,
+        compact_below=compact_below,
+        rate_limit=rate_limit,
+    )
     with ExitStack() as stack:
         opened = stack.enter_context(closing(choice.open_engine(read_only=dry_run)))
         engine, executor = for_workers(stack, dask, choice, opened)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from typing import Any
 
 import click
 
@@ -32,11 +31,12 @@ def recode(
     choice: StoreChoice,
     *,
     everything: bool,
+    codec: str,
+    older_than: float | None,
     dry_run: bool,
     rate_limit: float | None,
     dask: str | None,
     as_json: bool,
-    **how: Any,
 ) -> None:
     """Re-encode snapshots so that they are smaller: a branch with its history, single snapshots, or all. Jobs may run meanwhile.
 
@@ -50,8 +50,15 @@ def recode(
         engine, executor = for_workers(stack, dask, choice, opened)
         require_no_rate(rate_limit, executor)
         bar = stack.enter_context(Bar())
-        source = engine.limited_to(rate_limit)
-        report = recode_snapshots(source, addresses, dry_run=dry_run, progress=bar.phase, executor=executor, **how)
+        report = recode_snapshots(
+            engine.limited_to(rate_limit),
+            addresses,
+            codec=codec,
+            older_than=older_than,
+            dry_run=dry_run,
+            progress=bar.phase,
+            executor=executor,
+        )
     emit(report, map(choice.complete, _recode_lines(report)), as_json=as_json)
 
 

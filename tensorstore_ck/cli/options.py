@@ -313,10 +313,6 @@ def write_options(command: Command) -> Command:
     return click.option("--single-writer-unsafe", is_flag=True, help=unsafe_help)(command)
 
 
-_HOW: Final = ("cache_dir", "state_dir", "rollback", "trust", "sign", "single_writer_unsafe", "no_sync")
-"""The arguments of `host_options` and `write_options`, which are fields of `StoreChoice`."""
-
-
 def store_options(*, writes: bool = False, url_argument: bool = False) -> Callable[[Command], Callable[..., None]]:
     """Adds the options that choose a store, as the argument `choice`, and ``--json``.
 
@@ -330,20 +326,32 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
             *args: Any,
             store: str | None,
             storage_option: tuple[tuple[str, object], ...],
+            cache_dir: str | None,
             allow_place: tuple[str, ...],
+            state_dir: str | None,
+            rollback: Rollback,
+            trust: str | None,
+            sign: str | None = None,
+            single_writer_unsafe: bool = False,
+            no_sync: bool = False,
             url: str | None = None,
             **kwargs: Any,
         ) -> None:
             context, chosen, given = click.get_current_context(), url or store, dict(storage_option)
-            how = {name: kwargs.pop(name) for name in _HOW if name in kwargs}
-            files = {name: how[name] for name in ("cache_dir", "state_dir", "trust")}
+            files = {"cache_dir": cache_dir, "state_dir": state_dir, "trust": trust}
             arguments = store_arguments(context, url=chosen, storage_options=given, files=files, places=allow_place)
             choice = StoreChoice(
                 url=chosen,
                 storage_options=given,
+                cache_dir=cache_dir,
+                single_writer_unsafe=single_writer_unsafe,
+                no_sync=no_sync,
                 places=allow_place,
                 complete=lambda text: complete(context, text, arguments),
-                **how,
+                state_dir=state_dir,
+                rollback=rollback,
+                trust=trust,
+                sign=sign,
             )
             show_completed(choice.complete)
             try:
