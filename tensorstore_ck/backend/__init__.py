@@ -21,8 +21,9 @@ fsspec_backend.py         any other fsspec filesystem
 wait_notices.py           reports that a request waits for a server
 remote_errors.py          from an error of a remote filesystem to this package's errors
 memory.py                 a backend in a dict
-forwarding.py             the base of backends that wrap another one; one that refuses all writes
+forwarding.py             the base of backends that wrap another one
 store_backend.py          an open store: packs where they lie, the rates of reads and writes, free space
+read_only.py              refuses all writes
 reserve.py                space for log entries that free space, on a full disk
 picklable.py              a backend for other processes
 probe.py                  finds out what a backend guarantees, and how fast it is

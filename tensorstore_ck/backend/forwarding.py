@@ -1,13 +1,11 @@
-"""The base of all backends that wrap another one: it passes every call on, and a wrapper overrides what it changes. One is read-only."""
+"""The base of all backends that wrap another one: it passes every call on, and a wrapper overrides what it changes."""
 # ruff: noqa: D102 - protocol.py documents the methods
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, NoReturn
 
 from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
-from tensorstore_ck.errors import PermissionDeniedError
 
 
 class ForwardingBackend(Backend):
@@ -65,25 +63,3 @@ class ForwardingBackend(Backend):
 
     def close(self) -> None:
         self.inner.close()
-
-
-def read_only_error(what: str, url: str) -> PermissionDeniedError:
-    """The error of a change to a store that was opened read-only; `what` begins the message."""
-    return PermissionDeniedError(
-        f"{what} is refused: the store at {url} was opened with read_only=True. Open it without that to change it", object_id=url
-    )
-
-
-class ReadOnlyBackend(ForwardingBackend):
-    """Refuses every change without sending a request."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReadOnlyBackend, (self.inner,)
-
-    def get_if_there(self, name: str, *, max_bytes: int) -> bytes | None:
-        return self.inner.get_if_there(name, max_bytes=max_bytes)
-
-    def _refuse(self, *names: object, **_: object) -> NoReturn:
-        raise read_only_error(f"a change of {names[0]}" if names and isinstance(names[0], str) else "a deletion", self.url)
-
-    put = replace = create = sync_folders = open_writer = open_whole_writer = delete = abort_upload = _refuse

@@ -16,9 +16,9 @@ from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.cold.allowed_locations import is_in_same_bucket, parse_allowed
 from tensorstore_ck.backend.cold.cold_locations import ColdLocations
 from tensorstore_ck.backend.cold.locations import LocationOpener
-from tensorstore_ck.backend.forwarding import ReadOnlyBackend
 from tensorstore_ck.backend.picklable import PicklableBackend
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.backend.staging import Staging
 from tensorstore_ck.backend.store_backend import StoreBackend
 from tensorstore_ck.cli.allowed_locations import read_places

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from tensorstore_ck.backend.cold.cold_locations import ColdLocations
-from tensorstore_ck.backend.forwarding import read_only_error
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.read_only import read_only_error
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.backend.store_backend import throttled_to, without_min_free
 from tensorstore_ck.common.byte_cache import ByteCache

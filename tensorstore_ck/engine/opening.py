@@ -17,10 +17,10 @@ from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.cold.allowed_locations import parse_allowed
 from tensorstore_ck.backend.cold.cold_locations import ColdLocations
 from tensorstore_ck.backend.cold.locations import LocationOpener
-from tensorstore_ck.backend.forwarding import ReadOnlyBackend
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.probe import create_problem
 from tensorstore_ck.backend.protocol import Backend, Created
+from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.backend.reserve import fill_reserve
 from tensorstore_ck.backend.staging import ReadThroughBackend, Staging, StagingTier, Uploader
 from tensorstore_ck.backend.store_backend import StoreBackend

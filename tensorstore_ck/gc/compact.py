@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, StoredBlock, d
 from tensorstore_ck.format.pack import PACK_LIMIT_BYTES, Footer, pack_name, stored_check
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.format.sealed import object_hash
+from tensorstore_ck.gc.block_runs import cut_runs, span_bytes
 from tensorstore_ck.gc.mark_reachable import LiveSet
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
 from tensorstore_ck.log.block_index import Base, Location
@@ -42,29 +43,6 @@ PIECE_BYTES: Final = 256 << 20
 
 ReadRun = Callable[[Ulid, Footer, list[int]], list[StoredBlock]]
 """Returns verified blocks of neighbouring entries of a pack."""
-
-
-Rows = npt.NDArray[Any]
-"""Rows with ``offset`` and ``stored``, of one pack and by offset."""
-
-
-def cut_runs(rows: Rows, max_bytes: int, max_gap_bytes: int = 0) -> Iterator[slice]:
-    """Cuts rows into runs that span up to `max_bytes`, or are one block, without a gap above `max_gap_bytes`."""
-    first = start = end = 0
-    for row, (offset, stored) in enumerate(zip(rows["offset"].tolist(), rows["stored"].tolist(), strict=True)):
-        if row and (offset + stored - start > max_bytes or offset - end > max_gap_bytes):
-            yield slice(first, row)
-            first = row
-        if row == first:
-            start = end = offset
-        end = max(end, offset + stored)
-    if len(rows):
-        yield slice(first, len(rows))
-
-
-def span_bytes(run: Rows) -> int:
-    """Bytes from the start of the first block of a run to the end of its last one."""
-    return int((run["offset"] + run["stored"]).max() - run["offset"][0])
 
 
 class CompactedPack(NamedTuple):

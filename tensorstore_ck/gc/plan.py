@@ -21,7 +21,8 @@ from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, TRAILER, Footer
 from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.gc.compact import SparsePack, interchangeable, live_bytes, read_footer
-from tensorstore_ck.gc.listing import ListedObject, WriterRecords, list_objects, part_sizes
+from tensorstore_ck.gc.ended_writers import WriterRecords
+from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
 from tensorstore_ck.gc.mark_reachable import LiveSet, RootNeeds
 from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.gc.part_summary import PackCounts

@@ -22,6 +22,7 @@ from tensorstore_ck.engine.reachability import Entries
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, Encoder, Mode, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer
+from tensorstore_ck.gc.block_runs import span_bytes
 from tensorstore_ck.gc.compact import (
     COMPACT_BATCH_BYTES,
     SparsePack,
@@ -30,7 +31,6 @@ from tensorstore_ck.gc.compact import (
     live_bytes,
     read_blocks,
     read_sparse,
-    span_bytes,
 )
 from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.mark_reachable import LiveSet

@@ -9,8 +9,9 @@ list_refs.py         branches and tags, the history of branches, and which snaps
 change_refs.py       branch, reset, tag, untag, annotate, mark, finish, pin, unpin: one log entry each
 forget.py            forget and undo
 recorded_runs.py     gc, fsck and repair, with an entry in the log about the outcome
-apply_policies.py    sets, shows and applies retention policies; sets quotas
+apply_policies.py    sets, shows and applies retention policies
 bisect_history.py    the first bad snapshot of a branch
+quotas.py            sets and removes quotas
 watch.py             yields new snapshots of a branch, each pinned meanwhile
 advise.py            advises how often to save
 plan_training.py     what the snapshots of a training will take

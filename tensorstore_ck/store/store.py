@@ -492,14 +492,14 @@ class Store(ReadOnlyStore):
         Raises:
             InvalidOptionError: not a size, neither of the two, or `warn` is more than `refuse`.
         """
-        from tensorstore_ck.maintenance.apply_policies import set_quota  # noqa: PLC0415
+        from tensorstore_ck.maintenance.quotas import set_quota  # noqa: PLC0415
 
         return set_quota(self.engine, glob, warn=warn, refuse=refuse)
 
     @_changes
     def remove_quota(self, glob: str) -> None:
         """Removes a quota."""
-        from tensorstore_ck.maintenance.apply_policies import remove_quota  # noqa: PLC0415
+        from tensorstore_ck.maintenance.quotas import remove_quota  # noqa: PLC0415
 
         remove_quota(self.engine, glob)
 

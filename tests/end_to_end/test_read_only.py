@@ -17,9 +17,9 @@ from click.testing import CliRunner, Result
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.cold.locations import LocationOpener
-from tensorstore_ck.backend.forwarding import ReadOnlyBackend
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.cli import main
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine import opening

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.backend.forwarding import ReadOnlyBackend
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, PermissionDeniedError, StoreError
 from tensorstore_ck.log.snapshot import Snapshot
 from tests.gc.stores import AT_ONCE, Clock, open_store, state

@@ -11,8 +11,8 @@ from typing import Final
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.backend.forwarding import ReadOnlyBackend
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.common.ids import ULID_BYTES, Ulid
 from tensorstore_ck.engine.opening import make_engine
 from tensorstore_ck.format.store_config import BLOCK_BYTES, CONFIG_NAME, STORE_FORMAT, StoreConfig

@@ -10,9 +10,9 @@ from urllib.parse import parse_qsl
 
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.cold.allowed_locations import is_allowed, is_at_store_endpoint, places_file
-from tensorstore_ck.backend.forwarding import ReadOnlyBackend
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.errors import InvalidOptionError, PlaceUnavailableError
 from tensorstore_ck.events import Callback, log_event
 from tensorstore_ck.redaction import display_url

@@ -3,6 +3,7 @@
 options.py                `Staging`: what a user configures
 folder.py                 `StagingFolder`: what lies in the folder, how large it may be, what is evicted
 unsent_file.py            `UnsentFile`: one unpublished object, whose bytes are verified as they are read
+folder_lock.py            who uses the folder
 claims.py                 which process publishes which staged save
 take_over.py              another user's folder, made root's for a while
 sparse_files.py           a read cache of objects that the store has, in whole and sparse files

@@ -15,12 +15,9 @@ durable in the store before it is published here; this module does not know the 
 """
 
 import contextlib
-import fcntl
 import os
 import shlex
-import weakref
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -30,13 +27,12 @@ from tensorstore_ck.backend.object_names import check_name
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.backend.protocol import size_if_there
 from tensorstore_ck.backend.staging.claims import Claims
+from tensorstore_ck.backend.staging.folder_lock import FolderLock
 from tensorstore_ck.backend.staging.sparse_files import FileUse, SparseFileCache, files_below
 from tensorstore_ck.backend.staging.unsent_file import OpenVerifier, UnsentFile, inode_of, unverified
 from tensorstore_ck.backend.staging.upload_journal import JournalEntry, UploadJournal
-from tensorstore_ck.common.descriptors import closing_fd
 from tensorstore_ck.common.filesystem_kind import NETWORK_FILESYSTEM, filesystem_of
 from tensorstore_ck.common.free_space import Space, writing_to
-from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import InvalidOptionError, MissingObjectError, NoSpaceError
@@ -45,39 +41,6 @@ MAX_MANIFEST_BYTES: Final = 256 << 20
 USERS: Final = "users"
 _ADVICE: Final = ". Root can publish what an ended job of another user staged: `tsck staging resume --accept-owner UID --staging {}`"
 _NOTE_BYTES: Final = 1 << 20
-
-
-class FolderLock:
-    """A shared lock on the file `name` of `folder`, until `end`; the kernel releases it when the process ends in any way.
-
-    Each user of the folder holds one. A process that finds no other knows that nobody else is in the middle of anything there.
-    """
-
-    def __init__(self, folder: PrivateFolder, name: str, sweep: Callable[[], object]) -> None:
-        """`sweep` is called if no other process has a lock; processes that come meanwhile wait for it."""
-        path = f"{folder.path}/{name}"
-        with os_errors("lock", path):
-            fd = _open(name, folder.make())
-        self.end = weakref.finalize(self, os.close, fd)
-        """Releases the lock; idempotent."""
-        with os_errors("lock", path):
-            with suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                sweep()
-            fcntl.flock(fd, fcntl.LOCK_SH)
-        folder.on_remade = partial(self._lock_again, name, fd)
-
-    def _lock_again(self, name: str, fd: int, folder_fd: int) -> None:
-        """Locks the file in the folder that was made after the one in use was deleted together with its lock."""
-        if not self.end.alive:
-            return
-        with closing_fd(_open(name, folder_fd)) as new:
-            fcntl.flock(new, fcntl.LOCK_SH)
-            os.dup2(new, fd, inheritable=False)
-
-
-def _open(name: str, folder_fd: int) -> int:
-    return os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE, dir_fd=folder_fd)
 
 
 class StagingFolder:

@@ -21,7 +21,7 @@ from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import Codec, decode
 from tensorstore_ck.format.pack import pack_name
-from tensorstore_ck.gc.compact import cut_runs, span_bytes
+from tensorstore_ck.gc.block_runs import cut_runs, span_bytes
 from tensorstore_ck.log.block_index import Location
 
 BLOCK_DTYPE: Final = np.dtype([("id", "V32"), ("pack", "<u4"), ("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("codec", "<u2")])

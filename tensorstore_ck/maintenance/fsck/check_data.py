@@ -19,7 +19,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, decode
 from tensorstore_ck.format.pack import Footer, pack_name, stored_check
-from tensorstore_ck.gc.compact import cut_runs
+from tensorstore_ck.gc.block_runs import cut_runs
 from tensorstore_ck.log.cache import Table, write_rows
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.findings import FsckOptions, kind_of, require_reachable
