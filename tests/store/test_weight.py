@@ -48,7 +48,7 @@ MOST_LINES = {
     "backend": 6300,
     "catalog": 2300,
     "chunker": 100,
-    "cli": 5900,
+    "cli": 6000,
     "common": 3300,
     "engine": 5400,
     "errors": 400,
