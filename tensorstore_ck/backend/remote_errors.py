@@ -132,11 +132,7 @@ def store_error(exc: Exception, what: str, name: str, secrets: Sequence[str]) ->
         return CorruptObjectError(f"{text}; the object is shorter than the store says: run `tsck fsck`", object_id=name)
     if isinstance(exc, TypeError | KeyError | ImportError) or kind in _OPTION_ERRORS:
         return InvalidOptionError(f"{text}; check storage_options", object_id=name)
-    if _is_refusal(status, code):
+    # the server understood the request and did not carry it out, for a reason that stays
+    if status in FINAL_STATUSES or (400 <= status < 500 and status not in PASSING_STATUSES | {412} and code not in PASSING_CODES):
         return PermissionDeniedError(f"{text}; the server refuses this request, and would again: {_WHAT_SERVERS_REFUSE}", object_id=name)
     return BackendUnavailableError(f"{text} ({kind}); check the connection, then try again", object_id=name)
-
-
-def _is_refusal(status: int, code: str) -> bool:
-    """Whether the server understood the request and did not carry it out, for a reason that stays."""
-    return status in FINAL_STATUSES or (400 <= status < 500 and status not in PASSING_STATUSES | {412} and code not in PASSING_CODES)

@@ -35,6 +35,10 @@ def _texts(*names: str) -> "list[Column[Any]]":
     return [Column(name, _text(), nullable=False) for name in names]
 
 
+def _of_store(name: str, *columns: "Column[Any] | Index") -> Table:
+    return Table(name, metadata, _key("store_id", Integer), *columns)
+
+
 catalog_version: Final = Table("catalog_version", metadata, _key("version", Integer))
 
 stores: Final = Table(
@@ -48,10 +52,8 @@ stores: Final = Table(
     *_numbers("synced_ns"),
 )
 
-jobs: Final = Table(
+jobs: Final = _of_store(
     "jobs",
-    metadata,
-    _key("store_id", Integer),
     _key("ref", _text()),
     *_texts("job"),
     *_numbers("puts", "processes"),
@@ -111,30 +113,24 @@ attributes: Final = Table(
 )
 """`snapshot`: its id. `value`: NULL for NaN and for texts. With the epoch, the triggers and the duration of the save: `searchable`."""
 
-refs: Final = Table(
+refs: Final = _of_store(
     "refs",
-    metadata,
-    _key("store_id", Integer),
     _key("name", _text()),
     *_texts("ulid", "root"),
     Column("step", BigInteger),
     *_numbers("n", "time_ns", "moves"),
 )
 
-tags: Final = Table(
+tags: Final = _of_store(
     "tags",
-    metadata,
-    _key("store_id", Integer),
     _key("name", _text()),
     *_texts("ulid", "root"),
     *_numbers("n", "time_ns"),
     Index("tags_ulid", "store_id", "ulid"),
 )
 
-pins: Final = Table(
+pins: Final = _of_store(
     "pins",
-    metadata,
-    _key("store_id", Integer),
     _key("ulid", _text()),
     _key("owner", _text()),
     *_texts("reason"),
@@ -142,30 +138,24 @@ pins: Final = Table(
     *_numbers("n", "time_ns"),
 )
 
-policies: Final = Table(
+policies: Final = _of_store(
     "policies",
-    metadata,
-    _key("store_id", Integer),
     _key("glob", _text()),
     *_texts("rules"),
     *_numbers("n", "time_ns"),
 )
 """`rules`: as JSON."""
 
-quotas: Final = Table(
+quotas: Final = _of_store(
     "quotas",
-    metadata,
-    _key("store_id", Integer),
     _key("glob", _text()),
     Column("warn_bytes", BigInteger),
     Column("refuse_bytes", BigInteger),
     *_numbers("used_bytes", "n", "time_ns"),
 )
 
-events: Final = Table(
+events: Final = _of_store(
     "events",
-    metadata,
-    _key("store_id", Integer),
     _key("n"),
     _key("position", Integer),
     *_numbers("time_ns"),
@@ -181,10 +171,8 @@ events: Final = Table(
 )
 """Every operation in the log; `detail` is JSON with counts instead of lists."""
 
-gc_runs: Final = Table(
+gc_runs: Final = _of_store(
     "gc_runs",
-    metadata,
-    _key("store_id", Integer),
     _key("n"),
     *_numbers("time_ns"),
     *_texts("actor"),
@@ -194,10 +182,8 @@ gc_runs: Final = Table(
 )
 """The log entries of gc."""
 
-reports: Final = Table(
+reports: Final = _of_store(
     "reports",
-    metadata,
-    _key("store_id", Integer),
     _key("n"),
     _key("position", Integer),
     *_numbers("time_ns"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from tensorstore_ck.cli.complete_names import complete_address, complete_ref
-from tensorstore_ck.cli.options import StoreChoice, command, seconds, store_options
+from tensorstore_ck.cli.options import StoreChoice, command, default_option, store_options
 from tensorstore_ck.cli.output import emit, fields_of, green, metrics_text, printable, red, short_root, snapshot_line, step_text
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.cli.run_user_program import program_words, run_program
@@ -39,7 +39,7 @@ _Test = Callable[[Snapshot], tuple[bool | None, str]]
 @click.option("--include", metavar="GLOB", multiple=True, help="With --nan: only tensors with such names (repeatable).")
 @click.option("--good", metavar="ADDRESS", shell_complete=complete_address, help="A good snapshot before the bad one. Default: the oldest.")
 @click.option("--bad", metavar="ADDRESS", shell_complete=complete_address, help="A bad snapshot. Default: the newest.")
-@click.option("--pin-for", type=seconds, default="1d", show_default=True, metavar="TIME", help="How long one test may take.")
+@default_option("--pin-for", "pin_for", "1d", "How long one test may take.")
 @click.option("--unpinned-unsafe", is_flag=True, help="Pin nothing: for a store that cannot be written to.")
 @store_options(writes=True)
 def bisect(

@@ -115,9 +115,10 @@ def import_(
     from tensorstore_ck.integrations.importing import import_checkpoint, inspect_checkpoint  # noqa: PLC0415 - loads torch
 
     (path,) = paths
+    how: dict[str, Any] = {"exclude": exclude, "as_one": as_one, "partial": partial, "names": names}
     with _hinting(choice, path, ref, exclude):
         if dry_run:
-            contents = inspect_checkpoint(path, exclude=exclude, as_one=as_one, partial=partial, names=names)
+            contents = inspect_checkpoint(path, **how)
             emit({"snapshot": None, "contents": contents}, [*_lines(contents), "nothing was written (--dry-run)"], as_json=as_json)
             return
         with Bar("importing") as bar, choice.open(bar, codec) as store:
@@ -129,12 +130,9 @@ def import_(
                 step=step,
                 metrics=numbers,
                 metadata=dict(metadata),
-                exclude=exclude,
-                as_one=as_one,
-                partial=partial,
-                names=names,
                 expect=head,
                 started=lambda contents: bar.expect(contents.tensor_bytes),
+                **how,
             )
     lines = [*_lines(contents), snapshot_line(f"{printable(ref)} is now at", snapshot) + put_sizes(snapshot)]
     emit({"snapshot": snapshot, "contents": contents}, lines, as_json=as_json)

@@ -144,13 +144,10 @@ def _number(number: float | None) -> str:
     return "-" if number is None else short_number(number)
 
 
-def _pin_text(pin: PinnedSnapshot) -> str:
-    return printable(pin.owner) + ("" if pin.expires_ns is None else f" until {iso_time(pin.expires_ns)}")
-
-
 def _details_lines(details: SnapshotDetails, pins: Sequence[PinnedSnapshot], limit: int | None) -> list[str]:
     snapshot = details.snapshot
     logical, stored, new = map(human_bytes, (snapshot.logical_bytes, details.stored_bytes, snapshot.new_bytes))
+    holders = [printable(pin.owner) + ("" if pin.expires_ns is None else f" until {iso_time(pin.expires_ns)}") for pin in pins]
     lines = facts(
         [
             ("root", snapshot.root),
@@ -164,7 +161,7 @@ def _details_lines(details: SnapshotDetails, pins: Sequence[PinnedSnapshot], lim
             ("saved by", printable(", ".join(snapshot.triggers))),
             ("took", "" if snapshot.duration_ns is None else f"{snapshot.duration_ns / 1e9:.2f} s"),
             ("mark", red(mark_text(snapshot)) if snapshot.mark else ""),
-            ("pinned by", ", ".join(map(_pin_text, pins))),
+            ("pinned by", ", ".join(holders)),
             ("size", f"{logical}, stored as {stored}; the save made the store grow by {new}"),
             ("ranks", str(details.ranks) if details.ranks > 1 else ""),
             ("id", snapshot.id),

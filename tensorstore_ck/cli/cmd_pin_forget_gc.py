@@ -7,7 +7,7 @@ import click
 
 from tensorstore_ck.cli.cmd_policy_quota import apply_policies
 from tensorstore_ck.cli.complete_names import complete_address
-from tensorstore_ck.cli.options import StoreChoice, command, for_workers, fraction, rate_option, seconds, store_options
+from tensorstore_ck.cli.options import StoreChoice, command, default_option, for_workers, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, printable, say, short_root, shortened_table, snapshot_line, step_text, table
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.units import human_bytes, iso_time
@@ -119,39 +119,16 @@ def _forgotten_lines(snapshots: tuple[Forgotten, ...], verb: str) -> list[str]:
 
 @command("Free the space of forgotten snapshots.", "tsck gc --dry-run", "tsck gc", "tsck gc --rate-limit 100MB")
 @click.option("--dry-run", is_flag=True, help="Only print what would be freed.")
-@click.option("--grace", type=seconds, default="0s", show_default=True, metavar="TIME", help="Free only objects condemned this long ago.")
-@click.option(
-    "--max-delete",
-    type=fraction,
-    default="50%",
-    show_default=True,
-    metavar="PART",
-    help="Abort if more than this share of the stored bytes would be deleted.",
-)
-@click.option(
-    "--min-age",
-    type=seconds,
-    default="1d",
-    show_default=True,
-    metavar="TIME",
-    help="Keep younger leftovers of saves, unless their process is known to have ended.",
-)
-@click.option(
+@default_option("--grace", "grace", "0s", "Free only objects condemned this long ago.")
+@default_option("--max-delete", "max_delete", "50%", "Abort if more than this share of the stored bytes would be deleted.")
+@default_option("--min-age", "min_age", "1d", "Keep younger leftovers of saves, unless their process is known to have ended.")
+@default_option(
     "--undo-window",
-    type=seconds,
-    default="1d",
-    show_default=True,
-    metavar="TIME",
-    help="Free what was forgotten longer ago; 0s: all of it, which no undo brings back then.",
+    "undo_window",
+    "1d",
+    "Free what was forgotten longer ago; 0s: all of it, which no undo brings back then.",
 )
-@click.option(
-    "--compact-below",
-    type=fraction,
-    default="50%",
-    show_default=True,
-    metavar="PART",
-    help="Rewrite packs with a smaller share of live bytes.",
-)
+@default_option("--compact-below", "compact_below", "50%", "Rewrite packs with a smaller share of live bytes.")
 @rate_option
 @click.option("--dask", metavar="ADDRESS", help="Rewrite packs on the workers of a Dask cluster.")
 @store_options(writes=True)

@@ -66,7 +66,9 @@ def policy(
     if bool(rules) != (action == "set") and action != "test":
         raise click.UsageError("`set` needs at least one RULE=VALUE, such as keep_last=3; `test` takes some, and no other action does.")
     values = _rules(rules)
-    named = [url for url in _urls(values) if can_allow(url)] if action == "set" else []
+    stages = values.get("move_after")
+    urls = [stage[1] for stage in stages if len(stage) == 2] if isinstance(stages, list) else []
+    named = [url for url in urls if can_allow(url)] if action == "set" else []
     choice = replace(choice, places=(*choice.places, *named))  # setting a policy allows its locations
     with choice.open(read_only=action in ("show", "test")) as store:
         if action == "set":
@@ -117,11 +119,6 @@ def _rules(words: tuple[str, ...]) -> dict[str, object]:
             raise click.UsageError(f"{name} is given twice")
         rules[name] = parse_rule(name, value)
     return rules
-
-
-def _urls(values: Mapping[str, object]) -> list[str]:
-    stages = values.get("move_after")
-    return [stage[1] for stage in stages if len(stage) == 2] if isinstance(stages, list) else []
 
 
 def _policy_lines(policies: Mapping[str, Policy]) -> Iterator[str]:

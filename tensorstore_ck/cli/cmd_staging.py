@@ -108,16 +108,12 @@ def _list(context: click.Context, choice: StoreChoice, path: str | None, owner: 
         except BackendUnavailableError as exc:
             if path is None:
                 raise
-            found = [put for folder in _folders_of(path) for put in list_disk(folder)]
+            names = [name for name in sorted(os.listdir(path)) if os.path.isdir(os.path.join(path, name, "staged"))]
+            found = [put for folder in [StagingFolder(path, name, 1) for name in names] for put in list_disk(folder)]
             say(f"tsck: warning: the list has what is on the disk, without what the store knows: {printable(exc)}", err=True)
             emit(found, _lines(found, path), as_json=as_json)
             context.exit(exc.exit_code)
     emit(found, _lines(found, path), as_json=as_json)
-
-
-def _folders_of(path: str) -> list[StagingFolder]:
-    """The folders of all stores on a staging disk."""
-    return [StagingFolder(path, name, 1) for name in sorted(os.listdir(path)) if os.path.isdir(os.path.join(path, name, "staged"))]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from tensorstore_ck.cli.options import StoreChoice, command, price_option, seconds, store_options
+from tensorstore_ck.cli.options import StoreChoice, command, default_option, price_option, store_options
 from tensorstore_ck.cli.output import emit_line, printable, say
 from tensorstore_ck.common.prices import Prices
 from tensorstore_ck.errors import InvalidOptionError
@@ -117,14 +117,12 @@ def _address(text: str) -> tuple[str, int]:
 @click.option(
     "--listen", type=_address, default="127.0.0.1:9464", show_default=True, metavar="HOST:PORT", help="Where to answer; port 0: a free one."
 )
-@click.option("--interval", type=seconds, default="30s", show_default=True, metavar="TIME", help="How often to read the logs.")
-@click.option(
+@default_option("--interval", "interval", "30s", "How often to read the logs.")
+@default_option(
     "--usage-interval",
-    type=seconds,
-    default="1h",
-    show_default=True,
-    metavar="TIME",
-    help="How often to measure the bytes by state, which lists the store and reads its parts; 0s: never.",
+    "usage_interval",
+    "1h",
+    "How often to measure the bytes by state, which lists the store and reads its parts; 0s: never.",
 )
 @store_options()
 def exporter(

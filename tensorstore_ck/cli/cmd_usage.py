@@ -9,8 +9,7 @@ from tensorstore_ck.cli.options import StoreChoice, command, price_option, store
 from tensorstore_ck.cli.output import counted, emit, fields_of, printable, short_root, step_text, table
 from tensorstore_ck.common.prices import Prices, usd_text
 from tensorstore_ck.common.units import human_bytes, iso_time
-from tensorstore_ck.gc.usage import CodecUsage, PackUsage, SnapshotUsage, Usage
-from tensorstore_ck.gc.usage_costs import usage_costs
+from tensorstore_ck.gc.usage import CodecUsage, SnapshotUsage, Usage, usage_costs
 from tensorstore_ck.log.maintenance_outcome import FINDINGS, RunOutcome
 
 SIZES: Final = ("LOGICAL", "UNIQUE", "STORED", "SHARED", "EXCLUSIVE")
@@ -39,7 +38,9 @@ def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, code
     if snapshots:
         lines = _snapshot_lines(usage.by_snapshot or ())
     elif packs:
-        lines = _pack_lines(usage.packs)
+        smallest = usage.packs[:MAX_PACKS]
+        rows = [[pack.name, human_bytes(pack.bytes), human_bytes(pack.live_bytes), f"{pack.live_ratio:.0%}"] for pack in smallest]
+        lines = _table(["PACK", "SIZE", "LIVE", "RATIO"], rows)
     elif codecs:
         lines = _codec_lines(usage.codecs)
     elif jobs:
@@ -87,11 +88,6 @@ def _snapshot_lines(snapshots: Sequence[SnapshotUsage]) -> list[str]:
     ]
     numbers = {"STEP", "LOGICAL", "STORED", "SHARED", "EXCLUSIVE"}
     return table(["ROOT", "REF", "STEP", "LOGICAL", "STORED", "SHARED", "EXCLUSIVE", "HELD BY"], rows, right=numbers)
-
-
-def _pack_lines(packs: Sequence[PackUsage]) -> list[str]:
-    rows = [[pack.name, human_bytes(pack.bytes), human_bytes(pack.live_bytes), f"{pack.live_ratio:.0%}"] for pack in packs[:MAX_PACKS]]
-    return _table(["PACK", "SIZE", "LIVE", "RATIO"], rows)
 
 
 def _codec_lines(codecs: Sequence[CodecUsage]) -> list[str]:

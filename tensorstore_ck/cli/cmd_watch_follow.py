@@ -6,7 +6,7 @@ from contextlib import closing
 import click
 
 from tensorstore_ck.cli.complete_names import complete_ref
-from tensorstore_ck.cli.options import StoreChoice, command, seconds, store_options
+from tensorstore_ck.cli.options import StoreChoice, command, default_option, seconds, store_options
 from tensorstore_ck.cli.output import emit_line, printable, say, snapshot_line, step_text
 from tensorstore_ck.cli.run_user_program import program_words, run_program
 from tensorstore_ck.errors import BackendUnavailableError
@@ -25,7 +25,7 @@ from tensorstore_ck.maintenance.watch import PIN_SECONDS
 @click.option("--newest-only", is_flag=True, help="Skip all but the newest of the snapshots that came while CMD ran.")
 @click.option("--count", type=click.IntRange(1), metavar="N", help="End after N snapshots.")
 @click.option("--pin-for", type=seconds, metavar="TIME", help="How long a pin lasts at most. Default: 1d with --exec; else no pins.")
-@click.option("--poll", type=seconds, default="2s", show_default=True, metavar="TIME", help="How often to look.")
+@default_option("--poll", "poll", "2s", "How often to look.")
 @store_options(writes=True)
 def watch(
     ref: str,
@@ -77,14 +77,7 @@ def _run(words: list[str], snapshot: Snapshot, url: str) -> None:
 @click.option("--include", metavar="GLOB", multiple=True, help="Only names that match, e.g. 'model.*' (repeatable). Default: the weights.")
 @click.option("--config-from", metavar="DIR|NAME", help="Configuration and tokenizer, instead of those in the snapshots.")
 @click.option("--count", type=click.IntRange(1), metavar="N", help="End after N versions, with the one that is there at the start.")
-@click.option(
-    "--poll",
-    type=seconds,
-    default="2s",
-    show_default=True,
-    metavar="TIME",
-    help="How often to look, and the pause after each version.",
-)
+@default_option("--poll", "poll", "2s", "How often to look, and the pause after each version.")
 @store_options()
 def follow(
     ref: str,

@@ -57,15 +57,6 @@ def write_commands(program: click.Group, formatter: click.HelpFormatter) -> None
         formatter.write_dl([(group, ", ".join(commands)) for group, (_, commands) in GROUPS.items()])
 
 
-def write_group(program: click.Group, group: str, formatter: click.HelpFormatter) -> None:
-    """The commands of a group, a line each."""
-    purpose, commands = GROUPS[group]
-    with formatter.section(purpose):
-        formatter.write_dl(_described(program, commands))
-    formatter.write_paragraph()
-    formatter.write_text("`tsck help COMMAND` has the options and examples of one.")
-
-
 def _described(program: click.Group, names: Iterable[str]) -> list[tuple[str, str]]:
     with click.Context(program) as ctx:
         commands = ((name, program.get_command(ctx, name)) for name in names)
@@ -81,11 +72,18 @@ TROUBLESHOOTING: Final = Path(tensorstore_ck.__file__).parent / "troubleshooting
 def topic_page(program: click.Group, topic: str) -> str | None:
     """The page of a topic; None if there is no such topic."""
     if topic in GROUPS:
+        purpose, commands = GROUPS[topic]
         formatter = click.HelpFormatter(max_width=100)
-        write_group(program, topic, formatter)
+        with formatter.section(purpose):
+            formatter.write_dl(_described(program, commands))
+        formatter.write_paragraph()
+        formatter.write_text("`tsck help COMMAND` has the options and examples of one.")
         return formatter.getvalue().rstrip()
     if topic == EXIT_CODES:
-        return "\n".join(["Exit codes, and kinds of errors with --json (`tsck help KIND` describes one):", *help_lines()])
+        rows = exit_codes()
+        width = max(len(row.kind) for row in rows)
+        lines = [f"  {row.code:3}  {row.kind.ljust(width)}  {row.meaning}" for row in rows]
+        return "\n".join(["Exit codes, and kinds of errors with --json (`tsck help KIND` describes one):", *lines])
     return _entry(topic) if topic in BY_KIND else None
 
 
@@ -118,13 +116,6 @@ def exit_codes() -> list[ExitCode]:
         ExitCode(INTERRUPTED, "interrupted", "Ctrl-C; unpublished snapshots are not visible."),
     ]
     return sorted([*own, *of_errors])
-
-
-def help_lines() -> list[str]:
-    """The table, for ``tsck --help``."""
-    rows = exit_codes()
-    width = max(len(row.kind) for row in rows)
-    return [f"  {row.code:3}  {row.kind.ljust(width)}  {row.meaning}" for row in rows]
 
 
 LEADING: Final = ("-s", "--store", "--storage-option", "--cache-dir", "--state-dir", "--rollback", "--allow-place")

@@ -190,20 +190,15 @@ def command(short_help: str, *examples: str) -> Callable[[Callable[..., None]], 
     return click.command(short_help=short_help, epilog=f"\b\nExample{'s' if len(examples) > 1 else ''}:\n{lines}")
 
 
-def json_or_text(text: str) -> object:
-    """``3e-4`` is a number, ``true`` a bool, ``[1, 2]`` a list; what is not JSON is text."""
-    try:
-        return parse_json(text)
-    except ValueError:
-        return text
-
-
 def named_value(text: str) -> tuple[str, object]:
-    """``NAME=VALUE``, the value in JSON or plain text."""
+    """``NAME=VALUE``: ``3e-4`` is a number, ``true`` a bool, ``[1, 2]`` a list; what is not JSON is text."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise click.BadParameter("one of its values is not NAME=VALUE.")  # the value may be a secret
-    return name, json_or_text(value)
+    try:
+        return name, parse_json(value)
+    except ValueError:
+        return name, value
 
 
 def named_number(text: str) -> tuple[str, float]:
@@ -251,6 +246,12 @@ def byte_rate(text: str) -> int:
     if rate <= 0:
         raise click.BadParameter(f"{text!r} is not a rate: write 500kB, 100MB or 1GiB, per second.")
     return rate
+
+
+def default_option(option: str, name: str, default: str, help_text: str) -> Callable[[Command], Command]:
+    """An option for a time or, if the default is a percentage, for a part; the help shows the default."""
+    metavar, kind = ("PART", fraction) if default.endswith("%") else ("TIME", seconds)
+    return click.option(option, name, type=kind, default=default, show_default=True, metavar=metavar, help=help_text)
 
 
 def _signing_key(path: str) -> SigningKey:

@@ -39,11 +39,11 @@ class _Writer(io.RawIOBase):
 def prepare() -> "_Writer | None":
     """Replaces the process's own streams; returns the one of stdout. A stream that a caller replaced stays as it is."""
     _reserve_descriptors()
-    writer = _replaced(sys.stdout, 1) if sys.stdout is sys.__stdout__ else None
-    if writer is not None:
-        sys.stdout = _text(writer, sys.stdout)
+    writer = None
+    if sys.stdout is sys.__stdout__:
+        writer, sys.stdout = _replaced(sys.stdout, 1)
     if sys.stderr is sys.__stderr__:
-        sys.stderr = _text(_replaced(sys.stderr, 2), sys.stderr)
+        _, sys.stderr = _replaced(sys.stderr, 2)
     return writer
 
 
@@ -60,15 +60,12 @@ def shows_colours() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _replaced(stream: TextIO | None, fd: int) -> _Writer:
+def _replaced(stream: TextIO | None, fd: int) -> tuple[_Writer, TextIO]:
+    encoding, is_line_buffered = "utf-8", False
     if stream is not None:
-        fd = stream.fileno()
-    return _Writer(fd)
-
-
-def _text(writer: _Writer, stream: TextIO | None) -> TextIO:
-    encoding, is_line_buffered = ("utf-8", False) if stream is None else (stream.encoding, stream.isatty())
-    return io.TextIOWrapper(io.BufferedWriter(writer), encoding, "backslashreplace", line_buffering=is_line_buffered)
+        fd, encoding, is_line_buffered = stream.fileno(), stream.encoding, stream.isatty()
+    writer = _Writer(fd)
+    return writer, io.TextIOWrapper(io.BufferedWriter(writer), encoding, "backslashreplace", line_buffering=is_line_buffered)
 
 
 def _reserve_descriptors() -> None:

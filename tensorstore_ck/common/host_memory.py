@@ -62,35 +62,31 @@ def memory_errors(what: str) -> Iterator[None]:
         raise memory_error(exc, what) from exc.__cause__
 
 
-def free_bytes(*, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO, membership: Path = _MEMBERSHIP) -> int:
+def free_bytes() -> int:
     """Bytes that can be allocated before the host swaps or the container is killed; the page cache counts as free."""
-    limits = [_available(meminfo)]
-    for folder, limit, used, stat, cache in _groups(cgroup, membership):
+    try:
+        limits = [_field(_MEMINFO, "MemAvailable:") * 1024]
+    except OSError:  # not Linux
+        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]
+    for folder, limit, used, stat, cache in _groups():
         with contextlib.suppress(OSError, ValueError):  # another version of cgroups, or no limit ("max")
             limits.append(_number(folder / limit) - _number(folder / used) + _field(folder / stat, cache))
     return max(0, min(limits))
 
 
-def _groups(cgroup: Path, membership: Path) -> Iterator[tuple[Path, str, str, str, str]]:
+def _groups() -> Iterator[tuple[Path, str, str, str, str]]:
     """The folders of the process's own group and of all groups above it, each of which may have a limit."""
     v2 = ("memory.max", "memory.current", "memory.stat", "file")
     v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_cache")
-    yield cgroup, *v2
-    yield cgroup / "memory", *v1
+    yield _CGROUP, *v2
+    yield _CGROUP / "memory", *v1
     with contextlib.suppress(OSError):
-        for line in membership.read_text().splitlines():
+        for line in _MEMBERSHIP.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            top, names = (cgroup, v2) if not controllers else (cgroup / "memory", v1)
+            top, names = (_CGROUP, v2) if not controllers else (_CGROUP / "memory", v1)
             if not controllers or "memory" in controllers.split(","):
                 own = top / path.strip("/")
                 yield from ((folder, *names) for folder in (own, *own.parents) if top in folder.parents)
-
-
-def _available(meminfo: Path) -> int:
-    try:
-        return _field(meminfo, "MemAvailable:") * 1024
-    except OSError:  # not Linux
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _number(path: Path) -> int:

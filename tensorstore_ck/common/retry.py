@@ -4,6 +4,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, TypeVar
 
@@ -36,30 +37,24 @@ class AbandonedError(Exception):
     """Another thread failed: its error is the one to raise."""
 
 
+@dataclass(eq=False)
 class RetryPolicy:
     """Stops retries across threads: an exception from `stop` ends this thread's work; `failed` ends the others'."""
 
-    def __init__(
-        self,
-        stop: Callable[[], object],
-        on_retry: OnRetry,
-        *,
-        sleep: Callable[[float], object] = time.sleep,
-        jitter: Callable[[], float] = JITTER,
-    ) -> None:
-        """`on_retry` is called with the error and the seconds until the next try. `jitter` is between 0 and 1."""
-        self.failed = Flag()
-        """Set when a thread has failed."""
-        self._stop = stop
-        self._on_retry = on_retry
-        self._sleep = sleep
-        self._jitter = jitter
+    stop: Callable[[], object]
+    on_retry: OnRetry
+    """Called with the error and the seconds until the next try."""
+    sleep: Callable[[float], object] = time.sleep
+    jitter: Callable[[], float] = JITTER
+    """Between 0 and 1."""
+    failed: Flag = field(default_factory=Flag, init=False)
+    """Set when a thread has failed."""
 
     def check(self) -> None:
         """Raises if the work has to end."""
         if self.failed.is_set():
             raise AbandonedError
-        self._stop()
+        self.stop()
 
     def pause(self, seconds: float) -> None:
         """Waits; raises if the work has to end."""
@@ -68,12 +63,12 @@ class RetryPolicy:
             if seconds <= 0:
                 return
             nap = min(seconds, NAP_SECONDS)
-            self._sleep(nap)
+            self.sleep(nap)
             seconds -= nap
 
     def delay(self, failures: int) -> float:
         """Seconds before the next try after `failures` earlier failures."""
-        return next_delay(failures, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, least=0.5, jitter=self._jitter)
+        return next_delay(failures, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, least=0.5, jitter=self.jitter)
 
     def call(self, request: Callable[[], T]) -> T:
         """The result of `request`. Retries after each transient fault, without limit."""
@@ -84,6 +79,6 @@ class RetryPolicy:
             except BackendUnavailableError as exc:
                 seconds = self.delay(failures)
                 _logger.debug("try %d failed, the next one is in %.1f s: %s", failures + 1, seconds, exc)
-                self._on_retry(exc, seconds)
+                self.on_retry(exc, seconds)
             self.pause(seconds)
         raise AssertionError("not reached")

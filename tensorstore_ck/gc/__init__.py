@@ -10,17 +10,15 @@ roots.py            the snapshots that are held, and by what
 mark_reachable.py  LiveSet: everything that the roots need
 released.py         what was released within the undo window, by the store's time
 live_bits.py       LiveBits: a bit for each entry of each pack
-part_summary.py     the entries that a part refers to, cached on this host
+part_summary.py     the entries that a part refers to, and how many a pack has, cached on this host
 listing.py          the objects in the backend
-pack_counts.py      how many entries each pack has, cached on this host
 ended_writers.py    writer records: which processes have ended
 block_runs.py       runs of neighbouring blocks, each read at once
 compact.py          copies live entries of sparse packs into new packs
 recode_or_move.py   rewrites packs smaller, or at another location
 recode.py           encodes the packs of chosen snapshots smaller
 tiering.py          re-encodes and moves packs as retention policies ask
-usage.py            bytes per ref, job, snapshot and pack
-usage_costs.py      what they cost a month
+usage.py            bytes per ref, job, snapshot and pack; what they cost a month
 space_forecast.py   the space that is left, the growth, and when the store will be full
 byte_sums.py        sums of bytes per set of holders
 exclusive_bytes.py  bytes that each snapshot adds to those before it

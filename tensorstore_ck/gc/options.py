@@ -34,7 +34,6 @@ class GcOptions:
     """Limit of reads, and of writes, so that jobs keep their bandwidth: ``"100MB"``, or bytes per second; None: no limit."""
 
     def __post_init__(self) -> None:
-        """Raises `InvalidOptionError` for an invalid value."""
         for name in ("min_age_seconds", "grace_seconds", "undo_window_seconds", "tombstone_seconds", "compact_bytes"):
             if not getattr(self, name) >= 0:
                 raise InvalidOptionError(f"{name} must not be negative", object_id=name)

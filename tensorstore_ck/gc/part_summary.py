@@ -1,4 +1,4 @@
-"""Cached on this host for gc: the entries that a part refers to, as bits per pack, and the parts of a snapshot.
+"""Cached on this host for gc: the entries that a part refers to, as bits per pack; the parts of a snapshot; how many entries a pack has.
 
 A part is immutable and its name is never reused, so its summary stays valid while the part exists. A summary is used only for a listed
 part of the same size, and checked against the record like the part itself; a damaged one is ignored. It does not follow relocations.
@@ -6,7 +6,7 @@ part of the same size, and checked against the record like the part itself; a da
 
 import contextlib
 import threading
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -223,3 +223,41 @@ def decode_parts(value: bytes, info: SnapshotRow) -> PartNames | None:
 def _names(value: bytes) -> PartNames:
     rows = range(DIGEST_BYTES, len(value), ULID_BYTES + DIGEST_BYTES)
     return [(Ulid(value[at : at + ULID_BYTES]), Digest(value[at + ULID_BYTES :][:DIGEST_BYTES])) for at in rows]
+
+
+_COUNT_PREFIX: Final = b"e/"
+_COUNT_BYTES: Final = 4
+
+
+class PackCounts:
+    """Pack -> number of entries, for the listed packs, so that gc need not read the footers of fully needed packs again.
+
+    Packs never change. A lost or wrong count affects only which packs gc looks at. `note` and `get` are thread-safe.
+    """
+
+    def __init__(self, table: Table, packs: Collection[Ulid]) -> None:
+        self._table = table
+        self._counts: dict[Ulid, int] = {}
+        self._new: dict[Ulid, int] = {}
+        self._gone: list[Ulid] = []
+        for key, value in table.scan(_COUNT_PREFIX):
+            pack = Ulid(key[len(_COUNT_PREFIX) :])
+            if pack in packs:
+                self._counts[pack] = int.from_bytes(value, "big")
+            else:
+                self._gone.append(pack)
+
+    def get(self, pack: Ulid) -> int | None:
+        """Number of entries, if this host has read the pack's footer."""
+        return self._counts.get(pack)
+
+    def note(self, pack: Ulid, entries: int) -> None:
+        """Keeps a count; `flush` writes it to the table."""
+        self._counts[pack] = self._new[pack] = entries
+
+    def flush(self) -> None:
+        """Writes new counts, and drops those of packs that are gone."""
+        if self._new or self._gone:
+            new = {_COUNT_PREFIX + pack: count.to_bytes(_COUNT_BYTES, "big") for pack, count in self._new.items()}
+            write_rows(self._table, {**new, **{_COUNT_PREFIX + pack: None for pack in self._gone}})
+        self._new, self._gone = {}, []

@@ -25,7 +25,7 @@ from tensorstore_ck.gc.ended_writers import WriterRecords
 from tensorstore_ck.gc.listing import ListedObject, list_objects, part_sizes
 from tensorstore_ck.gc.mark_reachable import LiveSet, RootNeeds
 from tensorstore_ck.gc.options import GcOptions
-from tensorstore_ck.gc.pack_counts import PackCounts
+from tensorstore_ck.gc.part_summary import PackCounts
 from tensorstore_ck.gc.released import Released, Releases
 from tensorstore_ck.gc.report import Freeable, FreedLater, Progress, due_time, forget_command, gc_command, ignore_progress, unpin_command
 from tensorstore_ck.log import FOLDERS, ChildRecord, Entry, ObjectKey, Op, Pin, RefTable, SnapshotRow, fold, without_named_parent
@@ -204,7 +204,8 @@ class Planner:
             self.notes.append(f"{left} more packs are sparse: the next run continues with them")
         doomed = [*due, *(garbage if not options.grace_seconds else ())]
         doomed += [ObjectKey("pack", pack.pack) for pack in packs if not options.grace_seconds]
-        unnamed = self._unnamed(unneeded)
+        records = [key.ulid for key in unneeded if key.kind == "snapshot" and self._view.snapshot(key.ulid) is None]
+        unnamed = without_named_parent(self._engine.backend, self._view, records)
         return GcPlan(
             view=self._view,
             ending=self._ends,
@@ -223,10 +224,6 @@ class Planner:
             ),
             options=options,
         )
-
-    def _unnamed(self, unneeded: Iterable[ObjectKey]) -> list[ChildRecord]:
-        records = [key.ulid for key in unneeded if key.kind == "snapshot" and self._view.snapshot(key.ulid) is None]
-        return without_named_parent(self._engine.backend, self._view, records)
 
     def _is_young(self, key: ObjectKey) -> bool:
         return self._is_younger(self._listed[key].modified_ns, self._options.min_age_seconds)

@@ -5,7 +5,7 @@ new names, one log entry names their location and relocates the pack, and gc fre
 alongside writers, readers and other hosts that do the same; and no pack is ever at two locations.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -20,7 +20,7 @@ from tensorstore_ck.gc.mark_reachable import LiveSet, require_total_order
 from tensorstore_ck.gc.recode_or_move import PlannedPack, plan_repack, repack_packs
 from tensorstore_ck.gc.report import Progress, ProgressSum, ignore_progress
 from tensorstore_ck.log import ObjectKey, RefTable
-from tensorstore_ck.log.cache import Table, write_rows
+from tensorstore_ck.log.cache import write_rows
 from tensorstore_ck.log.retention.age_rules import OWN_LOCATION, UNCHANGED, AgeTarget, age_targets
 
 MODE: Final[Mode] = "small"
@@ -97,7 +97,8 @@ def run_tiering(engine: Engine, *, dry_run: bool = False, claim_locations: bool 
     plan = at_newest(engine.log, lambda _, view: _plan(engine, live, listed, view))
     locations = engine.placed.locations()
     moving = {key for key, (url, _) in plan.targets.items() if url != locations.get(key.ulid)}
-    judged = _incompressible(engine.table)
+    # packs that would not get smaller by re-encoding: this host's cache, so that each is tried once
+    judged = {Ulid(key[len(_INCOMPRESSIBLE) :]) for key, _ in engine.table.scan(_INCOMPRESSIBLE)}
     staying = {key for key in plan.targets.keys() - moving if key.ulid not in judged}
     to_move = plan_repack(engine, live, {key: listed[key] for key in moving}, mode=None, progress=progress)
     worth = plan_repack(engine, live, {key: listed[key] for key in staying}, mode=MODE, progress=progress)
@@ -105,7 +106,8 @@ def run_tiering(engine: Engine, *, dry_run: bool = False, claim_locations: bool 
     written, notes = to_move.after_bytes + worth.after_bytes, [*to_move.notes, *worth.notes]
     if not dry_run:
         written = 0
-        _note_incompressible(engine.table, worth.kept, gone=judged - {key.ulid for key in listed})
+        noted, gone = {_INCOMPRESSIBLE + pack: b"" for pack in worth.kept}, judged - {key.ulid for key in listed}
+        write_rows(engine.table, {**noted, **{_INCOMPRESSIBLE + pack: None for pack in gone}})
     copied = ProgressSum(progress, "rewriting packs", sum(pack.live_bytes for pack in [*to_move.packs, *worth.packs]))
     for (url, small), packs in _grouped(plan, [*to_move.packs, *worth.packs]):
         done = packs
@@ -149,12 +151,3 @@ def _grouped(plan: _TierPlan, packs: list[PlannedPack]) -> Iterator[tuple[tuple[
     for pack in packs:
         groups.setdefault(plan.targets[ObjectKey("pack", pack.pack)], []).append(pack)
     yield from groups.items()
-
-
-def _incompressible(table: Table) -> set[Ulid]:
-    """Packs that would not get smaller by re-encoding: this host's cache, so that each is tried once."""
-    return {Ulid(key[len(_INCOMPRESSIBLE) :]) for key, _ in table.scan(_INCOMPRESSIBLE)}
-
-
-def _note_incompressible(table: Table, packs: Collection[Ulid], *, gone: Collection[Ulid]) -> None:
-    write_rows(table, {**{_INCOMPRESSIBLE + pack: b"" for pack in packs}, **{_INCOMPRESSIBLE + pack: None for pack in gone}})

@@ -7,14 +7,15 @@ and dead blocks of packs count only in `objects_bytes`.
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from tensorstore_ck.common.html_table import html_table
 from tensorstore_ck.common.ids import Ulid, parse_ulid, ulid_text
+from tensorstore_ck.common.prices import Prices
 from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
@@ -339,3 +340,30 @@ class _Measurement:
                     shared_bytes=stored - exclusive,
                     exclusive_bytes=exclusive,
                 )
+
+
+class UsageCosts(NamedTuple):
+    """USD a month."""
+
+    locations: Mapping[str, float]
+    refs: Mapping[str, float]
+    """Each stored byte costs the mean of all locations: the locations of a ref's blocks are not looked up."""
+    jobs: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """The costs of the whole store."""
+        return sum(self.locations.values())
+
+
+def usage_costs(usage: Usage, prices: Prices) -> UsageCosts | None:
+    """The costs; None without prices, or if a location that holds bytes has none."""
+    total = prices.usd_per_month(usage.by_location) if prices.by_name else None
+    if total is None:
+        return None
+    each = total / max(1, usage.objects_bytes)
+    return UsageCosts(
+        locations={url: prices.usd_per_month({url: size}) or 0.0 for url, size in usage.by_location.items()},
+        refs={ref.ref: ref.stored_bytes * each for ref in usage.refs},
+        jobs={job.job: job.stored_bytes * each for job in usage.jobs},
+    )

@@ -10,7 +10,6 @@ address.py                               how a user names a snapshot
 snapshot.py                              a snapshot: its row, and what users see of it
 snapshot_log.py                          what users see of a history
 snapshot_condition.py                    conditions on snapshots in memory, and the numbers to sort them by
-training_line.py                         which snapshots of a branch led to its last one
 maintenance_outcome.py                   what users see of a run of gc or fsck
 quota.py                                 quotas, and how much of them is used
 block_index.py                           where blocks lie, as far as this host knows

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -262,34 +263,25 @@ class Appended(NamedTuple):
     """The entry's time; 0 if nothing was appended."""
 
 
+@dataclass(eq=False)
 class EntryWriter:
     """Creates the entries of one open log. The caller holds the lock of the `Log`.
 
     On a full disk, an entry that frees space uses the reserve, which other entries leave alone.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        chain: EntryReader,
-        *,
-        clock: Clock,
-        sleep: Callable[[float], object],
-        require_store: Callable[[], object],
-        shared: bool,
-    ) -> None:
-        self._backend = backend
-        self._chain = chain
-        self._clock = clock
-        self._sleep = sleep
-        self._require_store = require_store
-        self._shared = shared
-        self._durable_n = 0
-        self._undecided: UndecidedError | None = None
-        self._written: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED_WRITES)
-        """The numbers and write ids of the entries that this object tried to create."""
-        self.created: set[int] = set()
-        """The numbers of those that it knows it has created."""
+    backend: Backend
+    chain: EntryReader
+    clock: Clock
+    sleep: Callable[[float], object]
+    require_store: Callable[[], object]
+    shared: bool
+    _durable_n = 0
+    _undecided: UndecidedError | None = field(default=None, init=False)
+    _written: deque[tuple[int, bytes]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_WRITES), init=False)
+    """The numbers and write ids of the entries that this object tried to create."""
+    created: set[int] = field(default_factory=set, init=False)
+    """The numbers of those that it knows it has created."""
 
     def require_decided(self) -> None:
         """Checks that no earlier entry can arrive late and overwrite a later one, which only a backend for a single writer allows.
@@ -297,7 +289,7 @@ class EntryWriter:
         Raises:
             UndecidedError: one can.
         """
-        if self._undecided is not None and not self._shared:
+        if self._undecided is not None and not self.shared:
             raise self._undecided
 
     def create(self, sealed: bytes, entry: Entry) -> bool:
@@ -308,16 +300,16 @@ class EntryWriter:
         Raises:
             UndecidedError: the backend did not say whether the entry is there.
         """
-        name = self._chain.name(entry.n)
-        self._require_store()
+        name = self.chain.name(entry.n)
+        self.require_store()
         self.make_durable(entry.n - 1)
         self._written.append((entry.n, entry.write_id))
-        sent, trouble, began_ns = False, "the backend did not report the outcome", self._clock()
+        sent, trouble, began_ns = False, "the backend did not report the outcome", self.clock()
         for delay in RESEND_DELAYS:
-            if self._clock() - began_ns > _RESEND_SECONDS * 1e9:
+            if self.clock() - began_ns > _RESEND_SECONDS * 1e9:
                 break
             try:
-                outcome = _create_entry(self._backend, name, sealed, entry.ops)
+                outcome = _create_entry(self.backend, name, sealed, entry.ops)
             except BackendUnavailableError as exc:
                 outcome, trouble = Created.UNKNOWN, str(exc)
             except StoreError as exc:
@@ -329,11 +321,11 @@ class EntryWriter:
             if outcome is Created.CREATED:
                 self._durable_n = entry.n
                 self.created.add(entry.n)
-                self._chain.last = entry
+                self.chain.last = entry
                 return True
             sent = True
             try:
-                winner = self._chain.read(entry.n)
+                winner = self.chain.read(entry.n)
                 if winner is not None and winner.write_id != entry.write_id:
                     return False
                 if winner is not None:
@@ -344,21 +336,21 @@ class EntryWriter:
                 raise
             except StoreError as exc:
                 trouble = str(exc)
-            self._sleep(delay)
-        next_step = "`Store.retrying` or `Store.checkout` reads the log" if self._shared else "open the store again"
+            self.sleep(delay)
+        next_step = "`Store.retrying` or `Store.checkout` reads the log" if self.shared else "open the store again"
         self._undecided = UndecidedError(
             f"log entry {name} may or may not have been written ({trouble}): {next_step} when the backend answers; "
             f"the operation happened if that entry has the write id {entry.write_id.hex()}",
             object_id=entry.write_id.hex(),
         )
-        if not self._shared:
+        if not self.shared:
             self._undecided.retry = "after_reopen"
         raise self._undecided
 
     def make_durable(self, n: int) -> None:
         """An entry found by reading may not be durable yet; later entries must not become durable before it."""
         if n > self._durable_n:
-            self._backend.sync_folders(self._chain.name(n))
+            self.backend.sync_folders(self.chain.name(n))
             self._durable_n = n
 
     def wrote(self, n: int) -> bool:
@@ -368,7 +360,7 @@ class EntryWriter:
             StoreError: the entry cannot be read.
         """
         tried = [write_id for number, write_id in list(self._written) if number == n]
-        entry = self._chain.read(n) if tried else None
+        entry = self.chain.read(n) if tried else None
         return entry is not None and entry.write_id in tried
 
 

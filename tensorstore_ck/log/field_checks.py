@@ -191,14 +191,6 @@ def _are_counts(counts: dict[object, object]) -> bool:
     return all(type(name) is str and len(name) <= MAX_METRIC_NAME_CHARS and COUNT.accepts(number) for name, number in counts.items())
 
 
-def _is_run(name: str) -> bool:
-    return name.isascii() and name.isprintable()
-
-
-def _fits_into_key(owner: str) -> bool:
-    return len(owner.encode("utf-8", "replace")) <= MAX_OWNER_BYTES and "\0" not in owner
-
-
 def _are_rules(rules: dict[object, object]) -> bool:
     """Whether a policy may have these rules; `retention.policy` knows their meaning."""
     return all(type(name) is str and _is_rule(rule, 3) for name, rule in rules.items())
@@ -224,11 +216,11 @@ GLOB: Final = Field(str, 1, MAX_REF_CHARS, is_ref_glob)
 METRICS: Final = Field(dict, 0, MAX_METRICS, _are_metrics)
 MARK: Final = Field(str, rule=MARKS.__contains__)
 REASON: Final = Field(str, 0, MAX_REASON_CHARS)
-OWNER: Final = Field(str, 1, MAX_OWNER_BYTES, _fits_into_key)
+OWNER: Final = Field(str, 1, MAX_OWNER_BYTES, lambda owner: len(owner.encode("utf-8", "replace")) <= MAX_OWNER_BYTES and "\0" not in owner)
 RULES: Final = Field(dict, 1, MAX_RULES, _are_rules)
 URL: Final = Field(str, 1, MAX_URL_CHARS, str.isprintable)
 SHORT_TEXT: Final = Field(str, 0, 64)
-RUN: Final = Field(str, 1, MAX_RUN_CHARS, _is_run)
+RUN: Final = Field(str, 1, MAX_RUN_CHARS, lambda name: name.isascii() and name.isprintable())
 COUNTS: Final = Field(dict, 0, MAX_COUNTS, _are_counts)
 MESSAGE: Final = Field(str, 0, MAX_MESSAGE_CHARS)
 TRIGGERS: Final = Field(list, rule=are_triggers)

@@ -9,6 +9,7 @@ import logging
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
@@ -65,31 +66,20 @@ class Tail(NamedTuple):
         batch.put(_TAIL_KEY, _TAIL.pack(*self))
 
 
+@dataclass(eq=False)
 class Follower:
-    """Reads one log for any number of tables."""
+    """Reads one log for any number of tables. See `Log` for the arguments."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        chain: EntryReader,
-        watermark: Watermark,
-        *,
-        prefix: str,
-        on_swept: Callable[[Batch, Sequence[Ulid]], None],
-        may_begin: bool,
-        require_store: Callable[[], object],
-    ) -> None:
-        """See `Log`."""
-        self._backend = backend
-        self._chain = chain
-        self._prefix = prefix
-        self._on_swept = on_swept
-        self._watermark = watermark
-        self._may_begin = may_begin
-        self._require_store = require_store
-        self._next_checkpoint_try = 0
-        self._unusable: set[int] = set()
-        """Checkpoints that this build cannot use, such as those of a build with another fold."""
+    backend: Backend
+    chain: EntryReader
+    watermark: Watermark
+    prefix: str
+    on_swept: Callable[[Batch, Sequence[Ulid]], None]
+    may_begin: bool
+    require_store: Callable[[], object]
+    _next_checkpoint_try = 0
+    _unusable: set[int] = field(default_factory=set, init=False)
+    """Checkpoints that this build cannot use, such as those of a build with another fold."""
 
     def follow(self, table: Table, cached: Head | None = None, *, next_first: bool = False) -> Head:
         """Folds every entry that was acknowledged before this call, and returns the head.
@@ -102,14 +92,14 @@ class Follower:
             EmptiedError, TableError: try again.
         """
         head = cached = cached or RefTable(table).head()
-        seen = [] if (known := self._watermark.last_seen()) is None else [known]
+        seen = [] if (known := self.watermark.last_seen()) is None else [known]
         try:
             while True:
                 newer = None if head is None else self._behind(head, next_first)
                 if head is not None and newer is not None:
                     head, met = self._fold_all(table, head, newer, known)
                     break
-                if head is not None and self._watermark.is_news(head, self._chain.name(head.n)):
+                if head is not None and self.watermark.is_news(head, self.chain.name(head.n)):
                     seen.append(head)
                 filled, apart, met = self._fold_apart(known)
                 if _replace(table, head, apart):
@@ -117,13 +107,13 @@ class Follower:
                     break
                 head = RefTable(table).head()  # another process of this host was faster
         except BrokenLogError:
-            self._require_store()  # it may be the log of another store, which is at the same path now
+            self.require_store()  # it may be the log of another store, which is at the same path now
             raise
         if head.n == 0:
             self._require_only_log()
         _logger.debug("followed the log from %s to entry %d", f"entry {cached.n}" if cached else "its start or a checkpoint", head.n)
         lost = [entry for entry in seen if entry.n and (met.get(entry.n) or self._hash_of(entry.n, head)) != entry.hash]
-        self._watermark.check(max(lost, default=None), head, self._chain.name)
+        self.watermark.check(max(lost, default=None), head, self.chain.name)
         return head
 
     def fill(self, table: Table) -> None:
@@ -154,13 +144,13 @@ class Follower:
     def is_entry(self, head: Head) -> bool:
         """Whether the log has this entry."""
         with suppress(BrokenLogError):
-            entry = self._chain.read(head.n)
+            entry = self.chain.read(head.n)
             return entry is not None and entry.hash == head.hash
         return False
 
     def _fold_while_readable(self, table: Table, head: Head) -> None:
         with suppress(BrokenLogError):
-            while (entry := self._chain.read(head.n + 1)) is not None and entry.prev == head.hash:
+            while (entry := self.chain.read(head.n + 1)) is not None and entry.prev == head.hash:
                 self.fold(table, [entry])
                 head = Head(entry.n, entry.hash)
 
@@ -169,16 +159,16 @@ class Follower:
         with suppress(BrokenLogError):
             return self._start_from_checkpoint(table)
         with suppress(BrokenLogError):
-            if (first := self._chain.read(1)) is not None and first.prev != self._chain.genesis:
-                return Head(0, self._chain.genesis)  # another store's
+            if (first := self.chain.read(1)) is not None and first.prev != self.chain.genesis:
+                return Head(0, self.chain.genesis)  # another store's
         for n, _ in self._listed_checkpoints():
-            name = checkpoint.checkpoint_name(self._prefix, n)
+            name = checkpoint.checkpoint_name(self.prefix, n)
             with suppress(DamageError, FormatVersionError), table.batch() as batch:
-                found = checkpoint.decode_checkpoint(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
+                found = checkpoint.decode_checkpoint(self.backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
                 checkpoint.load(batch, found)
                 batch.put(_ORIGIN_KEY, b"%d" % found.n)
                 return Head(found.n, found.entry_hash)
-        return Head(0, self._chain.genesis)
+        return Head(0, self.chain.genesis)
 
     def fold_until(self, head: Head | None) -> MemoryTable:
         """The fold of the log's entries up to `head`, without checkpoints.
@@ -189,7 +179,7 @@ class Follower:
         apart = MemoryTable()
         if head is None:
             return apart
-        for entries in self._chain.entries(0, self._chain.genesis, at_least=head.n):
+        for entries in self.chain.entries(0, self.chain.genesis, at_least=head.n):
             self.fold(apart, [entry for entry in entries if entry.n <= head.n])
             if entries[-1].n >= head.n:
                 break
@@ -202,7 +192,7 @@ class Follower:
             EmptiedError, TableError: try again.
         """
         with table.batch() as batch:
-            head = RefTable(batch).head() or Head(0, self._chain.genesis)
+            head = RefTable(batch).head() or Head(0, self.chain.genesis)
             tail = Tail.read(batch)
             for entry in entries:
                 if entry.n <= head.n:
@@ -211,7 +201,7 @@ class Follower:
                     raise EmptiedError
                 swept = fold(entry, batch)
                 if swept:
-                    self._on_swept(batch, swept)
+                    self.on_swept(batch, swept)
                 head = Head(entry.n, entry.hash)
                 tail = tail._replace(entries=tail.entries + 1, entry_bytes=tail.entry_bytes + entry.size_bytes)
             tail.write(batch)
@@ -222,7 +212,7 @@ class Follower:
         """The log's head, its fold, and hashes as in `_fold_all`. Fills a separate table, so that no reader sees a partial one."""
         apart = MemoryTable()
         start = self._start_from_checkpoint(apart)
-        newer = self._chain.entries(start.n, start.hash, at_least=self._chain.last_listed(start.n))
+        newer = self.chain.entries(start.n, start.hash, at_least=self.chain.last_listed(start.n))
         head, met = self._fold_all(apart, start, newer, known)
         return head, apart, met
 
@@ -237,11 +227,11 @@ class Follower:
 
     def _behind(self, head: Head, next_first: bool) -> Iterator[list[Entry]] | None:
         """The entries after the table's head; None if that is not an entry of this log."""
-        if next_first and (entry := self._chain.read(head.n + 1)) is not None:
-            return itertools.chain([[entry]], self._chain.entries(entry.n, entry.hash)) if entry.prev == head.hash else None
+        if next_first and (entry := self.chain.read(head.n + 1)) is not None:
+            return itertools.chain([[entry]], self.chain.entries(entry.n, entry.hash)) if entry.prev == head.hash else None
         if next_first:
             return iter(()) if self.is_entry(head) else None
-        batches = self._chain.entries(head.n - 1, None, window=2)
+        batches = self.chain.entries(head.n - 1, None, window=2)
         first = next(batches, [])
         if not first or first[0].hash != head.hash:
             return None
@@ -249,25 +239,25 @@ class Follower:
 
     def _hash_of(self, n: int, head: Head) -> Digest | None:
         """The hash of entry `n`, which was there before the log was followed to `head`; None if it is gone."""
-        entry = self._chain.read(n)
+        entry = self.chain.read(n)
         if entry is not None and n > head.n:
-            raise self._chain.broken(head.n + 1, f"is missing, though entry {n} is there")
+            raise self.chain.broken(head.n + 1, f"is missing, though entry {n} is there")
         return entry.hash if entry is not None else None
 
     def _require_first(self) -> None:
         """Checks entry 1, which identifies the store. A checkpoint does not, and the entries before it are not read."""
-        first = self._chain.read(1)
+        first = self.chain.read(1)
         if first is None:
-            raise self._chain.broken(1, "is missing")
-        if first.prev != self._chain.genesis:
-            raise chain_break(self._chain.name(1))
+            raise self.chain.broken(1, "is missing")
+        if first.prev != self.chain.genesis:
+            raise chain_break(self.chain.name(1))
 
     def _require_only_log(self) -> None:
         """Checks that an empty log is the only one: if store.json names a wrong log, gc must not free everything."""
-        self._require_store()
-        others = [] if self._may_begin else [log for log in logs_in(self._backend) if log != self._prefix]
+        self.require_store()
+        others = [] if self.may_begin else [log for log in logs_in(self.backend) if log != self.prefix]
         if others:
-            raise self._chain.broken(1, f"is missing, though the store has another log ({', '.join(others)}); store.json may be wrong")
+            raise self.chain.broken(1, f"is missing, though the store has another log ({', '.join(others)}); store.json may be wrong")
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -282,19 +272,19 @@ class Follower:
                     batch.put(_ORIGIN_KEY, b"%d" % n)
                     Tail(n, size_bytes, 0, 0).write(batch)
                 return Head(n, usable.entry_hash)
-        return Head(0, self._chain.genesis)
+        return Head(0, self.chain.genesis)
 
     def _read_checkpoint(self, n: int) -> Checkpoint | None:
         """The checkpoint at `n`, if it is usable and was made from this log."""
-        name = checkpoint.checkpoint_name(self._prefix, n)
+        name = checkpoint.checkpoint_name(self.prefix, n)
         try:
-            decoded = checkpoint.decode_checkpoint(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
+            decoded = checkpoint.decode_checkpoint(self.backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
         except (DamageError, FormatVersionError):
             self._unusable.add(n)
             return None
-        entry = self._chain.read(n)
+        entry = self.chain.read(n)
         if entry is None:
-            raise self._chain.broken(n, f"is missing, though {name} was made from it")
+            raise self.chain.broken(n, f"is missing, though {name} was made from it")
         return decoded if decoded.n == n and decoded.entry_hash == entry.hash else None
 
     def verify(self, table: Table) -> None:
@@ -309,7 +299,7 @@ class Follower:
         if origin is None or head is None:
             return
         if list(RefTable(self.fold_until(head)).items()) != rows:
-            name = checkpoint.checkpoint_name(self._prefix, int(origin))
+            name = checkpoint.checkpoint_name(self.prefix, int(origin))
             raise BrokenLogError(f"{name} does not match the log: it was damaged or forged; run `tsck fsck --repair`", object_id=name)
         with table.batch() as batch:
             if batch.get(_ORIGIN_KEY) == origin:
@@ -352,7 +342,7 @@ class Follower:
         if head is None or sealed is None:
             return None
         make_durable(head.n)  # a checkpoint must not outlive its entry
-        self._backend.create(checkpoint.checkpoint_name(self._prefix, head.n), sealed)
+        self.backend.create(checkpoint.checkpoint_name(self.prefix, head.n), sealed)
         return Tail(head.n, len(sealed), 0, 0)
 
     def spare_checkpoints(self, head: Head) -> list[str]:
@@ -364,12 +354,12 @@ class Follower:
         for number, n in enumerate(made[:-1], 1):
             usable += self._read_checkpoint(n) is not None
             if usable == _CHECKPOINT_TRIES:
-                return [checkpoint.checkpoint_name(self._prefix, spare) for spare in made[number:]]
+                return [checkpoint.checkpoint_name(self.prefix, spare) for spare in made[number:]]
         return []
 
     def _listed_checkpoints(self) -> Iterator[tuple[int, int]]:
         """(entry number, bytes), newest first."""
-        listed = self._backend.list(checkpoint.checkpoint_folder(self._prefix))
+        listed = self.backend.list(checkpoint.checkpoint_folder(self.prefix))
         numbered = [(checkpoint.checkpoint_number(info.name), info.size_bytes) for info in listed]
         yield from sorted(((n, size) for n, size in numbered if n), reverse=True)
 

@@ -384,12 +384,7 @@ class Log:
         sealed, entry = seal_entry(head.n + 1, head.hash, ops, write_id=write_id, time_ns=time_ns, actor=self._actor)
         if not self._writer.create(sealed, entry):
             return None
-        self._remember(entry, also)
-        return Appended(entry.n, entry.ops, entry.time_ns)
-
-    def _remember(self, entry: Entry, also: Also | None) -> None:
-        """Folds an appended entry. Errors of the cache, and warnings that are errors, do not change that it was appended."""
-        with suppress(StoreError, Warning):
+        with suppress(StoreError, Warning):  # errors of the cache, and warnings that are errors, do not change that it was appended
             self._watermark.appended(Head(entry.n, entry.hash))
             try:
                 self._follower.fold(self.table, [entry], also)
@@ -397,3 +392,4 @@ class Log:
             except (EmptiedError, TableError):
                 self.sync()
             self._follower.write_checkpoint_if_due(self.table, entry.n, self._make_durable)
+        return Appended(entry.n, entry.ops, entry.time_ns)

@@ -5,7 +5,7 @@ salvage/             makes a new log from the remaining objects of a store
 copy_store/          copies refs and their blocks to another store
 describe/            shows and compares snapshots
 prove.py             makes and checks proofs that a tensor belongs to a snapshot
-list_refs.py         branches and tags, and the history of branches
+list_refs.py         branches and tags, the history of branches, and which snapshots led to the last one
 change_refs.py       branch, reset, tag, untag, annotate, mark, finish, pin, unpin: one log entry each
 forget.py            forget and undo
 recorded_runs.py     gc, fsck and repair, with an entry in the log about the outcome

@@ -14,7 +14,7 @@ from tensorstore_ck.errors import InvalidOptionError, NotFoundError, PermissionD
 from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.log.training_line import training_line
+from tensorstore_ck.maintenance.list_refs import training_line
 
 Verdict = Literal["good", "bad", "skip"]
 
@@ -119,12 +119,7 @@ def bisect(
 
 
 def _line(view: RefTable, ref: str, good: str | None, bad: str | None) -> list[SnapshotRow]:
-    """The snapshots from `good` to `bad` in the history of a branch, oldest first, each once.
-
-    Raises:
-        InvalidOptionError: one of them is not in the history, or they are in the wrong order.
-        NotFoundError: there are not two snapshots.
-    """
+    """The snapshots from `good` to `bad` in the history of a branch, oldest first, each once."""
     if view.branch(ref) is None:
         resolve(view, ref)  # says what there is
         raise InvalidOptionError(f"{ref!r} is not a branch: only a branch has a history to search", object_id=ref)
@@ -157,12 +152,7 @@ def _end(
     wanted: Verdict,
     address: str | None,
 ) -> int:
-    """The first of `positions` that can be tested, which must be as `wanted`; `address` is the user's choice of an end.
-
-    Raises:
-        InvalidOptionError: the user's choice is something else.
-        NotFoundError: the end of the history is.
-    """
+    """The first of `positions` that can be tested, which must be as `wanted`; `address` is the user's choice of an end."""
     for at in positions:
         outcome = verdict(at)
         if outcome == wanted:

@@ -86,11 +86,7 @@ def unpin(engine: Engine, address: str, owner: str | None) -> None:
 
 
 def _append(engine: Engine, address: str, make: Callable[[Digest], Op]) -> Snapshot:
-    """Appends one operation on the snapshot at `address`; returns the snapshot as it is then.
-
-    Raises:
-        UntrustedError: it would move a ref to a snapshot that the user's trust file does not admit at this address.
-    """
+    """Appends one operation on the snapshot at `address`; returns the snapshot as it is then."""
     engine.require_writable()
     infos: list[SnapshotRow] = []
 

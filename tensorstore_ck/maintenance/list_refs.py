@@ -1,17 +1,39 @@
 """Lists refs and the history of branches. Functions of the engine: they know no session."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 
-from tensorstore_ck.common.ids import Ulid, ulid_text
+from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log import BranchMove, RefTable, SnapshotRow
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.log.snapshot_log import SnapshotLog, SnapshotsByName
-from tensorstore_ck.log.training_line import training_line
+
+
+def training_line(visits: Iterable[SnapshotRow]) -> list[SnapshotRow]:
+    """The snapshots of a branch that led to its last one: without those from which training was taken back to an earlier one.
+
+    It was taken back if the next snapshot is an earlier one again, or continues from one; or, if the one that it continues from is not
+    kept, if its step is not higher.
+    """
+    line, numbers = list[SnapshotRow](), dict[Digest, int]()
+    for info in visits:
+        if (at := numbers.get(info.root)) is not None:
+            keep = at
+        elif info.parent is not None and (at := numbers.get(info.parent)) is not None:
+            keep = at + 1
+        else:
+            keep = len(line)
+            while keep and info.step is not None and (step := line[keep - 1].step) is not None and step >= info.step:
+                keep -= 1
+        for gone in line[keep:]:
+            del numbers[gone.root]
+        line[keep:] = [info]
+        numbers[info.root] = keep
+    return line
 
 
 def history(engine: Engine, ref: str | None, limit: int | None) -> SnapshotLog:

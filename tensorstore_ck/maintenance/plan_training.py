@@ -37,7 +37,6 @@ MAX_SAVES: Final = 100_000
 LEAST_INTERVAL_SECONDS: Final = 60.0
 """The shortest interval that a plan chooses: small models would otherwise save each second."""
 GB: Final = 10**9
-DAYS_PER_MONTH: Final = 365 / 12
 _NS: Final = 10**9
 
 

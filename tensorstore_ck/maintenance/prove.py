@@ -183,11 +183,7 @@ def check_proof(
 
 
 def _require_trusted(proof: Proof, path: str | os.PathLike[str] | None) -> RefSignature:
-    """The signature in the proof, which a key of the trust file must have made.
-
-    Raises:
-        UntrustedError: none did.
-    """
+    """The signature in the proof, which a key of the trust file must have made."""
     trust, signed = read_trust(path), proof.signed
     is_named = trust is not None and signed is not None and trust.keys_of(signed.statement.ref) is not None
     signature, problem = None, ""

@@ -52,7 +52,6 @@ def page(pages: Pages, request: Request) -> Response:
     ]
 
     def at(**changed: object) -> str:
-        """This page with another query."""
         return pages.link("runs", **{"run": [run.name for run in runs], "metric": wanted, **changed})
 
     return pages.render(

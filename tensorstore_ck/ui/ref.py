@@ -136,7 +136,6 @@ def page(pages: Pages, request: Request) -> Response:
         )
 
     def at(**changed: object) -> str:
-        """This page with another query."""
         return pages.link("ref", key, **{"name": name, "metric": wanted, "state": state or None, **changed})
 
     kept, kept_error = explained(pages, key, name) if "kept" in query else (None, "")

@@ -13,8 +13,7 @@ from starlette.responses import RedirectResponse, Response
 from tensorstore_ck.catalog.schema import policies, snapshots
 from tensorstore_ck.common.prices import GB
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.gc.usage import Usage
-from tensorstore_ck.gc.usage_costs import usage_costs
+from tensorstore_ck.gc.usage import Usage, usage_costs
 from tensorstore_ck.log.field_checks import is_ref_glob
 from tensorstore_ck.log.retention import parse_rule
 from tensorstore_ck.maintenance.apply_policies import BranchVerdicts, RetentionReport, SnapshotVerdict

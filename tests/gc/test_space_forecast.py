@@ -10,8 +10,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.common.prices import Prices, usd_text
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
-from tensorstore_ck.gc.usage import Usage
-from tensorstore_ck.gc.usage_costs import usage_costs
+from tensorstore_ck.gc.usage import Usage, usage_costs
 from tensorstore_ck.log import store_objects
 from tests.gc.stores import Clock, open_store
 

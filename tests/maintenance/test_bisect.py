@@ -152,7 +152,7 @@ def test_pins_are_renewed_while_it_runs() -> None:
 
 def test_a_store_that_cannot_be_written_to_needs_an_option(store: tsck.Store) -> None:
     refusing = open_store(store.engine.backend)
-    refusing.engine.log._writer._backend = ReadOnlyBackend(store.engine.backend)  # as a key that may only read
+    refusing.engine.log._writer.backend = ReadOnlyBackend(store.engine.backend)  # as a key that may only read
     with pytest.raises(PermissionDeniedError, match=r"bisect pins snapshots while it tests them, and may not.*unpinned_unsafe=True"):
         refusing.bisect("run", bad_from(4))
     refusing.engine.read_only = True

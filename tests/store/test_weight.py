@@ -57,7 +57,7 @@ MOST_LINES = {
     "format": 5300,
     "gc": 3700,
     "integrations": 20500,
-    "log": 7200,
+    "log": 7100,
     "maintenance": 7800,
     "redaction": 200,
     "session": 11500,

@@ -271,15 +271,12 @@ class ColdLocations:
         except StoreError as exc:
             raise PlaceUnavailableError(f"packs of {self._own.url} lie at {url}, which cannot be read: {exc}", object_id=url) from exc
         if marker is None or (self._store and marker.owner is not None and marker.owner.store != self._store):
-            raise self._wrong_location(url)
+            raise PlaceUnavailableError(
+                f"packs of {self._own.url} were moved to {url}, which does not have their marker now: is that location mounted, and "
+                "reached with the right credentials? If it is, only the marker is lost: `tsck tier --claim-locations` writes it again",
+                object_id=url,
+            )
         return marker
-
-    def _wrong_location(self, url: str) -> PlaceUnavailableError:
-        return PlaceUnavailableError(
-            f"packs of {self._own.url} were moved to {url}, which does not have their marker now: is that location mounted, and "
-            "reached with the right credentials? If it is, only the marker is lost: `tsck tier --claim-locations` writes it again",
-            object_id=url,
-        )
 
 
 def _pack_of(name: str) -> Ulid | None:

@@ -8,6 +8,7 @@ Bytes are verified before they leave the disk (`unsent_file`): the pieces that t
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -24,33 +25,22 @@ from tensorstore_ck.errors import BackendUnavailableError, DamageError, InvalidO
 MAX_PARALLEL_REQUESTS: Final = 4
 
 
+@dataclass(eq=False)
 class Uploader:
     """Uploads from one staging folder to one store."""
 
-    def __init__(
-        self,
-        folder: StagingFolder,
-        store: Backend,
-        *,
-        max_parallel_requests: int = MAX_PARALLEL_REQUESTS,
-        limit: RateLimit | None = None,
-        sleep: Callable[[float], object] = time.sleep,
-        jitter: Callable[[], float] = JITTER,
-    ) -> None:
-        """All uploads of this process share `limit`.
+    folder: StagingFolder
+    store: Backend
+    max_parallel_requests: int = MAX_PARALLEL_REQUESTS
+    limit: RateLimit | None = None
+    """All uploads of this process share it."""
+    sleep: Callable[[float], object] = time.sleep
+    jitter: Callable[[], float] = JITTER
 
-        Raises:
-            InvalidOptionError: not a number of requests.
-        """
-        if max_parallel_requests < 1:
-            text = f"max_parallel_requests must be 1 or more, not {max_parallel_requests}"
+    def __post_init__(self) -> None:
+        if self.max_parallel_requests < 1:
+            text = f"max_parallel_requests must be 1 or more, not {self.max_parallel_requests}"
             raise InvalidOptionError(text, object_id="max_parallel_requests")
-        self._folder = folder
-        self._store = store
-        self._threads = max_parallel_requests
-        self._limit = limit
-        self._sleep = sleep
-        self._jitter = jitter
 
     def upload(
         self,
@@ -87,10 +77,10 @@ class Uploader:
             on_bytes(count)
 
         while left:
-            policy = RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
-            upload_pass = UploadPass(folder=self._folder, store=self._store, policy=policy, limit=self._limit, on_bytes=report)
+            policy = RetryPolicy(stop, on_retry, sleep=self.sleep, jitter=self.jitter)
+            upload_pass = UploadPass(folder=self.folder, store=self.store, policy=policy, limit=self.limit, on_bytes=report)
             try:
-                left = upload_pass.run(left, self._threads)
+                left = upload_pass.run(left, self.max_parallel_requests)
             except StagedDamageError as exc:
                 self._replace_damaged(exc, stop, on_retry)
                 report(-reported_bytes)
@@ -103,13 +93,13 @@ class Uploader:
 
     def replace(self, name: str, data: Buffer) -> None:
         """Writes an unsent object again, which the disk damaged."""
-        self._folder.unsent.replace(name, data)
+        self.folder.unsent.replace(name, data)
 
     def drop(self, names: Iterable[str]) -> None:
         """Deletes unsent objects and, if the store answers, their sent pieces; gc frees complete ones. They must not be in upload."""
-        store = resumable(self._store)
+        store = resumable(self.store)
         for name in names:
-            entry = self._folder.journal.read(name)
+            entry = self.folder.journal.read(name)
             if store is not None and entry is not None and entry.token and not entry.is_complete:
                 try:
                     store.give_up_upload(entry.store_name, entry.token)
@@ -117,8 +107,8 @@ class Uploader:
                     store = None  # gc removes the pieces like those of other interrupted writes
                 except StoreError:
                     pass
-            self._folder.unsent.delete([name])
-            self._folder.journal.delete([name])
+            self.folder.unsent.delete([name])
+            self.folder.journal.delete([name])
 
     def _replace_damaged(self, error: StagedDamageError, stop: Callable[[], object], on_retry: OnRetry) -> None:
         """Drops a damaged object that the store has, whole: uploaded by an earlier process, or by one with another copy.
@@ -126,14 +116,14 @@ class Uploader:
         Raises:
             StagedDamageError: `error`; the store does not have it.
         """
-        name, policy = error.object_id, RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
-        entry = self._folder.journal.read(name)
+        name, policy = error.object_id, RetryPolicy(stop, on_retry, sleep=self.sleep, jitter=self.jitter)
+        entry = self.folder.journal.read(name)
         if entry is not None and entry.stored_as:  # `drop` would forget that name
             raise error
-        read = partial(self._store.read_into, name)
+        read = partial(self.store.read_into, name)
         try:
-            size_bytes = policy.call(lambda: self._store.size(name))
-            policy.call(lambda: verify_all(self._folder.open_verifier(name, size_bytes, read), size_bytes, read))
+            size_bytes = policy.call(lambda: self.store.size(name))
+            policy.call(lambda: verify_all(self.folder.open_verifier(name, size_bytes, read), size_bytes, read))
         except DamageError:
             raise error from None
         self.drop([name])

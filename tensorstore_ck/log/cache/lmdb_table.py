@@ -4,6 +4,7 @@ Each row has a checksum, since LMDB has none. LMDB's map must not grow while a r
 then lets each view copy its rows into memory. The registry below is global, since LMDB environments are per process and path. A forked
 child inherits it but must not use its environments: in the child, an inherited table raises `TableDamagedError`.
 """
+# ruff: noqa: D102 - protocol.py documents the methods
 
 import os
 import threading
@@ -108,25 +109,20 @@ class LmdbHandle(Table):
         return self._environment
 
     def get(self, key: bytes) -> bytes | None:
-        """See `Reader.get`."""
         return self._read(get_row, key)
 
     def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
-        """See `Reader.page`."""
         return self._read(read_page, low, high, reverse)
 
     def get_many(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """See `Table.get_many`."""
         return (self._environment or self._opened(wait=False)).in_map(partial(read_rows, keys))
 
     def view(self, prefix: bytes) -> Reader:
-        """See `Table.view`."""
         environment = self._environment or self._opened(wait=False)
         return environment.in_map(partial(LmdbView, environment, prefix))
 
     @contextmanager
     def batch(self, *, wait: bool = True) -> Iterator[Batch]:
-        """See `Table.batch`."""
         environment = self._environment or self._opened(wait=wait)
         with environment.writing(wait=wait):
             batch = environment.in_map(partial(_LmdbBatch, environment), write=True)
@@ -138,7 +134,6 @@ class LmdbHandle(Table):
                 raise
 
     def close(self) -> None:
-        """See `Table.close`."""
         registry, environment = _own_registry(), self._environment
         with registry.lock:
             if environment is None or self._closed or registry.environments.get(environment.folder) is not environment:
@@ -228,7 +223,6 @@ class LmdbView(Reader):
             self._environment.parents_txns.append(self._txn)
 
     def get(self, key: bytes) -> bytes | None:
-        """See `Reader.get`."""
         with self._lock:
             if self._copied is not None:
                 return self._copied.get(key)
@@ -254,7 +248,6 @@ class LmdbView(Reader):
             self._txn.abort()
 
     def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
-        """See `Reader.page`."""
         with self._lock:
             if self._copied is not None:
                 return self._copied.page(low, high, reverse)

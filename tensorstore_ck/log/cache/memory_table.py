@@ -2,6 +2,7 @@
 
 A batch writes in place under the table's lock and keeps an undo list, so that other threads never see a part of it.
 """
+# ruff: noqa: D102 - protocol.py documents the methods
 
 import threading
 from bisect import bisect_left, insort
@@ -22,18 +23,15 @@ class MemoryTable(Table):
         self._lock = threading.RLock()
 
     def get(self, key: bytes) -> bytes | None:
-        """See `Reader.get`."""
         with self._lock:
             return self._values.get(key)
 
     def get_many(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """See `Table.get_many`."""
         with self._lock:
             values = [*map(self._values.get, keys)]
         return {key: value for key, value in zip(keys, values, strict=True) if value is not None}
 
     def page(self, low: bytes, high: bytes | None, reverse: bool, limit: int = PAGE_ITEMS) -> list[Item]:
-        """See `Reader.page`."""
         with self._lock:
             first = bisect_left(self._keys, low)
             last = len(self._keys) if high is None else bisect_left(self._keys, high)
@@ -41,7 +39,6 @@ class MemoryTable(Table):
             return [(key, self._values[key]) for key in keys]
 
     def view(self, prefix: bytes) -> "MemoryTable":
-        """See `Table.view`."""
         view = MemoryTable()
         self.share_rows(view)
         return view
@@ -54,7 +51,6 @@ class MemoryTable(Table):
 
     @contextmanager
     def batch(self, *, wait: bool = True) -> Iterator[Batch]:
-        """See `Table.batch`."""
         with self._lock:
             batch = _MemoryBatch(self)
             try:
@@ -64,7 +60,7 @@ class MemoryTable(Table):
                 raise
 
     def close(self) -> None:
-        """See `Table.close`."""
+        pass
 
     def _set(self, key: bytes, value: bytes | None) -> None:
         if self._is_shared:

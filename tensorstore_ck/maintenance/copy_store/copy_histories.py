@@ -109,7 +109,6 @@ class _Copy:
 
     @property
     def _to(self) -> RefTable:
-        """The refs of the target as of now."""
         return self._target.log.view()
 
     def run(self, globs: Sequence[str]) -> CopyReport:

@@ -192,7 +192,6 @@ class SnapshotCopier:
         self._target.index.add(copied.locations.items(), published_at=anchor)
 
     def _publish(self, record: Record, parts: Sequence[tuple[Ulid, Part]], arrange: Arrange) -> SnapshotRow:
-        """Record and log entry."""
         ulid, encoded = self._target.new_id(), record.encode()
         self._put(record_name(ulid), encoded)
         info = publish(

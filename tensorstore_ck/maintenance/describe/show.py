@@ -20,16 +20,11 @@ from tensorstore_ck.log.snapshot import GroupCost, Snapshot, SnapshotDetails
 from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, Tensor, display, part_prefix, tensor_form
 
 
-def first_part(name: str) -> str:
-    """``model`` of ``model.layers.0.weight``."""
-    return name.split(".", 1)[0]
-
-
 class GroupCosts:
     """Sums over parts, without keeping them; each block counts once in its group."""
 
-    def __init__(self, group_of: Callable[[str], str] = first_part) -> None:
-        """`group_of`: name of a tensor -> its group."""
+    def __init__(self, group_of: Callable[[str], str] = lambda name: name.split(".", 1)[0]) -> None:
+        """`group_of`: name of a tensor -> its group; by default ``model`` of ``model.layers.0.weight``."""
         self._group_of = group_of
         self._groups: dict[str, _Group] = {}
 

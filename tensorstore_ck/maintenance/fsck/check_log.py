@@ -21,7 +21,7 @@ from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.log import Entry, EntryReader, Head, Log, RefTable, chain_break
 from tensorstore_ck.log.block_index import BlockIndex
 from tensorstore_ck.log.cache import MemoryTable
-from tensorstore_ck.log.checkpoint import Checkpoint, checkpoint_folder, checkpoint_number, decode_checkpoint, dump, load
+from tensorstore_ck.log.checkpoint import Checkpoint, checkpoint_folder, checkpoint_name, checkpoint_number, decode_checkpoint, dump, load
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.maintenance.fsck.findings import UNREADABLE, kind_of, require_reachable
 
@@ -224,17 +224,14 @@ class _LogChecker:
         listed = set()
         for info in self._backend.list(checkpoint_folder(self._prefix)):
             number = checkpoint_number(info.name)
-            if number and number <= MAX_NUMBER and info.name == self._checkpoint_name(number):
+            if number and number <= MAX_NUMBER and info.name == checkpoint_name(self._prefix, number):
                 listed.add(number)
             else:
                 self._check.problems.append(_foreign_object(info.name, "checkpoint"))
         return listed
 
-    def _checkpoint_name(self, n: int) -> str:
-        return f"{checkpoint_folder(self._prefix)}{n:020d}"
-
     def _load_checkpoint(self, n: int) -> Checkpoint | None:
-        name = self._checkpoint_name(n)
+        name = checkpoint_name(self._prefix, n)
         try:
             checkpoint = decode_checkpoint(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
         except (MissingObjectError, FormatVersionError):  # of a build with other operations: ignored, as in `Log`
@@ -251,7 +248,7 @@ class _LogChecker:
 
     def _compare(self, n: int) -> None:
         """Compares the checkpoint of the entry that was just folded with the fold."""
-        check, name = self._check, self._checkpoint_name(n)
+        check, name = self._check, checkpoint_name(self._prefix, n)
         before = len(check.problems)
         checkpoint = self._load_checkpoint(n)
         if check.last_hash is None or (checkpoint is None and len(check.problems) == before):
@@ -341,7 +338,6 @@ class _FrozenLog(Log):
     """A log that stays at its fold."""
 
     def sync(self, known: Head | None = None, *, next_first: bool = False) -> Head:
-        """The head of the fold."""
         return self.view().head() or Head(0, self.chain.genesis)
 
 

@@ -77,9 +77,10 @@ class Packs:
         known = self._footers.get(pack) or self.problems.get(pack)
         if known is not None:
             return known
-        name = pack_name(pack)
+        listed = self.listed.get(pack)
         try:
-            footer = self._read_footer(pack, name)
+            size_bytes = listed.size_bytes if listed is not None else self._backend.size(pack_name(pack))
+            footer = read_footer(self._backend, pack, size_bytes)
         except StoreError as exc:
             require_reachable(self._backend, exc)
             problem = PackProblem(kind_of(exc), str(exc))
@@ -146,10 +147,6 @@ class Packs:
         if isinstance(footer, Footer):
             with self._lock:
                 self.blocks += len(footer.entries)
-
-    def _read_footer(self, pack: Ulid, name: str) -> Footer:
-        listed = self.listed.get(pack)
-        return read_footer(self._backend, pack, listed.size_bytes if listed is not None else self._backend.size(name))
 
 
 Ids = npt.NDArray[np.uint8]

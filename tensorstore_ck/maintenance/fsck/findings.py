@@ -218,7 +218,6 @@ class FsckOptions:
     """Limit of reads, and of repair's writes, so that jobs keep their bandwidth; None: no limit."""
 
     def __post_init__(self) -> None:
-        """Raises `InvalidOptionError` for an invalid value."""
         if self.sample_fraction is not None and not 0 < self.sample_fraction <= 1:
             raise InvalidOptionError(
                 f"sample_fraction must be above 0 and at most 1, not {self.sample_fraction}", object_id="sample_fraction"

@@ -152,15 +152,12 @@ class _NotedReads(ForwardingBackend):
         self._found = errors
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """Notes the error."""
         return self._noting(lambda: self.inner.get(name, max_bytes=max_bytes))
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Notes the error."""
         self._noting(lambda: self.inner.read_into(name, offset, target))
 
     def size(self, name: str) -> int:
-        """Notes the error."""
         return self._noting(lambda: self.inner.size(name))
 
     def _noting(self, read: Callable[[], T]) -> T:

@@ -9,6 +9,7 @@ An object in a copy of this same store is copied unchanged, if gc has condemned 
 
 import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final
 
@@ -37,28 +38,20 @@ from tensorstore_ck.maintenance.fsck.repairable import readable_parts
 COPIED: Final = "copied from the other store"
 
 
+@dataclass(eq=False)
 class PartRebuilder:
     """Rebuilds parts and records of one store."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        packs: Packs,
-        listed: Mapping[str, Collection[Ulid]],
-        other: OtherStore | None,
-        *,
-        safe: frozenset[Ulid],
-        anchor: int,
-    ) -> None:
-        """`listed`: objects by kind. `safe`: packs that live snapshots need as of entry `anchor`."""
-        self._engine = engine
-        self._packs = packs
-        self._listed = listed
-        self._safe = safe
-        self._other = other
-        self._anchor = anchor
-        self._hashes: dict[str, dict[Digest, str]] = {}
-        self._parts_by_id: dict[tuple[Digest, int], tuple[Engine, Ulid]] | None = None
+    engine: Engine
+    packs: Packs
+    listed: Mapping[str, Collection[Ulid]]
+    """Objects by kind."""
+    other: OtherStore | None
+    safe: frozenset[Ulid]
+    """Packs that live snapshots need as of entry `anchor`."""
+    anchor: int
+    _hashes: dict[str, dict[Digest, str]] = field(default_factory=dict, init=False)
+    _parts_by_id: dict[tuple[Digest, int], tuple[Engine, Ulid]] | None = field(default=None, init=False)
 
     def record(self, info: SnapshotRow) -> str | None:
         """Rebuilds a record; returns how, or None if no source has it.
@@ -94,8 +87,8 @@ class PartRebuilder:
         with contextlib.suppress(DamageError):
             data = self._from_copy(name)
             part = decode_part(data, name)
-            objects = set(locate_blocks(self._engine, self._engine.log.view(), part).objects())
-            is_here = all(key.kind != "pack" or key.ulid in self._packs.listed for key in objects)
+            objects = set(locate_blocks(self.engine, self.engine.log.view(), part).objects())
+            is_here = all(key.kind != "pack" or key.ulid in self.packs.listed for key in objects)
             if part.part_id() == wanted and is_here and not self._is_listed(objects):
                 self.overwrite(ObjectKey("part", ulid), data)
                 return COPIED
@@ -110,9 +103,9 @@ class PartRebuilder:
     def exact(self, key: ObjectKey, expected: Digest) -> tuple[bytes, str] | None:
         """The object from the other store, or one with the same hash under another name here; and where it was."""
         own = self._names_by_hash(key.kind).get(expected, key.name)
-        sources = [(self._engine, own, f"copied from {own}")]
-        if self._other is not None:
-            sources.insert(0, (self._other.engine, key.name, COPIED))
+        sources = [(self.engine, own, f"copied from {own}")]
+        if self.other is not None:
+            sources.insert(0, (self.other.engine, key.name, COPIED))
         for engine, name, how in sources:
             with contextlib.suppress(DamageError):
                 data = engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
@@ -124,38 +117,38 @@ class PartRebuilder:
     def overwrite(self, key: ObjectKey, data: bytes) -> None:
         """Replaces a damaged object. If a sound object was there under the wrong name, it is kept under a new name."""
         with contextlib.suppress(DamageError):
-            there = self._engine.backend.get(key.name, max_bytes=MAX_OBJECT_BYTES)
+            there = self.engine.backend.get(key.name, max_bytes=MAX_OBJECT_BYTES)
             if _identity(key.kind, there) != _identity(key.kind, data):
-                kept = ObjectKey(key.kind, self._engine.new_id())
-                self._engine.backend.put(kept.name, there)
+                kept = ObjectKey(key.kind, self.engine.new_id())
+                self.engine.backend.put(kept.name, there)
                 self._names_by_hash(key.kind)[object_hash(there)] = kept.name
                 if key.kind == "part" and self._parts_by_id is not None:
                     part = decode_part(there, kept.name)
-                    self._parts_by_id[part.part_id(), part.rank] = self._engine, kept.ulid
-        self._engine.backend.replace(key.name, data)
+                    self._parts_by_id[part.part_id(), part.rank] = self.engine, kept.ulid
+        self.engine.backend.replace(key.name, data)
 
     def _names_by_hash(self, kind: str) -> dict[Digest, str]:
         """Hash of each object of this store -> its name."""
         if kind not in self._hashes:
             names = self._hashes.setdefault(kind, {})
-            for ulid in self._listed[kind]:
+            for ulid in self.listed[kind]:
                 name = ObjectKey(kind, ulid).name
                 with contextlib.suppress(DamageError):
-                    names[object_hash(self._engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES))] = name
+                    names[object_hash(self.engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES))] = name
         return self._hashes[kind]
 
     def _is_listed(self, objects: Iterable[ObjectKey]) -> bool:
         """Whether gc condemned or swept any of them."""
-        view = self._engine.log.view()
+        view = self.engine.log.view()
         return any(view.object_state(key) is not None for key in objects)
 
     def _from_copy(self, name: str) -> bytes:
-        if self._other is None:
+        if self.other is None:
             raise MissingObjectError(f"there is no other store to copy {name} from", object_id=name)
-        return self._other.engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
+        return self.other.engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
 
     def _their_record(self, info: SnapshotRow) -> Record | None:
-        other = self._other
+        other = self.other
         theirs = other.engine.log.view().by_root(info.root) if other is not None else None
         return other.engine.read_record(theirs) if other is not None and theirs is not None else None
 
@@ -164,8 +157,8 @@ class PartRebuilder:
         if self._parts_by_id is None:
             self._parts_by_id = {}
             stores = [
-                (self._engine, sorted(self._listed["part"])),
-                *([(self._other.engine, self._other.parts)] if self._other is not None else []),
+                (self.engine, sorted(self.listed["part"])),
+                *([(self.other.engine, self.other.parts)] if self.other is not None else []),
             ]
             for engine, parts in stores:
                 for ulid, part in readable_parts(engine, parts):
@@ -173,14 +166,13 @@ class PartRebuilder:
         return self._parts_by_id.get((wanted, rank))
 
     def _logical_part(self, wanted: Digest, rank: int) -> Part | None:
-        """A part of that id."""
         source = self._find_part(wanted, rank)
         return next((part for _, part in readable_parts(source[0], [source[1]])), None) if source is not None else None
 
     def _empty_part(self, wanted: Digest, rank: int, record: Record) -> Part | None:
         """A part with that id if the rank had nothing to store: built from another rank's part."""
         for other, ulid in enumerate(record.parts):
-            for _, part in readable_parts(self._engine, [ulid]) if other != rank else ():
+            for _, part in readable_parts(self.engine, [ulid]) if other != rank else ():
                 blobs = part.blobs[:1].copy()
                 blobs["blocks"] = 0
                 empty = part._replace(rank=rank, blobs=blobs, ids=b"", values=encode_values(()), inline=b"", regions=b"")
@@ -193,40 +185,40 @@ class PartRebuilder:
         self.overwrite(ObjectKey("snapshot", info.ulid), record.encode())
         for ulid, move in parts:
             if move is not None:
-                commit_relocation(self._engine, move, self._anchor, [ObjectKey("part", ulid), ObjectKey("snapshot", info.ulid)])
+                commit_relocation(self.engine, move, self.anchor, [ObjectKey("part", ulid), ObjectKey("snapshot", info.ulid)])
 
     def _write_part(self, part: Part) -> tuple[Ulid, CompactedPack | None]:
         """Writes a part with the same content and blocks in this store; and the relocation that leads to them, if any."""
         if not part.block_count:
             return self._put_part(part._replace(packs=[], extents=np.zeros(0, EXTENT_DTYPE))), None
         locations = self._locations(part)
-        nowhere, numbers = self._engine.new_id(), {block: number for number, block in enumerate(locations)}
+        nowhere, numbers = self.engine.new_id(), {block: number for number, block in enumerate(locations)}
         extents = np.zeros(part.block_count, EXTENT_DTYPE)
         ends = list(accumulate((location.stored for location in locations.values()), initial=HEADER.size))
         for row in range(part.block_count):
             block = part.block_id(row)
             entry, location = numbers[block], locations[block]
             extents[row] = (0, entry, ends[entry], location.stored, location.raw, -1, location.codec, 0)
-        move = write_relocation(self._engine, nowhere, range(len(locations)), list(locations.values()))
+        move = write_relocation(self.engine, nowhere, range(len(locations)), list(locations.values()))
         return self._put_part(part._replace(packs=[nowhere], extents=extents)), move
 
     def _put_part(self, part: Part) -> Ulid:
-        ulid = self._engine.new_id()
-        self._engine.backend.put(part_name(ulid), part._replace(base_ids=b"", anchor=self._anchor).encode())
+        ulid = self.engine.new_id()
+        self.engine.backend.put(part_name(ulid), part._replace(base_ids=b"", anchor=self.anchor).encode())
         return ulid
 
     def _locations(self, part: Part) -> Mapping[Digest, Location]:
         """The positions of the part's distinct blocks, in the order of its extents."""
         ids = list(dict.fromkeys(part.block_id(row) for row in range(part.block_count)))
-        known = find_copies(self._packs, ids, unless={})
+        known = find_copies(self.packs, ids, unless={})
         safe = {
             block: copy
             for block, copies in known.items()
             for copy in copies
-            if copy.pack in self._safe and int(copy.row[0]["codec"]) not in CODECS_WITH_BASES
+            if copy.pack in self.safe and int(copy.row[0]["codec"]) not in CODECS_WITH_BASES
         }
-        source = BlockSource(self._engine.backend, self._packs, self._other, [block for block in ids if block not in safe])
-        with finishing(PackWriter(self._engine.backend, self._engine.new_id, lambda _: {})) as writer:
+        source = BlockSource(self.engine.backend, self.packs, self.other, [block for block in ids if block not in safe])
+        with finishing(PackWriter(self.engine.backend, self.engine.new_id, lambda _: {})) as writer:
             for block in ids:
                 if block not in safe:
                     stored = source.get(block)

@@ -159,7 +159,9 @@ class _Repair:
         self._repaired |= dict.fromkeys(entries, COPIED)
         if entries:
             fsck, _ = self._look_again()
-        self._repaired |= dict.fromkeys(repair_checkpoints(self._engine, fsck.log), "made again from the log")
+        for name, data in fsck.log.checkpoints.items():
+            self._engine.backend.replace(name, data)
+        self._repaired |= dict.fromkeys(fsck.log.checkpoints, "made again from the log")
         if not self._is_broken(fsck.log, seen):
             self._repaired |= dict.fromkeys(repair_cache(self._engine, fsck.log), "made again from the log")
         return fsck
@@ -319,13 +321,6 @@ def repair_entries(engine: Engine, copy: Engine, log: LogCheck, seen: Collection
                 entry = None
         expected = entry.prev if entry is not None else None
     return repaired
-
-
-def repair_checkpoints(engine: Engine, log: LogCheck) -> list[str]:
-    """Writes damaged checkpoints again; returns their names."""
-    for name, data in log.checkpoints.items():
-        engine.backend.replace(name, data)
-    return list(log.checkpoints)
 
 
 def repair_cache(engine: Engine, log: LogCheck) -> list[str]:

@@ -33,7 +33,7 @@ class Side:
             f"{folder}/store", cache_dir=f"{folder}/cache-{dist.get_rank()}", host_memory_bytes=None if copies is None else copies * COPY
         )
         backend = FaultyBackend(self.store.engine.backend, self.gate, atomic_put=False)
-        self.store.engine.backend = self.store.engine.log._writer._backend = backend
+        self.store.engine.backend = self.store.engine.log._writer.backend = backend
         self.puts: dict[int, tsck.PendingSnapshot] = {}
         self.stops: list[Stop] = []
         self.events: list[Event] = []

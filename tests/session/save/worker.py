@@ -108,7 +108,7 @@ def open_store(folder: str, trap: Faults | None = None, *, cache: str = "cache",
     store = tsck.open(f"{folder}/store", create=True, cache_dir=f"{folder}/{cache}", **options)
     if trap is not None:
         backend: Backend = FaultyBackend(store.engine.backend, trap, atomic_put=False)
-        store.engine.backend = store.engine.log._writer._backend = backend
+        store.engine.backend = store.engine.log._writer.backend = backend
     return store
 
 

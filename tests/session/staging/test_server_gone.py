@@ -145,7 +145,7 @@ def test_it_goes_away_while_a_save_is_staged(server: PieceStore, path: Path, con
     """What is shared with the store cannot be pinned then, so it is staged as well."""
     with published(server, path, connection) as job:
         connection.refuse("create log")
-        job.store.engine.log._writer._sleep = lambda _: None
+        job.store.engine.log._writer.sleep = lambda _: None
         pending = job.stage(1)
         named = {name for name in leftovers(job.folder) if name.startswith("unsent/packs/")}
         assert len(named) == 1

@@ -114,13 +114,13 @@ class Taker(threading.Thread):
         self.error: BaseException | None = None
         self._job = Process(server, path, store_faults=stepper, disk_faults=stepper)
         DISK.faults = OF_THREAD
-        sleep = self._job.uploader._sleep
+        sleep = self._job.uploader.sleep
 
         def wait(seconds: float) -> None:
             stepper.is_waiting.set()
             sleep(seconds)
 
-        self._job.uploader._sleep = wait
+        self._job.uploader.sleep = wait
 
     def run(self) -> None:
         OF_THREAD.local.faults = self.stepper

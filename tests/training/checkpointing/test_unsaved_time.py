@@ -33,7 +33,7 @@ class Job:
         staging = options.pop("staging", None)
         self.store = tsck.open(folder / "store", create=True, cache_dir=folder / "cache", codec="raw", staging=staging)
         engine = self.store.engine
-        engine.backend = engine.log._writer._backend = FaultyBackend(engine.backend, self.faults, atomic_put=False)
+        engine.backend = engine.log._writer.backend = FaultyBackend(engine.backend, self.faults, atomic_put=False)
         self.state: dict[str, Any] = {"w": torch.zeros(3000)}
         self.ckpt = tsck.Checkpointer(
             self.store,
