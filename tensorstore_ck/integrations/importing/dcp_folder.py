@@ -6,6 +6,7 @@ file inside a file, which stays mapped. Other values are torch files, too. The t
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, NoReturn
@@ -49,16 +50,14 @@ MAX_PADDING: Final = 10_000_000
 """The most padding of all lists together: a path in the metadata can have any position."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Fields:
     """An object of a DCP class: the name of its class, and its fields in the pickle."""
 
-    __slots__ = ("items", "kind", "named")
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.named: dict[Any, Any] = {}
-        self.items: tuple[Any, ...] = ()
-        """The fields of the one class that pickles them without names."""
+    kind: str
+    named: dict[Any, Any] = field(default_factory=dict)
+    items: tuple[Any, ...] = ()
+    """The fields of the one class that pickles them without names."""
 
     def build(self, state: Any) -> None:
         if type(state) is dict:

@@ -46,8 +46,7 @@ def find_state(files: Files, path: str, known: PickleAllowlist, *, as_one: bool 
         return FoundState(format=name, state=content.state, metadata=content.metadata, unknown={}, step=content.step)
     if os.path.basename(path) == dcp_folder.METADATA:
         path = os.path.dirname(path) or "."
-    is_folder = os.path.isdir(path)
-    if is_folder:
+    if os.path.isdir(path):
         return _with_lightning(_in_folder(files, Folder(path), known, as_one=as_one))
     state = _in_file(files, files.map(path), known)
     others = ("the files of the other ranks",) if dcp_safetensors.OFFSETS in state.metadata else missing_files([os.path.basename(path)])

@@ -47,7 +47,12 @@ def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: Pic
     config = _require_format(files, folder, names)
     known.allow(megatron_types())
     content = load_dcp(files, folder, known)
-    _require_whole_files(content)
+    for path, left in content.left.items():
+        if left:  # Megatron writes nothing between the items of a file
+            raise CorruptObjectError(
+                f"{path} has {left} bytes that {METADATA} does not name: the two are of different saves; get the folder of one save",
+                object_id=path,
+            )
     state, unknown = _state(folder, content), content.unknown
     read = {METADATA, CONFIG, *(os.path.basename(path) for path in content.left)}
     if "common_backend" not in config and COMMON_OBJECT in state:  # Megatron-core 0.19 wrote the object; a common.pt is of an older save
@@ -128,16 +133,6 @@ def _incomplete(folder: Folder, missing: str) -> NoReturn:
     )
 
 
-def _require_whole_files(content: DcpContent) -> None:
-    """Megatron writes nothing between the items of a file."""
-    for path, left in content.left.items():
-        if left:
-            raise CorruptObjectError(
-                f"{path} has {left} bytes that {METADATA} does not name: the two are of different saves; get the folder of one save",
-                object_id=path,
-            )
-
-
 def _step(folder: Folder, source: str, common: Any) -> int | None:
     """`source`: the file that has the common state."""
     if type(common) is not dict:
@@ -156,8 +151,7 @@ def _step(folder: Folder, source: str, common: Any) -> int | None:
 
 
 def _state(folder: Folder, content: DcpContent) -> dict[Any, Any]:
-    flattened = content.attributes.get("mcore_data")
-    if flattened:
+    if content.attributes.get("mcore_data"):
         raise UnsupportedValueError(
             f"{folder.path} has flattened tensors, as older optimizers of Megatron-core saved them: load it with the "
             "version that wrote it, and save it without the optimizer, or in one of its layouts of whole parameters",

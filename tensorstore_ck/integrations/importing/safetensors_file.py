@@ -41,7 +41,9 @@ def load_safetensors(file: MappedFile) -> SafetensorsContent:
         header_bytes = int.from_bytes(file.data[:8], "little")
         if header_bytes > min(MAX_HEADER_BYTES, file.size - 8):
             raise MalformedError(f"it claims a header of {header_bytes} bytes, and has {file.size}")
-        header = _header(bytes(file.data[8 : 8 + header_bytes]))
+        header = parse_json(bytes(file.data[8 : 8 + header_bytes]))
+        if type(header) is not dict:
+            raise MalformedError("its header is not a JSON object")
         metadata = header.pop(METADATA, None) or {}
         if type(metadata) is not dict or any(type(text) is not str for text in metadata.values()):
             raise MalformedError("its metadata is not text")
@@ -81,13 +83,6 @@ def parse_json(data: bytes, *, allow_constants: bool = False) -> Any:
         raise
     except ValueError as exc:
         raise MalformedError(f"its JSON cannot be read ({printable(exc)})") from exc
-
-
-def _header(data: bytes) -> dict[str, Any]:
-    header = parse_json(data)
-    if type(header) is not dict:
-        raise MalformedError("its header is not a JSON object")
-    return header
 
 
 def _tensor(file: MappedFile, name: str, entry: Any, base: int) -> tuple[torch.Tensor | Unstorable, tuple[int, int]]:

@@ -156,8 +156,14 @@ def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: me
         kinds.setdefault(key, dtype)
         return UnknownObject("a storage")
 
+    def find_type(module: str, name: str) -> StorageType:
+        kind = known(module, name)
+        if not isinstance(kind, StorageType):
+            raise LookupError(name)
+        return kind
+
     body = data[at:]
-    _, end, _ = safe_unpickle(body, _StorageTypes(known), note)
+    _, end, _ = safe_unpickle(body, find_type, note)
     at += end
     known.parsed_bytes += end
     keys = next_plain()
@@ -195,19 +201,6 @@ def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: me
 
     value, _, unknown = safe_unpickle(body, known, storage)
     return LoadedTorchFile(value, unknown)
-
-
-class _StorageTypes:
-    """A `FindGlobal` that knows only the classes of storages."""
-
-    def __init__(self, known: PickleAllowlist) -> None:
-        self._known = known
-
-    def __call__(self, module: str, name: str) -> object:
-        kind = self._known(module, name)
-        if not isinstance(kind, StorageType):
-            raise LookupError(name)
-        return kind
 
 
 def _nothing(module: str, name: str) -> NoReturn:

@@ -106,7 +106,7 @@ def load_accelerate(files: Files, folder: Folder, names: Sequence[str], tag_fold
             LOADERS: [{**_OWN_LOADER, "loader": state} for state in own.numbered("dl_state_dict", ".bin")],
             **{name: state for name, state in customs.items() if name not in modules},
         }
-        ranks = [(name, states) for name, states in own.of_ranks("random_states_{}.pkl", OF_ACCELERATE, more=("step",))]
+        ranks = own.of_ranks("random_states_{}.pkl", OF_ACCELERATE, more=("step",))
         steps = {_count(states.get("step", 0), name) for name, states in ranks} or {0}
         if len(steps) > 1:
             raise MalformedError(f"its random_states are of different steps ({', '.join(map(str, sorted(steps)))}): two saves are mixed")
