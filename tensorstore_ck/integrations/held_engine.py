@@ -2,10 +2,9 @@
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training import TrainingState
 
 
 def require_supported(engine: Any) -> None:
@@ -30,7 +29,7 @@ def partitioned(engine: Any) -> AbstractContextManager[None]:
 
 def training_of(
     engine: Any, values: dict[str, Any], *, schedulers: object, extra: dict[str, Any], parts: Collection[str] | None = None
-) -> "TrainingState":
+) -> TrainingState:
     """The state of an engine; see `tensorstore_ck.integrations.deepspeed.engine_state.training_of`."""
     from tensorstore_ck.integrations.deepspeed import engine_state  # noqa: PLC0415
 

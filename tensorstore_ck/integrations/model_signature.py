@@ -95,7 +95,10 @@ def verify_folder(folder: str, signature: str, key: str) -> tuple[str, ...]:
         raise NotFoundError(f"there is no folder {folder}", object_id=folder)
     public, data = _public_key(key), _read(signature, "signature")
     try:
-        envelope = _checked_bundle(parse_json(data))
+        bundle = parse_json(data)
+        envelope = bundle["dsseEnvelope"]
+        if bundle["mediaType"] != _BUNDLE or envelope["payloadType"] != _PAYLOAD or len(envelope["signatures"]) != 1:
+            raise ValueError("another kind of bundle")
         payload = base64.b64decode(envelope["payload"], validate=True)
         signed = base64.b64decode(envelope["signatures"][0]["sig"], validate=True)
         if not _is_signed(public, signed, payload):
@@ -116,13 +119,6 @@ def verify_folder(folder: str, signature: str, key: str) -> tuple[str, ...]:
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise UntrustedError(f"{folder} is not what {signature} signs: {problems[0]}{more}", object_id=folder)
     return tuple(sorted(found))
-
-
-def _checked_bundle(bundle: Mapping[str, Any]) -> Mapping[str, Any]:
-    envelope: Mapping[str, Any] = bundle["dsseEnvelope"]
-    if bundle["mediaType"] != _BUNDLE or envelope["payloadType"] != _PAYLOAD or len(envelope["signatures"]) != 1:
-        raise ValueError("another kind of bundle")
-    return envelope
 
 
 def _signed_digests(statement: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -18,7 +18,7 @@ from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import row_boxes
-from tensorstore_ck.format.layout import Layout
+from tensorstore_ck.format.layout import Layout, dense_strides
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Container, Leaf, leaves, parse
 from tensorstore_ck.format.values import decode, describe
@@ -266,7 +266,8 @@ def _file_tensor(layout: Layout, leaf: Leaf) -> _FileTensor:
     low, high = _byte_range(shape, strides, item_bytes)
     if 0 in shape or offset + low < 0 or offset + high > spec.size_bytes:
         raise CorruptObjectError(f"view {leaf.path!r} does not lie within tensor {spec.name!r}; run `tsck fsck`", object_id=leaf.path)
-    size, gaps = prod(shape) * item_bytes, None if _is_contiguous(shape, strides, item_bytes) else strides
+    is_contiguous = all(extent == 1 or step == dense for extent, step, dense in zip(shape, steps, dense_strides(tuple(shape)), strict=True))
+    size, gaps = prod(shape) * item_bytes, None if is_contiguous else strides
     return _FileTensor(leaf, start=0, size=size, shape=tuple(shape), item_bytes=item_bytes, offset=offset, strides=gaps)
 
 
@@ -274,15 +275,6 @@ def _byte_range(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -
     """The start of a view's first byte and the end of its last, relative to its element 0."""
     reaches = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
     return sum(reach for reach in reaches if reach < 0), sum(reach for reach in reaches if reach > 0) + item_bytes
-
-
-def _is_contiguous(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> bool:
-    expected = item_bytes
-    for extent, step in zip(reversed(shape), reversed(strides), strict=True):
-        if extent != 1 and step != expected:
-            return False
-        expected *= extent
-    return True
 
 
 def _windows(head_bytes: int, entries: Iterable[_FileTensor]) -> Iterable[int]:

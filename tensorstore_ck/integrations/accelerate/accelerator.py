@@ -88,8 +88,7 @@ class SnapshotMixin:
 
     @property
     def _is_deepspeed(self) -> bool:
-        uses_deepspeed: bool = self._native.distributed_type == DistributedType.DEEPSPEED
-        return uses_deepspeed
+        return bool(self._native.distributed_type == DistributedType.DEEPSPEED)
 
     @property
     def _engine(self) -> Any:
@@ -171,7 +170,9 @@ class SnapshotMixin:
         if native.is_main_process or (config.save_on_each_node and native.is_local_main_process):
             self._named.name(saved, [folder], self._store.url, self._ref, run=checkpointer.run)
             if config.automatic_checkpoint_naming and config.total_limit is not None:
-                rotate(folder.parent, config.total_limit)
+                light = [path for _, path in numbered(folder.parent) if read_pointer(path) is not None]  # else accelerate wrote it
+                for path in light[: max(0, len(light) - config.total_limit)]:
+                    shutil.rmtree(path, ignore_errors=True)
         return folder
 
     def _automatic_folders(self) -> Path:
@@ -360,8 +361,7 @@ def attach(accelerator: accelerate.Accelerator, *, store: Store | str | os.PathL
         MissingExtraError: accelerate has another version than those that are supported.
     """
     begin = partial(SnapshotMixin._use_store, accelerator, store, ref, asynchronous=asynchronous)
-    expected = "an accelerate.Accelerator"
-    mix_in(accelerator, SnapshotMixin, accelerate.Accelerator, begin, title="Accelerator", expected=expected)
+    mix_in(accelerator, SnapshotMixin, accelerate.Accelerator, begin, title="Accelerator", expected="an accelerate.Accelerator")
 
 
 def _one_or_all(objects: list[Any]) -> Any:
@@ -383,10 +383,3 @@ def is_native(folder: Path) -> bool:
 def numbered(folder: Path) -> list[tuple[int, Path]]:
     """Folders of automatic naming, in their order; none if `folder` does not exist."""
     return sorted((int(match[1]), path) for path in folder.glob("checkpoint_*") if (match := AUTOMATIC.fullmatch(path.name)))
-
-
-def rotate(folder: Path, limit: int) -> None:
-    """Deletes light folders beyond the limit; not those that accelerate wrote."""
-    light = [path for _, path in numbered(folder) if read_pointer(path) is not None]
-    for path in light[: max(0, len(light) - limit)]:
-        shutil.rmtree(path, ignore_errors=True)

@@ -5,9 +5,11 @@ Non-contiguous views are copied from a scratch file. So memory stays bounded for
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from math import prod
-from typing import Final, NamedTuple
+from operator import call
+from typing import Final
 
 import torch
 
@@ -75,8 +77,9 @@ class ByteRouter:
             base = torch.frombuffer(file.mapped(), dtype=torch.uint8)
             for form, target, offset in wanted:
                 source, total = CopySource(view_of(base, form)), size_bytes(form)
-                for start, stop in _windows(total, form.dtype.itemsize):
-                    target.write(offset + start, source.read(start, stop))
+                step = max(WINDOW_BYTES // 4 // form.dtype.itemsize, 1) * form.dtype.itemsize
+                for start in range(0, total, step):
+                    target.write(offset + start, source.read(start, min(start + step, total)))
 
 
 def is_contiguous(form: LeafForm) -> bool:
@@ -110,18 +113,9 @@ def _write_ranges(content: SnapshotContent, ranges: "dict[int, list[FileRange]]"
         _write_windows(content, shared)
 
 
-class _FileWindow(NamedTuple):
-    fan: RangesTarget
-    start: int
-    memory: memoryview
-
-    def write(self) -> None:
-        self.fan.write(self.start, self.memory)
-
-
 def _write_windows(content: SnapshotContent, fans: dict[int, RangesTarget]) -> None:
     memory = memoryview(new_pages(BATCH_BYTES))
-    batch: list[_FileWindow] = []
+    batch: list[Callable[[], None]] = []
     boxes: list[WantedBox] = []
     used = 0
     windows = [(number, *window) for number in fans for window in _element_windows(content.layout.tensors[number])]
@@ -129,11 +123,11 @@ def _write_windows(content: SnapshotContent, fans: dict[int, RangesTarget]) -> N
         spec = content.layout.tensors[number]
         if used + (last - first) * spec.item_bytes > BATCH_BYTES or number < 0:
             content.read_boxes(boxes)
-            for_each(batch, _FileWindow.write, min(cpu_threads(), len(batch)))
+            for_each(batch, call, min(cpu_threads(), len(batch)))
             batch, boxes, used = [], [], 0
         if number < 0:
             return
-        batch.append(_FileWindow(fans[number], first * spec.item_bytes, memory[used : used + (last - first) * spec.item_bytes]))
+        batch.append(partial(fans[number].write, first * spec.item_bytes, memory[used : used + (last - first) * spec.item_bytes]))
         for offsets, sizes in row_boxes(spec.shape, first, last):
             part = prod(sizes) * spec.item_bytes
             boxes.append(WantedBox(number, BoxBounds(offsets, sizes), BufferTarget(memory[used : used + part])))
@@ -148,9 +142,3 @@ def _element_windows(spec: TensorSpec) -> Iterator[tuple[int, int]]:
     step = (1 << rows.bit_length() - 1) * row if rows else WINDOW_BYTES // spec.item_bytes
     for first in range(0, total, step):
         yield first, min(first + step, total)
-
-
-def _windows(total: int, item_bytes: int) -> Iterator[tuple[int, int]]:
-    step = max(WINDOW_BYTES // 4 // item_bytes, 1) * item_bytes
-    for start in range(0, total, step):
-        yield start, min(start + step, total)

@@ -66,7 +66,10 @@ def write_universal(job: ExportJob) -> WrittenExport:
     folder = os.path.join(job.folder, tag)
     os.makedirs(os.path.join(folder, "zero"))
     output = _Output(job, meta, folder)
-    output.require_space(parameters, state["model"])
+    tensors = [*state["model"].values(), *(tensor for parameter in parameters for tensor in parameter.states.values())]
+    tensor_bytes = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    files = sum(len(parameter.states) + 1 for parameter in parameters)
+    require_disk_space(job.folder, tensor_bytes + files * _PER_FILE_BYTES, job.target.path)
     own = own_states(state[OWN], state["ranks"])[0] if OWN in state else job.rank_state()
     common = _model_states(state, groups, counters, own.get(VALUES, {}).get(CLIENT_STATE, {}))
     output.write({"mp_rank_00_model_states.pt": {**common, "module": dict(state["model"])}})
@@ -212,13 +215,6 @@ class _Output:
         self._job, self._meta, self._folder = job, meta, folder
         self.tensors = 0
         self.tensor_bytes = 0
-
-    def require_space(self, parameters: list[_Parameter], weights: Mapping[str, torch.Tensor]) -> None:
-        """Checks the disk, before anything is written. Raises `NoSpaceError` if it has too little space."""
-        tensors = [*weights.values(), *(tensor for parameter in parameters for tensor in parameter.states.values())]
-        need = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
-        files = sum(len(parameter.states) + 1 for parameter in parameters)
-        require_disk_space(self._job.folder, need + files * _PER_FILE_BYTES, self._job.target.path)
 
     def write(self, contents: Mapping[str, Any]) -> None:
         """Writes files; path in the folder -> content."""

@@ -6,7 +6,7 @@ adapter of peft: only the adapter's weights, under peft's names.
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.extras import missing_extra
@@ -147,14 +147,12 @@ def _stored(content: SnapshotContent, tree: Tree) -> Iterator[tuple[str, bytes]]
             raise UnsupportedValueError(
                 f"{MODEL_FILES} has {name!r}, which is no name of a file of a model: export as safetensors", object_id=name
             )
-        data = decode(content.values[leaf.index], decode_other=decode_torch, blob=content.blob, name=name) if _is_value(leaf) else None
+        data = None
+        if isinstance(leaf, Leaf) and leaf.kind == "value":
+            data = decode(content.values[leaf.index], decode_other=decode_torch, blob=content.blob, name=name)
         if not isinstance(data, bytes | str):
             raise UnsupportedValueError(f"{MODEL_FILES} has {name!r}, neither bytes nor text: save the file's bytes", object_id=name)
         yield name, data if isinstance(data, bytes) else data.encode()
-
-
-def _is_value(tree: Tree) -> TypeGuard[Leaf]:
-    return isinstance(tree, Leaf) and tree.kind == "value"
 
 
 def _of_folder(folder: str) -> dict[str, bytes]:

@@ -5,8 +5,9 @@ transformers does not save the losses since the last log: the first loss that it
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import torch.distributed as dist
 from transformers import Trainer as NativeTrainer
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
@@ -15,9 +16,6 @@ from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.integrations.trainer_names import TRAINER_LOGGED, TRAINER_LOSS, TRAINER_STATE
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.rank_group import ask_first_rank
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 STATE: Final = TRAINER_STATE
 
@@ -59,7 +57,7 @@ def note_callbacks(trainer: NativeTrainer) -> None:
                 trainer.state.stateful_callbacks[name] = state
 
 
-def step_metrics(state: TrainerState, store: Store, group: "ProcessGroup | None") -> dict[str, float]:
+def step_metrics(state: TrainerState, store: Store, group: "dist.ProcessGroup | None") -> dict[str, float]:
     """The numbers that the first rank logged at the present step, on all ranks: each rank measures the time of an evaluation."""
     logged: dict[str, float] = {}
     for entry in state.log_history:

@@ -12,7 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import ray.train
 import torch.distributed as dist
@@ -37,9 +37,6 @@ from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.resume_search import DAMAGES
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 UNPINNED: Final = 2
 """How many snapshots the policy of the ref keeps: the newest one is pinned when Ray has its folder."""
@@ -150,7 +147,7 @@ def restore(state: object, *, store: Store, ref: str) -> Snapshot | None:
     return newest
 
 
-def _restore_named(root: str, state: object, store: Store, ref: str, group: "ProcessGroup | None") -> Snapshot:
+def _restore_named(root: str, state: object, store: Store, ref: str, group: "dist.ProcessGroup | None") -> Snapshot:
     def name() -> bytes:
         if ref not in store.branches():
             return root.encode()
@@ -171,7 +168,7 @@ def _restore_named(root: str, state: object, store: Store, ref: str, group: "Pro
     return store.resolve(root)
 
 
-def _require_worker(store: Store) -> "ProcessGroup | None":
+def _require_worker(store: Store) -> "dist.ProcessGroup | None":
     """The group of all workers."""
     if not isinstance(store, Store):
         raise InvalidOptionError(f"store= must be an open store, such as tsck.open('/data/ckpt'), not {store!r}", object_id="store")
@@ -185,7 +182,7 @@ def _require_worker(store: Store) -> "ProcessGroup | None":
     return dist.group.WORLD if ranks > 1 else None
 
 
-def _numbers(metrics: Mapping[str, Any], store: Store, group: "ProcessGroup | None") -> dict[str, float]:
+def _numbers(metrics: Mapping[str, Any], store: Store, group: "dist.ProcessGroup | None") -> dict[str, float]:
     """The metrics of the first worker, as in Ray."""
 
     def numbers() -> bytes:
