@@ -9,7 +9,7 @@ import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -43,20 +43,8 @@ _DTYPES: Final = {**TORCH_DTYPES, **{f"np:{'|' if kind.endswith('1') else '<'}{k
 """Stored dtype -> that of safetensors."""
 
 
-class VirtualFile(Protocol):
-    """Bytes that can be read from any position. Thread-safe."""
-
-    size: int
-
-    def read_into(self, start: int, target: memoryview) -> None:
-        """Fills `target` with the bytes from `start` on. All of them lie within the file."""
-
-    def window(self, position: int) -> tuple[int, int]:
-        """The bytes [start, stop) around a position that should be read together."""
-
-
 class _BytesFile:
-    """A small file that is in memory."""
+    """A small file that is in memory: see `SafetensorsFile` for its methods."""
 
     def __init__(self, data: bytes) -> None:
         self.size = len(data)
@@ -70,8 +58,6 @@ class _BytesFile:
 
 
 class _FileTensor(NamedTuple):
-    """A tensor of the file."""
-
     leaf: Leaf
     start: int
     """The position in the file."""
@@ -109,12 +95,12 @@ class SafetensorsFile:
         self._span: tuple[_FileTensor, bytearray] | None = None
 
     def window(self, position: int) -> tuple[int, int]:
-        """See `VirtualFile`. Windows end at block boundaries, so that a sequential read reads no block twice."""
+        """The bytes [start, stop) around a position that should be read together: blocks end there, so none is read twice."""
         number = int(np.searchsorted(self._windows, position, "right"))
         return int(self._windows[number - 1]), int(self._windows[number]) if number < len(self._windows) else self.size
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """See `VirtualFile`. Raises `DamageError` if a block is missing or damaged."""
+        """Fills `target` with the bytes from `start` on, all within the file. Raises `DamageError` if a block is missing or damaged."""
         stop = start + len(target)
         head = self._head[start:stop]
         target[: len(head)] = head
@@ -166,6 +152,10 @@ class SafetensorsFile:
             np.ndarray(sizes, f"V{item}", data, at)[...] = view[box]
             at += prod(sizes) * item
         piece[:] = memoryview(data)[start - first * item :][: len(piece)]
+
+
+VirtualFile = SafetensorsFile | _BytesFile
+"""Bytes that can be read from any position. Thread-safe."""
 
 
 class SnapshotFiles:
@@ -255,8 +245,7 @@ def _stored_dtype(layout: Layout, leaf: Leaf) -> str:
 def _file_tensor(layout: Layout, leaf: Leaf) -> _FileTensor:
     """Where a leaf lies in its base; checks the numbers, which come from the store."""
     spec = layout.tensors[leaf.index]
-    dtype = _DTYPES[_stored_dtype(layout, leaf)]
-    item_bytes = _ITEM_BYTES.get(dtype, 1)
+    item_bytes = _ITEM_BYTES.get(_DTYPES[_stored_dtype(layout, leaf)], 1)
     if leaf.kind == "tensor":
         if item_bytes != spec.item_bytes:
             raise CorruptObjectError(f"a layout claims that {spec.dtype} has {spec.item_bytes} bytes; run `tsck fsck`", object_id=leaf.path)

@@ -60,8 +60,6 @@ class ShadowReport:
 
 
 class _ShadowReport(NamedTuple):
-    """A rank's report on its two writes."""
-
     theirs: list[WriteResult]
     ours: list[WriteResult]
     seconds: tuple[float, float]

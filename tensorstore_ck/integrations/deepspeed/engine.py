@@ -148,7 +148,6 @@ class _Snapshots:
     # --- save ---------------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path, tag: str | None, client_state: Mapping[str, Any], *, save_latest: bool, excludes_frozen: bool) -> bool:
-        """See `SnapshotMixin.save_checkpoint`."""
         engine = self._engine
         step = engine.global_steps
         tag = f"global_step{step}" if tag is None else str(tag)

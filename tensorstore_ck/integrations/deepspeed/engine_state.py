@@ -122,10 +122,9 @@ class EngineState(SharedState):
 
     def _groups(self, fragments: list[Fragment]) -> list[State] | State:
         groups = base_optimizer(self._engine.optimizer).param_groups
-        members = _members(self._engine, fragments)
         own = [
             {**{key: value for key, value in group.items() if key not in _own_options(group)}, "params": names}
-            for group, names in zip(groups, members, strict=True)
+            for group, names in zip(groups, _members(self._engine, fragments), strict=True)
         ]
         return optimizers.named_groups(own) if self._engine.has_moe_layers or self._engine.pipeline_parallelism else own
 

@@ -209,8 +209,6 @@ def _notes(state: Mapping[str, Any], parameters: list[_Parameter]) -> Iterator[s
 
 
 class _Output:
-    """Files of torch.save in a folder."""
-
     def __init__(self, job: ExportJob, meta: MetaState, folder: str) -> None:
         self._job, self._meta, self._folder = job, meta, folder
         self.tensors = 0

@@ -186,8 +186,7 @@ def _target(path: str | os.PathLike[str], format: str, max_file_bytes: int) -> A
     if max_file_bytes < 1:
         raise InvalidOptionError(f"max_file_bytes must be at least 1, not {max_file_bytes}", object_id="max_file_bytes")
     suffixes = {"safetensors": safetensors_files.SUFFIXES, "torch": torch_file.SUFFIXES}.get(format, ())
-    target = target_of(path, suffixes)
-    return target._replace(others={"hf": USUAL_FILE, "megatron": _MEGATRON_FILE}.get(format))
+    return target_of(path, suffixes)._replace(others={"hf": USUAL_FILE, "megatron": _MEGATRON_FILE}.get(format))
 
 
 def _plan(  # noqa: PLR0917 - of `export_snapshot`

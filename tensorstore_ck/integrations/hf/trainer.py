@@ -238,8 +238,7 @@ class SnapshotMixin(ExceptionSaveMixin):
             super()._run_epoch(*args, **options)
 
     def _load_best_model(self) -> None:
-        native = self._native
-        pointer, self._is_between_steps = read_pointer(native.state.best_model_checkpoint), False
+        pointer, self._is_between_steps = read_pointer(self._native.state.best_model_checkpoint), False
         if pointer is None:
             super()._load_best_model()  # type: ignore[misc]
             return

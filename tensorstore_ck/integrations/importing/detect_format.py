@@ -188,8 +188,7 @@ def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowl
 
 def _trainer(files: Files, folder: Folder, names: list[str], known: PickleAllowlist) -> FoundState:
     """A checkpoint folder of transformers' Trainer: each file under its own name, and the small files of the model together."""
-    trained = trainer_folder.read_trainer_state(files, folder)
-    known.parsed_bytes += trained.size_bytes
+    trained = trainer_folder.read_trainer_state(files, folder, known)
     small = trainer_folder.read_model_files(files, folder, names)
     taken = {trainer_folder.STATE, *small}
     sharded: dict[str, FoundState] = {}

@@ -87,8 +87,7 @@ def _has_config(files: Files, folder: Folder) -> bool:
     """Whether a ``metadata.json`` is Megatron's."""
     if not folder.has(CONFIG):
         return False
-    file = files.map(folder.join(CONFIG))
-    return b'"sharded_backend"' in bytes(file.data[:_MAX_JSON_BYTES])
+    return b'"sharded_backend"' in bytes(files.map(folder.join(CONFIG)).data[:_MAX_JSON_BYTES])
 
 
 def _require_format(files: Files, folder: Folder, names: Sequence[str]) -> dict[Any, Any]:

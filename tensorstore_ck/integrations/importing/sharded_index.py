@@ -48,8 +48,7 @@ def load_indexed(files: Files, folder: Folder, index: MappedFile, known: PickleA
         if not found_at:
             folder.join(missing[0])  # raises
         for part_name, path in found_at.items():
-            file = files.map(path)
-            part, described = _load(files, file, known, unknown)
+            part, described = _load(files, files.map(path), known, unknown)
             lacking = sorted(names[part_name] - part.keys())
             if lacking:
                 raise MalformedError(f"it lists {printable(lacking[0])!r} in {printable(part_name)}, which lacks it")

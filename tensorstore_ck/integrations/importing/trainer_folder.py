@@ -9,6 +9,7 @@ from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
+from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.safetensors_file import parse_json
 from tensorstore_ck.integrations.model_file_names import MAX_FILE_BYTES, is_model_file
 from tensorstore_ck.integrations.safetensors_format import MAX_HEADER_BYTES
@@ -26,10 +27,9 @@ class TrainerValues(NamedTuple):
 
     state: dict[str, Any]
     step: int
-    size_bytes: int
 
 
-def read_trainer_state(files: Files, folder: Folder) -> TrainerValues:
+def read_trainer_state(files: Files, folder: Folder, known: PickleAllowlist) -> TrainerValues:
     """The content of ``trainer_state.json``. Raises `CorruptObjectError` if it is damaged, or has no step."""
     file = files.map(folder.join(STATE))
     with naming_file(file.path, "state of transformers' Trainer"):
@@ -39,7 +39,8 @@ def read_trainer_state(files: Files, folder: Folder) -> TrainerValues:
         step = state.get("global_step") if type(state) is dict else None
         if type(step) is not int or not 0 <= step <= MAX_STEP:
             raise MalformedError("it has no global_step")
-        return TrainerValues(state, step, file.size)
+        known.parsed_bytes += file.size
+        return TrainerValues(state, step)
 
 
 def read_model_files(files: Files, folder: Folder, names: Sequence[str]) -> dict[str, bytes]:

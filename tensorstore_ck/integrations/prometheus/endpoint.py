@@ -62,7 +62,6 @@ class _Application:
         """Whether the server listens on a loopback address."""
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
-        """Answers one request."""
         if self.is_local and not _is_loopback(_host_name(environ.get("HTTP_HOST", "localhost"))):
             return _text(start_response, "403 Forbidden", "This address answers requests for 127.0.0.1 or localhost alone.\n")
         if environ["PATH_INFO"] == "/":

@@ -63,8 +63,7 @@ def load_trainer(files: Files, folder: Folder, names: Sequence[str], tag_folder:
         CorruptObjectError: it is damaged, incomplete or inconsistent.
         UnsupportedValueError: DeepSpeed's folder is of a kind that is not imported.
     """
-    trained = trainer_folder.read_trainer_state(files, folder)
-    known.parsed_bytes += trained.size_bytes
+    trained = trainer_folder.read_trainer_state(files, folder, known)
     own = _Folder(files, folder=folder, names=names, tag_folder=tag_folder, known=known)
     with naming_file(folder.path, KIND):
         steps, config = own.found.step, own.config

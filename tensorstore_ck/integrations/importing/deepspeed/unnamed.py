@@ -62,8 +62,7 @@ def _take(left: dict[str, torch.Tensor], master: torch.Tensor, shape: tuple[int,
     for name, weights in left.items():
         size = weights.numel()
         if (shape is None or tuple(weights.shape) == shape) and 0 < size <= master.numel() and same_elements(weights, master[:size]):
-            own_shape = tuple(left.pop(name).shape)
-            return name, own_shape, master[:size]
+            return name, tuple(left.pop(name).shape), master[:size]
     raise MalformedError(
         f"no weights of the model equal masters of {master.numel()} elements: weights and optimizer are of different saves"
     )
