@@ -87,16 +87,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
             trust: The file that says which keys must have signed which refs; by default the user's own.
             kwargs: fsspec's own.
         """
-        super().__init__(
-            store,
-            fo=fo,
-            target_protocol=target_protocol,
-            target_options=target_options,
-            cache_dir=cache_dir,
-            places=places,
-            trust=trust,
-            **kwargs,
-        )
+        super().__init__(**kwargs)
         if store is None and not fo:
             raise ValueError("which store? Write tsck://ref/model.safetensors::STORE, or give store= (a folder, s3://bucket/prefix, ...)")
         is_path = store is not None or target_protocol in (None, "file", "local")

@@ -7,7 +7,7 @@ torch nor paths nor fsspec.
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -167,7 +167,10 @@ class SnapshotFiles:
         tree = parse(layout, len(content.values))
         all_leaves = list(leaves(tree))
         self._values = [leaf for leaf in all_leaves if leaf.kind == "value"]
-        model = {id(leaf) for leaf in _model_leaves(tree)}
+        model = set[int]()
+        for key, child in zip(tree.keys, tree.children, strict=False) if isinstance(tree, Container) else ():
+            if key == MODEL_KEY and isinstance(child, Container):
+                model = {id(leaf) for leaf in leaves(child)}
         tensors = [leaf for leaf in all_leaves if leaf.kind != "value"]
         if not any(id(leaf) in model for leaf in tensors):
             model = set()
@@ -215,13 +218,6 @@ class SnapshotFiles:
         about["values"] = {leaf.path: describe(self._content.values[leaf.index]) for leaf in self._values}
         about["left_out"] = [*self._left_out[MODEL], *self._left_out[STATE]]
         return _BytesFile(json.dumps(about, indent=1).encode() + b"\n")
-
-
-def _model_leaves(tree: Container | Leaf) -> Iterator[Leaf]:
-    if isinstance(tree, Container):
-        for key, child in zip(tree.keys, tree.children, strict=False):
-            if key == MODEL_KEY and isinstance(child, Container):
-                yield from leaves(child)
 
 
 def _finite(value: Any) -> Any:

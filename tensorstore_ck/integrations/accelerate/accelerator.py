@@ -199,14 +199,12 @@ class SnapshotMixin:
         objects = [*native._models, *native._optimizers, *native._schedulers, *native._custom_objects, native.scaler]
         if self._checkpointer is None or [*map(id, objects)] != [*map(id, self._saved)]:
             self._finish_saves()
-            self._checkpointer, self._saved = self._new_checkpointer(), objects
+            limit = native.project_configuration.total_limit
+            keep = None if limit is None else {"keep_last": limit}
+            options: dict[str, Any] = {"group": self._group, "keep": keep, "asynchronous": self._asynchronous}
+            self._checkpointer = new_checkpointer(self._store, self._training(), self._ref, argument="load_state()", **options)
+            self._saved = objects
         return self._checkpointer
-
-    def _new_checkpointer(self) -> Checkpointer:
-        limit = self._native.project_configuration.total_limit
-        keep = None if limit is None else {"keep_last": limit}
-        options: dict[str, Any] = {"group": self._group, "keep": keep, "asynchronous": self._asynchronous}
-        return new_checkpointer(self._store, self._training(), self._ref, argument="load_state()", **options)
 
     def _training(self) -> TrainingState:
         native, engine = self._native, self._engine

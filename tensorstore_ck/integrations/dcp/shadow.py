@@ -124,11 +124,9 @@ class ShadowWriter(StorageWriter):
         written = self._guarded(lambda: self._ours.write(replace(plan, storage_data=for_ours), planner))
         ended = time.perf_counter()
         begun, results = written or (None, [])
-        differing = (
-            self._guarded(lambda: _differing(plan, writer=self._theirs, written=theirs.value(), begun=begun, results=results))
-            if begun is not None
-            else None
-        )
+        differing = None
+        if begun is not None:
+            differing = self._guarded(lambda: _differing(plan, writer=self._theirs, written=theirs.value(), begun=begun, results=results))
         seconds, compared = (between - started, ended - between), len(plan.items)
         report = _ShadowReport(theirs.value(), results, seconds, compared, differing=differing or [], problem=self._problem)
         done: Future[list[WriteResult]] = Future()

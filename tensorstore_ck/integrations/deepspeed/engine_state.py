@@ -190,16 +190,13 @@ class EngineState(SharedState):
         has_masters = False
         if "optimizer" in self._parts:
             fragments = self._fragments()
-            self._load_groups(state["optimizer"]["param_groups"], fragments)
+            members = _members(self._engine, fragments)
+            matched = optimizers.match_groups("optimizer", state["optimizer"]["param_groups"], members, self.names().parameters)
+            for group, options in zip(base_optimizer(optimizer).param_groups, matched, strict=True):
+                group.update({key: value for key, value in options.items() if key not in _own_options(group)})
             has_masters = self._load_states(state["optimizer"]["state"], fragments)
             _set_scale(optimizer, state.get("scaler") or {})
         _spread(optimizer, from_masters=has_masters)
-
-    def _load_groups(self, stored: Any, fragments: list[Fragment]) -> None:
-        members = _members(self._engine, fragments)
-        matched = optimizers.match_groups("optimizer", stored, members, self.names().parameters)
-        for group, options in zip(base_optimizer(self._engine.optimizer).param_groups, matched, strict=True):
-            group.update({key: value for key, value in options.items() if key not in _own_options(group)})
 
     def _load_states(self, stored: Mapping[str, State], fragments: list[Fragment]) -> bool:
         """Returns whether there were masters. Each flat tensor gets counters of its own, though several are stored from one."""

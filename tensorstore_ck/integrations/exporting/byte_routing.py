@@ -15,7 +15,7 @@ import torch
 
 from tensorstore_ck.common.huge_pages import new_pages
 from tensorstore_ck.common.threads import cpu_threads, for_each
-from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent, WantedBox
+from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import MergedSnapshot
 from tensorstore_ck.format.block_assignment import row_boxes
@@ -100,15 +100,10 @@ def size_bytes(form: LeafForm) -> int:
 
 
 def _write_ranges(content: SnapshotContent, ranges: "dict[int, list[FileRange]]") -> None:
-    spreads = content.layout.spreads
-    whole: dict[int, ByteTarget] = {}
-    shared: dict[int, RangesTarget] = {}
-    for number, wanted in ranges.items():
-        if isinstance(content, MergedSnapshot) or (spreads and spreads[number] is not None):
-            shared[number] = RangesTarget(wanted)
-        else:
-            whole[number] = RangesTarget(wanted)
-    content.read(whole)
+    spreads, is_merged = content.layout.spreads, isinstance(content, MergedSnapshot)
+    targets = {number: RangesTarget(wanted) for number, wanted in ranges.items()}
+    shared = {number: target for number, target in targets.items() if is_merged or (spreads and spreads[number] is not None)}
+    content.read({number: target for number, target in targets.items() if number not in shared})
     if shared:
         _write_windows(content, shared)
 

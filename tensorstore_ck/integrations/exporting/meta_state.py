@@ -42,14 +42,11 @@ class MetaState:
         """
         require_buildable(tree, content)
         layout, cpu = content.layout, torch.device("cpu")
-        real, unread = set[int](), list[Leaf]()
-        read: list[Leaf] = []
+        read, unread = list[Leaf](), list[Leaf]()
         for leaf, inside in _leaves(tree, by_value, inside=False):
-            if inside or isinstance(form_of(layout, leaf).dtype, np.dtype):
-                real.add(id(leaf))
-                read.append(leaf)
-            else:
-                unread.append(leaf)
+            is_read = inside or isinstance(form_of(layout, leaf).dtype, np.dtype)
+            (read if is_read else unread).append(leaf)
+        real = {id(leaf) for leaf in read}
         filled = TensorAllocator(layout, [(leaf, None) for leaf in read], cpu)
         content.read(filled.targets)
         try:

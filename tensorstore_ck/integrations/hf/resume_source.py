@@ -73,7 +73,6 @@ def native_folder(given: str | bool | None, output_dir: str, ref: str) -> str | 
 
 
 _FOLDER: Final = "imported-checkpoint"
-_WEIGHTS: Final = ("model", "adapter_model")
 _TORCH_FILES: Final = {"optimizer": ".pt", "scheduler": ".pt", "scaler": ".pt", "rng_state": ".pth"}
 """The start of a part's name -> the suffix of its file."""
 
@@ -106,7 +105,7 @@ def _write(store: Store, folder: Path, restoring: Restoring, *, writes: bool) ->
     folder.mkdir(parents=True)
     root = restoring.info.root.hex()
     parts = dict.fromkeys(name.partition(".")[0] for name in [*stored.names(), *values])
-    weights = [part for part in _WEIGHTS if part in parts]
+    weights = [part for part in ("model", "adapter_model") if part in parts]
     if not weights:
         raise MismatchError(
             f"{root[:12]} was imported from a folder without a model.safetensors, as FSDP and DeepSpeed write it ({', '.join(parts)}): "

@@ -27,7 +27,6 @@ from tensorstore_ck.state.boxes import Box, Boxes, coverage_error
 from tensorstore_ck.state.rank_shares import LocalPiece
 
 METADATA: Final = ".metadata"
-KIND: Final = "DCP checkpoint"
 _CLASSES: Final = {
     "checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
@@ -124,7 +123,7 @@ class _Reader:
 
     def read(self) -> DcpContent:
         path = self._folder.join(METADATA)
-        with naming_file(path, KIND):
+        with naming_file(path, "DCP checkpoint"):
             metadata = self._metadata(path)
             entries = metadata.get("state_dict_metadata", dict)
             paths = metadata.named.get("planner_data")

@@ -24,7 +24,6 @@ from tensorstore_ck.state.select import listed
 KIND: Final = "folder of HuggingFaceStorageWriter"
 OFFSETS: Final = "DCP_SHARDING_INFO"
 """The key of the offsets in a file's metadata."""
-_SUFFIX: Final = ".safetensors"
 _OF_A_RANK: Final = re.compile(r"shard-(\d{5})-")
 
 
@@ -35,7 +34,7 @@ def load_sharded(files: Files, folder: Folder, names: Sequence[str], known: Pick
         CorruptObjectError: a file is damaged, or its pieces do not cover a tensor exactly once.
     """
     parts: dict[str, SafetensorsContent] = {}
-    for name in (name for name in names if name.endswith(_SUFFIX) and folder.has(name)):
+    for name in (name for name in names if name.endswith(".safetensors") and folder.has(name)):
         file = files.map(folder.join(name))
         if not is_safetensors(file):
             return None

@@ -25,7 +25,6 @@ CONFIG: Final = "metadata.json"
 """Written last: a folder without it is of a save that did not end."""
 COMMON_FILE: Final = "common.pt"
 TRACKER: Final = "latest_checkpointed_iteration.txt"
-KIND: Final = "checkpoint of Megatron"
 _BACKENDS: Final = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 _ITERATION: Final = re.compile(r"iter_(\d{7,18})")
 _OLD: Final = re.compile(r"mp_rank_\d+.*")
@@ -66,7 +65,7 @@ def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: Pic
         _incomplete(folder, COMMON_FILE)
     step = _step(folder, source, common)
     skipped = tuple((name, f"not named by {METADATA}") for name in names if name not in read)
-    return FoundState(format=KIND, state={**state, COMMON: common}, metadata={}, unknown=unknown, step=step, skipped=skipped)
+    return FoundState("checkpoint of Megatron", {**state, COMMON: common}, {}, unknown, step=step, skipped=skipped)
 
 
 def _newest(files: Files, folder: Folder) -> Folder:

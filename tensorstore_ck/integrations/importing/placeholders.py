@@ -35,17 +35,16 @@ class AllowedGlobal:
 
 
 class Deferred:
-    """An object whose content comes after its creation; `resolve_placeholders` replaces it by its value."""
+    """An object whose content its method `build` takes after its creation; `resolve_placeholders` replaces it by its value.
+
+    `build` raises ValueError or TypeError for unknown content.
+    """
 
     def __init__(self) -> None:
         self.value: Any = self
         """Itself, until `build` is called."""
         self.held: list[object] = []
         """Everything in its state."""
-
-    def build(self, state: Any) -> None:
-        """Takes the content; raises ValueError or TypeError for unknown content."""
-        raise NotImplementedError
 
 
 class FoundState(NamedTuple):

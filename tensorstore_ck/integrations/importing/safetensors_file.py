@@ -18,7 +18,6 @@ from tensorstore_ck.integrations.safetensors_format import BITS, MAX_HEADER_BYTE
 from tensorstore_ck.state.byte_sources import strided
 from tensorstore_ck.state.registered_types import DTYPES
 
-KIND: Final = "safetensors file"
 _DTYPES: Final = {code: DTYPES[name] for name, code in TORCH_DTYPES.items() if name in DTYPES}
 
 
@@ -37,7 +36,7 @@ def is_safetensors(file: MappedFile) -> bool:
 
 def load_safetensors(file: MappedFile) -> SafetensorsContent:
     """Its tensors, mapped, in the order of their names. Raises `CorruptObjectError` if it is damaged or inconsistent."""
-    with naming_file(file.path, KIND):
+    with naming_file(file.path, "safetensors file"):
         header_bytes = int.from_bytes(file.data[:8], "little")
         if header_bytes > min(MAX_HEADER_BYTES, file.size - 8):
             raise MalformedError(f"it claims a header of {header_bytes} bytes, and has {file.size}")

@@ -15,7 +15,6 @@ from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load
 from tensorstore_ck.integrations.safetensors_format import MAX_HEADER_BYTES
 
 SUFFIX: Final = ".index.json"
-KIND: Final = "index of a checkpoint"
 
 
 def is_index(file: MappedFile) -> bool:
@@ -30,7 +29,7 @@ def load_indexed(files: Files, folder: Folder, index: MappedFile, known: PickleA
         CorruptObjectError: a file is damaged, or does not match the index; or none exists.
         InvalidNameError: the index names a file outside of its folder.
     """
-    with naming_file(index.path, KIND):
+    with naming_file(index.path, "index of a checkpoint"):
         document = parse_json(bytes(index.data))
         files_of = document.get("weight_map") if type(document) is dict else None
         if type(files_of) is not dict or not files_of:

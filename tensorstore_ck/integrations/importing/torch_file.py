@@ -18,7 +18,6 @@ from tensorstore_ck.integrations.importing.placeholders import UnknownObject
 from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES, safe_unpickle
 from tensorstore_ck.integrations.importing.zip_directory import is_archive, read_archive
 
-KIND: Final = "torch file"
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _MAGIC_PICKLED: Final = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b"."
 _FRAME: Final = b"\x95" + len(_MAGIC_PICKLED).to_bytes(8, "little")
@@ -57,7 +56,7 @@ def load_torch_file(files: Files, file: MappedFile, known: PickleAllowlist, star
     Raises `CorruptObjectError` if it is damaged or inconsistent, `UnsupportedValueError` if its kind is not supported.
     """
     stop = file.size if size is None else start + size
-    with naming_file(file.path, KIND):
+    with naming_file(file.path, "torch file"):
         data = file.data[start:stop]
         if is_archive(data):
             return _from_archive(files, file=file, known=known, start=start, data=data)

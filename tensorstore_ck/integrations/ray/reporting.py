@@ -87,8 +87,13 @@ def report(metrics: Mapping[str, Any], state: object, *, store: Store, ref: str,
         options.pop("validation", None)  # of the checkpoint, which the first worker reports
         ray.train.report(dict(metrics), checkpoint=None, **options)
         return snapshot
-    if is_limited:
-        _free_dropped(store, ref)
+    if is_limited and sum(removal.ref == ref for removal in store.forgotten()) >= DROPPED:
+        try:
+            store.free_dropped(ref)
+        except StoreError as exc:
+            warnings.warn(
+                f"the snapshots that the policy of {ref!r} dropped still take space: {exc}; a later save tries again", stacklevel=2
+            )
     before = ray.train.get_checkpoint()
     with tempfile.TemporaryDirectory(prefix="tsck-") as folder:
         write_pointer(Path(folder), SnapshotPointer(store.url, snapshot.root))
@@ -189,15 +194,6 @@ def _numbers(metrics: Mapping[str, Any], store: Store, group: "dist.ProcessGroup
         return json.dumps({name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}).encode()
 
     return dict(parse_json(ask_first_rank(store, group, "the metrics of the first worker", numbers)))
-
-
-def _free_dropped(store: Store, ref: str) -> None:
-    if sum(removal.ref == ref for removal in store.forgotten()) < DROPPED:
-        return
-    try:
-        store.free_dropped(ref)
-    except StoreError as exc:
-        warnings.warn(f"the snapshots that the policy of {ref!r} dropped still take space: {exc}; a later save tries again", stacklevel=3)
 
 
 def pin_reported(store: Store, checkpoint: Checkpoint, address: str) -> None:

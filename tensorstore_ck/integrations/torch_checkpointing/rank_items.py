@@ -30,7 +30,6 @@ from tensorstore_ck.store.internals import groups_of
 
 Path = tuple[Any, ...]
 Leaves = dict[Path, Any]
-_TITLE: Final = "what ranks have of a checkpoint"
 _GONE: Final = object()
 
 
@@ -87,7 +86,7 @@ def find_own(store: Store, group: "dist.ProcessGroup", prepare: Callable[[], tup
     def execute(go: Body) -> None:
         outcome.extend([{paths[bytes(key)] for key in take(go, "own", list) if bytes(key) in paths}, go["said"]])
 
-    groups_of(store).of(group)[0].meet(_TITLE, propose, compare, execute, timeout=timeout)
+    groups_of(store).of(group)[0].meet("what ranks have of a checkpoint", propose, compare, execute, timeout=timeout)
     own, common = outcome
     return own, common
 
