@@ -52,7 +52,6 @@ def write_dcp(job: ExportJob) -> WrittenExport:
 
     Raises:
         UnsupportedValueError: the state is not a dict, or DCP cannot distinguish two of its names.
-        DamageError: stored data is damaged, or a file does not hold what was written to it.
     """
     content, tree, target = job.content, job.tree, job.target
     if not isinstance(tree, Container) or tree.node[0] not in _DICTS:
@@ -69,7 +68,6 @@ def write_checkpoint(job: ExportJob, meta: MetaState, state: dict[Any, Any], pla
 
     Raises:
         UnsupportedValueError: DCP cannot distinguish two of its names, or cannot hold a tensor.
-        DamageError: stored data is damaged, or a file does not hold what was written to it.
     """
     content, folder, target = job.content, job.folder, job.target
     require_savable(((tensor, leaf.path) for tensor, leaf in meta.tensors.values()), target.path)

@@ -54,7 +54,6 @@ def write_universal(job: ExportJob) -> WrittenExport:
 
     Raises:
         UnsupportedValueError: the snapshot has no optimizer of DeepSpeed's engine, or one that a universal checkpoint cannot hold.
-        DamageError: stored data is damaged, or a file does not hold what was written to it.
     """
     meta = MetaState(job.content, job.tree, by_value=frozenset("r"))
     meta.require_one_dtype()

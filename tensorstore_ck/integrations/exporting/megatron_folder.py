@@ -33,7 +33,6 @@ def write_megatron(job: ExportJob) -> WrittenExport:
     Raises:
         UnsupportedValueError: the state is not one of Megatron.
         MissingExtraError: it has values of Megatron's types, and Megatron is not installed.
-        DamageError: stored data is damaged, or a file does not hold what was written to it.
     """
     entries = _entries(job)
     tensors = {key: child for key, child in entries.items() if isinstance(child, Leaf) and child.kind != "value"}

@@ -130,7 +130,6 @@ def write_model_folder(job: ExportJob, model: ModelFiles) -> WrittenExport:
     Raises:
         MismatchError: they do not, or a weight is missing or too many.
         UnsupportedValueError: see `write_safetensors`.
-        DamageError: see `write_safetensors`.
     """
     if model.is_adapter:
         job = job._replace(stem=ADAPTER_STEM, max_file_bytes=1 << 62)  # peft reads one file

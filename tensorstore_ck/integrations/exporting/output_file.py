@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 
 class OutputFile:
-    """A new file. A context manager; `write` is thread-safe."""
+    """A new file. A context manager; `write` is thread-safe. What reads back raises `CorruptObjectError` if the file differs."""
 
     def __init__(self, path: str, shown: str, *, is_summed: bool = False) -> None:
         """`shown`: its name in messages, since `path` is temporary. `is_summed`: `read_back` returns CRC-32s; otherwise zeros."""
@@ -90,11 +90,7 @@ class OutputFile:
         start_write_back(self._fd, piece.offset, piece.size)
 
     def compare(self, piece: Piece) -> None:
-        """As `expect`, and reads the piece back while most of it is in the core's cache.
-
-        Raises:
-            CorruptObjectError: the file differs.
-        """
+        """As `expect`, and reads the piece back while most of it is in the core's cache."""
         self.expect(piece)
         self._compared[piece.offset] = self._check(piece, is_summed=self._is_summed)
 
@@ -109,11 +105,7 @@ class OutputFile:
             return mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY)
 
     def read_back(self, regions: Sequence[range]) -> list[int]:
-        """Compares what was not compared yet of these regions of whole writes with the hashes of the writes; returns their CRC-32s.
-
-        Raises:
-            CorruptObjectError: the file differs, or a region was not completely written.
-        """
+        """Compares what was not compared yet of these regions of whole writes with the hashes of the writes; returns their CRC-32s."""
         pieces = self._sorted_pieces()
         checksums = [0] * len(regions)
 
@@ -124,11 +116,7 @@ class OutputFile:
         return checksums
 
     def finish(self, size: int, checked: Sequence[range] = ()) -> None:
-        """Makes the file durable, and meanwhile reads back everything outside of the regions `checked`.
-
-        Raises:
-            CorruptObjectError: see `read_back`; or the file does not have `size` bytes.
-        """
+        """Makes the file, of `size` bytes, durable, and meanwhile reads back everything outside of the regions `checked`."""
         pieces = self._sorted_pieces()
         bounds = sorted((region.start, region.stop) for region in checked if region)
         gaps, at = [], 0

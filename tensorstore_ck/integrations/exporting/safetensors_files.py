@@ -44,7 +44,6 @@ def write_safetensors(job: ExportJob) -> WrittenExport:
 
     Raises:
         UnsupportedValueError: safetensors lacks a dtype, or reserves a name; nothing was written.
-        DamageError: stored data is damaged, or a file does not hold what was written to it.
     """
     content, folder, target = job.content, job.folder, job.target
     entries = _entries(content, job.tree)

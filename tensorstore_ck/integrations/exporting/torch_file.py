@@ -28,7 +28,6 @@ def write_torch(job: ExportJob) -> WrittenExport:
 
     Raises:
         UnsupportedValueError: torch cannot save the state.
-        DamageError: stored data is damaged, or the file does not hold what was written to it.
     """
     content, tree, folder, target = job.content, job.tree, job.folder, job.target
     meta = MetaState(content, tree, by_value=frozenset("r"))  # a registered type may read its tensors
@@ -76,11 +75,7 @@ class TorchOutput:
                     end = offset + content.layout.tensors[number].size_bytes
 
     def finish(self) -> None:
-        """Reads the tensors back, adds their checksums, and makes the file durable.
-
-        Raises:
-            CorruptObjectError: the file does not hold what was written to it.
-        """
+        """Reads the tensors back, adds their checksums, and makes the file durable: see `OutputFile`."""
         regions = [gap.region for gap in self._template.gaps]
         for offset, data in self._template.sealed(self._file.read_back(regions)):
             self._file.write(offset, data)

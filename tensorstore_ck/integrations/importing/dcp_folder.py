@@ -93,12 +93,7 @@ class DcpContent(NamedTuple):
 
 
 def load_dcp(files: Files, folder: Folder, known: PickleAllowlist) -> DcpContent:
-    """The state in a folder with a ``.metadata``.
-
-    Raises:
-        CorruptObjectError: it is damaged, incomplete or inconsistent.
-        UnsupportedValueError: it was written in an unsupported way.
-    """
+    """The state in a folder with a ``.metadata``."""
     return _Reader(files, folder, known).read()
 
 

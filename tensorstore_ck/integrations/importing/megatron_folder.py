@@ -32,12 +32,7 @@ _MAX_JSON_BYTES: Final = 1 << 16
 
 
 def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: PickleAllowlist) -> FoundState | None:
-    """The state in a folder of Megatron, or in the newest one that it names; None for any other folder.
-
-    Raises:
-        CorruptObjectError: it is damaged, incomplete or inconsistent.
-        UnsupportedValueError: it has another format or version.
-    """
+    """The state in a folder of Megatron, or in the newest one that it names; None for any other folder."""
     if TRACKER in names and METADATA not in names:
         folder = _newest(files, folder)
         names = folder.names()

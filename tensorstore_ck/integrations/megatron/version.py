@@ -21,11 +21,7 @@ def keeps_common_state_as_object() -> bool:
 
 
 def require_supported_version() -> None:
-    """Called before anything of Megatron-core is imported that other versions lack.
-
-    Raises:
-        MissingExtraError: the installed version is not supported.
-    """
+    """Called before anything of Megatron-core is imported that other versions lack. Raises `MissingExtraError` for one of these."""
     PACKAGE.require_version(megatron.core.__version__)
 
 

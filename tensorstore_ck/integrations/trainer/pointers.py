@@ -49,17 +49,6 @@ class SnapshotPointer(NamedTuple):
             reason = str(exc)
         raise InputError(f"{path} does not name a snapshot: {reason}. Resume from the store by ref@step", object_id=path)
 
-    def require_store(self, url: str, path: str) -> None:
-        """Checks that the pointer at `path` fits the store at `url`. A root is the same snapshot anywhere.
-
-        Raises:
-            MismatchError: it names a step of another store.
-        """
-        if self.store != url and "@" in self.address:
-            raise MismatchError(
-                f"{path} names a snapshot of {self.store}, and this Trainer's store is {url}: pass ref@step of this store", object_id=path
-            )
-
     def address_in(self, store: ReadOnlyStore, path: str) -> str:
         """The address in `store` of the snapshot that the pointer at `path` names.
 
@@ -69,7 +58,11 @@ class SnapshotPointer(NamedTuple):
             MismatchError: it names a step of another store.
             NotFoundError: its save was never published, and another process has saved that step.
         """
-        self.require_store(store.url, path)
+        if self.store != store.url and "@" in self.address:  # a root is the same snapshot anywhere
+            raise MismatchError(
+                f"{path} names a snapshot of {self.store}, and this Trainer's store is {store.url}: pass ref@step of this store",
+                object_id=path,
+            )
         try:
             snapshot = store.resolve(self.address)
         except NotFoundError:

@@ -43,11 +43,7 @@ def new_checkpointer(
     keep: Mapping[str, object] | None,
     asynchronous: bool,
 ) -> Checkpointer:
-    """For a trainer that decides itself when to save. What the policy drops is freed while the run goes on.
-
-    Raises:
-        ConflictError: see `require_own_ref`.
-    """
+    """For a trainer that decides itself when to save. What the policy drops is freed while the run goes on. Raises as `require_own_ref`."""
     require_own_ref(store, ref, argument)
     return Checkpointer(
         store, training, ref=ref, when=Always(), keep=keep, free_dropped=keep is not None, asynchronous=asynchronous, group=group

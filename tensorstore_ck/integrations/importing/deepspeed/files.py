@@ -94,12 +94,7 @@ def is_tag_folder(path: str) -> bool:
 
 
 def read_files(files: Files, folder: Folder, known: PickleAllowlist) -> DeepSpeedFiles:
-    """Reads all files of a tag; tensors stay in them.
-
-    Raises:
-        CorruptObjectError: a file is missing or damaged, or they do not fit each other.
-        UnsupportedValueError: it is of a kind that is not imported.
-    """
+    """Reads all files of a tag; tensors stay in them."""
     names = folder.names()
     _refuse_kinds(folder, names)
     reader = _Reader(files, folder, known)

@@ -111,12 +111,7 @@ def find_tag_folder(folder: Folder, names: Sequence[str]) -> str | None:
 
 
 def load_deepspeed(files: Files, tag_folder: str, known: PickleAllowlist) -> DeepSpeedContent:
-    """The state in the folder of a tag.
-
-    Raises:
-        CorruptObjectError: it is damaged, incomplete or inconsistent.
-        UnsupportedValueError: it is of a kind that is not imported.
-    """
+    """The state in the folder of a tag."""
     read = read_files(files, Folder(tag_folder), known)
     with naming_file(tag_folder, KIND):
         state, step = _State(files, read, known).build()

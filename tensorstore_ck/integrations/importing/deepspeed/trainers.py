@@ -57,12 +57,7 @@ def is_accelerate(names: Sequence[str]) -> bool:
 
 
 def load_trainer(files: Files, folder: Folder, names: Sequence[str], tag_folder: str, known: PickleAllowlist) -> FoundState:
-    """The state in a folder of transformers' Trainer.
-
-    Raises:
-        CorruptObjectError: it is damaged, incomplete or inconsistent.
-        UnsupportedValueError: DeepSpeed's folder is of a kind that is not imported.
-    """
+    """The state in a folder of transformers' Trainer."""
     trained = trainer_folder.read_trainer_state(files, folder, known)
     own = _Folder(files, folder=folder, names=names, tag_folder=tag_folder, known=known)
     with naming_file(folder.path, KIND):
@@ -86,12 +81,7 @@ def load_trainer(files: Files, folder: Folder, names: Sequence[str], tag_folder:
 
 
 def load_accelerate(files: Files, folder: Folder, names: Sequence[str], tag_folder: str, known: PickleAllowlist) -> FoundState:
-    """The state in a folder of accelerate's ``save_state``.
-
-    Raises:
-        CorruptObjectError: it is damaged, incomplete or inconsistent.
-        UnsupportedValueError: it has several engines, or something that only its own code could read.
-    """
+    """The state in a folder of accelerate's ``save_state``, with one engine and nothing that only its own code could read."""
     _require_one_engine(folder, names, tag_folder)
     own = _Folder(files, folder=folder, names=names, tag_folder=tag_folder, known=known)
     named = _NUMBERED.fullmatch(os.path.basename(folder.path))
