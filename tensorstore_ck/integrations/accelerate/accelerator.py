@@ -243,11 +243,7 @@ class SnapshotMixin:
         self._values.update({ACCELERATOR_STEP: native.step, SAVE_ITERATION: native.project_configuration.iteration, LOADERS: loaders})
 
     def end_training(self) -> None:
-        """Waits for the saves, then see accelerate.
-
-        Raises:
-            StoreError: the newest save failed.
-        """
+        """Waits for the saves, then see accelerate. Raises `StoreError` if the newest save failed."""
         try:
             self._finish_saves(finished=True)
         finally:

@@ -93,11 +93,7 @@ class DcpSave:
     # --- every rank ---------------------------------------------------------------------------------------------------
 
     def write_tensors(self, role: Role, captured: CapturedState, meter: SaveMeter) -> Begun:
-        """The coordinator's call: the values of all ranks, which belong into its part, are not known yet.
-
-        Raises:
-            NoSpaceError: there is not enough space for this rank's tensors.
-        """
+        """The coordinator's call: the values of all ranks are not known yet. Raises `NoSpaceError` if its tensors need more space."""
         self._prepare(role, captured, meter)
         self.begun = self._begin(role, captured, meter)
         return self.begun

@@ -49,11 +49,7 @@ class Tiny(NamedTuple):
 
 
 def assign_roles(plans: Sequence[SavePlan], coordinator: int) -> list[SavePlan]:
-    """The coordinator's global plan, with a `Role` for itself and for every rank that writes something.
-
-    Raises:
-        UnsupportedValueError: a tensor cannot be stored.
-    """
+    """The coordinator's global plan, with a `Role` for each rank that writes. Raises `UnsupportedValueError` for what cannot be stored."""
     if not any(plan.usable for plan in plans):
         return list(plans)  # DCP reuses the plans of its last save, with their roles
     plans = _completed(plans)

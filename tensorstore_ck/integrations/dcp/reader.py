@@ -127,11 +127,7 @@ class Reader(StorageReader):
         return replace(plan, storage_data=self.snapshot.root)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator.
-
-        Raises:
-            ConflictError: the ref moved between the reads of the ranks.
-        """
+        """On the coordinator. Raises `ConflictError` if the ref moved between the reads of the ranks."""
         roots = {plan.storage_data for plan in plans}
         if len(roots) > 1:
             address = self._target.address(self._checkpoint_id)

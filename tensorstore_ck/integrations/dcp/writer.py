@@ -311,11 +311,7 @@ class Writer(StorageWriter):
 
 
 def _filled(begun: Begun, metadata: Metadata, values: Mapping[str, OpaqueItem]) -> CapturedState:
-    """The coordinator's state, with the values of all ranks.
-
-    Raises:
-        SnapshotAbortedError: DCP's metadata and the written parts are not from one plan.
-    """
+    """The coordinator's state, with the values of all ranks. Raises `SnapshotAbortedError` if DCP's metadata is of another plan."""
     flat = flat_layout_of(metadata, begun.role.parts)
     if flat.layout.encoded != begun.role.layout or not {fqn for fqn in flat.holes if fqn is not None} <= values.keys():
         raise SnapshotAbortedError("DCP's metadata is not from the plan that the ranks wrote: check the planner", object_id="planner")

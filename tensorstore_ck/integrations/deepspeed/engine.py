@@ -122,11 +122,7 @@ class SnapshotMixin:
         return loaded
 
     def destroy(self) -> None:
-        """Waits for the saves, then see DeepSpeed.
-
-        Raises:
-            StoreError: the newest save failed.
-        """
+        """Waits for the saves, then see DeepSpeed. Raises `StoreError` if the newest save failed."""
         try:
             self._snapshots.finish()
         finally:

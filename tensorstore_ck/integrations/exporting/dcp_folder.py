@@ -48,11 +48,7 @@ Item = tuple[WriteItem, _Tensor | bytes]
 
 
 def write_dcp(job: ExportJob) -> WrittenExport:
-    """Writes the checkpoint into the job's folder.
-
-    Raises:
-        UnsupportedValueError: the state is not a dict, or DCP cannot distinguish two of its names.
-    """
+    """Writes the checkpoint into the job's folder. Raises `UnsupportedValueError` if the state is no dict, or two names are one to DCP."""
     content, tree, target = job.content, job.tree, job.target
     if not isinstance(tree, Container) or tree.node[0] not in _DICTS:
         raise UnsupportedValueError(

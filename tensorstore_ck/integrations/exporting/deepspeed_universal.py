@@ -50,11 +50,7 @@ class _Parameter(NamedTuple):
 
 
 def write_universal(job: ExportJob) -> WrittenExport:
-    """Writes the folder into the job's.
-
-    Raises:
-        UnsupportedValueError: the snapshot has no optimizer of DeepSpeed's engine, or one that a universal checkpoint cannot hold.
-    """
+    """Writes the folder into the job's. Raises `UnsupportedValueError` if there is no optimizer that a universal checkpoint can hold."""
     meta = MetaState(job.content, job.tree, by_value=frozenset("r"))
     meta.require_one_dtype()
     state = meta.state

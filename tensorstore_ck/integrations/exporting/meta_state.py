@@ -35,11 +35,7 @@ class MetaState:
     """A state, and the stored tensor for each address."""
 
     def __init__(self, content: SnapshotContent, tree: Tree, by_value: frozenset[str]) -> None:
-        """`by_value`: tags of containers whose tensors are all read.
-
-        Raises:
-            UnsupportedValueError: it contains a type that cannot be created here.
-        """
+        """`by_value`: tags of containers whose tensors are all read. Raises `UnsupportedValueError` for types that cannot be made here."""
         require_buildable(tree, content)
         layout, cpu = content.layout, torch.device("cpu")
         read, unread = list[Leaf](), list[Leaf]()
@@ -85,11 +81,7 @@ class MetaState:
         return stored
 
     def require_one_dtype(self) -> None:
-        """Rejects tensors that share memory with different dtypes, which torch cannot save.
-
-        Raises:
-            UnsupportedValueError: it names two of them.
-        """
+        """Raises `UnsupportedValueError` if tensors share memory with different dtypes, which torch cannot save; it names two of them."""
         seen: dict[int, tuple[torch.dtype, str]] = {}
         for tensor, leaf in self.tensors.values():
             address = tensor.untyped_storage().data_ptr()

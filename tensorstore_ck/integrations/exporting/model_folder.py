@@ -80,11 +80,7 @@ def without_model_files(tree: Tree) -> Tree:
 
 
 def weights_globs(tree: Tree) -> list[str] | None:
-    """The selection if the user gives none: the dict that trainers put weights into. None: everything.
-
-    Raises:
-        MismatchError: several dicts may be that.
-    """
+    """The selection if the user gives none: the dict with the weights; None: everything. Raises `MismatchError` if several may be that."""
     if not isinstance(tree, Container):
         return None
     parts = [(str(key), child) for key, child in zip(tree.keys, tree.children, strict=False) if isinstance(child, Container)]

@@ -24,11 +24,7 @@ NAME: Final = "model.pt"
 
 
 def write_torch(job: ExportJob) -> WrittenExport:
-    """Writes the file into the job's folder.
-
-    Raises:
-        UnsupportedValueError: torch cannot save the state.
-    """
+    """Writes the file into the job's folder. Raises `UnsupportedValueError` if torch cannot save the state."""
     content, tree, folder, target = job.content, job.tree, job.folder, job.target
     meta = MetaState(content, tree, by_value=frozenset("r"))  # a registered type may read its tensors
     meta.require_one_dtype()

@@ -20,11 +20,7 @@ _RUN_BLOCKS: Final = 64
 
 
 def is_in_snapshot(store: ReadOnlyStore, captured: CapturedState, info: SnapshotRow) -> bool:
-    """Whether a save of `captured` would store the snapshot's tensors, values and structure.
-
-    Raises:
-        CorruptObjectError: the snapshot's record, or the source of `captured`, is damaged.
-    """
+    """Whether a save of `captured` would store the snapshot's tensors, values and structure. Raises `CorruptObjectError` for damage."""
     return read_record(store, info).part_ids == _part_id(captured, config_of(store).block_bytes)
 
 

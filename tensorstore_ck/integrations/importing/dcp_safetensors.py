@@ -28,11 +28,7 @@ _OF_A_RANK: Final = re.compile(r"shard-(\d{5})-")
 
 
 def load_sharded(files: Files, folder: Folder, names: Sequence[str], known: PickleAllowlist) -> FoundState | None:
-    """The state in a folder of these names; None if its safetensors files are of another kind.
-
-    Raises:
-        CorruptObjectError: a file is damaged, or its pieces do not cover a tensor exactly once.
-    """
+    """The state in a folder of these names; None if its safetensors files are of another kind."""
     parts: dict[str, SafetensorsContent] = {}
     for name in (name for name in names if name.endswith(".safetensors") and folder.has(name)):
         file = files.map(folder.join(name))

@@ -61,11 +61,7 @@ def load_safetensors(file: MappedFile) -> SafetensorsContent:
 
 
 def parse_json(data: bytes, *, allow_constants: bool = False) -> Any:
-    """Foreign JSON. `allow_constants`: it may have NaN and Infinity, as Python writes them.
-
-    Raises:
-        MalformedError: it is invalid, has a duplicate key, or is nested too deep.
-    """
+    """Foreign JSON, or a `MalformedError`. `allow_constants`: it may have NaN and Infinity, as Python writes them."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)

@@ -102,11 +102,7 @@ def _optimizers(trainer: Any) -> list[Any] | None:
 
 
 def require_whole(optimizers: Iterable[Optimizer]) -> None:
-    """Rejects optimizers that cannot load what the ranks saved.
-
-    Raises:
-        UnsupportedValueError: each rank has some of the states; Lightning loads all of them from one dict.
-    """
+    """Raises `UnsupportedValueError` if each rank has some of the states of an optimizer: Lightning loads all of them from one dict."""
     if any(map(is_partitioned, optimizers)):
         raise UnsupportedValueError(
             "Lightning cannot resume a ZeroRedundancyOptimizer from a snapshot: use another optimizer, or FSDPStrategy or "

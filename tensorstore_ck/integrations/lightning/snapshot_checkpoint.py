@@ -166,11 +166,7 @@ class SnapshotMixin:
         return {path for path in paths if read_pointer(path) is None}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """See ModelCheckpoint.
-
-        Raises:
-            ConflictError: the ref has snapshots of another run, and none was loaded.
-        """
+        """See ModelCheckpoint. Raises `ConflictError` if the ref has snapshots of another run, and none was loaded."""
         super().on_train_start(trainer, pl_module)  # type: ignore[misc]
         if trainer.fast_dev_run:
             return
@@ -296,11 +292,7 @@ class SnapshotMixin:
     # --- end ----------------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """See ModelCheckpoint.
-
-        Raises:
-            StoreError: the newest save failed.
-        """
+        """See ModelCheckpoint. Raises `StoreError` if the newest save failed."""
         self._waits = False
         if self._postponed:
             self._save_postponed(trainer)

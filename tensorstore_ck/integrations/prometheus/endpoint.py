@@ -29,11 +29,7 @@ class Endpoint:
     """Listens from the beginning, and answers during `serve`."""
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int, *, on_error: Callable[[], object]) -> None:
-        """Binds the address; port 0: a free one. `on_error` is called after each scrape that failed.
-
-        Raises:
-            OSError: the address cannot be used.
-        """
+        """Binds the address (port 0: a free one), or raises `OSError`. `on_error` is called after each scrape that failed."""
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         application = _Application(registry, on_error)
         self._server = _Server(address, family, application)
