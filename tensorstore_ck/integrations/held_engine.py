@@ -8,10 +8,7 @@ from tensorstore_ck.training import TrainingState
 
 
 def require_supported(engine: Any) -> None:
-    """Checks DeepSpeed's version, and whether the state of this engine can be saved; None: there is none.
-
-    Raises `MissingExtraError` if the version is not supported, `InvalidOptionError` if something in the engine cannot be saved.
-    """
+    """See `tensorstore_ck.integrations.deepspeed.compatibility.require_supported`; None: there is no engine."""
     if engine is not None:
         from tensorstore_ck.integrations.deepspeed import compatibility  # noqa: PLC0415
 

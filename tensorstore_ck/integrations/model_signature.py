@@ -51,6 +51,8 @@ class FolderSigner:
 
     def sign(self, folder: str, name: str) -> bytes:
         """The bundle that signs all files of a folder, which is to be called `name`."""
+        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat  # noqa: PLC0415 - an extra, which the key has needed
+
         resources = [{"name": file, "algorithm": "sha256", "digest": digest} for file, digest in sorted(_digests(folder, _GIT).items())]
         all_digests = b"".join(bytes.fromhex(each["digest"]) for each in resources)
         how = {"method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": list(_GIT)}
@@ -62,10 +64,11 @@ class FolderSigner:
         }
         payload = json.dumps(statement).encode()
         public = self._key.public_key()
+        hint = hashlib.sha256(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
         signature = self._key.sign(_signed_bytes(payload), _algorithm(public))
         bundle = {
             "mediaType": _BUNDLE,
-            "verificationMaterial": {"publicKey": {"hint": _hint(public)}, "tlogEntries": []},
+            "verificationMaterial": {"publicKey": {"hint": hint}, "tlogEntries": []},
             "dsseEnvelope": {
                 "payload": base64.b64encode(payload).decode(),
                 "payloadType": _PAYLOAD,
@@ -219,12 +222,6 @@ def _algorithm(public: "EllipticCurvePublicKey") -> "ECDSA":
 
     by_bits: dict[int, hashes.HashAlgorithm] = {256: hashes.SHA256(), 384: hashes.SHA384(), 512: hashes.SHA512()}
     return ECDSA(by_bits[_CURVES[public.curve.name]])
-
-
-def _hint(public: "EllipticCurvePublicKey") -> str:
-    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat  # noqa: PLC0415 - as above
-
-    return hashlib.sha256(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
 
 
 def _signed_bytes(payload: bytes) -> bytes:

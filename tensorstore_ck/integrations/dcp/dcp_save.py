@@ -51,15 +51,6 @@ class Begun(NamedTuple):
     anchor: int
 
 
-class Gathered(NamedTuple):
-    """The content that the coordinator publishes."""
-
-    captured: CapturedState
-    """Its own state, with the values of all ranks."""
-    others: Sequence[WriterReport]
-    """By the number of the part."""
-
-
 def ranks_request(context: SaveContext, ref: str, step: int | None, checks: SaveChecks) -> SaveRequest:
     """The request of a rank that publishes nothing: it takes the branch's head for the parent."""
     engine = context.engine
@@ -79,8 +70,8 @@ class DcpSave:
         self.ref, self.step, self.rank = request.ref, request.step, rank
         self.begun: Begun | None = None
         """This rank's part, until its values are known."""
-        self.gathered: Gathered | None = None
-        """On the coordinator: set before `run`."""
+        self.gathered: tuple[CapturedState, Sequence[WriterReport]] | None = None
+        """On the coordinator, before `run`: its own state, with the values of all ranks; the others' reports, by the number of the part."""
         self._request = request
         self._context, self._engine = context, context.engine
         self._destination = StoreDestination(context.engine)

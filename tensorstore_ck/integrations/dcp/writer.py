@@ -27,7 +27,7 @@ from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SuspiciousSaveWarning
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError
 from tensorstore_ck.format.layout import layout_id
-from tensorstore_ck.integrations.dcp.dcp_save import Begun, DcpSave, Gathered, WriterReport, ranks_request
+from tensorstore_ck.integrations.dcp.dcp_save import Begun, DcpSave, WriterReport, ranks_request
 from tensorstore_ck.integrations.dcp.duplicate_items import DuplicateItems, differences, explain, hash_copies, local_items
 from tensorstore_ck.integrations.dcp.flat_layout import build_flat_layout, items_of_plans
 from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, flat_layout_of, resolve_items, with_tiny
@@ -222,7 +222,7 @@ class Writer(StorageWriter):
 
     # --- the work -----------------------------------------------------------------------------------------------------
 
-    def _gather(self, put: DcpSave, metadata: Metadata, results: list[list[WriteResult]]) -> Gathered:
+    def _gather(self, put: DcpSave, metadata: Metadata, results: list[list[WriteResult]]) -> tuple[CapturedState, list[WriterReport]]:
         """Collects the parts that the ranks have written, checked against DCP's metadata; warns of differing copies."""
         parts: dict[int, WriterReport] = {}
         values: dict[str, OpaqueItem] = {}
@@ -253,7 +253,7 @@ class Writer(StorageWriter):
                 object_id=put.ref,
             )
         self._compare_copies(put, metadata, results)
-        return Gathered(captured, [report for _, report in sorted(parts.items())])
+        return captured, [report for _, report in sorted(parts.items())]
 
     def _compare_copies(self, put: DcpSave, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Warns of differing copies, once for each name."""

@@ -188,7 +188,7 @@ def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowl
 
 def _trainer(files: Files, folder: Folder, names: list[str], known: PickleAllowlist) -> FoundState:
     """A checkpoint folder of transformers' Trainer: each file under its own name, and the small files of the model together."""
-    trained = trainer_folder.read_trainer_state(files, folder, known)
+    trainer_state, step = trainer_folder.read_trainer_state(files, folder, known)
     small = trainer_folder.read_model_files(files, folder, names)
     taken = {trainer_folder.STATE, *small}
     sharded: dict[str, FoundState] = {}
@@ -204,8 +204,8 @@ def _trainer(files: Files, folder: Folder, names: list[str], known: PickleAllowl
             f"{trainer_folder.POINTER} the weights are in the store that this file names.)",
             object_id=folder.path,
         )
-    state = {**members.state(), "trainer_state": trained.state, **({MODEL_FILES: small} if small else {})}
-    return members.with_state("checkpoint folder of transformers' Trainer", state, trained.step)
+    state = {**members.state(), "trainer_state": trainer_state, **({MODEL_FILES: small} if small else {})}
+    return members.with_state("checkpoint folder of transformers' Trainer", state, step)
 
 
 def _with_lightning(found: FoundState) -> FoundState:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
@@ -22,15 +22,8 @@ POINTER: Final = "snapshot.json"
 _CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")
 
 
-class TrainerValues(NamedTuple):
-    """The values in its JSON."""
-
-    state: dict[str, Any]
-    step: int
-
-
-def read_trainer_state(files: Files, folder: Folder, known: PickleAllowlist) -> TrainerValues:
-    """The content of ``trainer_state.json``. Raises `CorruptObjectError` if it is damaged, or has no step."""
+def read_trainer_state(files: Files, folder: Folder, known: PickleAllowlist) -> tuple[dict[str, Any], int]:
+    """The content of ``trainer_state.json``, and the step in it. Raises `CorruptObjectError` if it is damaged, or has no step."""
     file = files.map(folder.join(STATE))
     with naming_file(file.path, "state of transformers' Trainer"):
         if file.size > MAX_HEADER_BYTES:
@@ -40,7 +33,7 @@ def read_trainer_state(files: Files, folder: Folder, known: PickleAllowlist) -> 
         if type(step) is not int or not 0 <= step <= MAX_STEP:
             raise MalformedError("it has no global_step")
         known.parsed_bytes += file.size
-        return TrainerValues(state, step)
+        return state, step
 
 
 def read_model_files(files: Files, folder: Folder, names: Sequence[str]) -> dict[str, bytes]:

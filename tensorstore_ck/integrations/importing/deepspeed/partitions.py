@@ -129,7 +129,9 @@ def _of_group(read: DeepSpeedFiles, group: Shapes, index: int, ranks: Sequence[_
     else:
         places, part = _cut_together(group, index, ranks, _alignments(ranks[0].saved, index, len(group)))
         sizes = [max(part, rank.flats[index].numel() + _padding(rank.saved, index)) for rank in ranks]
-        if not _has_round_robin(read.model):
+        config = read.model.get("ds_config")
+        options = config.get("zero_optimization") if isinstance(config, dict) else None
+        if not isinstance(options, dict) or options.get("round_robin_gradients") is not True:
             _require_mapped(places, index, ranks)
     return _with_states(group, index=index, ranks=ranks, places=places, sizes=sizes)
 
@@ -250,12 +252,6 @@ def _padding(saved: Mapping[str, Any], index: int) -> int:
     paddings = saved.get("group_paddings")
     padding = paddings[index] if isinstance(paddings, list) and index < len(paddings) else 0
     return padding if type(padding) is int else 0
-
-
-def _has_round_robin(model: Mapping[str, Any]) -> bool:
-    config = model.get("ds_config")
-    options = config.get("zero_optimization") if isinstance(config, dict) else None
-    return isinstance(options, dict) and options.get("round_robin_gradients") is True
 
 
 # --- states ---------------------------------------------------------------------------------------------------------------
