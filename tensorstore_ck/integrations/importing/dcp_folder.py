@@ -207,9 +207,9 @@ class _Reader:
         if chunk.size > left:
             raise MalformedError(f"its items in {file.path} overlap")
         self._left[file.path] = left - chunk.size
-        loaded = load_torch_file(self._files, file=file, known=self._known, start=chunk.start, size=chunk.size)
-        self._unknown.update(dict.fromkeys(loaded.unknown, file.path))
-        return loaded.value
+        value, unknown = load_torch_file(self._files, file=file, known=self._known, start=chunk.start, size=chunk.size)
+        self._unknown.update(unknown)
+        return value
 
     @staticmethod
     def _unsupported(path: str, what: str) -> NoReturn:

@@ -61,8 +61,8 @@ def _in_file(files: Files, file: MappedFile, known: PickleAllowlist) -> FoundSta
         known.parsed_bytes += content.header_bytes
         return FoundState("safetensors file", content.tensors, content.metadata, {})
     if is_torch_file(file):
-        loaded = load_torch_file(files, file, known)
-        return FoundState("torch file", loaded.value, {}, dict.fromkeys(loaded.unknown, file.path))
+        value, unknown = load_torch_file(files, file, known)
+        return FoundState("torch file", value, {}, unknown)
     if sharded_index.is_index(file):
         return sharded_index.load_indexed(files, Folder(os.path.dirname(file.path) or "."), file, known)
     if bytes(file.data[257:262]) == b"ustar":
@@ -95,7 +95,7 @@ def _in_folder(files: Files, folder: Folder, known: PickleAllowlist, *, as_one: 
     if tag_folder is not None and tag_folder != folder.path and is_accelerate(names):
         return load_accelerate(files, folder=folder, names=names, tag_folder=tag_folder, known=known)
     if tag_folder is not None:
-        return load_deepspeed(files, tag_folder, known).found
+        return load_deepspeed(files, tag_folder, known)[0]
     indexes = [name for name in names if name.endswith(sharded_index.SUFFIX)]
     indexes = [name for name in indexes if name.endswith(f".safetensors{sharded_index.SUFFIX}")] or indexes
     if len(indexes) > 1:
@@ -116,11 +116,10 @@ def _dcp(files: Files, folder: Folder, known: PickleAllowlist) -> FoundState:
     if not folder.has(_LIGHTNING_META):
         return FoundState("DCP checkpoint", content.state, {}, content.unknown)
     file = files.map(folder.join(_LIGHTNING_META))
-    loaded = load_torch_file(files, file, known)
-    if not isinstance(loaded.value, dict):
+    value, unknown = load_torch_file(files, file, known)
+    if not isinstance(value, dict):
         raise CorruptObjectError(f"{file.path} is not a dict, as Lightning writes it: get or save it again", object_id=file.path)
-    unknown = {**content.unknown, **dict.fromkeys(loaded.unknown, file.path)}
-    return FoundState("DCP checkpoint of Lightning", {**content.state, **loaded.value}, {}, unknown)
+    return FoundState("DCP checkpoint of Lightning", {**content.state, **value}, {}, {**content.unknown, **unknown})
 
 
 class _Members(NamedTuple):

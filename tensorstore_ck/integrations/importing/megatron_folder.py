@@ -52,9 +52,8 @@ def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: Pic
     if "common_backend" not in config and COMMON_OBJECT in state:  # Megatron-core 0.19 wrote the object; a common.pt is of an older save
         source, common = METADATA, state.pop(COMMON_OBJECT)
     elif COMMON_FILE in names:
-        loaded = load_torch_file(files, files.map(folder.join(COMMON_FILE)), known)
-        source, common = COMMON_FILE, loaded.value
-        unknown = {**unknown, **dict.fromkeys(loaded.unknown, os.path.join(folder.path, COMMON_FILE))}
+        common, names_in_it = load_torch_file(files, files.map(folder.join(COMMON_FILE)), known)
+        source, unknown = COMMON_FILE, {**unknown, **dict.fromkeys(names_in_it, os.path.join(folder.path, COMMON_FILE))}
         read.add(COMMON_FILE)
     else:
         _incomplete(folder, COMMON_FILE)

@@ -67,8 +67,8 @@ def _load(files: Files, file: MappedFile, known: PickleAllowlist, unknown: dict[
         return dict(content.tensors), content.metadata
     if not is_torch_file(file):
         raise UnsupportedValueError(f"{file.path}, which an index names, is not a safetensors or torch file", object_id=file.path)
-    loaded = load_torch_file(files, file, known)
-    unknown.update(dict.fromkeys(loaded.unknown, file.path))
-    if not isinstance(loaded.value, dict):
+    value, names = load_torch_file(files, file, known)
+    unknown.update(names)
+    if not isinstance(value, dict):
         raise MalformedError(f"{file.path} is not a dict of tensors")
-    return loaded.value, {}
+    return value, {}

@@ -6,7 +6,7 @@ stays in the mapped file. Also reads a file inside another one, as in the files 
 
 import struct
 import zlib
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -28,15 +28,6 @@ _PROGRAMS: Final = {"constants.pkl": ("TorchScript", "torch.jit.load"), "archive
 """Record in the archive of a program -> its kind, and what loads it."""
 
 
-class LoadedTorchFile(NamedTuple):
-    """The object in a torch file."""
-
-    value: Any
-    """May hold placeholders, for `resolve_placeholders`."""
-    unknown: set[str]
-    """Names that are not allowed: each must occur as an `UnknownObject` in the value, or the pickle used it and hid that."""
-
-
 def is_torch_file(file: MappedFile) -> bool:
     """Whether it begins like a torch file, or is an archive of torch in another order."""
     first = bytes(file.data[:_FIRST_BYTES])
@@ -50,8 +41,13 @@ def is_torch_file(file: MappedFile) -> bool:
         return False
 
 
-def load_torch_file(files: Files, file: MappedFile, known: PickleAllowlist, start: int = 0, size: int | None = None) -> LoadedTorchFile:
-    """The object in the torch file at bytes [start, start + size) of `file`.
+def load_torch_file(
+    files: Files, file: MappedFile, known: PickleAllowlist, start: int = 0, size: int | None = None
+) -> tuple[Any, dict[str, str]]:
+    """The object in the torch file at bytes [start, start + size) of `file`, with placeholders for `resolve_placeholders`.
+
+    Also returns the names that are not allowed, each with the path of `file`: each must occur as an `UnknownObject` in the object, or the
+    pickle used it and hid that.
 
     Raises `CorruptObjectError` if it is damaged or inconsistent, `UnsupportedValueError` if its kind is not supported.
     """
@@ -66,7 +62,7 @@ def load_torch_file(files: Files, file: MappedFile, known: PickleAllowlist, star
 # --- archives -------------------------------------------------------------------------------------------------------
 
 
-def _from_archive(files: Files, file: MappedFile, known: PickleAllowlist, start: int, data: memoryview) -> LoadedTorchFile:
+def _from_archive(files: Files, file: MappedFile, known: PickleAllowlist, start: int, data: memoryview) -> tuple[Any, dict[str, str]]:
     records = read_archive(data)
     (folder, *more) = {name.partition("/")[0] for name in records} or {""}
     for name, (kind, loader) in _PROGRAMS.items():
@@ -105,7 +101,7 @@ def _from_archive(files: Files, file: MappedFile, known: PickleAllowlist, start:
     value, end, unknown = safe_unpickle(code, known, storage)
     if end != pickle.size:
         raise MalformedError("something follows its pickle")
-    return LoadedTorchFile(value, unknown)
+    return value, dict.fromkeys(unknown, file.path)
 
 
 def _checked(pid: Any) -> tuple[torch.dtype, str, int]:
@@ -128,7 +124,7 @@ def _module_class(pid: Any) -> UnknownObject | None:
 # --- before torch 1.6 -----------------------------------------------------------------------------------------------
 
 
-def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: memoryview) -> LoadedTorchFile:
+def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: memoryview) -> tuple[Any, dict[str, str]]:
     """Magic, protocol, system, the object, the keys of its storages; then each storage, after its number of elements."""
     at = 0
 
@@ -199,7 +195,7 @@ def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: me
         return Stored(storages[key], dtype)
 
     value, _, unknown = safe_unpickle(body, known, storage)
-    return LoadedTorchFile(value, unknown)
+    return value, dict.fromkeys(unknown, file.path)
 
 
 def _nothing(module: str, name: str) -> NoReturn:
