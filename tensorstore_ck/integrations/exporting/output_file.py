@@ -10,6 +10,7 @@ import threading
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Final, NamedTuple, Self
 
 from blake3 import blake3
@@ -144,7 +145,7 @@ class OutputFile:
     def _compare(self, region: range, pieces: Sequence[Piece], *, is_summed: bool = False) -> int:
         """Compares a region; returns its CRC-32 if requested."""
         crc, at = 0, region.start
-        for number in range(bisect_left(pieces, region.start, key=_offset), len(pieces)):
+        for number in range(bisect_left(pieces, region.start, key=attrgetter("offset")), len(pieces)):
             piece = pieces[number]
             if piece.offset >= region.stop:
                 break
@@ -190,14 +191,10 @@ class OutputFile:
         )
 
 
-def _offset(piece: Piece) -> int:
-    return piece.offset
-
-
 def _cut(gap: range, pieces: Sequence[Piece]) -> list[range]:
     """Regions of about `REGION_BYTES`, cut between pieces."""
     cuts, start = [], gap.start
-    for number in range(bisect_left(pieces, gap.start, key=_offset), bisect_left(pieces, gap.stop, key=_offset)):
+    for number in range(bisect_left(pieces, gap.start, key=attrgetter("offset")), bisect_left(pieces, gap.stop, key=attrgetter("offset"))):
         stop = pieces[number].offset + pieces[number].size
         if stop - start >= REGION_BYTES:
             cuts.append(range(start, stop))
