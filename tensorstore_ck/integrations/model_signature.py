@@ -31,8 +31,8 @@ _STATEMENT: Final = "https://in-toto.io/Statement/v1"
 _PREDICATE: Final = "https://model_signing/signature/v1.0"
 _GIT: Final = (".git", ".github", ".gitattributes", ".gitignore")
 """What model-signing leaves out of a folder by default."""
-_CURVES: Final = {"secp256r1": 256, "secp384r1": 384, "secp521r1": 512}
-"""Curve -> the bits of its hash."""
+_CURVES: Final = {"secp256r1": "SHA256", "secp384r1": "SHA384", "secp521r1": "SHA512"}
+"""Curve -> its hash."""
 _MAX_BYTES: Final = 64 << 20
 
 
@@ -220,8 +220,7 @@ def _algorithm(public: "EllipticCurvePublicKey") -> "ECDSA":
     from cryptography.hazmat.primitives import hashes  # noqa: PLC0415 - an extra, which the key has needed
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA  # noqa: PLC0415
 
-    by_bits: dict[int, hashes.HashAlgorithm] = {256: hashes.SHA256(), 384: hashes.SHA384(), 512: hashes.SHA512()}
-    return ECDSA(by_bits[_CURVES[public.curve.name]])
+    return ECDSA(getattr(hashes, _CURVES[public.curve.name])())
 
 
 def _signed_bytes(payload: bytes) -> bytes:
