@@ -1,5 +1,6 @@
 """The DeepSpeed engine that a trainer may hold. DeepSpeed is imported only where there is one."""
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,8 +24,11 @@ def partitioned(engine: Any) -> AbstractContextManager[None]:
     return engine_state.partitioned(engine)
 
 
-def training_of(engine: Any, values: dict[str, Any], **options: Any) -> TrainingState:
+def training_of(
+    engine: Any, values: dict[str, Any], *, schedulers: object, extra: dict[str, Any], parts: Collection[str] | None = None
+) -> TrainingState:
     """The state of an engine; see `tensorstore_ck.integrations.deepspeed.engine_state.training_of`."""
     from tensorstore_ck.integrations.deepspeed import engine_state  # noqa: PLC0415
 
-    return engine_state.training_of(engine, values, **options)[0]
+    parts = engine_state.PARTS if parts is None else parts
+    return engine_state.training_of(engine, values, schedulers=schedulers, extra=extra, parts=parts)[0]

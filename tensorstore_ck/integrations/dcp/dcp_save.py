@@ -3,7 +3,7 @@
 Nothing needs to be undone when a rank fails: DCP informs all ranks, and the written objects become garbage.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tensorstore_ck.common.free_space import require_free_space
@@ -13,8 +13,8 @@ from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, open_packs, store_part, write_blobs, write_tensors
-from tensorstore_ck.engine.write.publish import RankParts, checked_parts, retry_expired
-from tensorstore_ck.engine.write.request import SaveChecks, SaveRequest
+from tensorstore_ck.engine.write.publish import RankParts, check_branch, checked_parts, retry_expired
+from tensorstore_ck.engine.write.request import SaveChecks, SaveRequest, check_options
 from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings
 from tensorstore_ck.engine.write.write_and_commit import StoreDestination, commit
@@ -49,6 +49,33 @@ class Begun(NamedTuple):
     tensors: TensorBlocks
     block_bytes: int
     anchor: int
+
+
+def coordinators_request(
+    context: SaveContext,
+    ref: str,
+    *,
+    step: int | None,
+    metrics: Mapping[str, float] | None,
+    metadata: Mapping[str, object] | None,
+    checks: SaveChecks,
+    adopts_head: bool,
+) -> SaveRequest:
+    """The request of the rank that publishes. `adopts_head`: the first save of this handle to the ref continues from its head.
+
+    Raises:
+        InvalidOptionError, InvalidNameError: an argument is invalid.
+        ConflictError: the ref is not where it must be.
+        QuotaExceededError: the quota of the ref is used up.
+    """
+    engine, fence = context.engine, context.fence
+    options = check_options(engine, ref, step=step, metrics=metrics, metadata=metadata, **checks._asdict())
+    view = engine.log.newest_view()
+    if adopts_head:
+        fence.adopt(view, ref)
+    request = fence.request_at(engine, view, options)
+    check_branch(engine, view, ref, request.expect)
+    return request
 
 
 def ranks_request(context: SaveContext, ref: str, step: int | None, checks: SaveChecks) -> SaveRequest:

@@ -21,13 +21,12 @@ from torch.futures import Future
 from tensorstore_ck.common.save_progress import SaveMeter
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.publish import check_branch
-from tensorstore_ck.engine.write.request import SaveRequest, Unchanged, check_options, require_checks
+from tensorstore_ck.engine.write.request import SaveRequest, Unchanged, require_checks
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SuspiciousSaveWarning
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError
 from tensorstore_ck.format.layout import layout_id
-from tensorstore_ck.integrations.dcp.dcp_save import Begun, DcpSave, WriterReport, ranks_request
+from tensorstore_ck.integrations.dcp.dcp_save import Begun, DcpSave, WriterReport, coordinators_request, ranks_request
 from tensorstore_ck.integrations.dcp.duplicate_items import DuplicateItems, differences, explain, hash_copies, local_items
 from tensorstore_ck.integrations.dcp.flat_layout import build_flat_layout, items_of_plans
 from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, flat_layout_of, resolve_items, with_tiny
@@ -299,15 +298,15 @@ class Writer(StorageWriter):
             raise
 
     def _coordinators_request(self) -> SaveRequest:
-        context, ref, checks = save_context(self._target.store), self._saving.ref, self._checks._asdict()
-        engine, fence = context.engine, context.fence
-        options = check_options(engine, ref, step=self._saving.step, metrics=self._metrics, metadata=self._metadata, **checks)
-        view = engine.log.newest_view()
-        if not self._target.is_shared:  # the first save of this handle to the ref continues from its head
-            fence.adopt(view, ref)
-        request = fence.request_at(engine, view, options)
-        check_branch(engine, view, ref, request.expect)
-        return request
+        return coordinators_request(
+            save_context(self._target.store),
+            self._saving.ref,
+            step=self._saving.step,
+            metrics=self._metrics,
+            metadata=self._metadata,
+            checks=self._checks,
+            adopts_head=not self._target.is_shared,
+        )
 
 
 def _filled(begun: Begun, metadata: Metadata, values: Mapping[str, OpaqueItem]) -> CapturedState:
