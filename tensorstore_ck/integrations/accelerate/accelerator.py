@@ -23,7 +23,7 @@ from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.accelerate import data_order
 from tensorstore_ck.integrations.accelerate.compatibility import require_supported
-from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import NativeNames, all_ranks, opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.pointers import NamedSaves, read_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer
@@ -41,7 +41,7 @@ REFUSED: Final = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XL
 
 
 @short_errors
-class SnapshotMixin:
+class SnapshotMixin(NativeNames):
     """Mixed into the class of an `accelerate.Accelerator`: see `attach`."""
 
     _store: Store
@@ -75,11 +75,6 @@ class SnapshotMixin:
         """A pickled copy is accelerate's own: no two processes save for one."""
         state = {name: value for name, value in vars(self).items() if name not in SnapshotMixin.__annotations__}
         return object.__new__, (type(self).__bases__[1],), state
-
-    @property
-    def _native(self) -> Any:
-        """This object, with the private names of accelerate's Accelerator."""
-        return self
 
     @property
     def _group(self) -> "dist.ProcessGroup | None":

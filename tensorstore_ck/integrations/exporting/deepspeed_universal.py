@@ -24,7 +24,7 @@ from tensorstore_ck.integrations.exporting.atomic_target import require_disk_spa
 from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.meta_state import MetaState
-from tensorstore_ck.integrations.exporting.output_file import write_file
+from tensorstore_ck.integrations.exporting.output_file import OutputFile, write_file
 from tensorstore_ck.integrations.exporting.torch_file import TorchOutput
 from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, build_template
 from tensorstore_ck.state.select import listed
@@ -219,7 +219,8 @@ class _Output:
                 path = os.path.join(self._folder, name)
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 template: TorchZipTemplate = build_template(content, os.path.join(shown, name))
-                outputs.append(stack.enter_context(TorchOutput(path, os.path.join(shown, name), template)))
+                file = stack.enter_context(OutputFile(path, os.path.join(shown, name), is_summed=True))
+                outputs.append(TorchOutput(file, template))
                 outputs[-1].route(router, self._job.content, self._meta)
                 self.tensors += len(template.gaps)
                 self.tensor_bytes += sum(len(gap.region) for gap in template.gaps)

@@ -23,7 +23,7 @@ from tensorstore_ck.integrations.lightning.compatibility import require_supporte
 from tensorstore_ck.integrations.lightning.lightning_state import require_storable, training_state
 from tensorstore_ck.integrations.lightning.pointer_files import FILES, read_pointer
 from tensorstore_ck.integrations.lightning.snapshot_resume import FITTING, OpenedStore, SnapshotResume
-from tensorstore_ck.integrations.trainer.attach import all_ranks
+from tensorstore_ck.integrations.trainer.attach import NativeNames, all_ranks
 from tensorstore_ck.integrations.trainer.pointers import NamedSaves
 from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
 from tensorstore_ck.log.field_checks import validate_ref_name
@@ -72,7 +72,7 @@ def _epoch_of(trainer: Any) -> float:
 
 
 @short_errors
-class SnapshotMixin:
+class SnapshotMixin(NativeNames):
     """Makes a subclass of ModelCheckpoint save into a store.
 
     ``class MyCheckpoint(tsck.lightning.SnapshotMixin, lightning.pytorch.callbacks.ModelCheckpoint)``; or that of `pytorch_lightning`.
@@ -119,11 +119,6 @@ class SnapshotMixin:
         self._step_seen = -1
         self._named = NamedSaves(FILES)
         self._resume = SnapshotResume(self._opened, ref)
-
-    @property
-    def _native(self) -> Any:
-        """This object, with the private names of ModelCheckpoint."""
-        return self
 
     @property
     def _store(self) -> Store:
